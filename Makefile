@@ -1,0 +1,91 @@
+# make demo   set up, then train the recommender of examples/01_movielens_ranking.py
+# make test   set up, lint, then run all tests against the installed package
+#
+# Needs python3 (3.11 to 3.13) with venv, g++ and make. All that is installed goes into
+# .venv; all that is built goes into build. pip reads its settings as always.
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+# More arguments for the demo and for pytest: make demo DEMO=--resume
+DEMO ?=
+PYTEST ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PACKAGE := setup.py pyproject.toml MANIFEST.in $(shell find tpu_embedding \
+    -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.cc' \
+    -o -name '*.h' \) -print)
+CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
+
+# Only what is installed in .venv is imported.
+unexport PYTHONPATH PYTHONHOME
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help demo test lint format ops clean
+# One pip at a time, whatever -j says.
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p; s/^\([a-z]*\):.*## /make \1\t/p' Makefile
+
+demo: $(VENV)/demo.stamp $(VENV)/package.stamp
+	$(BIN)/python examples/01_movielens_ranking.py $(DEMO)
+
+test: lint $(VENV)/package.stamp
+	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal \
+	    --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
+
+lint: $(VENV)/dev.stamp $(VENV)/package.stamp ## format, style, types, layers, lengths
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/lint-imports
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pytest --quiet tests/test_repository.py
+
+format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
+	$(BIN)/python setup.py --quiet build_ext --inplace --parallel $(JOBS)
+
+clean: ## remove all that set-up and builds made
+	rm -rf $(VENV) build dist *.egg-info tpu_embedding/ops/*.so
+	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find tpu_embedding tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/venv.stamp:
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --upgrade setuptools wheel
+	touch $@
+
+# The package itself comes last: its library is compiled against the TensorFlow that
+# is among the requirements. So pip gets the lists of pyproject.toml without it.
+REQUIREMENTS := import sys, tomllib; \
+    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    extras = [project["optional-dependencies"][name] for name in sys.argv[1:]]; \
+    print(*project["dependencies"], *sum(extras, []), sep="\n")
+
+define install
+@echo "Installing requirements ($(1)) into $(VENV); the first time takes minutes."
+$(BIN)/python -c '$(REQUIREMENTS)' $(1) > $(VENV)/requirements.txt
+$(PIP) install --requirement $(VENV)/requirements.txt
+endef
+
+$(VENV)/demo.stamp: pyproject.toml $(VENV)/venv.stamp
+	$(call install,cpu examples)
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
+	$(call install,cpu examples test lint)
+	touch $@
+
+# build/lib is removed because setuptools would pack what a former build left there;
+# the object files beside it stay.
+$(VENV)/package.stamp: $(PACKAGE) | $(VENV)/demo.stamp
+	rm -rf build/lib* build/bdist*
+	$(PIP) install --no-build-isolation --no-deps --force-reinstall .
+	touch $@

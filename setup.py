@@ -1,0 +1,231 @@
+"""Builds the custom-op library against the TensorFlow of this environment.
+
+Everything else about the package is in pyproject.toml. TensorFlow must be
+visible to the build, so pip is called with `--no-build-isolation`:
+
+    pip install 'tensorflow-cpu==2.21.*'
+    pip install --no-build-isolation .
+
+Environment variables:
+    TPU_EMBEDDING_BUILD_OPS  0 leaves the library out: a pure-Python package, which
+        runs on the portable engine.
+    CXX  the C++ compiler, `g++` if not set.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import setuptools
+from setuptools.command import build_ext
+
+SOURCES = pathlib.Path("tpu_embedding", "ops", "cc")
+LIBRARY = "tpu_embedding.ops._tpu_embedding_ops"
+
+# -ffp-contract=off: the clones for each CPU (core/simd.h) differ in speed, never in
+# bits. -fno-math-errno: sqrt becomes one instruction. Never -march=native: a wheel
+# must run on every machine of its platform.
+FLAGS = (
+    *("-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=off"),
+    *("-Wall", "-Wextra", "-Werror", "-pthread"),
+)
+# Nothing outside the library calls the core. The kernels keep the default: the
+# headers of TensorFlow hold statics that must be one in the whole process.
+CORE_FLAGS = ("-fvisibility=hidden",)
+# A symbol that TensorFlow's libraries lack is an error here, not at load time.
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
+
+# Runs in a process of its own: an import of TensorFlow can abort (a wrong libtpu).
+_ASK_TENSORFLOW = """
+import json, tensorflow as tf
+print(json.dumps({
+    "version": tf.__version__,
+    "compile_flags": tf.sysconfig.get_compile_flags(),
+    "link_flags": tf.sysconfig.get_link_flags(),
+}))
+"""
+
+
+class BuildError(SystemExit):
+    """Ends the build with a message for the user and no traceback."""
+
+    def __init__(self, problem: str):
+        """Adds the way out that is open to everybody."""
+        super().__init__(
+            f"\nerror: tpu_embedding: {problem}\n"
+            "To install without the custom-op library, which leaves the slower "
+            "portable engine, set TPU_EMBEDDING_BUILD_OPS=0.\n"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFlow:
+    """What a compiler has to know of the installed TensorFlow."""
+
+    version: str
+    compile_flags: list[str]
+    link_flags: list[str]
+
+    @classmethod
+    def of_environment(cls) -> TensorFlow:
+        """Asks the TensorFlow that this Python imports."""
+        answer = subprocess.run(
+            [sys.executable, "-c", _ASK_TENSORFLOW],
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if answer.returncode:
+            last_lines = "\n".join(answer.stderr.strip().splitlines()[-3:])
+            raise BuildError(
+                f"cannot import TensorFlow with {sys.executable}, and the custom-op "
+                f"library is compiled against it:\n{last_lines}\n"
+                "pip hides installed packages from a build unless told otherwise. "
+                "Install TensorFlow first, for example\n"
+                "    pip install 'tensorflow-cpu==2.21.*'\n"
+                "then run\n"
+                "    pip install --no-build-isolation ."
+            )
+        return cls(**json.loads(answer.stdout.splitlines()[-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler, its flags, and the folder for its object files."""
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    objects: pathlib.Path
+
+    @classmethod
+    def for_tensorflow(cls, tensorflow: TensorFlow, folder: pathlib.Path) -> Compiler:
+        """Returns the compiler of this machine, set up for `tensorflow`."""
+        command = tuple(shlex.split(os.environ.get("CXX", "g++")))
+        if not command or shutil.which(command[0]) is None:
+            raise BuildError(
+                f"no C++ compiler: {shlex.join(command)!r} is not on the PATH. "
+                "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
+            )
+        flags = (
+            *FLAGS,
+            # As system headers they do not trip over -Wall -Wextra -Werror.
+            *(re.sub("^-I", "-isystem", flag) for flag in tensorflow.compile_flags),
+            f"-I{SOURCES}",
+            f'-DTPU_EMBEDDING_TF_VERSION="{tensorflow.version}"',
+        )
+        # Object files of other flags, so of another TensorFlow, lie elsewhere.
+        key = hashlib.sha256(repr((command, flags)).encode()).hexdigest()[:16]
+        return cls(command, flags, folder / key)
+
+    def object_of(self, source: pathlib.Path) -> pathlib.Path:
+        """Returns the path of the object file of `source`."""
+        return self.objects / source.relative_to(SOURCES).with_suffix(".o")
+
+    def compile(self, source: pathlib.Path) -> None:
+        """Compiles `source`, unless its object file is newer than all it reads."""
+        target = self.object_of(source)
+        if _is_up_to_date(target):
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        print(f"compiling {source}", flush=True)
+        extra = CORE_FLAGS if source.parent.name == "core" else ()
+        _run(
+            [
+                *(*self.command, *self.flags, *extra, "-MMD"),
+                *("-c", str(source), "-o", str(target)),
+            ]
+        )
+
+    def link(
+        self, objects: list[pathlib.Path], flags: list[str], target: pathlib.Path
+    ) -> None:
+        """Links `objects` into the shared library `target`."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        print(f"linking {target}", flush=True)
+        # Linked beside and moved: a process may have the old library open.
+        beside = target.with_suffix(".tmp")
+        _run(
+            [
+                *(*self.command, *LINK_FLAGS, "-o", str(beside)),
+                *(str(path) for path in objects),
+                *flags,
+            ]
+        )
+        beside.replace(target)
+
+
+class BuildOps(build_ext.build_ext):
+    """Compiles all of `ops/cc` into one library, in parallel and incrementally."""
+
+    def build_extension(self, ext: setuptools.Extension) -> None:
+        """Builds the one extension of this package."""
+        tensorflow = TensorFlow.of_environment()
+        compiler = Compiler.for_tensorflow(tensorflow, pathlib.Path(self.build_temp))
+        target = pathlib.Path(self.get_ext_fullpath(ext.name))
+        sources = [pathlib.Path(source) for source in ext.sources]
+        with concurrent.futures.ThreadPoolExecutor(_jobs(self.parallel)) as pool:
+            list(pool.map(compiler.compile, sources))
+        compiler.link(
+            [compiler.object_of(source) for source in sources],
+            tensorflow.link_flags,
+            target,
+        )
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Returns a name without Python's ABI tag: the library does not use it."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, check=False)
+    if result.returncode:
+        raise BuildError(f"this command failed:\n    {shlex.join(command)}")
+
+
+def _mtime(path: pathlib.Path) -> float:
+    return path.stat().st_mtime
+
+
+def _is_up_to_date(target: pathlib.Path) -> bool:
+    depfile = target.with_suffix(".d")
+    if not (target.exists() and depfile.exists()):
+        return False
+    rule = depfile.read_text().replace("\\\n", " ")
+    read = [pathlib.Path(name) for name in shlex.split(rule.partition(":")[2])]
+    return all(path.exists() and _mtime(path) <= _mtime(target) for path in read)
+
+
+def _jobs(parallel: int | bool | None) -> int:
+    # setuptools passes True for an empty --parallel.
+    return parallel if type(parallel) is int else os.cpu_count() or 1
+
+
+def _extensions() -> list[setuptools.Extension]:
+    if os.environ.get("TPU_EMBEDDING_BUILD_OPS", "1") == "0":
+        return []
+    sources = [
+        *sorted(SOURCES.glob("core/*.cc")),
+        *sorted(SOURCES.glob("kernels/*.cc")),
+    ]
+    return [setuptools.Extension(LIBRARY, [str(path) for path in sources])]
+
+
+if __name__ == "__main__":
+    setuptools.setup(
+        # Here and not in pyproject.toml: setuptools before 77 and since refuse each
+        # other's way to write it there, and both are in use.
+        license="Apache-2.0",
+        ext_modules=_extensions(),
+        cmdclass={"build_ext": BuildOps},
+    )

@@ -1,0 +1,79 @@
+"""What all tests share: logical devices, seeds, hypothesis profiles.
+
+Environment variables:
+    TPU_EMBEDDING_TEST_SEED       the seed that all seeds are derived from.
+    TPU_EMBEDDING_TEST_INSTALLED  1: fail unless the installed package is under test.
+    HYPOTHESIS_PROFILE            "quick" (the default) or "thorough".
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import zlib
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+
+NUM_CPU_DEVICES = 4
+BASE_SEED = int(os.environ.get("TPU_EMBEDDING_TEST_SEED", "20260731"))
+CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+
+# Logical devices cannot be made once TensorFlow has started.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * NUM_CPU_DEVICES,
+)
+
+# derandomize: a run on CI can be repeated. No deadline: a first call traces graphs.
+hypothesis.settings.register_profile(
+    "quick", max_examples=25, derandomize=True, deadline=None
+)
+hypothesis.settings.register_profile(
+    "thorough", max_examples=1000, deadline=None, print_blob=True
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses to test the checkout where the installed package is meant."""
+    del config
+    if os.environ.get("TPU_EMBEDDING_TEST_INSTALLED") != "1":
+        return
+    import tpu_embedding  # Late: only here does it matter which one it is.
+
+    found = pathlib.Path(tpu_embedding.__file__).resolve()
+    if found.is_relative_to(CHECKOUT / "tpu_embedding"):
+        raise pytest.UsageError(
+            f"The installed package is to be tested, but Python imports {found}. "
+            "Call `pytest`, not `python -m pytest`, and unset PYTHONPATH."
+        )
+
+
+def pytest_report_header() -> list[str]:
+    """Says at the top what is needed to repeat the run."""
+    return [
+        f"TensorFlow {tf.__version__}, {NUM_CPU_DEVICES} logical CPU devices, "
+        f"TPU_EMBEDDING_TEST_SEED={BASE_SEED}"
+    ]
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this test, which is set everywhere and shown if the test fails."""
+    value = zlib.crc32(f"{BASE_SEED} {request.node.nodeid}".encode())
+    print(f"seed {value} (TPU_EMBEDDING_TEST_SEED={BASE_SEED})")
+    random.seed(value)
+    tf.random.set_seed(value)
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """A NumPy generator that starts from the seed of this test."""
+    return np.random.default_rng(seed)

@@ -1,0 +1,259 @@
+"""Section 4: the optimizers, one element at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+# The arguments of each optimizer and their defaults, less those that change no
+# number. A learning rate is given for each step.
+_COMMON: dict[str, Any] = {
+    "clip_weight_min": None,
+    "clip_weight_max": None,
+    "weight_decay_factor": None,
+    "multiply_weight_decay_factor_by_learning_rate": None,
+    "clipvalue": None,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "SGD": {},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "AdagradMomentum": {
+        "momentum": 0.0,
+        "use_nesterov": False,
+        "exponent": 2,
+        "beta2": 1,
+        "epsilon": 1e-10,
+    },
+    "FTRL": {
+        "learning_rate_power": -0.5,
+        "l1_regularization_strength": 0.0,
+        "l2_regularization_strength": 0.0,
+        "beta": 0.0,
+        "initial_accumulator_value": 0.1,
+        "multiply_linear_by_learning_rate": False,
+        "allow_zero_accumulator": False,
+    },
+    "Adam": {
+        "beta_1": 0.9,
+        "beta_2": 0.999,
+        "epsilon": 1e-7,
+        "lazy_adam": True,
+        "sum_inside_sqrt": True,
+    },
+    "RowwiseAdagrad": {"initial_accumulator_value": 0.1},
+}
+# Slot name -> where its initial value comes from: an argument, or a number.
+SLOTS: dict[str, dict[str, str | float]] = {
+    "SGD": {},
+    "Adagrad": {"accumulators": "initial_accumulator_value"},
+    "AdagradMomentum": {"accumulators": 0.0, "momenta": 0.0},
+    "FTRL": {"accumulators": "initial_accumulator_value", "linears": 0.0},
+    "Adam": {"momenta": 0.0, "velocities": 0.0},
+    "RowwiseAdagrad": {"accumulators": "initial_accumulator_value"},
+}
+
+
+def complete(name: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of an optimizer; numbers are rounded to float32.
+
+    `learning_rate` may be among them and is left as it is; arguments that change
+    no number here may be too and are left out.
+    """
+    neutral = {
+        "learning_rate",
+        "use_gradient_accumulation",
+        "slot_variable_creation_fn",
+        "low_dimensional_packing_status",
+    }
+    merged = {**_COMMON, **DEFAULTS[name]}
+    for key, value in hyper.items():
+        if key in neutral:
+            continue
+        if key not in merged:
+            raise KeyError(f"{name} has no argument {key}")
+        merged[key] = value
+    return {key: _float32(value) for key, value in merged.items()}
+
+
+def _float32(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_float32(v) for v in value)
+    if value is None or isinstance(value, bool):
+        return value
+    return np.float64(np.float32(value))
+
+
+def initial_slots(
+    name: str, hyper: Mapping[str, Any], shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """The slots of a new table of `shape`, float64."""
+    arguments = complete(name, hyper)
+    if name == "RowwiseAdagrad":
+        shape = (shape[0], 1)
+    return {
+        slot: np.full(shape, arguments[v] if isinstance(v, str) else v, np.float64)
+        for slot, v in SLOTS[name].items()
+    }
+
+
+def apply(  # noqa: PLR0913 - all that an update depends on.
+    name: str,
+    hyper: Mapping[str, Any],
+    table: np.ndarray,
+    slots: Mapping[str, np.ndarray],
+    gradient_rows: Mapping[int, np.ndarray],
+    rate: float,
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """One update: clip, decay, rule, clip, for each touched row.
+
+    Args:
+      name: The class of the optimizer.
+      hyper: Its constructor arguments; the others have their defaults.
+      table: [V, D].
+      slots: By name, [V, D], or [V, 1] for RowwiseAdagrad.
+      gradient_rows: For each touched row its summed gradient [D].
+      rate: The learning rate.
+
+    Returns:
+      The new table and the new slots, float64.
+    """
+    arguments = complete(name, hyper)
+    table = np.array(table, np.float64)
+    slots = {slot: np.array(values, np.float64) for slot, values in slots.items()}
+    rate = np.float64(np.float32(rate))
+    touched = set(gradient_rows)
+    if name == "Adam" and not arguments["lazy_adam"]:
+        touched = set(range(len(table)))
+    for row in sorted(touched):
+        gradient = np.array(gradient_rows.get(row, np.zeros(table.shape[1])))
+        gradient = _clip(gradient.astype(np.float64), *_limits(arguments["clipvalue"]))
+        table[row] = _decay(arguments, table[row], rate)
+        row_slots = [values[row] for values in slots.values()]  # views
+        with np.errstate(divide="ignore", invalid="ignore"):
+            _RULES[name](arguments, gradient, table[row], row_slots, rate)
+        table[row] = _clip(
+            table[row], arguments["clip_weight_min"], arguments["clip_weight_max"]
+        )
+    return table, slots
+
+
+def _limits(clipvalue: Any) -> tuple[Any, Any]:
+    if clipvalue is None:
+        return None, None
+    return clipvalue if isinstance(clipvalue, tuple) else (-clipvalue, clipvalue)
+
+
+def _clip(x: np.ndarray, lower: float | None, upper: float | None) -> np.ndarray:
+    if lower is not None:
+        x = np.where(x < lower, lower, x)
+    if upper is not None:
+        x = np.where(x > upper, upper, x)
+    return x
+
+
+def _decay(arguments: dict[str, Any], row: np.ndarray, rate: float) -> np.ndarray:
+    factor = arguments["weight_decay_factor"]
+    if factor is None:
+        return row
+    if arguments["multiply_weight_decay_factor_by_learning_rate"]:
+        factor = factor * rate
+    return row - factor * row
+
+
+# Each rule writes to the row T [D] and to the row's slots.
+
+
+def _sgd(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    del h, slots
+    for d in range(len(t)):
+        t[d] -= lr * g[d]
+
+
+def _adagrad(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    del h
+    (a,) = slots
+    for d in range(len(t)):
+        a[d] += g[d] ** 2
+        if a[d] != 0:
+            t[d] -= lr * g[d] / np.sqrt(a[d])
+
+
+def _rowwise(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    del h
+    (a,) = slots
+    a[0] += sum(x**2 for x in g) / len(g)
+    if a[0] == 0:
+        return
+    for d in range(len(t)):
+        t[d] -= lr * g[d] / np.sqrt(a[0])
+
+
+def _adagrad_momentum(
+    h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float
+) -> None:
+    a, m = slots
+    k, b2, e, mu = h["exponent"], h["beta2"], h["epsilon"], h["momentum"]
+    for d in range(len(t)):
+        a[d] = a[d] + g[d] ** 2 if b2 == 1 else b2 * a[d] + (1 - b2) * g[d] ** 2
+        p = g[d] * (a[d] + e) ** (-1 / k)
+        m[d] = mu * m[d] + p
+        u = mu * m[d] + p if h["use_nesterov"] else m[d]
+        t[d] -= lr * u
+
+
+def _ftrl(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    step = (
+        _ftrl_step_times_rate if h["multiply_linear_by_learning_rate"] else _ftrl_step
+    )
+    a, linear = slots
+    for d in range(len(t)):
+        t[d], a[d], linear[d] = step(h, g[d], (t[d], a[d], linear[d]), lr)
+
+
+def _ftrl_step(h: dict, g: float, state: tuple, lr: float) -> tuple:
+    t, a, linear = state
+    q = -h["learning_rate_power"]
+    l1, l2 = h["l1_regularization_strength"], h["l2_regularization_strength"]
+    new = a + g**2
+    sigma = (new**q - a**q) / lr
+    linear += g - sigma * t
+    quadratic = new**q / lr + 2 * l2 + h["beta"] / lr
+    t = 0.0 if abs(linear) <= l1 else (np.sign(linear) * l1 - linear) / quadratic
+    return t, new, linear
+
+
+def _ftrl_step_times_rate(h: dict, g: float, state: tuple, lr: float) -> tuple:
+    """The same with linear, and every term that goes into it, times lr."""
+    t, a, linear = state
+    q = -h["learning_rate_power"]
+    l1, l2 = h["l1_regularization_strength"], h["l2_regularization_strength"]
+    new = a + g**2
+    linear += lr * g - (new**q - a**q) * t
+    quadratic = new**q + 2 * lr * l2 + h["beta"]
+    small = abs(linear) <= lr * l1
+    t = 0.0 if small else (np.sign(linear) * lr * l1 - linear) / quadratic
+    return t, new, linear
+
+
+def _adam(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    m, v = slots
+    b1, b2, eps = h["beta_1"], h["beta_2"], h["epsilon"]
+    for d in range(len(t)):
+        m[d] = b1 * m[d] + (1 - b1) * g[d]
+        v[d] = b2 * v[d] + (1 - b2) * g[d] ** 2
+        if h["sum_inside_sqrt"]:
+            t[d] -= lr * m[d] / np.sqrt(v[d] + eps**2)
+        else:
+            t[d] -= lr * m[d] / (np.sqrt(v[d]) + eps)
+
+
+_RULES: dict[str, Callable[..., None]] = {
+    "SGD": _sgd,
+    "Adagrad": _adagrad,
+    "AdagradMomentum": _adagrad_momentum,
+    "FTRL": _ftrl,
+    "Adam": _adam,
+    "RowwiseAdagrad": _rowwise,
+}

@@ -1,0 +1,62 @@
+"""Compiles and runs each `tests/cc/*_test.cc`, plain and under the sanitizers.
+
+The core is plain C++17, so g++ alone builds it: no TensorFlow, no test framework.
+A test is a program that checks with `check.h` and returns 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+TESTS = pathlib.Path(__file__).with_name("cc")
+CC = TESTS.parents[1] / "tpu_embedding" / "ops" / "cc"
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+FLAGS = [
+    *("-std=c++17", "-pthread", "-g", "-fno-math-errno", "-ffp-contract=off"),
+    # Checks compare sizes with literals, which are signed.
+    *("-Wall", "-Wextra", "-Werror", "-Wno-sign-compare"),
+    *(f"-I{CC}", f"-I{TESTS}"),
+]
+BUILDS = {
+    "plain": ["-O2"],
+    "address": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+TIMEOUT_SECONDS = 300
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+
+
+@functools.cache
+def _without_randomization() -> list[str]:
+    """Returns a prefix that makes memory addresses predictable, if there is one.
+
+    The thread sanitizer of GCC 12 ends at once on kernels that place programs more
+    randomly than it knows.
+    """
+    if shutil.which("setarch") and _run(["setarch", "-R", "true"]).returncode == 0:
+        return ["setarch", "-R"]
+    return []
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("source", sorted(TESTS.glob("*_test.cc")), ids=lambda p: p.stem)
+def test_program(source: pathlib.Path, build: str, tmp_path: pathlib.Path) -> None:
+    program = tmp_path / source.stem
+    sources = [source, *sorted((CC / "core").glob("*.cc"))]
+    command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources)]
+    compiled = _run([*command, "-o", str(program)])
+    assert compiled.returncode == 0, compiled.stderr
+    ran = _run([*_without_randomization(), str(program)])
+    assert ran.returncode == 0, ran.stdout + ran.stderr

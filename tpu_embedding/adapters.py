@@ -1,0 +1,172 @@
+"""Takes the configuration objects of tf.tpu.experimental.embedding.
+
+Every option is carried or refused by name; none is dropped. Objects of this
+package pass through as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import errors, optimizers
+from tpu_embedding.config import FeatureConfig, TableConfig
+
+_stock = tf.tpu.experimental.embedding
+
+# TensorFlow's class -> ours. Exact classes: a subclass may have another rule.
+_OPTIMIZERS: dict[type, Callable[..., optimizers.Optimizer]] = {
+    _stock.SGD: optimizers.SGD,
+    _stock.Adagrad: optimizers.Adagrad,
+    _stock.AdagradMomentum: optimizers.AdagradMomentum,
+    _stock.FTRL: optimizers.FTRL,
+    _stock.Adam: optimizers.Adam,
+}
+
+SINGLE_FEATURE_PATH = "feature"
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedFeatures:
+    """A feature configuration, flat and in our own classes.
+
+    Attributes:
+      paths: Where each feature stands in the user's structure, e.g. "user/0".
+      features: The features in the order of tf.nest.flatten. Features that shared
+        a table share one TableConfig.
+      keys: For each TableConfig in `features`, the object that the user passed.
+    """
+
+    paths: tuple[str, ...]
+    features: tuple[FeatureConfig, ...]
+    keys: dict[TableConfig, Any]
+
+
+def adapt_optimizer(
+    optimizer: Any, where: str = "the whole embedding"
+) -> optimizers.Optimizer | None:
+    """Returns an optimizer, TensorFlow's or ours, as one of ours.
+
+    Args:
+      optimizer: An optimizer or None.
+      where: What it belongs to, for the message.
+
+    Raises:
+      ValueError: If it is of another class.
+      NotImplementedError: If it is a CustomOptimizer.
+    """
+    if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
+        return optimizer
+    if isinstance(optimizer, _stock.CustomOptimizer):
+        raise errors.custom_optimizer(where)
+    ours = _OPTIMIZERS.get(type(optimizer))
+    if ours is None:
+        raise errors.unsupported_optimizer(where, optimizer)
+    # Both sides call their options the same, but TensorFlow keeps no `clipvalue`.
+    options = {
+        field.name: getattr(optimizer, field.name)
+        for field in dataclasses.fields(ours)  # pyright: ignore[reportArgumentType]
+        if field.name != "clipvalue"
+    }
+    return ours(clipvalue=_clipvalue(optimizer), **options)
+
+
+def adapt_features(
+    feature_config: Any, invalid_ids: str | None = None
+) -> AdaptedFeatures:
+    """Flattens a feature configuration and turns it into our own classes.
+
+    Args:
+      feature_config: A FeatureConfig, or a nested dict, list, tuple or namedtuple
+        of them, TensorFlow's and ours in any mix.
+      invalid_ids: The rule for TensorFlow's own tables, which have none; None
+        means "error". A table of ours keeps its own.
+
+    Raises:
+      ValueError: If it holds no feature or something else than features, or an
+        option is wrong; the text names the path.
+      NotImplementedError: If it holds an option that this release lacks.
+    """
+    paths = []
+    features = []
+    tables: dict[Any, TableConfig] = {}  # By the object that the user passed.
+    for path, leaf in _flatten(feature_config):
+        if not isinstance(leaf, (FeatureConfig, _stock.FeatureConfig)):
+            raise errors.not_a_feature_config(path, leaf)
+        try:
+            if leaf.table not in tables:
+                tables[leaf.table] = _adapt_table(leaf.table, invalid_ids)
+            features.append(_adapt_feature(leaf, tables[leaf.table]))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise errors.located(path, error) from error
+        paths.append(path)
+    if not features:
+        raise errors.no_features()
+    keys = {ours: passed for passed, ours in tables.items()}
+    return AdaptedFeatures(tuple(paths), tuple(features), keys)
+
+
+def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (path, leaf) in the order of tf.nest.flatten."""
+    if isinstance(structure, Mapping):
+        children = [(key, structure[key]) for key in sorted(structure)]
+    elif isinstance(structure, (list, tuple)):
+        names = getattr(structure, "_fields", range(len(structure)))
+        children = list(zip(names, structure, strict=True))
+    else:
+        yield path or SINGLE_FEATURE_PATH, structure
+        return
+    for name, child in children:
+        yield from _flatten(child, f"{path}/{name}" if path else str(name))
+
+
+def _adapt_table(table: Any, invalid_ids: str | None) -> TableConfig:
+    optimizer = adapt_optimizer(table.optimizer, _describe(table))
+    if isinstance(table, TableConfig):
+        if optimizer is table.optimizer:
+            return table
+        return dataclasses.replace(table, optimizer=optimizer)
+    if not isinstance(table, _stock.TableConfig):
+        raise errors.feature_table(table)
+    return TableConfig(
+        vocabulary_size=table.vocabulary_size,
+        dim=table.dim,
+        initializer=table.initializer,
+        optimizer=optimizer,
+        combiner=table.combiner,
+        name=table.name,
+        quantization_config=table.quantization_config,
+        layout=table.layout,
+        dtype=table.dtype,
+        invalid_ids=invalid_ids or "error",
+    )
+
+
+def _adapt_feature(feature: Any, table: TableConfig) -> FeatureConfig:
+    if isinstance(feature, FeatureConfig):
+        if feature.table is table:
+            return feature
+        return dataclasses.replace(feature, table=table)
+    return FeatureConfig(
+        table=table,
+        max_sequence_length=feature.max_sequence_length,
+        validate_weights_and_indices=feature.validate_weights_and_indices,
+        output_shape=feature.output_shape,
+        name=feature.name,
+    )
+
+
+def _clipvalue(optimizer: Any) -> optimizers.ClipValue | None:
+    lower, upper = optimizer.clip_gradient_min, optimizer.clip_gradient_max
+    if lower is None and upper is None:
+        return None
+    if lower is not None and upper is not None and lower == -upper:
+        return upper
+    return (lower, upper)
+
+
+def _describe(table: Any) -> str:
+    return f"table {table.name!r}" if table.name else "an unnamed table"

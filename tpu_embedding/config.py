@@ -1,0 +1,224 @@
+"""Tables and features as the user describes them: frozen, checked at birth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from tpu_embedding import combiners, errors
+
+INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
+
+# Names of dtypes that TensorFlow or a later release has for tables.
+_LATER_DTYPES = ("int32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """Simulated quantization of each value looked up, before the combiner.
+
+      x = clip(x, lower, upper);  h = (upper - lower) / (num_buckets - 1)
+      x = floor((x - lower) / h + 0.5) * h + lower
+
+    The stored table stays float32, and gradients pass unchanged.
+
+    Attributes:
+      num_buckets: Number of different values that are left, at least 2.
+      lower: The smallest of them.
+      upper: The largest of them.
+    """
+
+    num_buckets: int
+    lower: float
+    upper: float
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.num_buckets):
+            raise errors.argument_type("num_buckets", self.num_buckets, "an int")
+        if self.num_buckets < 2:
+            raise errors.argument_value("num_buckets", self.num_buckets, ">= 2")
+        for argument, limit in (("lower", self.lower), ("upper", self.upper)):
+            if not isinstance(limit, numbers.Real) or isinstance(limit, bool):
+                raise errors.argument_type(argument, limit, "a number")
+            if not math.isfinite(limit):
+                raise errors.argument_value(argument, limit, "finite")
+        if self.lower >= self.upper:
+            raise errors.argument_value("upper", self.upper, f"above {self.lower!r}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableConfig:
+    """One embedding table of shape [vocabulary_size, dim].
+
+    Tables compare by identity: two equal configurations are two tables, and
+    features that hold the same object share one. Arguments, their order and
+    defaults are those of tf.tpu.experimental.embedding.TableConfig, and
+    `invalid_ids`.
+
+    >>> TableConfig(1000, 16, combiner="sum", name="films").dtype
+    'float32'
+
+    Attributes:
+      vocabulary_size: Number of rows V.
+      dim: Number of columns D.
+      initializer: A callable of (shape, dtype) that returns the whole table, or
+        None: truncated normal, mean 0, standard deviation 1 / sqrt(dim).
+      optimizer: Goes before the optimizer of the whole embedding. Not checked
+        here: the Keras layer takes names and Keras optimizers too.
+      combiner: "mean", "sum" or "sqrtn".
+      name: A unique name, or None for "table_0", "table_1", ...
+      quantization_config: A QuantizationConfig, or None.
+      layout: How a TPU stores the table, or None.
+      dtype: "float32", or a dtype object of that name.
+      invalid_ids: What an id below 0 or not below V does: "error" fails the call
+        and changes nothing; "drop" treats the entry as absent; "mod" takes the id
+        modulo V.
+
+    Raises:
+      ValueError: If an argument is not as above.
+      NotImplementedError: For the dtypes int32 and bfloat16 and a CustomCombiner.
+    """
+
+    vocabulary_size: int
+    dim: int
+    initializer: Callable[..., Any] | None = None
+    optimizer: Any = None
+    combiner: str = "mean"
+    name: str | None = None
+    quantization_config: QuantizationConfig | None = None
+    layout: Any = None
+    dtype: str = "float32"
+    invalid_ids: str = dataclasses.field(default="error", kw_only=True)
+
+    def __post_init__(self) -> None:
+        for argument, size in (
+            ("vocabulary_size", self.vocabulary_size),
+            ("dim", self.dim),
+        ):
+            if not _is_int(size) or size < 1:
+                raise errors.argument_int(argument, size, smallest=1)
+        if self.initializer is not None and not callable(self.initializer):
+            raise errors.argument_value(
+                "initializer", self.initializer, "None or a callable"
+            )
+        combiners.check(self.combiner)
+        _check_name(self.name)
+        if self.invalid_ids not in INVALID_IDS:
+            raise errors.argument_value(
+                "invalid_ids", self.invalid_ids, f"one of {INVALID_IDS}"
+            )
+        # Frozen from here on; what may come in several forms is kept in one.
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        object.__setattr__(
+            self, "quantization_config", _quantization(self.quantization_config)
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FeatureConfig:
+    """One feature: a table to look up, and the shape of the result.
+
+    Features compare by identity. Arguments, their order and defaults are those
+    of tf.tpu.experimental.embedding.FeatureConfig.
+
+    >>> table = TableConfig(1000, 16)
+    >>> FeatureConfig(table, output_shape=[8, 2]).output_shape
+    (8, 2)
+
+    Attributes:
+      table: A TableConfig, of this package or of tf.tpu.experimental.embedding.
+      max_sequence_length: L > 0 gives activations [B, L, D], one position for each
+        entry, cut or padded with zeros. 0 combines the entries.
+      validate_weights_and_indices: Kept for TensorFlow's sake; ids are always
+        checked and empty samples are zeros.
+      output_shape: Shape of the activations without D, for each replica; None
+        takes it from build() or from the input. Kept as a tuple whose unknown
+        axes are None.
+      name: A name for messages and for SparseCore, or None.
+
+    Raises:
+      ValueError: If an argument is not as above, or if `max_sequence_length` comes
+        together with `output_shape`.
+      TypeError: If `output_shape` or `name` is of the wrong type.
+    """
+
+    table: Any
+    max_sequence_length: int = 0
+    validate_weights_and_indices: bool = True
+    output_shape: Any = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        table, length = self.table, self.max_sequence_length
+        if not all(hasattr(table, a) for a in ("vocabulary_size", "dim", "combiner")):
+            raise errors.feature_table(table)
+        if not _is_int(length) or length < 0:
+            raise errors.argument_int("max_sequence_length", length, smallest=0)
+        if not isinstance(self.validate_weights_and_indices, bool):
+            raise errors.argument_value(
+                "validate_weights_and_indices",
+                self.validate_weights_and_indices,
+                "a bool",
+            )
+        _check_name(self.name)
+        shape = _shape(self.output_shape)
+        object.__setattr__(self, "output_shape", shape)
+        if length and shape is not None:
+            raise errors.sequence_with_output_shape(self.name, length, shape)
+
+
+def _is_int(value: object) -> bool:
+    # As in TensorFlow, NumPy's integers are refused; a bool is one by mistake.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_name(name: object) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise errors.argument_type("name", name, "a str or None")
+    if not name:
+        raise errors.argument_value("name", name, "None or not empty")
+
+
+def _dtype_name(dtype: Any) -> str:
+    # tf.float32 and np.dtype have a `name`; np.float32 is a class.
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
+    if name in _LATER_DTYPES:
+        raise errors.dtype_later(name)
+    if name != "float32":
+        raise errors.dtype(dtype)
+    return name
+
+
+def _quantization(value: Any) -> QuantizationConfig | None:
+    """Ours as it is; TensorFlow's, which has the same attributes, as ours."""
+    if value is None or isinstance(value, QuantizationConfig):
+        return value
+    if not all(hasattr(value, a) for a in ("num_buckets", "lower", "upper")):
+        raise errors.argument_type(
+            "quantization_config", value, "a QuantizationConfig or None"
+        )
+    return QuantizationConfig(value.num_buckets, value.lower, value.upper)
+
+
+def _shape(shape: Any) -> tuple[int | None, ...] | None:
+    """A shape as a tuple; None, as TensorShape(None), where the rank is unknown."""
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return None
+    if hasattr(shape, "as_list"):
+        return tuple(shape.as_list())
+    axes = (shape,) if _is_int(shape) else shape
+    if not isinstance(axes, (list, tuple)):
+        raise errors.argument_type("output_shape", shape, "a sequence of ints or None")
+    for axis in axes:
+        if axis is not None and not _is_int(axis):
+            raise errors.argument_type(
+                "output_shape", shape, "a sequence of ints or None"
+            )
+        if axis is not None and axis < 0:
+            raise errors.argument_value("output_shape", shape, "without negative axes")
+    return tuple(axes)

@@ -1,0 +1,368 @@
+"""TPUEmbedding: enqueue, dequeue, apply_gradients, on whichever engine is there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import errors, topology
+from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding.engines import Engine, EngineOptions, create_engine
+from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.tables import make_plan
+from tpu_embedding.structures import Structure
+
+# The methods trace fine as they are; converting them would only cost time.
+_as_written = tf.autograph.experimental.do_not_convert
+
+
+class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
+    """Embedding tables that are looked up and trained step by step.
+
+    A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
+    CPU, with the numbers of docs/semantics.md:
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(8, 2, initializer=te.RowIdInitializer())
+    >>> embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+    >>> embedding.enqueue({"film": tf.constant([3, 5])})
+    >>> activations = embedding.dequeue()
+    >>> activations["film"].numpy().tolist()
+    [[3.0, 3.0], [5.0, 5.0]]
+    >>> embedding.apply_gradients({"film": tf.ones([2, 2])})
+    >>> embedding.embedding_tables[films].numpy()[3].tolist()
+    [2.5, 2.5]
+
+    enqueue(training=True), dequeue and apply_gradients make one training step;
+    enqueue(training=False) and dequeue one evaluation step. Calls in another order
+    are a tf.errors.FailedPreconditionError. Works eagerly, inside tf.function and
+    in tf.range loops. Create it in the scope of the strategy that runs it: the
+    replicas of a MirroredStrategy share one copy of each table, and the gradients
+    of all replicas are summed into one update.
+
+    The object is trackable: put it into a tf.train.Checkpoint to save the tables
+    and slots.
+    """
+
+    def __init__(  # noqa: PLR0913 - TensorFlow's arguments, of two generations.
+        self,
+        feature_config: Any,
+        optimizer: Any,
+        pipeline_execution_with_tensor_core: Any = False,
+        *older: Any,
+        batch_size: int | None = None,
+        initialize_tpu_embedding: bool = True,
+        invalid_ids: str | None = None,
+        check_numerics: bool = False,
+    ) -> None:
+        """Reads the configuration; tables are made by build or the first enqueue.
+
+        Args:
+          feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
+            of them, of this package or of tf.tpu.experimental.embedding.
+          optimizer: For tables without one of their own. None: lookups only.
+          pipeline_execution_with_tensor_core: Each update is applied after the
+            lookups of the next step, which are thus one step old, and runs beside
+            the dense computation of that step.
+          *older: With an int as second argument the order is that of TensorFlow
+            2.3: (feature_config, batch_size, optimizer,
+            pipeline_execution_with_tensor_core, initialize_tpu_embedding).
+          batch_size: The global size of every batch, or None for any size.
+          initialize_tpu_embedding: Of use on TPU v2-v4 only; here any number of
+            embeddings may live side by side.
+          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          check_numerics: Refuse weights and gradients that are not finite.
+
+        Raises:
+          ValueError: If the configuration is wrong: no features, two tables of one
+            name, an unsupported optimizer, a batch_size that the number of replicas
+            does not divide.
+          TypeError: If an argument is of the wrong type.
+          NotImplementedError: If a strategy or option has no engine here.
+        """
+        arguments = _Arguments(
+            optimizer,
+            pipeline_execution_with_tensor_core,
+            batch_size,
+            initialize_tpu_embedding,
+        ).in_order(older)
+        if not isinstance(check_numerics, bool):
+            raise errors.argument_type("check_numerics", check_numerics, "a bool")
+        adapted = adapt_features(feature_config, invalid_ids)
+        self._structure = Structure(feature_config)
+        self._plan = make_plan(
+            adapted.paths,
+            adapted.features,
+            adapted.keys,
+            adapt_optimizer(arguments.optimizer),
+        )
+        self._topology = topology.current()
+        self._output_shapes = OutputShapes(self._plan.features)
+        if arguments.batch_size is not None:
+            replicas = self._topology.num_replicas
+            if arguments.batch_size % replicas:
+                raise errors.batch_size_not_divisible(arguments.batch_size, replicas)
+            self._output_shapes.set_batch_size(arguments.batch_size // replicas)
+        self._pipelined = arguments.pipelined
+        self._check_numerics = check_numerics
+        self._engine: Engine | None = None
+
+    @_as_written
+    def build(
+        self,
+        per_replica_input_shapes: Any = None,
+        per_replica_batch_size: int | None = None,
+    ) -> None:
+        """Makes the tables and slots; called by the first enqueue if not before.
+
+        Args:
+          per_replica_input_shapes: In the structure of the features their input
+            shapes; or an int, the batch size. None leaves them open.
+          per_replica_batch_size: The same as that int.
+
+        Raises:
+          ValueError: If a shape contradicts `FeatureConfig.output_shape`.
+          TypeError: If the structure differs.
+        """
+        if self._engine is not None:
+            return
+        if isinstance(per_replica_input_shapes, int):
+            per_replica_batch_size = per_replica_input_shapes
+        elif per_replica_input_shapes is not None:
+            self._declare_inputs(per_replica_input_shapes)
+        if per_replica_batch_size is not None:
+            self._output_shapes.set_batch_size(per_replica_batch_size)
+        with tf.init_scope():
+            self._engine = create_engine(
+                EngineOptions(
+                    plan=self._plan,
+                    topology=self._topology,
+                    output_shapes=self._output_shapes,
+                    pipelined=self._pipelined,
+                    check_numerics=self._check_numerics,
+                )
+            )
+            for name, variable in self._engine.checkpoint_variables().items():
+                self._track_trackable(variable, name)
+
+    @_as_written
+    def enqueue(  # noqa: PLR0913 - TensorFlow's arguments.
+        self,
+        features: Any,
+        weights: Any = None,
+        training: bool = True,
+        name: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Queues one batch of ids.
+
+        Args:
+          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
+            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+            in any mix. Outside of strategy.run, distributed values or one value
+            for all replicas.
+          weights: None, or the same structure with floating point weights of each
+            feature's own layout, or None for features without.
+          training: Whether gradients will be applied for this batch.
+          name: A name for the ops.
+          device: For TPUs only.
+
+        Raises:
+          TypeError: If a container or dtype is of the wrong type.
+          ValueError: If a structure, rank or static shape does not fit, or `device`
+            is given.
+          RuntimeError: If `training` and a table has no optimizer.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+          tf.errors.FailedPreconditionError: If 64 batches are waiting already.
+        """
+        if device is not None:
+            raise errors.enqueue_device(device)
+        training = bool(training)
+        if training:
+            self._require_optimizers("enqueue(training=True)")
+        values = self._topology.split(self._structure.flatten("features", features))
+        if weights is None:
+            weights = self._structure.pack([None] * len(self._plan.features))
+        gains = self._topology.split(self._structure.flatten("weights", weights))
+        replica = self._topology.replica()
+        if replica is not None:
+            values, gains = values[:1], gains[:1]
+        batches = [self._read(v, w) for v, w in zip(values, gains, strict=True)]
+        engine = self._built_engine()
+        with tf.name_scope(name or "embedding_enqueue"):
+            engine.enqueue(batches, replica, training=training)
+
+    @_as_written
+    def dequeue(self, name: str | None = None) -> Any:
+        """Looks up the oldest batch in the queue.
+
+        Args:
+          name: A name for the ops.
+
+        Returns:
+          The activations in the structure of `feature_config`, float32
+          [output shape..., dim] each. Inside strategy.run those of the replica.
+
+        Raises:
+          RuntimeError: If called before build and enqueue, or outside of
+            strategy.run where there are several replicas.
+          tf.errors.FailedPreconditionError: If no batch is queued, or the batch
+            before still owes its gradients.
+        """
+        engine, replica = self._in_replica("dequeue")
+        with tf.name_scope(name or "embedding_dequeue"):
+            return self._structure.pack(engine.dequeue(replica))
+
+    @_as_written
+    def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
+        """Updates the tables with the gradients of the batch dequeued last.
+
+        The gradients of all entries of a row, of all features and replicas, are
+        summed, clipped and given to the table's optimizer once.
+
+        Args:
+          gradients: In the structure of `feature_config` a tf.Tensor of the shape of
+            the activation, or None, which counts as zeros.
+          name: A name for the ops.
+
+        Raises:
+          TypeError: If a container is of the wrong type.
+          ValueError: If the structure differs, or a gradient is no tf.Tensor or has
+            the wrong static shape.
+          RuntimeError: If called before build, without an optimizer, or outside of
+            strategy.run where there are several replicas.
+          tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
+        """
+        engine, replica = self._in_replica("apply_gradients")
+        self._require_optimizers("apply_gradients")
+        flat = self._structure.flatten("gradients", gradients)
+        checked = [self._check_gradient(i, g) for i, g in enumerate(flat)]
+        with tf.name_scope(name or "embedding_apply_gradients"):
+            engine.apply_gradients(checked, replica)
+
+    @_as_written
+    def flush(self) -> None:
+        """Applies the update that pipelining left pending, if there is one."""
+        if self._engine is not None:
+            self._engine.flush()
+
+    @property
+    def embedding_tables(self) -> dict[Any, tf.Variable]:
+        """The table variables, float32 [vocabulary_size, dim], by the TableConfig
+        that the user passed. Applies a pending update first."""
+        return {key: table["parameters"] for key, table in self.variables.items()}
+
+    @property
+    def variables(self) -> dict[Any, dict[str, tf.Variable]]:
+        """As `embedding_tables`, with for each table a dict of its "parameters" and
+        its slots by name."""
+        engine = self._built_engine()
+        self.flush()
+        return {
+            spec.key: {"parameters": table.parameters, **table.slots}
+            for spec, table in zip(self._plan.tables, engine.tables, strict=True)
+        }
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        # Saving and restoring begin by asking for the children: the one moment at
+        # which a pending update can still be applied.
+        if tf.executing_eagerly():
+            self.flush()
+        return super()._trackable_children(save_type, **kwargs)
+
+    def _built_engine(self) -> Engine:
+        self.build()
+        assert self._engine is not None
+        return self._engine
+
+    def _in_replica(self, method: str) -> tuple[Engine, int]:
+        if self._engine is None:
+            raise errors.not_built(method)
+        replica = self._topology.replica()
+        if replica is None:
+            raise errors.outside_of_replica(method, self._topology.num_replicas)
+        return self._engine, replica
+
+    def _require_optimizers(self, method: str) -> None:
+        without = [spec.name for spec in self._plan.tables if spec.optimizer is None]
+        if without:
+            raise errors.training_without_optimizer(method, without)
+
+    def _declare_inputs(self, shapes: Any) -> None:
+        """Takes a nested structure whose leaves are shapes."""
+        leaves = self._structure.flatten(
+            "per_replica_input_shapes", shapes, container_leaves=True
+        )
+        self._output_shapes.declare_inputs(
+            [tuple(tf.TensorShape(leaf).as_list()) for leaf in leaves], "build()"
+        )
+
+    def _read(self, values: Sequence[Any], weights: Sequence[Any]) -> list[IdBatch]:
+        """One replica's features, checked as far as static shapes go."""
+        batches = [
+            to_id_batch(spec.path, value, weight)
+            for spec, value, weight in zip(
+                self._plan.features, values, weights, strict=True
+            )
+        ]
+        shapes = [tuple(batch.static_shape.as_list()) for batch in batches]
+        for index, (batch, shape) in enumerate(zip(batches, shapes, strict=True)):
+            ragged = batch.kind is InputKind.RAGGED
+            self._output_shapes.check_input(index, shape, ragged=ragged)
+        self._output_shapes.remember_ranks(shapes)
+        return batches
+
+    def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
+        if gradient is None:
+            return None
+        spec = self._plan.features[feature]
+        if not isinstance(gradient, tf.Tensor) or not gradient.dtype.is_floating:
+            raise errors.gradient_kind(spec.path, gradient)
+        dim = self._plan.tables[spec.table].config.dim
+        expected = (*self._output_shapes.activation(feature), dim)
+        if not gradient.shape.is_compatible_with(expected):
+            raise errors.gradient_shape(spec.path, expected, gradient.shape)
+        return tf.cast(gradient, tf.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """The constructor's arguments that TensorFlow once had in another order."""
+
+    optimizer: Any
+    pipelined: Any
+    batch_size: Any
+    initialize: Any
+
+    def in_order(self, older: Sequence[Any]) -> _Arguments:
+        """Undoes the order of TensorFlow 2.3, which an int as optimizer betrays."""
+        arguments = self
+        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
+            pipelined, initialize = (*older, *(False, self.initialize)[len(older) :])
+            arguments = _Arguments(
+                optimizer=self.pipelined,
+                pipelined=pipelined,
+                batch_size=self.optimizer,
+                initialize=initialize,
+            )
+        elif older:
+            raise errors.too_many_arguments(older)
+        arguments.check()
+        return arguments
+
+    def check(self) -> None:
+        for argument, value in (
+            ("pipeline_execution_with_tensor_core", self.pipelined),
+            ("initialize_tpu_embedding", self.initialize),
+        ):
+            if not isinstance(value, bool):
+                raise errors.argument_type(argument, value, "a bool")
+        size = self.batch_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise errors.argument_int("batch_size", size, smallest=1)

@@ -1,0 +1,121 @@
+"""What every engine does: hold the tables, look batches up, apply gradients."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tpu_embedding import errors
+from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.variables import (
+    TableVariables,
+    create_variables,
+    named_variables,
+)
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.tables import Plan
+from tpu_embedding.topology import Topology
+
+QUEUE_CAPACITY = 64  # batches of one replica that may wait
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is built from.
+
+    Attributes:
+      plan: The tables and features.
+      topology: Replicas and devices.
+      output_shapes: What is declared of each feature's output.
+      pipelined: Leave each update pending until the lookups of the next step.
+      check_numerics: Refuse weights and gradients that are not finite.
+    """
+
+    plan: Plan
+    topology: Topology
+    output_shapes: OutputShapes
+    pipelined: bool
+    check_numerics: bool
+
+
+class Engine(abc.ABC):
+    """Tables and the steps over them; flat lists of features, in plan order.
+
+    All methods may be called eagerly or while tracing a tf.function. A `replica`
+    of None stands for all replicas at once.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes the variables; to be called in an eager context.
+
+        Raises:
+          NotImplementedError: If a table has an option that only a TPU can carry.
+        """
+        self._refuse_tpu_options(options.plan)
+        self._options = options
+        self._plan = options.plan
+        self._device = options.topology.device
+        self.tables: list[TableVariables] = create_variables(
+            options.plan, self._device
+        )
+        self._rates = Rates(options.plan, self._device)
+
+    def _refuse_tpu_options(self, plan: Plan) -> None:
+        for table in plan.tables:
+            where = f"table {table.name}"
+            layout = table.config.layout
+            if layout is not None:
+                raise errors.refused_by_engine(self.name, where, "layout", layout)
+            if table.optimizer and table.optimizer.low_dimensional_packing_status:
+                raise errors.refused_by_engine(
+                    self.name, where, "low_dimensional_packing_status", True
+                )
+
+    def checkpoint_variables(self) -> dict[str, tf.Variable]:
+        """Every variable to be saved, by its name in checkpoints."""
+        variables = dict(named_variables(self._plan, self.tables))
+        if self._rates.updates is not None:
+            variables["_updates"] = self._rates.updates
+        return variables
+
+    @abc.abstractmethod
+    def enqueue(
+        self,
+        batches: Sequence[Sequence[IdBatch]],
+        replica: int | None,
+        *,
+        training: bool,
+    ) -> None:
+        """Checks and queues one batch.
+
+        Args:
+          batches: For each replica (or for `replica` alone) its features.
+          replica: The one replica that calls, or None for all.
+          training: Whether gradients will be applied for this batch.
+        """
+
+    @abc.abstractmethod
+    def dequeue(self, replica: int) -> list[tf.Tensor]:
+        """The activations of the next batch of `replica`, one for each feature."""
+
+    @abc.abstractmethod
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """Takes the gradients that `replica` owes; the last replica's call updates.
+
+        Args:
+          gradients: float32, of the activations' shapes; None counts as zeros.
+          replica: Who calls.
+        """
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Applies the update that pipelining left pending, if there is one."""

@@ -1,0 +1,222 @@
+"""The engine for plain CPUs: our own kernels, in place on TensorFlow variables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.tables import Plan
+from tpu_embedding.ops import library
+from tpu_embedding.optimizers import Optimizer
+
+
+class HostEngine(Engine):
+    """One op per step and direction for all tables (see docs/architecture.md)."""
+
+    name = "host"
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes the tables and the step queue; see `Engine`."""
+        super().__init__(options)
+        self._ops = library.load()
+        self._table_handles = [table.parameters.handle for table in self.tables]
+        self._slot_handles = [
+            slot.handle for table in self.tables for slot in table.slots.values()
+        ]
+        self._prepare_attributes = _prepare_attributes(options)
+        self._update_attributes = _update_attributes(options.plan)
+        with tf.device(self._device):
+            self._queue = self._ops.tpu_embedding_step_queue(
+                num_replicas=options.topology.num_replicas,
+                capacity=QUEUE_CAPACITY,
+                pipelined=options.pipelined,
+            )
+
+    def enqueue(
+        self,
+        batches: Sequence[Sequence[IdBatch]],
+        replica: int | None,
+        *,
+        training: bool,
+    ) -> None:
+        """See `Engine.enqueue`."""
+        with tf.device(self._device):
+            prepared = [self._prepare(batch, replica, training) for batch in batches]
+            if self._options.pipelined and not training:
+                self.flush()
+            self._ops.tpu_embedding_enqueue(
+                queue=self._queue,
+                batches=prepared,
+                replica=replica or 0,
+                training=training,
+            )
+
+    def dequeue(self, replica: int) -> list[tf.Tensor]:
+        """See `Engine.dequeue`."""
+        with tf.device(self._device):
+            if self._options.pipelined:
+                self._apply_if(self._pending(replica).before_evaluation)
+            lookup = self._ops.tpu_embedding_dequeue(
+                queue=self._queue,
+                tables=self._table_handles,
+                num_features=len(self._plan.features),
+                feature_tables=self._prepare_attributes["feature_tables"],
+                quantization=_quantization(self._plan),
+                output_shapes=self._activation_shapes(),
+                replica=replica,
+            )
+            if self._options.pipelined:
+                self._apply_if(lookup.apply_now)
+        return lookup.activations
+
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.apply_gradients`."""
+        with tf.device(self._device):
+            apply_now = self._ops.tpu_embedding_deposit(
+                queue=self._queue,
+                gradients=[g for g in gradients if g is not None],
+                has_gradient=[g is not None for g in gradients],
+                paths=self._prepare_attributes["paths"],
+                dims=_dims(self._plan),
+                check_numerics=self._options.check_numerics,
+                replica=replica,
+            )
+            if self._options.pipelined:
+                return
+            if self._options.topology.num_replicas == 1:
+                self._apply_update()
+            else:
+                self._apply_if(apply_now)
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        if self._options.pipelined:
+            with tf.device(self._device):
+                self._apply_if(self._pending(replica=0).ready)
+
+    def _pending(self, replica: int) -> Any:
+        return self._ops.tpu_embedding_pending(queue=self._queue, replica=replica)
+
+    def _apply_if(self, condition: tf.Tensor) -> None:
+        """Applies the ready update where `condition` holds."""
+        if not self._update_attributes:
+            return  # lookup only: no update can be pending
+
+        def apply_update() -> bool:
+            self._apply_update()
+            return True
+
+        tf.cond(condition, apply_update, lambda: False)
+
+    def _apply_update(self) -> None:
+        self._ops.tpu_embedding_apply_update(
+            queue=self._queue,
+            tables=self._table_handles,
+            slots=self._slot_handles,
+            rates=self._rates.evaluate(),
+            **self._update_attributes,
+        )
+        self._rates.count_update()
+
+    def _prepare(
+        self, batch: Sequence[IdBatch], replica: int | None, training: bool
+    ) -> tf.Tensor:
+        """Checks one replica's batch; a variant that the queue takes."""
+        weights = [b.weights for b in batch]
+        structures = [b.weight_structure for b in batch]
+        # A failure in one replica among several must be known to the others.
+        told = replica is not None and self._options.topology.num_replicas > 1
+        return self._ops.tpu_embedding_prepare(
+            queue=[self._queue] if told else [],
+            ids=[b.ids for b in batch],
+            structures=[b.structure for b in batch],
+            shapes=[b.shape for b in batch],
+            weights=[w for w in weights if w is not None],
+            weight_structures=[s for s in structures if s is not None],
+            has_weights=[w is not None for w in weights],
+            has_weight_structure=[s is not None for s in structures],
+            kinds=[b.kind.value for b in batch],
+            declared_shapes=self._declared_shapes(),
+            training=training,
+            replica=replica or 0,
+            **self._prepare_attributes,
+        )
+
+    def _declared_shapes(self) -> list[tf.TensorShape]:
+        shapes = self._options.output_shapes
+        return [tf.TensorShape(shapes.declared(f.index)) for f in self._plan.features]
+
+    def _activation_shapes(self) -> list[tf.TensorShape]:
+        shapes = self._options.output_shapes
+        return [
+            tf.TensorShape((*shapes.activation(f.index), dim))
+            for f, dim in zip(self._plan.features, _dims(self._plan), strict=True)
+        ]
+
+
+def _dims(plan: Plan) -> list[int]:
+    return [plan.tables[feature.table].config.dim for feature in plan.features]
+
+
+def _prepare_attributes(options: EngineOptions) -> dict[str, Any]:
+    plan = options.plan
+    tables = [spec.config for spec in plan.tables]
+    return {
+        "paths": [spec.path for spec in plan.features],
+        "feature_tables": [spec.table for spec in plan.features],
+        "sequence_lengths": [s.config.max_sequence_length for s in plan.features],
+        "table_names": [spec.name for spec in plan.tables],
+        "vocabulary_sizes": [table.vocabulary_size for table in tables],
+        "combiners": [table.combiner for table in tables],
+        "invalid_ids": [table.invalid_ids for table in tables],
+        "check_numerics": options.check_numerics,
+    }
+
+
+def _quantization(plan: Plan) -> list[float]:
+    """For each table (number of buckets or 0, lower, upper)."""
+    numbers: list[float] = []
+    for spec in plan.tables:
+        config = spec.config.quantization_config
+        if config is None:
+            numbers += [0, 0.0, 0.0]
+        else:
+            numbers += [config.num_buckets, config.lower, config.upper]
+    return numbers
+
+
+def _row_options(optimizer: Optimizer) -> list[float]:
+    """What the kernel's `row_options` hold for one table."""
+    limits = (
+        (optimizer.clip_gradient_min, -math.inf),
+        (optimizer.clip_gradient_max, math.inf),
+        (optimizer.clip_weight_min, -math.inf),
+        (optimizer.clip_weight_max, math.inf),
+    )
+    options = [off if limit is None else limit for limit, off in limits]
+    return [*options, optimizer.weight_decay_factor or 0.0]
+
+
+def _update_attributes(plan: Plan) -> dict[str, Any]:
+    """What the update op needs; empty where a table has no optimizer."""
+    optimizers = [spec.optimizer for spec in plan.tables if spec.optimizer]
+    if len(optimizers) < len(plan.tables):
+        return {}
+    return {
+        "feature_tables": [spec.table for spec in plan.features],
+        "rules": [o.rule for o in optimizers],
+        "hyperparameters": [h for o in optimizers for h in o.hyperparameters],
+        "hyperparameter_counts": [len(o.hyperparameters) for o in optimizers],
+        "row_options": [x for o in optimizers for x in _row_options(o)],
+        "multiply_decay_by_rate": [
+            bool(o.multiply_weight_decay_factor_by_learning_rate) for o in optimizers
+        ],
+        "all_rows": [o.touches_all_rows for o in optimizers],
+    }

@@ -1,0 +1,128 @@
+"""Tables and slots as TensorFlow variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# A tf.Variable made here must be *one* variable, whatever the strategy whose
+# scope is open; the class behind it is the one way past the scope's creators.
+from tensorflow.python.ops.resource_variable_ops import (  # pyright: ignore[reportMissingImports]
+    ResourceVariable,
+)
+
+from tpu_embedding import errors
+from tpu_embedding.initializers import default_initializer
+from tpu_embedding.layout.tables import Plan, TableSpec
+from tpu_embedding.optimizers import Slot
+
+Initializer = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableVariables:
+    """The state of one table.
+
+    Attributes:
+      parameters: float32 [V, D].
+      slots: By name, float32 [V, D] or [V, 1].
+    """
+
+    parameters: tf.Variable
+    slots: dict[str, tf.Variable]
+
+
+def create_variables(plan: Plan, device: str) -> list[TableVariables]:
+    """Makes the tables and slots of a plan, each one variable on `device`."""
+    with tf.device(device):
+        return [_create_table(spec) for spec in plan.tables]
+
+
+def named_variables(
+    plan: Plan, variables: list[TableVariables]
+) -> Iterator[tuple[str, tf.Variable]]:
+    """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
+    for spec, table in zip(plan.tables, variables, strict=True):
+        yield spec.name, table.parameters
+        for name, slot in table.slots.items():
+            yield f"{spec.name}/{name}", slot
+
+
+def _create_table(spec: TableSpec) -> TableVariables:
+    config = spec.config
+    shape = (config.vocabulary_size, config.dim)
+    initializer = config.initializer or default_initializer(config.dim)
+    parameters = _create_variable(spec.name, shape, initializer)
+    if spec.optimizer is None:
+        return TableVariables(parameters, {})
+    create_slots = spec.optimizer.slot_variable_creation_fn
+    if create_slots is None:
+        slots = {
+            slot.name: _create_variable(
+                f"{spec.name}/{slot.name}", _slot_shape(slot, shape), _filled(slot)
+            )
+            for slot in spec.optimizer.slots
+        }
+    else:
+        slots = _user_slots(spec, parameters, create_slots)
+    return TableVariables(parameters, slots)
+
+
+def _user_slots(
+    spec: TableSpec, parameters: tf.Variable, create: Callable[..., Any]
+) -> dict[str, tf.Variable]:
+    """The slots that the user's own function makes, checked and in rule order."""
+    assert spec.optimizer is not None
+    wanted = spec.optimizer.slots
+    names = [slot.name for slot in wanted]
+    with tf.variable_creator_scope(_plain_variable):
+        made = create(parameters, names, [_filled(slot) for slot in wanted])
+    for slot in wanted:
+        shape = _slot_shape(slot, tuple(parameters.shape))
+        variable = made.get(slot.name)
+        if (
+            variable is None
+            or variable.dtype != tf.float32
+            or tuple(variable.shape) != shape
+        ):
+            raise errors.slot_variable(spec.name, slot.name, shape, variable)
+    return {slot.name: made[slot.name] for slot in wanted}
+
+
+def _plain_variable(next_creator: Any, **arguments: Any) -> tf.Variable:
+    """A variable creator that leaves out the strategy's own."""
+    del next_creator
+    return ResourceVariable(**arguments)
+
+
+def _slot_shape(slot: Slot, table_shape: tuple[int, int]) -> tuple[int, int]:
+    return (table_shape[0], 1) if slot.per_row else table_shape
+
+
+def _filled(slot: Slot) -> Initializer:
+    return tf.constant_initializer(slot.initial_value)
+
+
+def _create_variable(
+    name: str, shape: tuple[int, int], initializer: Initializer
+) -> tf.Variable:
+    def initial_value() -> tf.Tensor:
+        value = tf.convert_to_tensor(initializer(shape, dtype=tf.float32), tf.float32)
+        if tuple(value.shape) != shape:
+            raise errors.initial_value(name, shape, tuple(value.shape))
+        return value
+
+    return ResourceVariable(
+        initial_value=initial_value, name=name, trainable=False, dtype=tf.float32
+    )
+
+
+def create_counter(name: str, device: str) -> tf.Variable:
+    """An int64 scalar at 0, one variable whatever the strategy's scope."""
+    with tf.device(device):
+        return ResourceVariable(
+            initial_value=tf.zeros([], tf.int64), name=name, trainable=False
+        )

@@ -1,0 +1,1 @@
+"""Which tables and features there are, and where they go. No TensorFlow here."""

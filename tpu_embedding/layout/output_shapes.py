@@ -1,0 +1,159 @@
+"""The output shape of each feature, and who decided it.
+
+Shapes are per replica, without the embedding axis, as tuples of int or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from tpu_embedding import errors
+from tpu_embedding.config import FeatureConfig
+from tpu_embedding.layout.tables import FeatureSpec
+
+Shape = tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """A shape and where it came from, for messages."""
+
+    shape: Shape
+    source: str
+
+
+def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
+    """The output shape that an input of `shape` gives (SEMANTICS section 2).
+
+    Args:
+      path: The feature's place in the structure.
+      feature: Its configuration.
+      shape: The input's shape; (rows, None) for ragged input.
+
+    Raises:
+      ValueError: If the feature is a sequence and the input is not of rank 2.
+    """
+    length = feature.max_sequence_length
+    if length and len(shape) != 2:
+        raise errors.sequence_rank(path, length, len(shape))
+    rows = shape if len(shape) == 1 else shape[:-1]
+    return (*rows, length) if length else rows
+
+
+class OutputShapes:
+    """What has been declared of the output shapes, by descending priority:
+    `FeatureConfig.output_shape`, then build(), then `batch_size`."""
+
+    def __init__(self, features: Sequence[FeatureSpec]) -> None:
+        self._features = tuple(features)
+        self._declared: list[Declared | None] = [
+            None
+            if spec.config.output_shape is None
+            else Declared(spec.config.output_shape, "FeatureConfig.output_shape")
+            for spec in features
+        ]
+        self._ranks: list[int | None] = [None] * len(self._features)
+        self._batch_size: int | None = None
+
+    def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
+        """Takes the input shapes given to build(); a shape is (batch, ..., last)."""
+        for spec, shape in zip(self._features, shapes, strict=True):
+            self._declare(spec, from_input(spec.path, spec.config, shape), source)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Fixes the rows, per replica, of every input without an output shape."""
+        self._batch_size = batch_size
+
+    def remember_ranks(self, shapes: Sequence[Shape]) -> None:
+        """Fixes the rank of each output by the inputs of the first batch."""
+        for spec, shape in zip(self._features, shapes, strict=True):
+            if self._ranks[spec.index] is None:
+                incoming = from_input(spec.path, spec.config, shape)
+                self._ranks[spec.index] = len(incoming)
+
+    def declared(self, feature: int) -> Shape | None:
+        """What a batch of this feature has to fill, or None where nothing is."""
+        declared = self._declared[feature]
+        if declared is None and self._batch_size is None:
+            return None
+        return self.activation(feature)
+
+    def activation(self, feature: int) -> Shape:
+        """What is known before a batch comes; the rank is that of the first one."""
+        declared = self._declared[feature]
+        if declared:
+            return declared.shape
+        length = self._features[feature].config.max_sequence_length
+        if length:
+            return (self._batch_size, length)
+        return (self._batch_size, *(None,) * ((self._ranks[feature] or 1) - 1))
+
+    def check_input(self, feature: int, shape: Shape, *, ragged: bool) -> None:
+        """Checks the static shape of one input; unknown axes are left to the ops.
+
+        Raises:
+          ValueError: If it contradicts what was declared, or earlier batches' rank.
+        """
+        spec = self._features[feature]
+        incoming = from_input(spec.path, spec.config, shape)
+        declared = self._declared[feature]
+        source = f"the input of shape {shape}"
+        if declared is None:
+            self._check_undeclared(feature, incoming, source)
+        elif ragged and not spec.config.max_sequence_length:
+            if not _rows_fill(incoming[0], declared.shape):
+                raise self._mismatch(spec, declared, incoming, source)
+        elif not _compatible(declared.shape, incoming):
+            raise self._mismatch(spec, declared, incoming, source)
+
+    def _check_undeclared(self, feature: int, incoming: Shape, source: str) -> None:
+        spec = self._features[feature]
+        rank = self._ranks[feature]
+        if rank is not None and rank != len(incoming):
+            first = Declared((None,) * rank, "the first batch")
+            raise self._mismatch(spec, first, incoming, source)
+        if self._batch_size is not None and incoming[0] is not None:
+            if incoming[0] != self._batch_size:
+                raise errors.batch_size_mismatch(
+                    spec.path, self._batch_size, incoming[0]
+                )
+
+    def _declare(self, spec: FeatureSpec, shape: Shape, source: str) -> None:
+        declared = self._declared[spec.index]
+        if declared is None:
+            self._declared[spec.index] = Declared(shape, source)
+            return
+        if not _compatible(declared.shape, shape):
+            raise self._mismatch(spec, declared, shape, source)
+        merged = tuple(
+            b if a is None else a for a, b in zip(declared.shape, shape, strict=True)
+        )
+        self._declared[spec.index] = Declared(merged, declared.source)
+
+    @staticmethod
+    def _mismatch(
+        spec: FeatureSpec, declared: Declared, shape: Shape, source: str
+    ) -> ValueError:
+        return errors.output_shape_mismatch(
+            spec.path, (declared.shape, declared.source), (shape, source)
+        )
+
+
+def _compatible(a: Shape, b: Shape) -> bool:
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(x is None or y is None or x == y for x, y in pairs)
+
+
+def _rows_fill(rows: int | None, shape: Shape) -> bool:
+    """Whether `rows` ragged rows can fill `shape`, each row one or m positions."""
+    known = [axis for axis in shape if axis is not None]
+    if rows is None:
+        return True
+    product = math.prod(known)
+    if len(known) == len(shape):
+        return rows == product or (rows > 0 and product % rows == 0)
+    return product > 0 and rows % product == 0

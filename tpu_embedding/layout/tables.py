@@ -1,0 +1,118 @@
+"""The resolved plan: tables with names and optimizers, features with paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tpu_embedding import errors
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.optimizers import Optimizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableSpec:
+    """One table of the plan.
+
+    Attributes:
+      index: Its place in `Plan.tables`.
+      name: The user's name, or "table_<index>".
+      config: What the user said about it.
+      key: The object that the user passed, the key of every public dict.
+      optimizer: Its own, else the one of the whole embedding, else None.
+      features: Indices of the features that look it up, ascending.
+    """
+
+    index: int
+    name: str
+    config: TableConfig
+    key: Any
+    optimizer: Optimizer | None
+    features: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FeatureSpec:
+    """One feature of the plan.
+
+    Attributes:
+      index: Its place in `Plan.features`, the order of tf.nest.flatten.
+      path: Where it stands in the user's structure, e.g. "user/0".
+      config: What the user said about it.
+      table: Index of its table.
+    """
+
+    index: int
+    path: str
+    config: FeatureConfig
+    table: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All tables, in order of first use, and all features."""
+
+    tables: tuple[TableSpec, ...]
+    features: tuple[FeatureSpec, ...]
+
+
+def make_plan(
+    paths: Sequence[str],
+    features: Sequence[FeatureConfig],
+    keys: Mapping[TableConfig, Any],
+    optimizer: Optimizer | None,
+) -> Plan:
+    """Names the tables and gives each its optimizer.
+
+    Args:
+      paths: The path of each feature.
+      features: The features; each table is a TableConfig of this package.
+      keys: For each table the object that the user passed.
+      optimizer: For tables that have none; may be None.
+
+    Raises:
+      ValueError: If two tables have one name, or an optimizer is none of ours.
+    """
+    users: dict[TableConfig, list[int]] = {}  # Features of each table.
+    for index, feature in enumerate(features):
+        users.setdefault(feature.table, []).append(index)
+    tables = []
+    for index, (config, indices) in enumerate(users.items()):
+        tables.append(
+            TableSpec(
+                index=index,
+                name=config.name or f"table_{index}",
+                config=config,
+                key=keys[config],
+                optimizer=optimizer if config.optimizer is None else config.optimizer,
+                features=tuple(indices),
+            )
+        )
+    _check_names(tables, paths)
+    _check_optimizers(tables, paths)
+    numbers = {table.config: table.index for table in tables}
+    return Plan(
+        tables=tuple(tables),
+        features=tuple(
+            FeatureSpec(index=i, path=path, config=config, table=numbers[config.table])
+            for i, (path, config) in enumerate(zip(paths, features, strict=True))
+        ),
+    )
+
+
+def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
+    seen: dict[str, str] = {}  # Name -> path of the first feature that uses it.
+    for table in tables:
+        path = paths[table.features[0]]
+        if table.name in seen:
+            raise errors.duplicate_table_name(table.name, seen[table.name], path)
+        seen[table.name] = path
+
+
+def _check_optimizers(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
+    for table in tables:
+        if table.optimizer is None or isinstance(table.optimizer, Optimizer):
+            continue
+        where = f"table {table.name!r} (feature {paths[table.features[0]]})"
+        raise errors.unsupported_optimizer(where, table.optimizer)

@@ -1,0 +1,1 @@
+"""The custom ops of the host engine: the library and typed wrappers of its ops."""

@@ -1,0 +1,74 @@
+// One feature's ids, of any input kind, as plain CSR over its samples.
+//
+//   ragged [[7, 2], [], [7]], combiner mean        samples:   0     1  2
+//                                                  offsets: [ 0,    2, 2, 3 ]
+//                                                  rows:    [ 7, 2,       7 ]
+//                                                  gains:   [.5,.5,       1 ]
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_FEATURE_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_FEATURE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/buffer.h"
+
+namespace tpu_embedding {
+
+enum class InputKind { kDense, kSparse, kRagged };
+enum class Combiner { kSum, kMean, kSqrtn };
+enum class InvalidIds { kError, kDrop, kMod };
+
+// The text of an error in the caller's values, or nothing.
+using Error = std::optional<std::string>;
+
+// What is known of a feature before any batch comes.
+struct FeatureSpec {
+  std::string path;   // where it stands in the user's structure, for messages
+  std::string table;  // the table's name, for messages
+  int64_t vocabulary_size = 0;
+  InputKind kind = InputKind::kDense;
+  Combiner combiner = Combiner::kMean;
+  InvalidIds invalid_ids = InvalidIds::kError;
+  bool check_numerics = false;
+  int64_t sequence_length = 0;  // 0: not a sequence feature
+  // The declared output shape without the embedding axis; -1 for an axis of
+  // any size. `shape_known` is false where nothing was declared.
+  std::vector<int64_t> declared_shape;
+  bool shape_known = false;
+};
+
+// A view of one batch of ids as TensorFlow holds it.
+struct FeatureInput {
+  const int32_t* ids32 = nullptr;  // exactly one of ids32 and ids64 is set,
+  const int64_t* ids64 = nullptr;  // unless there are no ids
+  int64_t num_ids = 0;
+  const float* weights = nullptr;  // num_ids values, or null for all ones
+  // Sparse: indices [num_ids, rank]. Ragged: row splits [num_rows + 1].
+  const int64_t* structure = nullptr;
+  int64_t structure_size = 0;
+  // The same of the weights, where they came with a structure of their own.
+  const int64_t* weight_structure = nullptr;
+  int64_t weight_structure_size = 0;
+  // The input's own shape; for ragged input [num_rows].
+  std::vector<int64_t> shape;
+};
+
+struct FeatureCsr {
+  std::vector<int64_t> output_shape;  // without the embedding axis
+  Buffer<int64_t> offsets;            // [num_samples + 1]
+  Buffer<int64_t> rows;               // [num_entries], each in [0, V)
+  Buffer<float> gains;                // [num_entries]
+
+  int64_t num_samples() const { return offsets.size() - 1; }
+};
+
+// Checks the whole input and writes `csr`. On an error `csr` is unspecified.
+Error BuildCsr(const FeatureSpec& spec, const FeatureInput& input,
+               FeatureCsr* csr);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_FEATURE_H_

@@ -1,0 +1,28 @@
+// Activations: for each sample the sum of its rows, each times its gain.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_LOOKUP_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_LOOKUP_H_
+
+#include <cstdint>
+
+#include "core/feature.h"
+
+namespace tpu_embedding {
+
+// Simulated quantization: each value is clipped to [lower, upper] and moved to
+// the nearest of `num_buckets` levels before it is combined.
+struct Quantization {
+  int num_buckets = 0;  // 0: off
+  float lower = 0.0f;
+  float upper = 0.0f;
+};
+
+// Writes out[s, :] for s in [begin, end). `table` is [V, dim] and `out` is
+// [num_samples, dim], both row-major.
+void Lookup(const FeatureCsr& csr, const float* table, int64_t dim,
+            const Quantization& quantization, int64_t begin, int64_t end,
+            float* out);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_LOOKUP_H_

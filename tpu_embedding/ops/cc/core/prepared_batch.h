@@ -1,0 +1,39 @@
+// One replica's batch, checked and ready for lookup and update.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_PREPARED_BATCH_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_PREPARED_BATCH_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/feature.h"
+#include "core/parallel.h"
+#include "core/row_groups.h"
+
+namespace tpu_embedding {
+
+struct PreparedBatch {
+  std::vector<FeatureCsr> features;
+  std::vector<RowGroups> tables;  // by table; empty for evaluation
+  std::vector<int64_t> vocabulary_sizes;  // by table: what ids were checked for
+};
+
+// Which table each feature reads, and how large the tables are.
+struct TableMap {
+  std::vector<int> feature_tables;
+  std::vector<int64_t> vocabulary_sizes;
+
+  // The features of `table`, in order.
+  std::vector<int> FeaturesOf(int table) const;
+};
+
+// Builds the CSR of every feature and, for training, groups each table's
+// entries by row.
+Error PrepareBatch(const std::vector<FeatureSpec>& specs,
+                   const TableMap& tables,
+                   const std::vector<FeatureInput>& inputs, bool training,
+                   const ParallelFor& parallel_for, PreparedBatch* batch);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_PREPARED_BATCH_H_

@@ -1,0 +1,120 @@
+// The row loop, shared by all rules.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_
+
+#include <algorithm>
+#include <vector>
+
+#include "core/simd.h"
+#include "core/update.h"
+
+namespace tpu_embedding {
+
+// Groups ahead whose row is asked for, and entries ahead whose gradient is.
+constexpr int64_t kRowsAhead = 4;
+constexpr int64_t kEntriesAhead = 8;
+
+TPU_EMBEDDING_INLINE void Prefetch(const float* values, int64_t size) {
+  constexpr int64_t kFloatsPerCacheLine = 16;
+  for (int64_t d = 0; d < size; d += kFloatsPerCacheLine) {
+    __builtin_prefetch(values + d, /*rw=*/1, /*locality=*/3);
+  }
+}
+
+TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
+                                        const TableView& table,
+                                        int64_t group) {
+  if (group >= gradients.groups->num_rows()) return;
+  const int64_t row = gradients.groups->rows[group];
+  Prefetch(table.parameters + row * table.dim, table.dim);
+  for (size_t k = 0; k < table.slots.size(); ++k) {
+    const int64_t width = table.slot_widths[k];
+    Prefetch(table.slots[k] + row * width, width);
+  }
+}
+
+// sum[d] = sum of gain * gradient over the entries of one group.
+TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
+                                       int64_t group, int64_t dim,
+                                       float* __restrict sum) {
+  const RowGroups& groups = *gradients.groups;
+  const int64_t last = groups.samples.size() - 1;
+  std::fill(sum, sum + dim, 0.0f);
+  for (int64_t i = groups.starts[group]; i < groups.starts[group + 1]; ++i) {
+    const int64_t ahead = std::min(i + kEntriesAhead, last);
+    if (const float* next = gradients.samples[groups.samples[ahead]]) {
+      Prefetch(next, dim);
+    }
+    const float* __restrict gradient = gradients.samples[groups.samples[i]];
+    if (!gradient) continue;
+    const float gain = groups.gains[i];
+    for (int64_t d = 0; d < dim; ++d) sum[d] += gain * gradient[d];
+  }
+}
+
+template <class Rule>
+TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule,
+                                    const RowOptions& options,
+                                    const TableView& table, int64_t row,
+                                    float decay, float* __restrict gradient,
+                                    float** slots) {
+  const int64_t dim = table.dim;
+  float* __restrict weights = table.parameters + row * dim;
+  for (size_t k = 0; k < table.slots.size(); ++k) {
+    slots[k] = table.slots[k] + row * table.slot_widths[k];
+  }
+  if (options.clips_gradient()) {
+    for (int64_t d = 0; d < dim; ++d) {
+      gradient[d] = std::min(std::max(gradient[d], options.clip_gradient_min),
+                             options.clip_gradient_max);
+    }
+  }
+  if (decay != 0.0f) {
+    for (int64_t d = 0; d < dim; ++d) weights[d] -= decay * weights[d];
+  }
+  rule.Apply(gradient, weights, slots, dim);
+  if (options.clips_weight()) {
+    for (int64_t d = 0; d < dim; ++d) {
+      weights[d] = std::min(std::max(weights[d], options.clip_weight_min),
+                            options.clip_weight_max);
+    }
+  }
+}
+
+// An UpdateFn. Rows are independent: any split of [begin, end) over threads
+// gives the same bits.
+template <class Rule>
+TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
+                                 const RowOptions& options,
+                                 const TableGradients& gradients,
+                                 const TableView& table, int64_t begin,
+                                 int64_t end) {
+  const Rule rule(arguments);
+  const float decay =
+      options.weight_decay_factor *
+      (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
+  std::vector<float> gradient(table.dim);
+  std::vector<float*> slots(table.slots.size());
+  const Buffer<int64_t>& rows = gradients.groups->rows;
+  const int64_t num_groups = rows.size();
+  int64_t group = begin;
+  if (options.all_rows) {
+    group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
+            rows.data();
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = options.all_rows ? i : rows[i];
+    if (group < num_groups && rows[group] == row) {
+      PrefetchGroup(gradients, table, group + kRowsAhead);
+      SumGradients(gradients, group++, table.dim, gradient.data());
+    } else {
+      std::fill(gradient.begin(), gradient.end(), 0.0f);
+    }
+    UpdateRow(rule, options, table, row, decay, gradient.data(), slots.data());
+  }
+}
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_

@@ -1,0 +1,67 @@
+// The update of one table: sum the gradients of each touched row, clip, decay,
+// apply the optimizer's rule, clip the row.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/row_groups.h"
+
+namespace tpu_embedding {
+
+// What surrounds every rule. An infinite limit or a zero factor is "off".
+struct RowOptions {
+  float clip_gradient_min = -std::numeric_limits<float>::infinity();
+  float clip_gradient_max = std::numeric_limits<float>::infinity();
+  float clip_weight_min = -std::numeric_limits<float>::infinity();
+  float clip_weight_max = std::numeric_limits<float>::infinity();
+  float weight_decay_factor = 0.0f;
+  bool multiply_decay_by_rate = false;
+  // Rows that no entry names are updated too, with a gradient of zeros.
+  bool all_rows = false;
+
+  bool clips_gradient() const {
+    return clip_gradient_min > -std::numeric_limits<float>::infinity() ||
+           clip_gradient_max < std::numeric_limits<float>::infinity();
+  }
+  bool clips_weight() const {
+    return clip_weight_min > -std::numeric_limits<float>::infinity() ||
+           clip_weight_max < std::numeric_limits<float>::infinity();
+  }
+};
+
+// A table and its slots, all row-major float32.
+struct TableView {
+  float* parameters = nullptr;  // [num_rows, dim]
+  int64_t num_rows = 0;
+  int64_t dim = 0;
+  std::vector<float*> slots;         // each [num_rows, width]
+  std::vector<int64_t> slot_widths;  // dim, or 1 for a slot per row
+};
+
+// One step's gradients for a table.
+struct TableGradients {
+  const RowGroups* groups = nullptr;
+  // For each sample the gradient of its activation, [dim]; null means zeros.
+  const float* const* samples = nullptr;
+};
+
+// The constants of a rule, in the order that its header documents, and the
+// learning rate of this step.
+struct RuleArguments {
+  std::vector<float> hyperparameters;
+  float rate = 0.0f;
+};
+
+// Updates the groups [begin, end), or with `all_rows` the rows [begin, end).
+using UpdateFn = void (*)(const RuleArguments& arguments,
+                          const RowOptions& options,
+                          const TableGradients& gradients,
+                          const TableView& table, int64_t begin, int64_t end);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_

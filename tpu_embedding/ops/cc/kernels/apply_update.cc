@@ -1,0 +1,253 @@
+// TpuEmbeddingApplyUpdate: the ready step's gradients -> tables and slots.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/optimizers/adagrad.h"
+#include "core/optimizers/adagrad_momentum.h"
+#include "core/optimizers/adam.h"
+#include "core/optimizers/ftrl.h"
+#include "core/optimizers/rowwise_adagrad.h"
+#include "core/optimizers/sgd.h"
+#include "core/pieces.h"
+#include "core/prepared_batch.h"
+#include "core/update-inl.h"
+#include "kernels/kernel_util.h"
+#include "kernels/step_queue_resource.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+REGISTER_OP("TpuEmbeddingApplyUpdate")
+    .Input("queue: resource")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Input("rates: float")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .Attr("feature_tables: list(int)")
+    .Attr("rules: list(string)")
+    .Attr("hyperparameters: list(float)")
+    .Attr("hyperparameter_counts: list(int)")
+    .Attr("row_options: list(float)")
+    .Attr("multiply_decay_by_rate: list(bool)")
+    .Attr("all_rows: list(bool)")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Applies the update of the step that all replicas have handed gradients in for.
+Does nothing where no such step is.
+
+tables, slots: variables, updated in place; the slots table by table.
+rates: [num_tables], the learning rates of this step.
+feature_tables: for each feature the index of its table.
+rules: by table the name of its optimizer's rule.
+hyperparameters, hyperparameter_counts: the rules' constants, table by table.
+row_options: by table (smallest gradient, largest gradient, smallest weight,
+  largest weight, weight decay factor).
+all_rows: by table, whether rows without gradient are updated too.
+)doc");
+
+// One row for each optimizer; the one place that lists them.
+struct RuleEntry {
+  const char* name;
+  int num_slots;
+  UpdateFn update;
+};
+
+template <class Rule>
+constexpr RuleEntry Entry() {
+  return {Rule::kName, Rule::kNumSlots, &Update<Rule>};
+}
+
+constexpr RuleEntry kRules[] = {
+    Entry<Sgd>(),  Entry<Adagrad>(), Entry<RowwiseAdagrad>(),
+    Entry<Adam>(), Entry<Ftrl>(),    Entry<AdagradMomentum>(),
+};
+
+const RuleEntry* FindRule(const std::string& name) {
+  for (const RuleEntry& entry : kRules) {
+    if (name == entry.name) return &entry;
+  }
+  return nullptr;
+}
+
+// Rows in one piece of work, and rough cycles for one piece.
+constexpr int64_t kRowsPerPiece = 128;
+constexpr int64_t kCyclesPerPiece = 50000;
+
+struct TableRule {
+  const RuleEntry* entry = nullptr;
+  std::vector<float> hyperparameters;
+  RowOptions options;
+  std::vector<int> features;
+};
+
+// What one table's update needs while the op runs.
+struct TableWork {
+  TableView view;
+  RowGroups merged;                   // of several replicas
+  std::vector<const float*> samples;  // gradient of each sample, or null
+  TableGradients gradients;
+  RuleArguments arguments;
+};
+
+class ApplyUpdateOp : public tensorflow::OpKernel {
+ public:
+  explicit ApplyUpdateOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadRules(context));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    std::vector<Variable> tables, slots;
+    OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
+    OP_REQUIRES_OK(context, LookUpVariables(context, "slots", &slots));
+    const Tensor* rates = nullptr;
+    OP_REQUIRES_OK(context, context->input("rates", &rates));
+    OP_REQUIRES(context, rates->NumElements() == NumTables(),
+                absl::InvalidArgumentError("One rate for each table."));
+    const auto step = resource->queue.TakeReady();
+    if (!step) return;
+    OP_REQUIRES_OK(context,
+                   CheckTableSizes(
+                       tables, step->replicas[0].batch->vocabulary_sizes));
+    std::vector<tensorflow::Var*> all;
+    for (const Variable& variable : tables) all.push_back(variable.get());
+    for (const Variable& variable : slots) all.push_back(variable.get());
+    const WriteLocks locks(all);
+    OP_REQUIRES_OK(context, locks.MakeWritable(context));
+    std::vector<TableWork> work(NumTables());
+    OP_REQUIRES_OK(context, MakeViews(tables, slots, &work));
+    for (int t = 0; t < NumTables(); ++t) {
+      work[t].arguments = {rules_[t].hyperparameters, rates->flat<float>()(t)};
+      CollectGradients(*step, t, &work[t]);
+    }
+    Run(WorkerPool(context), work);
+  }
+
+ private:
+  int NumTables() const { return rules_.size(); }
+
+  absl::Status ReadRules(OpKernelConstruction* context) {
+    std::vector<std::string> names;
+    std::vector<float> numbers, options;
+    std::vector<int> counts;
+    std::vector<bool> decay_by_rate, all_rows;
+    TableMap tables;
+    TF_RETURN_IF_ERROR(context->GetAttr("rules", &names));
+    TF_RETURN_IF_ERROR(context->GetAttr("hyperparameters", &numbers));
+    TF_RETURN_IF_ERROR(context->GetAttr("hyperparameter_counts", &counts));
+    TF_RETURN_IF_ERROR(context->GetAttr("row_options", &options));
+    TF_RETURN_IF_ERROR(
+        context->GetAttr("multiply_decay_by_rate", &decay_by_rate));
+    TF_RETURN_IF_ERROR(context->GetAttr("all_rows", &all_rows));
+    TF_RETURN_IF_ERROR(
+        context->GetAttr("feature_tables", &tables.feature_tables));
+    auto next = numbers.begin();
+    for (size_t t = 0; t < names.size(); ++t) {
+      TableRule rule;
+      rule.entry = FindRule(names[t]);
+      if (!rule.entry) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("There is no update rule named ", names[t], "."));
+      }
+      rule.hyperparameters.assign(next, next + counts[t]);
+      next += counts[t];
+      const float* o = &options[t * 5];
+      rule.options = {o[0], o[1],             o[2],       o[3],
+                      o[4], decay_by_rate[t], all_rows[t]};
+      rule.features = tables.FeaturesOf(t);
+      rules_.push_back(std::move(rule));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MakeViews(const std::vector<Variable>& tables,
+                         const std::vector<Variable>& slots,
+                         std::vector<TableWork>* work) const {
+    size_t next = 0;
+    for (int t = 0; t < NumTables(); ++t) {
+      Tensor* table = tables[t]->tensor();
+      TableView& view = (*work)[t].view;
+      view.parameters = table->flat<float>().data();
+      view.num_rows = table->dim_size(0);
+      view.dim = table->dim_size(1);
+      for (int k = 0; k < rules_[t].entry->num_slots; ++k, ++next) {
+        if (next >= slots.size() ||
+            slots[next]->tensor()->dim_size(0) != view.num_rows) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "Table ", t, ": a slot is missing or has another number of ",
+              "rows than the table."));
+        }
+        Tensor* slot = slots[next]->tensor();
+        view.slots.push_back(slot->flat<float>().data());
+        view.slot_widths.push_back(slot->dim_size(1));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Points at the gradient of every sample, replica by replica and feature by
+  // feature: the order in which the row groups number samples.
+  void CollectGradients(const BatchQueue::Step& step, int t,
+                        TableWork* work) const {
+    const int64_t dim = work->view.dim;
+    std::vector<const RowGroups*> groups;
+    for (const BatchQueue::Part& part : step.replicas) {
+      groups.push_back(&part.batch->tables[t]);
+      for (int f : rules_[t].features) {
+        const auto& gradient = part.gradients[f];
+        const float* data = gradient ? gradient->flat<float>().data() : nullptr;
+        const int64_t samples = part.batch->features[f].num_samples();
+        for (int64_t s = 0; s < samples; ++s) {
+          work->samples.push_back(data ? data + s * dim : nullptr);
+        }
+      }
+    }
+    work->gradients.groups = groups[0];
+    if (groups.size() > 1) {
+      work->merged = MergeReplicas(groups, work->view.num_rows);
+      work->gradients.groups = &work->merged;
+    }
+    work->gradients.samples = work->samples.data();
+  }
+
+  void Run(const ParallelFor& parallel_for,
+           const std::vector<TableWork>& work) const {
+    std::vector<int64_t> sizes;
+    for (int t = 0; t < NumTables(); ++t) {
+      sizes.push_back(rules_[t].options.all_rows
+                          ? work[t].view.num_rows
+                          : work[t].gradients.groups->num_rows());
+    }
+    const auto pieces = CutPieces(sizes, kRowsPerPiece);
+    parallel_for(pieces.size(), kCyclesPerPiece,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t p = begin; p < end; ++p) {
+                     const auto [t, first, last] = pieces[p];
+                     rules_[t].entry->update(
+                         work[t].arguments, rules_[t].options,
+                         work[t].gradients, work[t].view, first, last);
+                   }
+                 });
+  }
+
+  std::vector<TableRule> rules_;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingApplyUpdate").Device(tensorflow::DEVICE_CPU),
+    ApplyUpdateOp);
+
+}  // namespace
+}  // namespace tpu_embedding

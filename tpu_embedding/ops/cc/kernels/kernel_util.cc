@@ -1,0 +1,120 @@
+#include "kernels/kernel_util.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/util/work_sharder.h"
+
+namespace tpu_embedding {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::Var;
+
+namespace {
+
+// One global order of locks, without repeats, so that two ops over the same
+// tables cannot wait for each other.
+void SortUnique(std::vector<Var*>* variables) {
+  std::sort(variables->begin(), variables->end());
+  variables->erase(std::unique(variables->begin(), variables->end()),
+                   variables->end());
+}
+
+absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
+  if (variable->copy_on_read_mode.load()) return absl::OkStatus();
+  Tensor* value = variable->tensor();
+  if (!value->RefCountIsOne()) {
+    Tensor copy;
+    TF_RETURN_IF_ERROR(
+        context->allocate_temp(value->dtype(), value->shape(), &copy));
+    std::memcpy(copy.data(), value->data(), value->TotalBytes());
+    *value = copy;
+  }
+  variable->copy_on_read_mode.store(true);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+ParallelFor WorkerPool(OpKernelContext* context) {
+  const auto* threads =
+      context->device()->tensorflow_cpu_worker_threads();
+  return [threads](int64_t total, int64_t cost, const Range& body) {
+    tensorflow::Shard(threads->num_threads, threads->workers, total, cost,
+                      body);
+  };
+}
+
+absl::Status InvalidArgument(const Error& error) {
+  return error ? absl::InvalidArgumentError(*error) : absl::OkStatus();
+}
+
+absl::Status FailedPrecondition(const Error& error) {
+  return error ? absl::FailedPreconditionError(*error) : absl::OkStatus();
+}
+
+absl::Status LookUpVariables(OpKernelContext* context, const char* name,
+                             std::vector<Variable>* variables) {
+  tensorflow::OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
+  for (const Tensor& handle : handles) {
+    Variable variable;
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
+    const Tensor& value = *variable->tensor();
+    if (value.dtype() != tensorflow::DT_FLOAT || value.dims() != 2) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "Tables and slots must be float32 matrices, but ",
+          handle.scalar<tensorflow::ResourceHandle>()().name(), " is ",
+          value.DeviceSafeDebugString()));
+    }
+    variables->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTableSizes(const std::vector<Variable>& tables,
+                             const std::vector<int64_t>& vocabulary_sizes) {
+  for (size_t t = 0; t < tables.size(); ++t) {
+    const int64_t rows = tables[t]->tensor()->dim_size(0);
+    if (rows != vocabulary_sizes[t]) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "Table ", t, " has ", rows, " rows, but the batch was checked for ",
+          vocabulary_sizes[t], ". Do not change the shape of a table."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+ReadLocks::ReadLocks(const std::vector<Variable>& variables) {
+  for (const Variable& variable : variables) {
+    variables_.push_back(variable.get());
+  }
+  SortUnique(&variables_);
+  for (Var* variable : variables_) variable->mu()->lock_shared();
+}
+
+ReadLocks::~ReadLocks() {
+  for (Var* variable : variables_) variable->mu()->unlock_shared();
+}
+
+WriteLocks::WriteLocks(const std::vector<Var*>& variables)
+    : variables_(variables) {
+  SortUnique(&variables_);
+  for (Var* variable : variables_) variable->mu()->lock();
+}
+
+WriteLocks::~WriteLocks() {
+  for (Var* variable : variables_) variable->mu()->unlock();
+}
+
+absl::Status WriteLocks::MakeWritable(OpKernelContext* context) const {
+  for (Var* variable : variables_) {
+    TF_RETURN_IF_ERROR(CopyIfShared(context, variable));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tpu_embedding

@@ -1,0 +1,67 @@
+// What the op kernels share: threads, variables, attributes.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_KERNEL_UTIL_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_KERNEL_UTIL_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/feature.h"
+#include "core/parallel.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_var.h"
+
+namespace tpu_embedding {
+
+// TensorFlow's own CPU worker pool.
+ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
+
+// The core's errors in values, and its errors in the order of calls.
+absl::Status InvalidArgument(const Error& error);
+absl::Status FailedPrecondition(const Error& error);
+
+using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
+
+// The variables behind the resource inputs of the list `name`; each must hold
+// a float32 matrix.
+absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
+                             const char* name,
+                             std::vector<Variable>* variables);
+
+// Fails unless each table has the number of rows that ids were checked for.
+absl::Status CheckTableSizes(const std::vector<Variable>& tables,
+                             const std::vector<int64_t>& vocabulary_sizes);
+
+// Read locks on all of `variables`, taken in one global order.
+class ReadLocks {
+ public:
+  explicit ReadLocks(const std::vector<Variable>& variables);
+  ~ReadLocks();
+  ReadLocks(const ReadLocks&) = delete;
+  ReadLocks& operator=(const ReadLocks&) = delete;
+
+ private:
+  std::vector<tensorflow::Var*> variables_;
+};
+
+// Write locks on all of `variables`. Once locked, their buffers may be written
+// in place: a tensor read before keeps its value, by TensorFlow's contract for
+// sparse updates (the buffer is copied once if it is shared, and from then on
+// a read copies).
+class WriteLocks {
+ public:
+  explicit WriteLocks(const std::vector<tensorflow::Var*>& variables);
+  ~WriteLocks();
+  WriteLocks(const WriteLocks&) = delete;
+  WriteLocks& operator=(const WriteLocks&) = delete;
+
+  absl::Status MakeWritable(tensorflow::OpKernelContext* context) const;
+
+ private:
+  std::vector<tensorflow::Var*> variables_;
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_KERNEL_UTIL_H_

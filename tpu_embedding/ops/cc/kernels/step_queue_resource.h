@@ -1,0 +1,44 @@
+// The step queue as a TensorFlow resource.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/step_queue.h"
+#include "kernels/batch_variant.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_base.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/tensor.h"
+
+namespace tpu_embedding {
+
+// By feature; a gradient that was not given counts as zeros.
+using FeatureGradients = std::vector<std::optional<tensorflow::Tensor>>;
+using BatchQueue = StepQueue<SharedBatch, FeatureGradients>;
+
+class StepQueueResource : public tensorflow::ResourceBase {
+ public:
+  StepQueueResource(int num_replicas, int64_t capacity, bool pipelined)
+      : queue(num_replicas, capacity, pipelined) {}
+
+  std::string DebugString() const override { return "tpu_embedding::StepQueue"; }
+
+  BatchQueue queue;
+};
+
+using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;
+
+// The queue behind the first input.
+inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
+                                QueuePtr* queue) {
+  return tensorflow::LookupResource(
+      context, tensorflow::HandleFromInput(context, 0), queue);
+}
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_

@@ -1,0 +1,108 @@
+"""Finds the custom-op library, checks it, and loads it once.
+
+A library belongs to one minor version of TensorFlow: its binary interface changes
+with each. The check reads the file, because loading a wrong library may crash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import pathlib
+import re
+import types
+
+import tensorflow as tf
+
+PATH = pathlib.Path(__file__).with_name("_tpu_embedding_ops.so")
+
+# cc/kernels/version.cc writes this text into the library.
+_MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
+_MEND = (
+    "To mend it, build the library for this TensorFlow: in the source tree of "
+    "tpu_embedding, run `pip install --no-build-isolation --force-reinstall "
+    "--no-deps .`"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """What came of loading the library: one of the two is not None."""
+
+    module: types.ModuleType | None = None
+    reason: str | None = None
+
+
+def load() -> types.ModuleType:
+    """Returns the module of op functions that TensorFlow made from the library.
+
+    Raises:
+      RuntimeError: if `unavailable_reason()` is not None, with that text.
+    """
+    attempt = _attempt()
+    if attempt.module is None:
+        raise RuntimeError(attempt.reason)
+    return attempt.module
+
+
+def unavailable_reason() -> str | None:
+    """Returns why the library cannot be used and how to mend it, or None if it can.
+
+    The first call loads the library. A caller that goes on without it says so once.
+    """
+    return _attempt().reason
+
+
+def built_for(path: pathlib.Path) -> str | None:
+    """Returns the TensorFlow version that the library at `path` was compiled for.
+
+    Reads the file and loads nothing. None if the file does not say.
+    """
+    if path.stat().st_size == 0:
+        return None  # An empty file cannot be mapped.
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        match = _MARKER.search(content)
+        return match.group(1).decode() if match else None
+
+
+def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
+    """Returns why the library at `path` must not be loaded, or None if it may be.
+
+    Args:
+      path: where the library should be.
+      tensorflow_version: the version of the TensorFlow that would load it. Only the
+        major and minor numbers count: the binary interface follows them.
+    """
+    if not path.is_file():
+        return f"The custom-op library is not installed: there is no {path}. {_MEND}"
+    version = built_for(path)
+    if version is None:
+        return (
+            f"{path} does not say which TensorFlow it was built for, so it is no "
+            f"library of this package. {_MEND}"
+        )
+    if _minor(version) != _minor(tensorflow_version):
+        return (
+            f"The custom-op library was built for TensorFlow {version}, but this is "
+            f"TensorFlow {tensorflow_version}. {_MEND}"
+        )
+    return None
+
+
+@functools.cache
+def _attempt() -> _Attempt:
+    try:
+        problem = problem_with(PATH, tf.__version__)
+        if problem is not None:
+            return _Attempt(reason=problem)
+        return _Attempt(module=tf.load_op_library(str(PATH)))
+    except (OSError, RuntimeError, tf.errors.OpError) as error:
+        return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_MEND}")
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]

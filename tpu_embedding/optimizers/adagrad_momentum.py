@@ -1,0 +1,97 @@
+"""Adagrad with momentum, and with a choice of exponent and of forgetting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tpu_embedding.optimizers import base
+
+
+@dataclasses.dataclass(frozen=True)
+class AdagradMomentum(base.Optimizer):
+    """Adagrad whose preconditioned gradient goes through a momentum.
+
+      a = a + G^2 if beta2 == 1, else beta2 * a + (1 - beta2) * G^2
+      p = G * (a + epsilon)^(-1 / exponent);  m = momentum * m + p
+      T -= lr * (momentum * m + p if use_nesterov else m)
+
+    `base.Optimizer` describes the other attributes. Arguments, their order and
+    defaults are those of tf.tpu.experimental.embedding.AdagradMomentum.
+
+    Attributes:
+      momentum: 0 gives Adagrad without momentum.
+      use_nesterov: Look one step of the momentum ahead.
+      exponent: The root that is taken of a, positive; 2 is the square root.
+      beta2: 1 sums all squares; below 1 old ones fade.
+      epsilon: Added to a, positive.
+    """
+
+    rule: ClassVar[str] = "adagrad_momentum"
+
+    learning_rate: base.Rate = 0.001
+    momentum: float = 0.0
+    use_nesterov: bool = False
+    exponent: float = 2
+    beta2: float = 1
+    epsilon: float = 1e-10
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
+    clipvalue: base.ClipValue | None = None
+    low_dimensional_packing_status: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_number("momentum", self.momentum)
+        base.check_flag("use_nesterov", self.use_nesterov)
+        base.check_positive("exponent", self.exponent)
+        base.check_number("beta2", self.beta2)
+        base.check_positive("epsilon", self.epsilon)
+
+    @property
+    def touches_all_rows(self) -> bool:
+        return False
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (base.Slot("accumulators", 0.0), base.Slot("momenta", 0.0))
+
+    @property
+    def hyperparameters(self) -> tuple[float, ...]:
+        return (
+            self.momentum,
+            float(self.use_nesterov),
+            self.exponent,
+            self.beta2,
+            self.epsilon,
+        )
+
+    def update(
+        self,
+        ops: base.ArrayOps,
+        gradient: Any,
+        row: Any,
+        slots: Sequence[Any],
+        rate: Any,
+    ) -> tuple[Any, ...]:
+        accumulator, momentum = slots
+        keep = base.float32(self.beta2)
+        take = 1.0 if keep == 1 else 1.0 - keep
+        accumulator = keep * accumulator + take * gradient * gradient
+        scale = self._inverse_root(ops, accumulator + self.epsilon)
+        preconditioned = gradient * scale
+        momentum = self.momentum * momentum + preconditioned
+        direction = momentum
+        if self.use_nesterov:
+            direction = self.momentum * momentum + preconditioned
+        return row - rate * direction, accumulator, momentum
+
+    def _inverse_root(self, ops: base.ArrayOps, x: Any) -> Any:
+        if self.exponent == 2:  # The usual case, and much cheaper than a power.
+            return 1.0 / ops.sqrt(x)
+        return ops.pow(x, -1.0 / self.exponent)

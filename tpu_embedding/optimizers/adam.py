@@ -1,0 +1,91 @@
+"""Adam (Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tpu_embedding import errors
+from tpu_embedding.optimizers import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(base.Optimizer):
+    """Adam without bias correction, which TPU hardware does not have.
+
+      m = beta_1 * m + (1 - beta_1) * G;  v = beta_2 * v + (1 - beta_2) * G^2
+      T -= lr * m / sqrt(v + epsilon^2) if sum_inside_sqrt,
+           lr * m / (sqrt(v) + epsilon) otherwise
+
+    A callable learning rate can supply the correction. `base.Optimizer`
+    describes the other attributes. Arguments, their order and defaults are those
+    of tf.tpu.experimental.embedding.Adam.
+
+    Attributes:
+      beta_1: How much of m is kept, in [0, 1).
+      beta_2: How much of v is kept, in [0, 1).
+      epsilon: Keeps the divisor from 0, positive.
+      lazy_adam: Update only the rows that entries name. False updates all rows
+        of the table at each step.
+      sum_inside_sqrt: Which of the two formulas.
+    """
+
+    rule: ClassVar[str] = "adam"
+
+    learning_rate: base.Rate = 0.001
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-07
+    lazy_adam: bool = True
+    sum_inside_sqrt: bool = True
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
+    clipvalue: base.ClipValue | None = None
+    low_dimensional_packing_status: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for argument, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            base.check_number(argument, beta)
+            if not 0 <= beta < 1:
+                raise errors.argument_value(argument, beta, ">= 0 and < 1")
+        base.check_positive("epsilon", self.epsilon)
+        base.check_flag("lazy_adam", self.lazy_adam)
+        base.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
+        if not self.lazy_adam and not self.use_gradient_accumulation:
+            raise errors.dense_adam_without_accumulation()
+
+    @property
+    def touches_all_rows(self) -> bool:
+        return not self.lazy_adam
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (base.Slot("momenta", 0.0), base.Slot("velocities", 0.0))
+
+    @property
+    def hyperparameters(self) -> tuple[float, ...]:
+        return (self.beta_1, self.beta_2, self.epsilon, float(self.sum_inside_sqrt))
+
+    def update(
+        self,
+        ops: base.ArrayOps,
+        gradient: Any,
+        row: Any,
+        slots: Sequence[Any],
+        rate: Any,
+    ) -> tuple[Any, ...]:
+        momentum, velocity = slots
+        beta_1, beta_2 = base.float32(self.beta_1), base.float32(self.beta_2)
+        momentum = beta_1 * momentum + (1.0 - beta_1) * gradient
+        velocity = beta_2 * velocity + (1.0 - beta_2) * gradient * gradient
+        if self.sum_inside_sqrt:
+            divisor = ops.sqrt(velocity + self.epsilon**2)
+        else:
+            divisor = ops.sqrt(velocity) + self.epsilon
+        return row - rate * momentum / divisor, momentum, velocity

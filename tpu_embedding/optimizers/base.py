@@ -1,0 +1,317 @@
+"""What all optimizers share: their options, their checks, their contract.
+
+An optimizer is a frozen value. Its rule is the pure function `update`; what
+surrounds every rule (clipping of the gradient, weight decay, clipping of the
+weights) is `apply_rule`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+import math
+import numbers
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+from tpu_embedding import errors
+
+# A number; a callable without arguments; or a callable of the number of updates
+# already applied to the table, as a Keras LearningRateSchedule is.
+Rate = float | Callable[[], Any] | Callable[[Any], Any]
+ClipValue = float | tuple[float | None, float | None]
+# (table, slot names, slot initializers) -> slot variables by name.
+SlotVariableCreationFn = Callable[[Any, list[str], list[Any]], dict[str, Any]]
+
+
+class ArrayOps(Protocol):
+    """The element-wise functions that a rule needs, of NumPy or of TensorFlow."""
+
+    def sqrt(self, x: Any, /) -> Any: ...
+    def pow(self, x: Any, y: Any, /) -> Any: ...
+    def abs(self, x: Any, /) -> Any: ...
+    def sign(self, x: Any, /) -> Any: ...
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any: ...
+    def maximum(self, x: Any, y: Any, /) -> Any: ...
+    def minimum(self, x: Any, y: Any, /) -> Any: ...
+    def mean_last(self, x: Any, /) -> Any:
+        """The mean over the last axis, which is kept with size 1."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A value that an optimizer keeps beside the table, float32.
+
+    Attributes:
+      name: As the TPU calls it, e.g. "accumulators".
+      initial_value: What it is filled with.
+      per_row: The shape is [V, 1] instead of [V, D].
+    """
+
+    name: str
+    initial_value: float
+    per_row: bool = False
+
+
+class Optimizer(abc.ABC):
+    """The contract of every optimizer; each subclass is a frozen dataclass.
+
+    Attributes:
+      learning_rate: A number, or a callable that is evaluated once per update.
+        It takes no argument, or one: the number of updates already applied.
+      use_gradient_accumulation: Sum the gradients of a row before the rule. False
+        is a hint to TPU v2-v4; elsewhere the gradients are summed all the same.
+      clip_weight_min: Lower limit of touched rows after the rule, or None.
+      clip_weight_max: Upper limit of touched rows after the rule, or None.
+      weight_decay_factor: f in T <- T - f * T before the rule, or None.
+      multiply_weight_decay_factor_by_learning_rate: f is multiplied by the rate.
+      clipvalue: Limit of the summed gradient, per element: c for [-c, c], or
+        (min, max) where each may be None.
+      low_dimensional_packing_status: How a TPU stores narrow tables.
+      slot_variable_creation_fn: Creates the slot variables, or None.
+    """
+
+    rule: ClassVar[str]
+
+    learning_rate: Rate
+    use_gradient_accumulation: bool
+    clip_weight_min: float | None
+    clip_weight_max: float | None
+    weight_decay_factor: float | None
+    multiply_weight_decay_factor_by_learning_rate: bool | None
+    clipvalue: ClipValue | None
+    low_dimensional_packing_status: bool
+    slot_variable_creation_fn: SlotVariableCreationFn | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what all optimizers share; subclasses call it and add theirs."""
+        _check_rate(self.learning_rate)
+        check_flag("use_gradient_accumulation", self.use_gradient_accumulation)
+        check_flag(
+            "low_dimensional_packing_status", self.low_dimensional_packing_status
+        )
+        multiply = self.multiply_weight_decay_factor_by_learning_rate
+        if multiply is not None:
+            check_flag("multiply_weight_decay_factor_by_learning_rate", multiply)
+        if self.weight_decay_factor is not None:
+            check_number("weight_decay_factor", self.weight_decay_factor)
+        check_limits(
+            ("clip_weight_min", "clip_weight_max"),
+            (self.clip_weight_min, self.clip_weight_max),
+        )
+        _check_clipvalue(self.clipvalue)
+        if self.clipvalue is not None and not self.use_gradient_accumulation:
+            raise errors.clip_without_accumulation(self.clipvalue)
+        creation_fn = self.slot_variable_creation_fn
+        if creation_fn is not None and not callable(creation_fn):
+            raise errors.argument_value(
+                "slot_variable_creation_fn", creation_fn, "None or a callable"
+            )
+
+    @property
+    def clip_gradient_min(self) -> float | None:
+        """Lower limit of the summed gradient, or None."""
+        return _clip_limits(self.clipvalue)[0]
+
+    @property
+    def clip_gradient_max(self) -> float | None:
+        """Upper limit of the summed gradient, or None."""
+        return _clip_limits(self.clipvalue)[1]
+
+    @property
+    @abc.abstractmethod
+    def touches_all_rows(self) -> bool:
+        """Whether rows that no entry names are updated too, with a gradient of 0."""
+
+    @property
+    @abc.abstractmethod
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots, in the order in which `update` takes and returns them."""
+
+    @property
+    @abc.abstractmethod
+    def hyperparameters(self) -> tuple[float, ...]:
+        """The rule's own constants, in the order of the C++ header of `rule`."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        ops: ArrayOps,
+        gradient: Any,
+        row: Any,
+        slots: Sequence[Any],
+        rate: Any,
+    ) -> tuple[Any, ...]:
+        """The rule as a pure function.
+
+        Args:
+          ops: The array functions to use.
+          gradient: float32 [n, D], summed over all entries and clipped.
+          row: float32 [n, D], the touched rows, already decayed.
+          slots: One float32 [n, D] or, where per row, [n, 1] for each of `slots`.
+          rate: The learning rate of this step, a scalar.
+
+        Returns:
+          The new row, then the new slots, of the same shapes.
+        """
+
+
+def apply_rule(  # noqa: PLR0913 - `update` and the optimizer that it belongs to.
+    optimizer: Optimizer,
+    ops: ArrayOps,
+    gradient: Any,
+    row: Any,
+    slots: Sequence[Any],
+    rate: Any,
+) -> tuple[Any, ...]:
+    """One update of touched rows: clip the gradient, decay, rule, clip the weights.
+
+    Args:
+      optimizer: Whose rule and options to apply.
+      ops: The array functions to use.
+      gradient: float32 [n, D], summed over all entries of each row.
+      row: float32 [n, D], the touched rows.
+      slots: As `Optimizer.update` takes them.
+      rate: The learning rate of this step, a scalar.
+
+    Returns:
+      The new row, then the new slots, of the same shapes.
+    """
+    gradient = _clip(
+        ops, gradient, optimizer.clip_gradient_min, optimizer.clip_gradient_max
+    )
+    if optimizer.weight_decay_factor:
+        decay: Any = optimizer.weight_decay_factor
+        if optimizer.multiply_weight_decay_factor_by_learning_rate:
+            decay = decay * rate
+        row = row - decay * row
+    row, *slots = optimizer.update(ops, gradient, row, slots, rate)
+    row = _clip(ops, row, optimizer.clip_weight_min, optimizer.clip_weight_max)
+    return (row, *slots)
+
+
+def float32(value: float) -> float:
+    """Rounds to float32, as TPUs and kernels hold their constants.
+
+    A rule that takes 1 - value needs it first: 1 - 0.999 differs by 1e-5 of itself.
+    """
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def takes_step(rate: Callable[..., Any]) -> bool:
+    """Whether a callable learning rate wants the number of updates so far.
+
+    >>> takes_step(lambda: 0.1), takes_step(lambda step: 0.1 / (step + 1))
+    (False, True)
+
+    Raises:
+      TypeError: If it needs more than one argument.
+    """
+    try:
+        parameters = inspect.signature(rate).parameters.values()
+    except ValueError:  # Some built-ins have no signature; TensorFlow passes none.
+        return False
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if len(needed) > 1:
+        raise errors.learning_rate_arguments(rate, len(needed))
+    return bool(needed)
+
+
+def check_number(argument: str, value: object) -> None:
+    """Raises unless `value` is a finite real number and no bool.
+
+    Raises:
+      TypeError: If it is not a number.
+      ValueError: If it is NaN or infinite.
+    """
+    if not _is_number(value):
+        raise errors.argument_type(argument, value, "a number")
+    if not math.isfinite(value):  # pyright: ignore[reportArgumentType]
+        raise errors.argument_value(argument, value, "finite")
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raises unless `value` is a finite number above 0."""
+    check_number(argument, value)
+    if value <= 0:
+        raise errors.argument_value(argument, value, "positive")
+
+
+def check_not_negative(argument: str, value: Any) -> None:
+    """Raises unless `value` is a finite number of at least 0."""
+    check_number(argument, value)
+    if value < 0:
+        raise errors.argument_value(argument, value, ">= 0")
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Raises TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise errors.argument_type(argument, value, "a bool")
+
+
+def check_limits(
+    arguments: tuple[str, str], limits: tuple[float | None, float | None]
+) -> None:
+    """Raises unless both limits are None or numbers (infinite ones too), in order."""
+    for argument, limit in zip(arguments, limits, strict=True):
+        if limit is None:
+            continue
+        if not _is_number(limit):
+            raise errors.argument_type(argument, limit, "a number or None")
+        if math.isnan(limit):
+            raise errors.argument_value(argument, limit, "a number or None, not NaN")
+    lower, upper = limits
+    if lower is not None and upper is not None and lower > upper:
+        raise errors.argument_order(*arguments, limits)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_rate(rate: object) -> None:
+    if callable(rate):
+        takes_step(rate)
+    elif not _is_number(rate) or not math.isfinite(rate):  # pyright: ignore[reportArgumentType]
+        raise errors.learning_rate(rate)
+
+
+def _check_clipvalue(clipvalue: object) -> None:
+    if clipvalue is None:
+        return
+    if isinstance(clipvalue, tuple):
+        if len(clipvalue) != 2:
+            raise errors.argument_value("clipvalue", clipvalue, "a tuple (min, max)")
+        check_limits(("clipvalue[0]", "clipvalue[1]"), clipvalue)
+        return
+    if not _is_number(clipvalue):
+        raise errors.argument_type(
+            "clipvalue", clipvalue, "None, a number or a tuple (min, max)"
+        )
+    if not clipvalue >= 0:  # pyright: ignore[reportOperatorIssue]
+        raise errors.argument_value("clipvalue", clipvalue, ">= 0")
+
+
+def _clip_limits(clipvalue: ClipValue | None) -> tuple[float | None, float | None]:
+    if clipvalue is None:
+        return (None, None)
+    if isinstance(clipvalue, tuple):
+        return clipvalue
+    return (-clipvalue, clipvalue)
+
+
+def _clip(ops: ArrayOps, x: Any, lower: float | None, upper: float | None) -> Any:
+    if lower is not None:
+        x = ops.maximum(x, lower)
+    if upper is not None:
+        x = ops.minimum(x, upper)
+    return x

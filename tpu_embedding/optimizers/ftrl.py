@@ -1,0 +1,131 @@
+"""FTRL-Proximal (McMahan et al., 2013, https://doi.org/10.1145/2487575.2488200)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tpu_embedding import errors
+from tpu_embedding.optimizers import base
+
+
+@dataclasses.dataclass(frozen=True)
+class FTRL(base.Optimizer):
+    """Follow the regularised leader.
+
+      q = -learning_rate_power;  a' = a + G^2
+      linear += G - (a'^q - a^q) / lr * T
+      quadratic = a'^q / lr + 2 * l2 + beta / lr
+      T = 0 if |linear| <= l1 else (sign(linear) * l1 - linear) / quadratic;  a = a'
+
+    `base.Optimizer` describes the other attributes. Arguments, their order and
+    defaults are those of tf.tpu.experimental.embedding.FTRL.
+
+    Attributes:
+      learning_rate_power: At most 0; 0 keeps the rate fixed.
+      l1_regularization_strength: l1, at least 0.
+      l2_regularization_strength: l2, at least 0.
+      beta: As in the paper.
+      initial_accumulator_value: What a starts at: positive, or 0 with
+        `allow_zero_accumulator` (where TensorFlow, against its own text, refuses 0).
+      multiply_linear_by_learning_rate: The slot holds linear * lr and each term
+        above is taken times lr, so that a rate of 0 gives no NaN.
+      allow_zero_accumulator: Let a be 0.
+    """
+
+    rule: ClassVar[str] = "ftrl"
+
+    learning_rate: base.Rate = 0.001
+    learning_rate_power: float = -0.5
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    beta: float = 0.0
+    initial_accumulator_value: float = 0.1
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
+    clipvalue: base.ClipValue | None = None
+    multiply_linear_by_learning_rate: bool = False
+    allow_zero_accumulator: bool = False
+    low_dimensional_packing_status: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.check_number("learning_rate_power", self.learning_rate_power)
+        if self.learning_rate_power > 0:
+            raise errors.argument_value(
+                "learning_rate_power", self.learning_rate_power, "<= 0"
+            )
+        base.check_not_negative(
+            "l1_regularization_strength", self.l1_regularization_strength
+        )
+        base.check_not_negative(
+            "l2_regularization_strength", self.l2_regularization_strength
+        )
+        base.check_number("beta", self.beta)
+        base.check_flag(
+            "multiply_linear_by_learning_rate", self.multiply_linear_by_learning_rate
+        )
+        base.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
+        check_initial = (
+            base.check_not_negative
+            if self.allow_zero_accumulator
+            else base.check_positive
+        )
+        check_initial("initial_accumulator_value", self.initial_accumulator_value)
+
+    @property
+    def touches_all_rows(self) -> bool:
+        return False
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (
+            base.Slot("accumulators", self.initial_accumulator_value),
+            base.Slot("linears", 0.0),
+        )
+
+    @property
+    def hyperparameters(self) -> tuple[float, ...]:
+        return (
+            self.learning_rate_power,
+            self.l1_regularization_strength,
+            self.l2_regularization_strength,
+            self.beta,
+            float(self.multiply_linear_by_learning_rate),
+            float(self.allow_zero_accumulator),
+        )
+
+    def update(
+        self,
+        ops: base.ArrayOps,
+        gradient: Any,
+        row: Any,
+        slots: Sequence[Any],
+        rate: Any,
+    ) -> tuple[Any, ...]:
+        old, linear = slots
+        # `scale` multiplies the terms without lr, `divisor` divides the others.
+        multiply = self.multiply_linear_by_learning_rate
+        scale, divisor = (rate, 1.0) if multiply else (1.0, rate)
+        l1 = scale * self.l1_regularization_strength
+        l2 = scale * self.l2_regularization_strength
+
+        new = old + gradient * gradient
+        root = self._root(ops, new)
+        sigma = (root - self._root(ops, old)) / divisor
+        linear = linear + scale * gradient - sigma * row
+        quadratic = (root + self.beta) / divisor + 2.0 * l2
+        zero = ops.abs(linear) <= l1
+        # Where the row is 0 anyway the quadratic term may be 0 too: no 0 / 0.
+        solution = (ops.sign(linear) * l1 - linear) / ops.where(zero, 1.0, quadratic)
+        return ops.where(zero, 0.0, solution), new, linear
+
+    def _root(self, ops: base.ArrayOps, x: Any) -> Any:
+        if self.learning_rate_power == -0.5:  # Usual, and cheaper than a power.
+            return ops.sqrt(x)
+        return ops.pow(x, -self.learning_rate_power)

@@ -1,0 +1,52 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tpu_embedding.optimizers import base
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(base.Optimizer):
+    """T -= lr * G.
+
+    `base.Optimizer` describes the attributes. Arguments, their order and
+    defaults are those of tf.tpu.experimental.embedding.SGD.
+    """
+
+    rule: ClassVar[str] = "sgd"
+
+    learning_rate: base.Rate = 0.01
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clipvalue: base.ClipValue | None = None
+    low_dimensional_packing_status: bool = False
+
+    @property
+    def touches_all_rows(self) -> bool:
+        return False
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return ()
+
+    @property
+    def hyperparameters(self) -> tuple[float, ...]:
+        return ()
+
+    def update(
+        self,
+        ops: base.ArrayOps,
+        gradient: Any,
+        row: Any,
+        slots: Sequence[Any],
+        rate: Any,
+    ) -> tuple[Any, ...]:
+        del ops, slots
+        return (row - rate * gradient,)

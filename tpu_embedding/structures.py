@@ -1,0 +1,82 @@
+"""The nested structure of the feature configuration, and values that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import errors
+
+
+class Structure:
+    """A nested dict, list, tuple, namedtuple or single leaf to be followed.
+
+    >>> structure = Structure({"b": 0, "a": (0, 0)})
+    >>> structure.flatten("features", {"a": (1, 2), "b": 3})
+    [1, 2, 3]
+    >>> structure.pack([1, 2, 3])
+    {'b': 3, 'a': (1, 2)}
+    """
+
+    def __init__(self, nested: Any) -> None:
+        self._nested = nested
+
+    def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
+        """The leaves of `value`, those of dicts by sorted key.
+
+        Args:
+          what: The name of the argument, for messages.
+          value: Must have this structure; a composite tensor is one leaf.
+          container_leaves: Leaves may be lists, tuples or dicts themselves.
+
+        Raises:
+          TypeError: If a container is of another type.
+          ValueError: If a container has another size or other keys.
+        """
+        leaves = []
+        for path, expected, leaf in _walk(what, "", self._nested, value):
+            if not container_leaves and _kind(leaf) is not object:
+                raise errors.structure_type(what, path, expected, leaf)
+            leaves.append(leaf)
+        return leaves
+
+    def pack(self, leaves: Sequence[Any]) -> Any:
+        """The leaves, in the order of `flatten`, in this structure."""
+        return tf.nest.pack_sequence_as(self._nested, list(leaves))
+
+
+def _kind(value: Any) -> type:
+    """What tells two containers apart: their class, less TensorFlow's wrappers."""
+    if isinstance(value, Mapping):
+        return dict
+    if isinstance(value, list):
+        return list
+    if isinstance(value, tuple):
+        return type(value) if hasattr(value, "_fields") else tuple
+    return object
+
+
+def _walk(
+    what: str, path: str, expected: Any, actual: Any
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (path, expected leaf, actual leaf), in the order of tf.nest."""
+    kind = _kind(expected)
+    if kind is object:
+        yield path, expected, actual
+        return
+    if kind is not _kind(actual):
+        raise errors.structure_type(what, path, expected, actual)
+    if kind is dict:
+        missing, unknown = set(expected) - set(actual), set(actual) - set(expected)
+        if missing or unknown:
+            raise errors.structure_keys(what, path, missing, unknown)
+        keys = sorted(expected)
+    else:
+        if len(expected) != len(actual):
+            raise errors.structure_size(what, path, len(expected), len(actual))
+        keys = range(len(expected))
+    for key in keys:
+        inner = f"{path}/{key}" if path else str(key)
+        yield from _walk(what, inner, expected[key], actual[key])
