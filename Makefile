@@ -60,7 +60,7 @@ clean: ## remove all that set-up and builds made
 $(VENV)/venv.stamp:
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --upgrade setuptools wheel
-	touch $@
+	@touch $@
 
 # The package itself comes last: its library is compiled against the TensorFlow that
 # is among the requirements. So pip gets the lists of pyproject.toml without it.
@@ -71,21 +71,21 @@ REQUIREMENTS := import sys, tomllib; \
 
 define install
 @echo "Installing requirements ($(1)) into $(VENV); the first time takes minutes."
-$(BIN)/python -c '$(REQUIREMENTS)' $(1) > $(VENV)/requirements.txt
+@$(BIN)/python -c '$(REQUIREMENTS)' $(1) > $(VENV)/requirements.txt
 $(PIP) install --requirement $(VENV)/requirements.txt
 endef
 
 $(VENV)/demo.stamp: pyproject.toml $(VENV)/venv.stamp
 	$(call install,cpu examples)
-	touch $@
+	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	$(call install,cpu examples test lint)
-	touch $@
+	@touch $@
 
 # build/lib is removed because setuptools would pack what a former build left there;
 # the object files beside it stay.
 $(VENV)/package.stamp: $(PACKAGE) | $(VENV)/demo.stamp
 	rm -rf build/lib* build/bdist*
 	$(PIP) install --no-build-isolation --no-deps --force-reinstall .
-	touch $@
+	@touch $@

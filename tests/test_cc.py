@@ -51,7 +51,9 @@ def _without_randomization() -> list[str]:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("source", sorted(TESTS.glob("*_test.cc")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "source", sorted(TESTS.glob("*_test.cc")), ids=lambda p: p.stem
+)
 def test_program(source: pathlib.Path, build: str, tmp_path: pathlib.Path) -> None:
     program = tmp_path / source.stem
     sources = [source, *sorted((CC / "core").glob("*.cc"))]

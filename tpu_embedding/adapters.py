@@ -7,13 +7,13 @@ package pass through as they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tpu_embedding import errors, optimizers
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 
 _stock = tf.tpu.experimental.embedding
 
@@ -43,6 +43,58 @@ class AdaptedFeatures:
     paths: tuple[str, ...]
     features: tuple[FeatureConfig, ...]
     keys: dict[TableConfig, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstructorArguments:
+    """Arguments of TPUEmbedding that TensorFlow 2.3 had in another order.
+
+    Attributes:
+      optimizer: The second argument now, the third then.
+      pipelined: The third now, the fourth then.
+      batch_size: A keyword now, the second then.
+      initialize: A keyword now, the fifth then.
+    """
+
+    optimizer: Any
+    pipelined: Any
+    batch_size: Any
+    initialize: Any
+
+    def in_order(self, older: Sequence[Any]) -> ConstructorArguments:
+        """Undoes the order of TensorFlow 2.3, which an int as optimizer betrays.
+
+        Args:
+          older: Positional arguments beyond the third.
+
+        Raises:
+          TypeError: If there are too many, or one is of the wrong type.
+          ValueError: If the batch size is no int >= 1.
+        """
+        arguments = self
+        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
+            pipelined, initialize = (*older, *(False, self.initialize)[len(older) :])
+            arguments = ConstructorArguments(
+                optimizer=self.pipelined,
+                pipelined=pipelined,
+                batch_size=self.optimizer,
+                initialize=initialize,
+            )
+        elif older:
+            raise errors.too_many_arguments(older)
+        arguments._check()
+        return arguments
+
+    def _check(self) -> None:
+        for argument, value in (
+            ("pipeline_execution_with_tensor_core", self.pipelined),
+            ("initialize_tpu_embedding", self.initialize),
+        ):
+            if not isinstance(value, bool):
+                raise errors.argument_type(argument, value, "a bool")
+        size = self.batch_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise errors.argument_int("batch_size", size, smallest=1)
 
 
 def adapt_optimizer(
@@ -90,6 +142,8 @@ def adapt_features(
         option is wrong; the text names the path.
       NotImplementedError: If it holds an option that this release lacks.
     """
+    if invalid_ids is not None:
+        check_invalid_ids(invalid_ids)
     paths = []
     features = []
     tables: dict[Any, TableConfig] = {}  # By the object that the user passed.

@@ -106,10 +106,7 @@ class TableConfig:
             )
         combiners.check(self.combiner)
         _check_name(self.name)
-        if self.invalid_ids not in INVALID_IDS:
-            raise errors.argument_value(
-                "invalid_ids", self.invalid_ids, f"one of {INVALID_IDS}"
-            )
+        check_invalid_ids(self.invalid_ids)
         # Frozen from here on; what may come in several forms is kept in one.
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(
@@ -168,6 +165,12 @@ class FeatureConfig:
         object.__setattr__(self, "output_shape", shape)
         if length and shape is not None:
             raise errors.sequence_with_output_shape(self.name, length, shape)
+
+
+def check_invalid_ids(value: object) -> None:
+    """Raises ValueError unless `value` is one of `INVALID_IDS`."""
+    if value not in INVALID_IDS:
+        raise errors.argument_value("invalid_ids", value, f"one of {INVALID_IDS}")
 
 
 def _is_int(value: object) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tpu_embedding import errors, topology
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding.adapters import (
+    ConstructorArguments,
+    adapt_features,
+    adapt_optimizer,
+)
 from tpu_embedding.engines import Engine, EngineOptions, create_engine
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
@@ -86,7 +89,7 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
           TypeError: If an argument is of the wrong type.
           NotImplementedError: If a strategy or option has no engine here.
         """
-        arguments = _Arguments(
+        arguments = ConstructorArguments(
             optimizer,
             pipeline_execution_with_tensor_core,
             batch_size,
@@ -152,7 +155,7 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
                 self._track_trackable(variable, name)
 
     @_as_written
-    def enqueue(  # noqa: PLR0913 - TensorFlow's arguments.
+    def enqueue(
         self,
         features: Any,
         weights: Any = None,
@@ -186,14 +189,8 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
         training = bool(training)
         if training:
             self._require_optimizers("enqueue(training=True)")
-        values = self._topology.split(self._structure.flatten("features", features))
-        if weights is None:
-            weights = self._structure.pack([None] * len(self._plan.features))
-        gains = self._topology.split(self._structure.flatten("weights", weights))
         replica = self._topology.replica()
-        if replica is not None:
-            values, gains = values[:1], gains[:1]
-        batches = [self._read(v, w) for v, w in zip(values, gains, strict=True)]
+        batches = self._read(features, weights, replica)
         engine = self._built_engine()
         with tf.name_scope(name or "embedding_enqueue"):
             engine.enqueue(batches, replica, training=training)
@@ -241,10 +238,48 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
         """
         engine, replica = self._in_replica("apply_gradients")
         self._require_optimizers("apply_gradients")
-        flat = self._structure.flatten("gradients", gradients)
-        checked = [self._check_gradient(i, g) for i, g in enumerate(flat)]
+        checked = self._check_gradients(gradients)
         with tf.name_scope(name or "embedding_apply_gradients"):
             engine.apply_gradients(checked, replica)
+
+    @_as_written
+    def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Any]:
+        """Looks a batch up at once, past the queue, for layers built on this class.
+
+        Any number of lookups may share a step, and gradients may follow or not.
+
+        Args:
+          features: As for enqueue; inside strategy.run those of the replica.
+          weights: As for enqueue.
+
+        Returns:
+          The activations as dequeue gives them, and a ticket for `submit`.
+
+        Raises:
+          The errors of enqueue that concern features and weights.
+          RuntimeError: If called outside of strategy.run with several replicas.
+        """
+        self.build()
+        engine, replica = self._in_replica("lookup")
+        (batch,) = self._read(features, weights, replica)
+        result = engine.lookup(batch, replica)
+        return self._structure.pack(result.activations), result.ticket
+
+    @_as_written
+    def submit(self, ticket: Any, gradients: Any) -> None:
+        """Updates the tables with the gradients of one `lookup`.
+
+        Args:
+          ticket: What that lookup gave.
+          gradients: As for apply_gradients.
+
+        Raises:
+          The errors of apply_gradients that concern gradients.
+          tf.errors.FailedPreconditionError: If the ticket was used before.
+        """
+        engine, replica = self._in_replica("submit")
+        self._require_optimizers("submit")
+        engine.submit(ticket, self._check_gradients(gradients), replica)
 
     @_as_written
     def flush(self) -> None:
@@ -254,14 +289,15 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
 
     @property
     def embedding_tables(self) -> dict[Any, tf.Variable]:
-        """The table variables, float32 [vocabulary_size, dim], by the TableConfig
-        that the user passed. Applies a pending update first."""
+        """The table variables, float32 [vocabulary_size, dim].
+
+        Keyed by the TableConfig that the user passed. Applies a pending update first.
+        """
         return {key: table["parameters"] for key, table in self.variables.items()}
 
     @property
     def variables(self) -> dict[Any, dict[str, tf.Variable]]:
-        """As `embedding_tables`, with for each table a dict of its "parameters" and
-        its slots by name."""
+        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
         engine = self._built_engine()
         self.flush()
         return {
@@ -303,20 +339,35 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
             [tuple(tf.TensorShape(leaf).as_list()) for leaf in leaves], "build()"
         )
 
-    def _read(self, values: Sequence[Any], weights: Sequence[Any]) -> list[IdBatch]:
-        """One replica's features, checked as far as static shapes go."""
+    def _read(
+        self, features: Any, weights: Any, replica: int | None
+    ) -> list[list[IdBatch]]:
+        """The batches of `replica` or of all, checked as far as static shapes go."""
+        if weights is None:
+            weights = self._structure.pack([None] * len(self._plan.features))
+        values = self._topology.split(self._structure.flatten("features", features))
+        gains = self._topology.split(self._structure.flatten("weights", weights))
+        replicas = len(values) if replica is None else 1
+        return [self._read_replica(values[r], gains[r]) for r in range(replicas)]
+
+    def _read_replica(
+        self, values: Sequence[Any], weights: Sequence[Any]
+    ) -> list[IdBatch]:
+        specs = self._plan.features
         batches = [
             to_id_batch(spec.path, value, weight)
-            for spec, value, weight in zip(
-                self._plan.features, values, weights, strict=True
-            )
+            for spec, value, weight in zip(specs, values, weights, strict=True)
         ]
         shapes = [tuple(batch.static_shape.as_list()) for batch in batches]
-        for index, (batch, shape) in enumerate(zip(batches, shapes, strict=True)):
+        for spec, batch, shape in zip(specs, batches, shapes, strict=True):
             ragged = batch.kind is InputKind.RAGGED
-            self._output_shapes.check_input(index, shape, ragged=ragged)
+            self._output_shapes.check_input(spec.index, shape, ragged=ragged)
         self._output_shapes.remember_ranks(shapes)
         return batches
+
+    def _check_gradients(self, gradients: Any) -> list[tf.Tensor | None]:
+        flat = self._structure.flatten("gradients", gradients)
+        return [self._check_gradient(i, g) for i, g in enumerate(flat)]
 
     def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
         if gradient is None:
@@ -329,40 +380,3 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
         if not gradient.shape.is_compatible_with(expected):
             raise errors.gradient_shape(spec.path, expected, gradient.shape)
         return tf.cast(gradient, tf.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Arguments:
-    """The constructor's arguments that TensorFlow once had in another order."""
-
-    optimizer: Any
-    pipelined: Any
-    batch_size: Any
-    initialize: Any
-
-    def in_order(self, older: Sequence[Any]) -> _Arguments:
-        """Undoes the order of TensorFlow 2.3, which an int as optimizer betrays."""
-        arguments = self
-        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
-            pipelined, initialize = (*older, *(False, self.initialize)[len(older) :])
-            arguments = _Arguments(
-                optimizer=self.pipelined,
-                pipelined=pipelined,
-                batch_size=self.optimizer,
-                initialize=initialize,
-            )
-        elif older:
-            raise errors.too_many_arguments(older)
-        arguments.check()
-        return arguments
-
-    def check(self) -> None:
-        for argument, value in (
-            ("pipeline_execution_with_tensor_core", self.pipelined),
-            ("initialize_tpu_embedding", self.initialize),
-        ):
-            if not isinstance(value, bool):
-                raise errors.argument_type(argument, value, "a bool")
-        size = self.batch_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise errors.argument_int("batch_size", size, smallest=1)

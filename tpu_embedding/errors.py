@@ -1,3 +1,4 @@
+# length: all messages stand in one place, and every function is a few lines.
 """The wording of every error that a user can meet.
 
 One small function per message. Each returns the exception, so that the line
@@ -15,7 +16,10 @@ _COMBINERS = '"sum", "mean", "sqrtn"'
 
 
 def _type(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    """The class as an import writes it, built-in ones without their module."""
+    cls = type(value)
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    return f"{module}{cls.__qualname__}"
 
 
 # Arguments of the configuration classes.

@@ -77,6 +77,7 @@ def _walk(
         if len(expected) != len(actual):
             raise errors.structure_size(what, path, len(expected), len(actual))
         keys = range(len(expected))
-    for key in keys:
-        inner = f"{path}/{key}" if path else str(key)
+    names = getattr(expected, "_fields", keys)
+    for key, name in zip(keys, names, strict=True):
+        inner = f"{path}/{name}" if path else str(name)
         yield from _walk(what, inner, expected[key], actual[key])

@@ -12,7 +12,7 @@ import numpy as np
 Entry = tuple[int, float]  # (id, weight)
 
 
-class InvalidId(ValueError):
+class InvalidIdError(ValueError):
     """An id outside of its table, under invalid_ids="error"."""
 
 
@@ -185,20 +185,22 @@ def resolve_ids(
     """Section 5: the entries of each sample with ids in [0, V).
 
     Raises:
-      InvalidId: If `invalid_ids` is "error" and an id is outside.
+      InvalidIdError: If `invalid_ids` is "error" and an id is outside.
     """
     if invalid_ids == "error":
         for sample, entries in enumerate([*samples.entries, samples.cut]):
             for id_, _ in entries:
                 if not 0 <= id_ < vocabulary_size:
-                    raise InvalidId(f"sample {sample}: id {id_}, {vocabulary_size=}")
+                    raise InvalidIdError(f"sample {sample}: {id_} in {vocabulary_size}")
     resolved = []
     for entries in samples.entries:
-        if invalid_ids == "drop":
-            entries = [e for e in entries if 0 <= e[0] < vocabulary_size]
-        if invalid_ids == "mod":
-            entries = [(id_ % vocabulary_size, weight) for id_, weight in entries]
-        resolved.append(entries)
+        kept = []
+        for id_, weight in entries:
+            if invalid_ids == "mod":
+                kept.append((id_ % vocabulary_size, weight))
+            elif 0 <= id_ < vocabulary_size:
+                kept.append((id_, weight))
+        resolved.append(kept)
     return resolved
 
 

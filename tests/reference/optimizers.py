@@ -74,15 +74,7 @@ def complete(name: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
         if key not in merged:
             raise KeyError(f"{name} has no argument {key}")
         merged[key] = value
-    return {key: _float32(value) for key, value in merged.items()}
-
-
-def _float32(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_float32(v) for v in value)
-    if value is None or isinstance(value, bool):
-        return value
-    return np.float64(np.float32(value))
+    return merged
 
 
 def initial_slots(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -43,6 +43,19 @@ class EngineOptions:
     check_numerics: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """One lookup past the queue.
+
+    Attributes:
+      activations: As `Engine.dequeue` gives them.
+      ticket: What `Engine.submit` takes, once; opaque.
+    """
+
+    activations: list[tf.Tensor]
+    ticket: Any
+
+
 class Engine(abc.ABC):
     """Tables and the steps over them; flat lists of features, in plan order.
 
@@ -62,9 +75,7 @@ class Engine(abc.ABC):
         self._options = options
         self._plan = options.plan
         self._device = options.topology.device
-        self.tables: list[TableVariables] = create_variables(
-            options.plan, self._device
-        )
+        self.tables: list[TableVariables] = create_variables(options.plan, self._device)
         self._rates = Rates(options.plan, self._device)
 
     def _refuse_tpu_options(self, plan: Plan) -> None:
@@ -113,6 +124,29 @@ class Engine(abc.ABC):
 
         Args:
           gradients: float32, of the activations' shapes; None counts as zeros.
+          replica: Who calls.
+        """
+
+    @abc.abstractmethod
+    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
+        """Looks a batch up at once, past the queue.
+
+        Any number of lookups may share a step; each may be followed by `submit`.
+
+        Args:
+          batch: The features of `replica`.
+          replica: Who calls.
+        """
+
+    @abc.abstractmethod
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """Applies the gradients of one lookup; the last replica's call updates.
+
+        Args:
+          ticket: The lookup's own.
+          gradients: As for `apply_gradients`.
           replica: Who calls.
         """
 

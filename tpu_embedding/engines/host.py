@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions
+from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.ops import library
@@ -46,7 +46,9 @@ class HostEngine(Engine):
     ) -> None:
         """See `Engine.enqueue`."""
         with tf.device(self._device):
-            prepared = [self._prepare(batch, replica, training) for batch in batches]
+            prepared = [
+                self._prepare(batch, replica, training=training) for batch in batches
+            ]
             if self._options.pipelined and not training:
                 self.flush()
             self._ops.tpu_embedding_enqueue(
@@ -61,18 +63,12 @@ class HostEngine(Engine):
         with tf.device(self._device):
             if self._options.pipelined:
                 self._apply_if(self._pending(replica).before_evaluation)
-            lookup = self._ops.tpu_embedding_dequeue(
-                queue=self._queue,
-                tables=self._table_handles,
-                num_features=len(self._plan.features),
-                feature_tables=self._prepare_attributes["feature_tables"],
-                quantization=_quantization(self._plan),
-                output_shapes=self._activation_shapes(),
-                replica=replica,
+            result = self._ops.tpu_embedding_dequeue(
+                queue=self._queue, replica=replica, **self._lookup_arguments()
             )
             if self._options.pipelined:
-                self._apply_if(lookup.apply_now)
-        return lookup.activations
+                self._apply_if(result.apply_now)
+        return result.activations
 
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], replica: int
@@ -80,20 +76,33 @@ class HostEngine(Engine):
         """See `Engine.apply_gradients`."""
         with tf.device(self._device):
             apply_now = self._ops.tpu_embedding_deposit(
-                queue=self._queue,
-                gradients=[g for g in gradients if g is not None],
-                has_gradient=[g is not None for g in gradients],
-                paths=self._prepare_attributes["paths"],
-                dims=_dims(self._plan),
-                check_numerics=self._options.check_numerics,
-                replica=replica,
+                queue=self._queue, **self._gradient_arguments(gradients, replica)
             )
-            if self._options.pipelined:
-                return
-            if self._options.topology.num_replicas == 1:
-                self._apply_update()
-            else:
+            if not self._options.pipelined:
                 self._apply_if(apply_now)
+
+    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
+        """See `Engine.lookup`."""
+        with tf.device(self._device):
+            result = self._ops.tpu_embedding_lookup(
+                queue=self._queue,
+                batch=self._prepare(batch, None, training=True),
+                replica=replica,
+                **self._lookup_arguments(),
+            )
+        return Lookup(result.activations, result.ticket)
+
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.submit`."""
+        with tf.device(self._device):
+            apply_now = self._ops.tpu_embedding_submit(
+                queue=self._queue,
+                ticket=ticket,
+                **self._gradient_arguments(gradients, replica),
+            )
+            self._apply_if(apply_now)
 
     def flush(self) -> None:
         """See `Engine.flush`."""
@@ -108,6 +117,10 @@ class HostEngine(Engine):
         """Applies the ready update where `condition` holds."""
         if not self._update_attributes:
             return  # lookup only: no update can be pending
+        single = self._options.topology.num_replicas == 1
+        if single and not self._options.pipelined:
+            self._apply_update()  # the condition always holds
+            return
 
         def apply_update() -> bool:
             self._apply_update()
@@ -126,7 +139,7 @@ class HostEngine(Engine):
         self._rates.count_update()
 
     def _prepare(
-        self, batch: Sequence[IdBatch], replica: int | None, training: bool
+        self, batch: Sequence[IdBatch], replica: int | None, *, training: bool
     ) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""
         weights = [b.weights for b in batch]
@@ -149,9 +162,31 @@ class HostEngine(Engine):
             **self._prepare_attributes,
         )
 
+    def _lookup_arguments(self) -> dict[str, Any]:
+        return {
+            "tables": self._table_handles,
+            "num_features": len(self._plan.features),
+            "feature_tables": self._prepare_attributes["feature_tables"],
+            "quantization": _quantization(self._plan),
+            "output_shapes": self._activation_shapes(),
+        }
+
+    def _gradient_arguments(
+        self, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> dict[str, Any]:
+        return {
+            "gradients": [g for g in gradients if g is not None],
+            "has_gradient": [g is not None for g in gradients],
+            "paths": self._prepare_attributes["paths"],
+            "dims": _dims(self._plan),
+            "check_numerics": self._options.check_numerics,
+            "replica": replica,
+        }
+
     def _declared_shapes(self) -> list[tf.TensorShape]:
         shapes = self._options.output_shapes
-        return [tf.TensorShape(shapes.declared(f.index)) for f in self._plan.features]
+        declared: list[Any] = [shapes.declared(f.index) for f in self._plan.features]
+        return [tf.TensorShape(shape) for shape in declared]
 
     def _activation_shapes(self) -> list[tf.TensorShape]:
         shapes = self._options.output_shapes

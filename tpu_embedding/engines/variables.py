@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-
-# A tf.Variable made here must be *one* variable, whatever the strategy whose
-# scope is open; the class behind it is the one way past the scope's creators.
-from tensorflow.python.ops.resource_variable_ops import (  # pyright: ignore[reportMissingImports]
-    ResourceVariable,
-)
+from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
 
+# A variable made here must be *one* variable, whatever the strategy whose scope is
+# open; the class behind tf.Variable is the one way past the scope's creators.
+_ResourceVariable: Any = resource_variable_ops.ResourceVariable
 Initializer = Callable[..., Any]
 
 
@@ -81,7 +79,7 @@ def _user_slots(
     with tf.variable_creator_scope(_plain_variable):
         made = create(parameters, names, [_filled(slot) for slot in wanted])
     for slot in wanted:
-        shape = _slot_shape(slot, tuple(parameters.shape))
+        shape = _slot_shape(slot, parameters.shape)
         variable = made.get(slot.name)
         if (
             variable is None
@@ -95,11 +93,12 @@ def _user_slots(
 def _plain_variable(next_creator: Any, **arguments: Any) -> tf.Variable:
     """A variable creator that leaves out the strategy's own."""
     del next_creator
-    return ResourceVariable(**arguments)
+    return _ResourceVariable(**arguments)
 
 
-def _slot_shape(slot: Slot, table_shape: tuple[int, int]) -> tuple[int, int]:
-    return (table_shape[0], 1) if slot.per_row else table_shape
+def _slot_shape(slot: Slot, table_shape: Any) -> tuple[int, int]:
+    rows, dim = table_shape
+    return (rows, 1) if slot.per_row else (rows, dim)
 
 
 def _filled(slot: Slot) -> Initializer:
@@ -115,7 +114,7 @@ def _create_variable(
             raise errors.initial_value(name, shape, tuple(value.shape))
         return value
 
-    return ResourceVariable(
+    return _ResourceVariable(
         initial_value=initial_value, name=name, trainable=False, dtype=tf.float32
     )
 
@@ -123,6 +122,17 @@ def _create_variable(
 def create_counter(name: str, device: str) -> tf.Variable:
     """An int64 scalar at 0, one variable whatever the strategy's scope."""
     with tf.device(device):
-        return ResourceVariable(
-            initial_value=tf.zeros([], tf.int64), name=name, trainable=False
-        )
+        return create_state(name, tf.zeros([], tf.int64))
+
+
+def create_state(name: str, value: tf.Tensor, shape: Any = None) -> tf.Variable:
+    """One variable whatever the strategy's scope, which is no weight.
+
+    Args:
+      name: Its name.
+      value: What it starts as.
+      shape: Of the values to come, where that is more than the shape of `value`.
+    """
+    return _ResourceVariable(
+        initial_value=value, name=name, trainable=False, shape=shape
+    )

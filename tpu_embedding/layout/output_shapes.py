@@ -43,8 +43,10 @@ def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
 
 
 class OutputShapes:
-    """What has been declared of the output shapes, by descending priority:
-    `FeatureConfig.output_shape`, then build(), then `batch_size`."""
+    """What has been declared of the output shapes.
+
+    By descending priority: `FeatureConfig.output_shape`, build(), `batch_size`.
+    """
 
     def __init__(self, features: Sequence[FeatureSpec]) -> None:
         self._features = tuple(features)
@@ -114,11 +116,9 @@ class OutputShapes:
         if rank is not None and rank != len(incoming):
             first = Declared((None,) * rank, "the first batch")
             raise self._mismatch(spec, first, incoming, source)
-        if self._batch_size is not None and incoming[0] is not None:
-            if incoming[0] != self._batch_size:
-                raise errors.batch_size_mismatch(
-                    spec.path, self._batch_size, incoming[0]
-                )
+        expected, size = self._batch_size, incoming[0]
+        if expected is not None and size is not None and size != expected:
+            raise errors.batch_size_mismatch(spec.path, expected, size)
 
     def _declare(self, spec: FeatureSpec, shape: Shape, source: str) -> None:
         declared = self._declared[spec.index]

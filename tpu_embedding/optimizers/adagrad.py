@@ -62,7 +62,7 @@ class Adagrad(base.Optimizer):
 
 
 def step(ops: base.ArrayOps, gradient: Any, accumulator: Any, rate: Any) -> Any:
-    """lr * G / sqrt(a); 0 where a is 0, since G is 0 there too."""
+    """The step lr * G / sqrt(a); 0 where a is 0, since G is 0 there too."""
     # A slot of zeros may be restored, so 0 / 0 is avoided. NaN is not <= 0: it
     # goes on into the step and shows itself.
     zero = accumulator <= 0.0

@@ -68,6 +68,7 @@ class AdagradMomentum(base.Optimizer):
             float(self.use_nesterov),
             self.exponent,
             self.beta2,
+            1 - self.beta2,
             self.epsilon,
         )
 
@@ -80,9 +81,8 @@ class AdagradMomentum(base.Optimizer):
         rate: Any,
     ) -> tuple[Any, ...]:
         accumulator, momentum = slots
-        keep = base.float32(self.beta2)
-        take = 1.0 if keep == 1 else 1.0 - keep
-        accumulator = keep * accumulator + take * gradient * gradient
+        take = 1.0 if self.beta2 == 1 else 1 - self.beta2
+        accumulator = self.beta2 * accumulator + take * gradient * gradient
         scale = self._inverse_root(ops, accumulator + self.epsilon)
         preconditioned = gradient * scale
         momentum = self.momentum * momentum + preconditioned

@@ -70,7 +70,14 @@ class Adam(base.Optimizer):
 
     @property
     def hyperparameters(self) -> tuple[float, ...]:
-        return (self.beta_1, self.beta_2, self.epsilon, float(self.sum_inside_sqrt))
+        return (
+            self.beta_1,
+            1 - self.beta_1,
+            self.beta_2,
+            1 - self.beta_2,
+            self.epsilon,
+            float(self.sum_inside_sqrt),
+        )
 
     def update(
         self,
@@ -81,9 +88,8 @@ class Adam(base.Optimizer):
         rate: Any,
     ) -> tuple[Any, ...]:
         momentum, velocity = slots
-        beta_1, beta_2 = base.float32(self.beta_1), base.float32(self.beta_2)
-        momentum = beta_1 * momentum + (1.0 - beta_1) * gradient
-        velocity = beta_2 * velocity + (1.0 - beta_2) * gradient * gradient
+        momentum = self.beta_1 * momentum + (1 - self.beta_1) * gradient
+        velocity = self.beta_2 * velocity + (1 - self.beta_2) * gradient * gradient
         if self.sum_inside_sqrt:
             divisor = ops.sqrt(velocity + self.epsilon**2)
         else:

@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import math
 import numbers
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -191,14 +190,6 @@ def apply_rule(  # noqa: PLR0913 - `update` and the optimizer that it belongs to
     row, *slots = optimizer.update(ops, gradient, row, slots, rate)
     row = _clip(ops, row, optimizer.clip_weight_min, optimizer.clip_weight_max)
     return (row, *slots)
-
-
-def float32(value: float) -> float:
-    """Rounds to float32, as TPUs and kernels hold their constants.
-
-    A rule that takes 1 - value needs it first: 1 - 0.999 differs by 1e-5 of itself.
-    """
-    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def takes_step(rate: Callable[..., Any]) -> bool:

@@ -24,7 +24,8 @@ int64_t Product(const std::vector<int64_t>& shape) {
 std::string ShapeText(const std::vector<int64_t>& shape) {
   std::string text = "(";
   for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i ? ", " : "") + (shape[i] < 0 ? "None" : std::to_string(shape[i]));
+    text +=
+        (i ? ", " : "") + (shape[i] < 0 ? "None" : std::to_string(shape[i]));
   }
   return text + (shape.size() == 1 ? ",)" : ")");
 }
@@ -238,7 +239,10 @@ class CsrWriter {
  public:
   CsrWriter(const FeatureSpec& spec, const FeatureInput& input, const Id* ids,
             int64_t positions, FeatureCsr* csr)
-      : spec_(spec), input_(input), ids_(ids), positions_(positions),
+      : spec_(spec),
+        input_(input),
+        ids_(ids),
+        positions_(positions),
         csr_(csr) {}
 
   Error Write(const Rows& rows) {
@@ -248,8 +252,8 @@ class CsrWriter {
     csr_->gains = Buffer<float>(input_.num_ids);
     csr_->offsets[0] = 0;
     for (int64_t row = 0; row < rows.count; ++row) {
-      Error error = positions_ ? WriteSequence(rows, row)
-                               : WriteSample(rows, row);
+      Error error =
+          positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
       if (error) return error;
     }
     csr_->rows.Truncate(size_);
@@ -315,8 +319,7 @@ class CsrWriter {
   }
 
   void CloseSample() {
-    SetGains(spec_.combiner, csr_->offsets[sample_], size_,
-             csr_->gains.data());
+    SetGains(spec_.combiner, csr_->offsets[sample_], size_, csr_->gains.data());
     csr_->offsets[++sample_] = size_;
   }
 

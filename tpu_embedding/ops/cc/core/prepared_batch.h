@@ -14,7 +14,7 @@ namespace tpu_embedding {
 
 struct PreparedBatch {
   std::vector<FeatureCsr> features;
-  std::vector<RowGroups> tables;  // by table; empty for evaluation
+  std::vector<RowGroups> tables;          // by table; empty for evaluation
   std::vector<int64_t> vocabulary_sizes;  // by table: what ids were checked for
 };
 

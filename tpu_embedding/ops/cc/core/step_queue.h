@@ -147,6 +147,43 @@ class StepQueue {
     if (step && num_replicas() > 1) Remove(step->number);
   }
 
+  // A lookup outside of the queue, whose gradients may come by Submit. Updates
+  // that only some replicas submitted are given up: their step has ended.
+  Error BeginLookup(int replica) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Step* step = FindIf([=](const Step& candidate) {
+      return candidate.replicas[replica].state == State::kDeposited &&
+             !AllIn(candidate, State::kDeposited);
+    });
+    if (!step) return std::nullopt;
+    steps_.clear();
+    const int64_t next =
+        *std::max_element(next_enqueue_.begin(), next_enqueue_.end());
+    std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
+    std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
+    return "lookup: gradients came from some replicas only, and their update "
+           "was given up. If a step had failed, run it again. Else take all "
+           "lookups of a step before its gradients.";
+  }
+
+  // Takes a batch together with its gradients. The n-th ones of all replicas
+  // make up one update. If pipelined, the newest update is left pending and
+  // the one before it is to be applied.
+  void Submit(int replica, Batch batch, Gradients gradients, bool* apply_now) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t number = next_enqueue_[replica];
+    Put(replica, std::move(batch), /*training=*/true);
+    ++next_dequeue_[replica];
+    Step* step = Find(number);
+    step->replicas[replica].state = State::kDeposited;
+    step->replicas[replica].gradients = std::move(gradients);
+    const auto ready =
+        std::count_if(steps_.begin(), steps_.end(), [](const Step& candidate) {
+          return AllIn(candidate, State::kDeposited);
+        });
+    *apply_now = ready > (pipelined_ ? 1 : 0);
+  }
+
   // To be asked after each lookup: whether the update that was left pending
   // has now to be applied, all replicas having looked up the step after it.
   bool LookupsAreDone() {
@@ -183,18 +220,21 @@ class StepQueue {
  private:
   using State = typename Part::State;
 
+  template <class Predicate>
+  Step* FindIf(Predicate predicate) {
+    const auto step = std::find_if(steps_.begin(), steps_.end(), predicate);
+    return step == steps_.end() ? nullptr : &*step;
+  }
+
   Step* Find(int64_t number) {
-    for (Step& step : steps_) {
-      if (step.number == number) return &step;
-    }
-    return nullptr;
+    return FindIf([=](const Step& step) { return step.number == number; });
   }
 
   void Remove(int64_t number) {
-    steps_.erase(std::remove_if(
-                     steps_.begin(), steps_.end(),
-                     [=](const Step& step) { return step.number == number; }),
-                 steps_.end());
+    steps_.erase(
+        std::remove_if(steps_.begin(), steps_.end(),
+                       [=](const Step& step) { return step.number == number; }),
+        steps_.end());
   }
 
   static bool AllIn(const Step& step, State state) {
@@ -203,19 +243,15 @@ class StepQueue {
   }
 
   Step* Ready() {
-    for (Step& step : steps_) {
-      if (step.training && AllIn(step, State::kDeposited)) return &step;
-    }
-    return nullptr;
+    return FindIf([](const Step& step) {
+      return step.training && AllIn(step, State::kDeposited);
+    });
   }
 
   Step* OwedStep(int replica) {
-    for (Step& step : steps_) {
-      if (step.training && step.replicas[replica].state == State::kDequeued) {
-        return &step;
-      }
-    }
-    return nullptr;
+    return FindIf([=](const Step& step) {
+      return step.training && step.replicas[replica].state == State::kDequeued;
+    });
   }
 
   Error CheckEnqueue(int replica, bool training) {

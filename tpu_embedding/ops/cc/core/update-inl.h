@@ -23,8 +23,7 @@ TPU_EMBEDDING_INLINE void Prefetch(const float* values, int64_t size) {
 }
 
 TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
-                                        const TableView& table,
-                                        int64_t group) {
+                                        const TableView& table, int64_t group) {
   if (group >= gradients.groups->num_rows()) return;
   const int64_t row = gradients.groups->rows[group];
   Prefetch(table.parameters + row * table.dim, table.dim);
@@ -54,8 +53,7 @@ TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
 }
 
 template <class Rule>
-TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule,
-                                    const RowOptions& options,
+TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
                                     const TableView& table, int64_t row,
                                     float decay, float* __restrict gradient,
                                     float** slots) {
@@ -91,9 +89,8 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
                                  const TableView& table, int64_t begin,
                                  int64_t end) {
   const Rule rule(arguments);
-  const float decay =
-      options.weight_decay_factor *
-      (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
+  const float decay = options.weight_decay_factor *
+                      (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
   std::vector<float> gradient(table.dim);
   std::vector<float*> slots(table.slots.size());
   const Buffer<int64_t>& rows = gradients.groups->rows;

@@ -118,9 +118,9 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError("One rate for each table."));
     const auto step = resource->queue.TakeReady();
     if (!step) return;
-    OP_REQUIRES_OK(context,
-                   CheckTableSizes(
-                       tables, step->replicas[0].batch->vocabulary_sizes));
+    OP_REQUIRES_OK(
+        context,
+        CheckTableSizes(tables, step->replicas[0].batch->vocabulary_sizes));
     std::vector<tensorflow::Var*> all;
     for (const Variable& variable : tables) all.push_back(variable.get());
     for (const Variable& variable : slots) all.push_back(variable.get());
@@ -164,8 +164,8 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       rule.hyperparameters.assign(next, next + counts[t]);
       next += counts[t];
       const float* o = &options[t * 5];
-      rule.options = {o[0], o[1],             o[2],       o[3],
-                      o[4], decay_by_rate[t], all_rows[t]};
+      rule.options = {o[0],       o[1], o[2], o[3], o[4], decay_by_rate[t],
+                      all_rows[t]};
       rule.features = tables.FeaturesOf(t);
       rules_.push_back(std::move(rule));
     }
@@ -231,15 +231,15 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                           : work[t].gradients.groups->num_rows());
     }
     const auto pieces = CutPieces(sizes, kRowsPerPiece);
-    parallel_for(pieces.size(), kCyclesPerPiece,
-                 [&](int64_t begin, int64_t end) {
-                   for (int64_t p = begin; p < end; ++p) {
-                     const auto [t, first, last] = pieces[p];
-                     rules_[t].entry->update(
-                         work[t].arguments, rules_[t].options,
-                         work[t].gradients, work[t].view, first, last);
-                   }
-                 });
+    parallel_for(
+        pieces.size(), kCyclesPerPiece, [&](int64_t begin, int64_t end) {
+          for (int64_t p = begin; p < end; ++p) {
+            const auto [t, first, last] = pieces[p];
+            rules_[t].entry->update(work[t].arguments, rules_[t].options,
+                                    work[t].gradients, work[t].view, first,
+                                    last);
+          }
+        });
   }
 
   std::vector<TableRule> rules_;

@@ -39,8 +39,7 @@ absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
 }  // namespace
 
 ParallelFor WorkerPool(OpKernelContext* context) {
-  const auto* threads =
-      context->device()->tensorflow_cpu_worker_threads();
+  const auto* threads = context->device()->tensorflow_cpu_worker_threads();
   return [threads](int64_t total, int64_t cost, const Range& body) {
     tensorflow::Shard(threads->num_threads, threads->workers, total, cost,
                       body);
@@ -65,10 +64,10 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
         context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
     const Tensor& value = *variable->tensor();
     if (value.dtype() != tensorflow::DT_FLOAT || value.dims() != 2) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "Tables and slots must be float32 matrices, but ",
-          handle.scalar<tensorflow::ResourceHandle>()().name(), " is ",
-          value.DeviceSafeDebugString()));
+      return absl::InvalidArgumentError(
+          absl::StrCat("Tables and slots must be float32 matrices, but ",
+                       handle.scalar<tensorflow::ResourceHandle>()().name(),
+                       " is ", value.DeviceSafeDebugString()));
     }
     variables->push_back(std::move(variable));
   }

@@ -65,26 +65,26 @@ batch: a scalar that the other ops take.
 )doc");
 
 const std::map<std::string, InputKind>& Kinds() {
-  static const auto* kinds = new std::map<std::string, InputKind>{
-      {"dense", InputKind::kDense},
-      {"sparse", InputKind::kSparse},
-      {"ragged", InputKind::kRagged}};
+  static const auto* kinds =
+      new std::map<std::string, InputKind>{{"dense", InputKind::kDense},
+                                           {"sparse", InputKind::kSparse},
+                                           {"ragged", InputKind::kRagged}};
   return *kinds;
 }
 
 const std::map<std::string, Combiner>& Combiners() {
-  static const auto* combiners = new std::map<std::string, Combiner>{
-      {"sum", Combiner::kSum},
-      {"mean", Combiner::kMean},
-      {"sqrtn", Combiner::kSqrtn}};
+  static const auto* combiners =
+      new std::map<std::string, Combiner>{{"sum", Combiner::kSum},
+                                          {"mean", Combiner::kMean},
+                                          {"sqrtn", Combiner::kSqrtn}};
   return *combiners;
 }
 
 const std::map<std::string, InvalidIds>& InvalidIdRules() {
-  static const auto* rules = new std::map<std::string, InvalidIds>{
-      {"error", InvalidIds::kError},
-      {"drop", InvalidIds::kDrop},
-      {"mod", InvalidIds::kMod}};
+  static const auto* rules =
+      new std::map<std::string, InvalidIds>{{"error", InvalidIds::kError},
+                                            {"drop", InvalidIds::kDrop},
+                                            {"mod", InvalidIds::kMod}};
   return *rules;
 }
 
@@ -203,10 +203,10 @@ class PrepareOp : public tensorflow::OpKernel {
       if (!has_weights_[f]) continue;
       const Tensor& values = weights[next_weights++];
       if (values.NumElements() != input.num_ids) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "Feature ", specs_[f].path, ": ", values.NumElements(),
-            " weights for ", input.num_ids,
-            " ids. Weights have the feature's own structure."));
+        return absl::InvalidArgumentError(
+            absl::StrCat("Feature ", specs_[f].path, ": ", values.NumElements(),
+                         " weights for ", input.num_ids,
+                         " ids. Weights have the feature's own structure."));
       }
       input.weights = values.flat<float>().data();
     }

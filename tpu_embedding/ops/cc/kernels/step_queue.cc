@@ -113,9 +113,8 @@ class EnqueueOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError(
                     "TpuEmbeddingEnqueue takes the batch of one replica or "
                     "those of all."));
-    OP_REQUIRES_OK(context,
-                   FailedPrecondition(resource->queue.Enqueue(
-                       replica_, std::move(batches[0]), training_)));
+    OP_REQUIRES_OK(context, FailedPrecondition(resource->queue.Enqueue(
+                                replica_, std::move(batches[0]), training_)));
   }
 
  private:
@@ -124,12 +123,8 @@ class EnqueueOp : public tensorflow::OpKernel {
     OpInputList variants;
     TF_RETURN_IF_ERROR(context->input_list("batches", &variants));
     for (const Tensor& variant : variants) {
-      const auto* batch =
-          variant.scalar<tensorflow::Variant>()().get<BatchVariant>();
-      if (!batch) {
-        return absl::InvalidArgumentError(
-            "TpuEmbeddingEnqueue takes what TpuEmbeddingPrepare gives.");
-      }
+      const BatchVariant* batch = nullptr;
+      TF_RETURN_IF_ERROR(Unwrap(variant, "TpuEmbeddingPrepare", &batch));
       batches->push_back(batch->batch);
     }
     return absl::OkStatus();

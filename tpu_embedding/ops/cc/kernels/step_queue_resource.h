@@ -25,7 +25,9 @@ class StepQueueResource : public tensorflow::ResourceBase {
   StepQueueResource(int num_replicas, int64_t capacity, bool pipelined)
       : queue(num_replicas, capacity, pipelined) {}
 
-  std::string DebugString() const override { return "tpu_embedding::StepQueue"; }
+  std::string DebugString() const override {
+    return "tpu_embedding::StepQueue";
+  }
 
   BatchQueue queue;
 };

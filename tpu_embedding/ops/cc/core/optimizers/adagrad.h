@@ -25,7 +25,8 @@ class Adagrad {
     for (int64_t d = 0; d < dim; ++d) {
       a[d] += g[d] * g[d];
       // Where the accumulator stays 0 the gradient is 0 too, and so the step.
-      w[d] -= a[d] > 0.0f ? rate_ * g[d] / std::sqrt(a[d]) : 0.0f;
+      // A NaN is no 0: it must show in the row.
+      w[d] -= a[d] <= 0.0f ? 0.0f : rate_ * g[d] / std::sqrt(a[d]);
     }
   }
 

@@ -27,7 +27,7 @@ class RowwiseAdagrad {
     for (int64_t d = 0; d < dim; ++d) squares += g[d] * g[d];
     float& a = slots[0][0];
     a += squares / static_cast<float>(dim);
-    if (!(a > 0.0f)) return;
+    if (a <= 0.0f) return;
     const float root = std::sqrt(a);
     for (int64_t d = 0; d < dim; ++d) w[d] -= rate_ * g[d] / root;
   }

@@ -1,0 +1,183 @@
+// The radix sort against std::stable_sort, and the grouping of entries by row
+// against a std::map.
+
+#include "core/row_groups.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/buffer.h"
+#include "core/feature.h"
+#include "core/radix_sort.h"
+
+namespace tpu_embedding {
+namespace {
+
+std::mt19937_64 generator(20260731);
+
+int64_t Random(int64_t below) {
+  return std::uniform_int_distribution<int64_t>(0, below - 1)(generator);
+}
+
+// Random keys, descending keys, one key, and the largest key among others.
+std::vector<std::vector<uint64_t>> Keys(int64_t size, uint64_t bound) {
+  std::vector<uint64_t> random, descending, same, largest;
+  for (int64_t i = 0; i < size; ++i) {
+    random.push_back(Random(bound));
+    descending.push_back(bound - 1 - std::min<uint64_t>(i, bound - 1));
+    same.push_back(bound - 1);
+    largest.push_back(i % 2 ? bound / 2 : bound - 1);
+  }
+  return {random, descending, same, largest};
+}
+
+template <class Word>
+void CheckSort(const std::vector<uint64_t>& keys, uint64_t bound) {
+  const int64_t size = keys.size();
+  Buffer<KeyedEntry<Word>> entries(size);
+  std::vector<std::pair<uint64_t, int64_t>> expected(size);
+  for (int64_t i = 0; i < size; ++i) {
+    entries[i] = {static_cast<Word>(keys[i]), static_cast<Word>(i)};
+    expected[i] = {keys[i], i};
+  }
+  std::stable_sort(
+      expected.begin(), expected.end(),
+      [](const auto& a, const auto& b) { return a.first < b.first; });
+  RadixSort<Word>(bound, &entries);
+  CHECK_EQ(entries.size(), size);
+  for (int64_t i = 0; i < size; ++i) {
+    CHECK_EQ(entries[i].key, expected[i].first);
+    CHECK_EQ(entries[i].entry, expected[i].second);
+  }
+}
+
+void TestRadixSort() {
+  const uint64_t one = 1;
+  for (int64_t size : {0, 1, 2, 3, 2047, 2048, 2049, 5000}) {
+    for (uint64_t bound : {one, one << 1, (one << 11) - 1, one << 11,
+                           (one << 11) + 1, one << 22, (one << 22) + 1,
+                           one << 32, (one << 32) + 1, one << 40, one << 63}) {
+      for (const auto& keys : Keys(size, bound)) {
+        if (bound <= one << 32) CheckSort<uint32_t>(keys, bound);
+        CheckSort<uint64_t>(keys, bound);
+      }
+    }
+  }
+}
+
+// For each row its (sample, gain) pairs, in the order of summation.
+using Groups = std::map<int64_t, std::vector<std::pair<int64_t, float>>>;
+
+// Adds the entries of a feature whose first sample has the number `first`.
+void AddTo(const FeatureCsr& csr, int64_t first, Groups* groups) {
+  for (int64_t s = 0; s < csr.num_samples(); ++s) {
+    for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+      (*groups)[csr.rows[i]].push_back({first + s, csr.gains[i]});
+    }
+  }
+}
+
+void CheckGroups(const RowGroups& actual, const Groups& expected) {
+  CHECK_EQ(actual.num_rows(), expected.size());
+  CHECK_EQ(actual.starts.size(), expected.size() + 1);
+  CHECK_EQ(actual.starts[0], 0);
+  int64_t group = 0;
+  int64_t next = 0;
+  for (const auto& [row, entries] : expected) {
+    CHECK_EQ(actual.rows[group], row);
+    CHECK_EQ(actual.starts[group++], next);
+    for (const auto& [sample, gain] : entries) {
+      CHECK_EQ(actual.samples[next], sample);
+      CHECK_EQ(actual.gains[next++], gain);
+    }
+  }
+  CHECK_EQ(actual.starts[group], next);
+}
+
+// `num_samples` samples of up to four entries; every third row is row 0, so
+// that there are long groups too.
+FeatureCsr RandomFeature(int64_t num_samples, int64_t vocabulary_size) {
+  FeatureCsr csr;
+  csr.offsets = Buffer<int64_t>(num_samples + 1);
+  csr.rows = Buffer<int64_t>(4 * num_samples);
+  csr.gains = Buffer<float>(4 * num_samples);
+  csr.offsets[0] = 0;
+  int64_t size = 0;
+  for (int64_t s = 0; s < num_samples; ++s) {
+    for (int64_t k = Random(5); k > 0; --k) {
+      csr.rows[size] = Random(3) ? Random(vocabulary_size) : 0;
+      csr.gains[size++] = static_cast<float>(Random(100)) - 50.0f;
+    }
+    csr.offsets[s + 1] = size;
+  }
+  csr.rows.Truncate(size);
+  csr.gains.Truncate(size);
+  return csr;
+}
+
+// Several replicas, each with several features: grouped by replica and merged.
+void CheckMerge(int num_replicas, int num_features, int64_t num_samples,
+                int64_t vocabulary_size) {
+  std::vector<RowGroups> groups;
+  Groups all;
+  int64_t first = 0;
+  for (int r = 0; r < num_replicas; ++r) {
+    std::vector<FeatureCsr> features;
+    for (int f = 0; f < num_features; ++f) {
+      features.push_back(RandomFeature(num_samples + f, vocabulary_size));
+    }
+    std::vector<const FeatureCsr*> pointers;
+    Groups own;
+    int64_t samples = 0;
+    for (const FeatureCsr& csr : features) {
+      pointers.push_back(&csr);
+      AddTo(csr, samples, &own);
+      AddTo(csr, first + samples, &all);
+      samples += csr.num_samples();
+    }
+    groups.push_back(GroupByRow(pointers, vocabulary_size));
+    CheckGroups(groups.back(), own);
+    CHECK_EQ(groups.back().num_samples, samples);
+    first += samples;
+  }
+  std::vector<const RowGroups*> pointers;
+  for (const RowGroups& g : groups) pointers.push_back(&g);
+  const RowGroups merged = MergeReplicas(pointers, vocabulary_size);
+  CheckGroups(merged, all);
+  CHECK_EQ(merged.num_samples, first);
+}
+
+void TestGroups() {
+  // 2^33 rows need the wide words.
+  for (int64_t vocabulary_size : {int64_t{1}, int64_t{2}, int64_t{7},
+                                  int64_t{3000}, int64_t{1} << 33}) {
+    for (int64_t num_samples : {0, 1, 40, 1000}) {
+      for (int num_features : {1, 3}) {
+        for (int num_replicas : {1, 2, 3}) {
+          CheckMerge(num_replicas, num_features, num_samples, vocabulary_size);
+        }
+      }
+    }
+  }
+}
+
+// A table that no feature of the batch names.
+void TestNoFeatures() {
+  const RowGroups groups = GroupByRow({}, 10);
+  CheckGroups(groups, {});
+  CHECK_EQ(groups.num_samples, 0);
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  tpu_embedding::TestRadixSort();
+  tpu_embedding::TestGroups();
+  tpu_embedding::TestNoFeatures();
+}

@@ -1,0 +1,28 @@
+"""What the conformance suite is repeated over: engines and strategies."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from tpu_embedding import engines, topology
+
+ENGINES = sorted(engines._ENGINES)
+STRATEGIES = {
+    "default": tf.distribute.get_strategy,
+    "one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+    "mirrored2": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "mirrored3": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"]),
+}
+
+
+@pytest.fixture(params=ENGINES, autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test of this folder runs on every engine that the package has."""
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    return request.param
+
+
+@pytest.fixture(params=sorted(STRATEGIES))
+def strategy(request: pytest.FixtureRequest) -> tf.distribute.Strategy:
+    return STRATEGIES[request.param]()

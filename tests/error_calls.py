@@ -1,0 +1,276 @@
+"""Bad calls and the exact errors that come of them: a part of test_errors.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import adapters, combiners, hardware, inputs, optimizers
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.layout.tables import make_plan
+from tpu_embedding.structures import Structure
+
+stock = tf.tpu.experimental.embedding
+
+
+class Thing:
+    """An object that no argument may be."""
+
+    def __repr__(self) -> str:
+        return "Thing()"
+
+
+THING = Thing()
+TABLE = TableConfig(8, 4, name="films")
+FEATURE = FeatureConfig(TABLE)
+OTHER = FeatureConfig(TableConfig(8, 4, name="films"))
+RAGGED = tf.ragged.constant([[1, 2], []])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A bad call, and the function of `errors` and the error that it leads to."""
+
+    function: str
+    call: Callable[[], Any]
+    error: type[Exception]
+    text: str
+
+
+def _plan(*features: FeatureConfig) -> Any:
+    keys = {feature.table: feature.table for feature in features}
+    return make_plan([f"f/{i}" for i in range(len(features))], features, keys, None)
+
+
+CALLS = [
+    Case(
+        "argument_value",
+        lambda: optimizers.Adagrad(initial_accumulator_value=0.0),
+        ValueError,
+        "Argument `initial_accumulator_value` must be positive. Received: 0.0.",
+    ),
+    Case(
+        "argument_value",
+        lambda: TableConfig(8, 4, invalid_ids="skip"),
+        ValueError,
+        "Argument `invalid_ids` must be one of ('error', 'drop', 'mod'). "
+        "Received: 'skip'.",
+    ),
+    Case(
+        "argument_type",
+        lambda: optimizers.Adam(lazy_adam=1),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "Argument `lazy_adam` must be a bool. Received: 1 of type int.",
+    ),
+    Case(
+        "argument_int",
+        lambda: TableConfig(8, True),
+        ValueError,
+        "Argument `dim` must be an int >= 1. Received: True of type bool. Convert "
+        "other kinds of integers with int(...).",
+    ),
+    Case(
+        "argument_order",
+        lambda: optimizers.SGD(clip_weight_min=1.0, clip_weight_max=0.5),
+        ValueError,
+        "`clip_weight_min` must not exceed `clip_weight_max`. Received: 1.0 and 0.5.",
+    ),
+    Case(
+        "learning_rate",
+        lambda: optimizers.SGD("0.1"),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "Argument `learning_rate` must be a finite number or a callable that returns "
+        "one. Received: '0.1' of type str. For a rate held in a variable pass "
+        "`lambda: variable`.",
+    ),
+    Case(
+        "learning_rate_arguments",
+        lambda: optimizers.SGD(operator.add),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "A callable `learning_rate` takes no argument, or one: the number of updates "
+        "already applied to the table. Received: <built-in function add>, which needs "
+        "2. Bind the others with functools.partial or a lambda.",
+    ),
+    Case(
+        "clip_without_accumulation",
+        lambda: optimizers.SGD(clipvalue=0.5, use_gradient_accumulation=False),
+        ValueError,
+        "`clipvalue` clips the summed gradient of a row, so it cannot be used with "
+        "`use_gradient_accumulation=False`. Received: clipvalue=0.5. Leave `clipvalue` "
+        "at None or `use_gradient_accumulation` at True.",
+    ),
+    Case(
+        "dense_adam_without_accumulation",
+        lambda: optimizers.Adam(lazy_adam=False, use_gradient_accumulation=False),
+        ValueError,
+        "`lazy_adam=False` updates every row once per step, so it cannot be used with "
+        "`use_gradient_accumulation=False`. Leave `use_gradient_accumulation` at True "
+        "or `lazy_adam` at True.",
+    ),
+    Case(
+        "combiner",
+        lambda: combiners.check("max"),
+        ValueError,
+        'Argument `combiner` must be one of "sum", "mean", "sqrtn". Received: \'max\'.',
+    ),
+    Case(
+        "custom_combiner",
+        lambda: combiners.check(stock.CustomCombiner(lambda *_: None, 4)),
+        NotImplementedError,
+        "Argument `combiner`: CustomCombiner is not supported by this release. Use one "
+        'of "sum", "mean", "sqrtn".',
+    ),
+    Case(
+        "dtype",
+        lambda: TableConfig(8, 4, dtype="float16"),
+        ValueError,
+        "Argument `dtype` must be float32. Received: 'float16'.",
+    ),
+    Case(
+        "dtype_later",
+        lambda: TableConfig(8, 4, dtype="bfloat16"),
+        NotImplementedError,
+        "Tables of dtype bfloat16 are not supported by this release: a later release "
+        "will have it. Argument `dtype` must be float32.",
+    ),
+    Case(
+        "dtype_later",
+        lambda: TableConfig(8, 4, dtype="int32"),
+        NotImplementedError,
+        "Tables of dtype int32 are not supported by this release: use float32. "
+        "Argument `dtype` must be float32.",
+    ),
+    Case(
+        "feature_table",
+        lambda: FeatureConfig("films"),
+        ValueError,
+        "Argument `table` must be a TableConfig, of this package or of "
+        "tf.tpu.experimental.embedding. Received: 'films' of type str.",
+    ),
+    Case(
+        "sequence_with_output_shape",
+        lambda: FeatureConfig(TABLE, 3, output_shape=[8], name="recent"),
+        ValueError,
+        "A feature called 'recent' cannot have both `max_sequence_length` and "
+        "`output_shape`. Received: 3 and (8,). Leave one of them at its default.",
+    ),
+    Case(
+        "no_features",
+        lambda: adapters.adapt_features({}),
+        ValueError,
+        "`feature_config` holds no FeatureConfig. Pass one, or a dict, list or tuple "
+        "of them.",
+    ),
+    Case(
+        "not_a_feature_config",
+        lambda: adapters.adapt_features({"user": [3]}),
+        ValueError,
+        "Feature user/0: each leaf of `feature_config` must be a FeatureConfig, of "
+        "this package or of tf.tpu.experimental.embedding. Received: 3 of type int.",
+    ),
+    Case(
+        "located",
+        lambda: adapters.adapt_features(
+            [stock.FeatureConfig(stock.TableConfig(8, 4, name=""))]
+        ),
+        ValueError,
+        "Feature 0: Argument `name` must be None or not empty. Received: ''.",
+    ),
+    Case(
+        "duplicate_table_name",
+        lambda: _plan(FEATURE, OTHER),
+        ValueError,
+        "Two different tables are called 'films': the one of feature f/0 and the one "
+        "of feature f/1. Table names must be unique. Give them different names, or "
+        "pass the same TableConfig object to share one table.",
+    ),
+    Case(
+        "unsupported_optimizer",
+        lambda: adapters.adapt_optimizer("adagrad"),
+        ValueError,
+        "Unsupported optimizer for the whole embedding: 'adagrad' of type str. "
+        "Supported are SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad, and "
+        "those of tf.tpu.experimental.embedding with the same names.",
+    ),
+    Case(
+        "custom_optimizer",
+        lambda: adapters.adapt_optimizer(stock.CustomOptimizer(lambda *_: None)),
+        NotImplementedError,
+        "Unsupported optimizer for the whole embedding: CustomOptimizer is not "
+        "supported by this release. Use one of SGD, Adagrad, AdagradMomentum, FTRL, "
+        "Adam, RowwiseAdagrad.",
+    ),
+    Case(
+        "unknown_generation",
+        lambda: hardware.generation("v1"),
+        ValueError,
+        "Unknown TPU generation 'v1'. Known are v2, v3, v4, v5e, v5p, v6e, 7x.",
+    ),
+    Case(
+        "structure_type",
+        lambda: Structure({"a": [0]}).flatten("weights", {"a": (0,)}),
+        TypeError,
+        "The structure of `weights` differs from `feature_config` at a: expected a "
+        "list, got a tuple.",
+    ),
+    Case(
+        "structure_size",
+        lambda: Structure([0, 0]).flatten("features", [0]),
+        ValueError,
+        "The structure of `features` differs from `feature_config` at top: expected 2 "
+        "elements, got 1.",
+    ),
+    Case(
+        "structure_keys",
+        lambda: Structure({"a": 0}).flatten("features", {"b": 0}),
+        ValueError,
+        "The structure of `features` differs from `feature_config` at top: missing "
+        "keys ['a'], unknown keys ['b'].",
+    ),
+    Case(
+        "feature_kind",
+        lambda: inputs.to_id_batch("a", THING),
+        ValueError,
+        "Feature a must be a tf.Tensor, tf.SparseTensor or tf.RaggedTensor. Received: "
+        f"Thing() of type {__name__}.Thing.",
+    ),
+    Case(
+        "weights_kind",
+        lambda: inputs.to_id_batch("a", RAGGED, THING),
+        ValueError,
+        "The weights of feature a must be None or, as the feature itself, a "
+        f"RaggedTensor. Received: Thing() of type {__name__}.Thing.",
+    ),
+    Case(
+        "weights_shape",
+        lambda: inputs.to_id_batch("a", tf.constant([1, 2]), tf.constant([1.0])),
+        ValueError,
+        "The weights of feature a must have the shape of its ids, (2,). Received: "
+        "(1,).",
+    ),
+    Case(
+        "ids_dtype",
+        lambda: inputs.to_id_batch("a", tf.constant([1.0])),
+        TypeError,
+        "The ids of feature a must be int32 or int64. Received: float32. Convert them "
+        "with tf.cast.",
+    ),
+    Case(
+        "weights_dtype",
+        lambda: inputs.to_id_batch("a", RAGGED, RAGGED),
+        TypeError,
+        "The weights of feature a must be of a floating point dtype. Received: int32. "
+        "Convert them with tf.cast.",
+    ),
+    Case(
+        "input_rank",
+        lambda: inputs.to_id_batch("a", tf.constant(1)),
+        ValueError,
+        "Feature a: the rank of a dense input must be >= 1 and known. Received: rank "
+        "0.",
+    ),
+]

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+from reference import lookup
+
+from tpu_embedding import combiners
+
+
+@pytest.mark.parametrize("combiner", combiners.COMBINERS)
+def test_every_combiner_passes_its_own_check(combiner: str) -> None:
+    combiners.check(combiner)
+
+
+@pytest.mark.parametrize("combiner", combiners.COMBINERS)
+def test_tensorflow_and_the_reference_know_every_combiner(combiner: str) -> None:
+    tf.tpu.experimental.embedding.TableConfig(4, 2, combiner=combiner, name="t")
+    assert len(lookup.gains([1.0, 2.0], combiner)) == 2
+
+
+@pytest.mark.parametrize("combiner", ["", "max", "Mean", None, 0, ["sum"]])
+def test_other_combiners_are_refused(combiner: object) -> None:
+    with pytest.raises(ValueError, match="combiner"):
+        combiners.check(combiner)
+
+
+def test_a_custom_combiner_is_refused_by_name() -> None:
+    custom = tf.tpu.experimental.embedding.CustomCombiner(lambda *_: None, 4)
+    with pytest.raises(NotImplementedError, match="CustomCombiner"):
+        combiners.check(custom)

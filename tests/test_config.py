@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
+
+stock = tf.tpu.experimental.embedding
+
+
+def _arguments(cls: type) -> list[tuple[str, Any]]:
+    """Positional arguments and their defaults; float32 by its name."""
+    parameters = inspect.signature(cls).parameters.values()
+    return [
+        (p.name, getattr(p.default, "name", p.default))
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+
+
+@pytest.mark.parametrize("cls", [TableConfig, FeatureConfig, QuantizationConfig])
+def test_arguments_are_those_of_tensorflow(cls: type) -> None:
+    assert _arguments(cls) == _arguments(getattr(stock, cls.__name__))
+
+
+def test_what_is_ours_alone_is_keyword_only() -> None:
+    parameters = inspect.signature(TableConfig).parameters
+    keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert keyword_only == ["invalid_ids"]
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    """Stands for any callable argument."""
+
+
+# Argument -> a value that TensorFlow and we refuse.
+BAD_TABLE_ARGUMENTS: list[tuple[str, Any]] = [
+    ("vocabulary_size", 0),
+    ("vocabulary_size", -1),
+    ("vocabulary_size", 2.0),
+    ("vocabulary_size", "2"),
+    ("vocabulary_size", np.int64(2)),
+    ("vocabulary_size", None),
+    ("dim", 0),
+    ("dim", 1.5),
+    ("initializer", "zeros"),
+    ("combiner", "max"),
+    ("combiner", None),
+    ("dtype", tf.float64),
+    ("dtype", tf.string),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), BAD_TABLE_ARGUMENTS)
+def test_bad_table_arguments_raise_as_in_tensorflow(argument: str, value: Any) -> None:
+    arguments = {"vocabulary_size": 4, "dim": 2, "name": "t", argument: value}
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - compared below.
+        stock.TableConfig(**arguments)
+    with pytest.raises(expected.type, match=argument):
+        TableConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("table", "films"),
+        ("table", None),
+        ("max_sequence_length", -1),
+        ("max_sequence_length", 1.0),
+        ("validate_weights_and_indices", 1),
+        ("output_shape", [-2]),
+        ("output_shape", ["a"]),
+    ],
+)
+def test_bad_feature_arguments_raise_as_in_tensorflow(
+    argument: str, value: Any
+) -> None:
+    ours = {"table": TableConfig(4, 2), argument: value}
+    theirs = {"table": stock.TableConfig(4, 2, name="t"), argument: value}
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - compared below.
+        stock.FeatureConfig(**theirs)
+    with pytest.raises(expected.type, match=argument):
+        FeatureConfig(**ours)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("vocabulary_size", True, ValueError),
+        ("dim", True, ValueError),
+        ("name", 3, TypeError),
+        ("name", "", ValueError),
+        ("quantization_config", 4, TypeError),
+        ("invalid_ids", "ignore", ValueError),
+        ("invalid_ids", None, ValueError),
+        ("dtype", "float16", ValueError),
+        ("dtype", None, ValueError),
+        ("dtype", tf.int32, NotImplementedError),
+        ("dtype", "bfloat16", NotImplementedError),
+        ("combiner", stock.CustomCombiner(_ignored, 4), NotImplementedError),
+    ],
+)
+def test_table_arguments_that_only_we_refuse(
+    argument: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=argument):
+        TableConfig(**{"vocabulary_size": 4, "dim": 2, argument: value})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("max_sequence_length", True, ValueError),
+        ("name", 3, TypeError),
+        ("output_shape", "ab", TypeError),
+        ("output_shape", [True], TypeError),
+    ],
+)
+def test_feature_arguments_that_only_we_refuse(
+    argument: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=argument):
+        FeatureConfig(**{"table": TableConfig(4, 2), argument: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((1, 0.0, 1.0), ValueError),
+        ((2.0, 0.0, 1.0), TypeError),
+        ((True, 0.0, 1.0), TypeError),
+        ((4, "0", 1.0), TypeError),
+        ((4, 0.0, float("nan")), ValueError),
+        ((4, 0.0, float("inf")), ValueError),
+        ((4, 1.0, 1.0), ValueError),
+        ((4, 2.0, 1.0), ValueError),
+    ],
+)
+def test_bad_quantization(arguments: tuple, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        QuantizationConfig(*arguments)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", object(), None])
+def test_a_table_does_not_check_its_optimizer_at_birth(optimizer: Any) -> None:
+    assert TableConfig(4, 2, optimizer=optimizer).optimizer is optimizer
+
+
+@pytest.mark.parametrize("dtype", ["float32", tf.float32, np.float32, np.dtype("f4")])
+def test_dtype_is_kept_by_name(dtype: Any) -> None:
+    assert TableConfig(4, 2, dtype=dtype).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, None),
+        (tf.TensorShape(None), None),  # pyright: ignore[reportArgumentType]
+        ([], ()),
+        ([8], (8,)),
+        ((8, None), (8, None)),
+        (tf.TensorShape([None, 3]), (None, 3)),
+        (8, (8,)),
+    ],
+)
+def test_output_shape_is_kept_as_a_tuple(given: Any, kept: Any) -> None:
+    assert FeatureConfig(TableConfig(4, 2), output_shape=given).output_shape == kept
+    theirs = stock.FeatureConfig(
+        stock.TableConfig(4, 2, name="t"), output_shape=given
+    ).output_shape
+    assert theirs.as_list() == list(kept) if kept is not None else theirs.rank is None
+
+
+def test_a_sequence_has_no_output_shape() -> None:
+    with pytest.raises(ValueError, match="max_sequence_length"):
+        FeatureConfig(TableConfig(4, 2), 3, output_shape=[8])
+
+
+def test_tensorflow_s_quantization_becomes_ours() -> None:
+    table = TableConfig(
+        4, 2, quantization_config=stock.QuantizationConfig(16, -1.0, 1.0)
+    )
+    assert table.quantization_config == QuantizationConfig(16, -1.0, 1.0)
+
+
+def test_a_feature_takes_tensorflow_s_table() -> None:
+    table = stock.TableConfig(4, 2, name="t")
+    assert FeatureConfig(table).table is table
+
+
+def test_tables_and_features_compare_by_identity() -> None:
+    table = TableConfig(4, 2)
+    assert table != TableConfig(4, 2)
+    assert len({table, TableConfig(4, 2), table}) == 2
+    feature = FeatureConfig(table)
+    assert feature != FeatureConfig(table)
+    assert {feature: 1}[feature] == 1
+
+
+def test_quantization_compares_by_value() -> None:
+    assert QuantizationConfig(4, 0.0, 1.0) == QuantizationConfig(4, 0.0, 1.0)
+    assert QuantizationConfig(4, 0.0, 1.0) != QuantizationConfig(5, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (TableConfig(4, 2), "vocabulary_size"),
+        (FeatureConfig(TableConfig(4, 2)), "table"),
+        (QuantizationConfig(4, 0.0, 1.0), "lower"),
+    ],
+)
+def test_configs_are_frozen(config: Any, field: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field, 1)
+
+
+def test_configs_survive_pickle_and_copy() -> None:
+    feature = FeatureConfig(TableConfig(4, 2, name="t"), output_shape=[3, None])
+    for again in (pickle.loads(pickle.dumps(feature)), copy.deepcopy(feature)):
+        assert again.output_shape == (3, None)
+        assert again.table.name == "t"
+        assert again.table is not feature.table

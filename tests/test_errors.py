@@ -1,0 +1,207 @@
+"""The exact text and type of every error in `errors`, by the call that raises it.
+
+A new function in `errors` needs a line in error_calls.py or, if it takes more than
+a line to bring a call that far, here in SAID; other tests do bring it there.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from error_calls import CALLS, THING, Case, Thing
+
+from tpu_embedding import errors
+from tpu_embedding.config import QuantizationConfig
+
+SAID: list[tuple[str, tuple, type[Exception], str]] = [
+    (
+        "refused_by_engine",
+        ("host", "table films", "layout", 3),
+        NotImplementedError,
+        "The host engine cannot carry `layout=3` of table films: it describes how a "
+        "TPU stores the table. Leave it at its default here.",
+    ),
+    (
+        "unsupported_strategy",
+        (THING,),
+        NotImplementedError,
+        "Thing is not supported by this release. Supported are the default strategy, "
+        "OneDeviceStrategy and MirroredStrategy on CPU or GPU. Code written for "
+        "TPUStrategy runs on this machine's CPU when it is built outside the "
+        "strategy's scope, or under one of these.",
+    ),
+    (
+        "other_strategy",
+        (THING, 3),
+        RuntimeError,
+        "The embedding was created under Thing and is called under int. Create it "
+        "inside `strategy.scope()` of the strategy that runs it.",
+    ),
+    (
+        "outside_of_replica",
+        ("dequeue", 2),
+        RuntimeError,
+        "dequeue belongs to one replica, and there are 2. Call it in the function that "
+        "you give to `strategy.run`.",
+    ),
+    (
+        "unknown_engine",
+        ("TPU_EMBEDDING_ENGINE", "gpu", ("host", "portable")),
+        ValueError,
+        "The environment variable TPU_EMBEDDING_ENGINE is 'gpu'. Unset it, or set it "
+        "to one of host, portable.",
+    ),
+    (
+        "host_engine_unavailable",
+        ("TPU_EMBEDDING_ENGINE", "it was not built."),
+        RuntimeError,
+        "TPU_EMBEDDING_ENGINE=host asks for the host engine, which cannot run: it was "
+        "not built. Unset the variable to use the portable engine.",
+    ),
+    (
+        "too_many_arguments",
+        ((1, 2),),
+        TypeError,
+        "TPUEmbedding takes (feature_config, optimizer, "
+        "pipeline_execution_with_tensor_core), or with an int as second argument "
+        "(feature_config, batch_size, optimizer, pipeline_execution_with_tensor_core, "
+        "initialize_tpu_embedding). Also received: (1, 2).",
+    ),
+    (
+        "sequence_rank",
+        ("a", 3, 1),
+        ValueError,
+        "Feature a has `max_sequence_length=3`, so its input must be of rank 2. "
+        "Received: rank 1. Reshape the input, or leave `max_sequence_length` at 0.",
+    ),
+    (
+        "output_shape_mismatch",
+        ("a", ((8, 2), "FeatureConfig.output_shape"), ((4,), "the input")),
+        ValueError,
+        "Feature a: the output shape (8, 2) given by FeatureConfig.output_shape does "
+        "not match (4,) given by the input.",
+    ),
+    (
+        "batch_size_mismatch",
+        ("a", 8, 5),
+        ValueError,
+        "Feature a has a batch of 5 where 8 was expected: every batch must have the "
+        "size given as `batch_size` or to build(). Pad the last batch of a data set, "
+        "or drop it with `drop_remainder=True`.",
+    ),
+    (
+        "batch_size_not_divisible",
+        (7, 2),
+        ValueError,
+        "`batch_size` is global and must be divisible by the number of replicas. "
+        "Received: 7 for 2 replicas.",
+    ),
+    (
+        "gradient_kind",
+        ("a", THING),
+        ValueError,
+        "The gradient of feature a must be a tf.Tensor or None. Received: Thing() of "
+        f"type {Thing.__module__}.Thing. Turn tf.IndexedSlices into a tensor with "
+        "tf.convert_to_tensor.",
+    ),
+    (
+        "gradient_shape",
+        ("a", (8, 4), (8, 5)),
+        ValueError,
+        "The gradient of feature a must have the shape of its activation, (8, 4). "
+        "Received: (8, 5).",
+    ),
+    (
+        "slot_variable",
+        ("films", "momenta", (8, 4), None),
+        ValueError,
+        "Table films: `slot_variable_creation_fn` must return a dict with a float32 "
+        "variable of shape (8, 4) under 'momenta'. Received: None.",
+    ),
+    (
+        "initial_value",
+        ("films", (8, 4), (8, 1)),
+        ValueError,
+        "The initializer of films must return the shape that it is given, (8, 4). "
+        "Received: (8, 1).",
+    ),
+    (
+        "not_built",
+        ("dequeue",),
+        RuntimeError,
+        "dequeue was called before the embedding was built. Call build() or enqueue() "
+        "first.",
+    ),
+    (
+        "training_without_optimizer",
+        ("apply_gradients", ("films", "users")),
+        RuntimeError,
+        "apply_gradients cannot train the tables films, users: they have no optimizer. "
+        "Pass `optimizer` to the constructor or to each TableConfig, or use "
+        "`training=False`.",
+    ),
+    (
+        "enqueue_device",
+        ("/cpu:0",),
+        ValueError,
+        "Argument `device` of enqueue must name a TPU device. Received: '/cpu:0'. "
+        "Leave it at None: the engine on this machine places the batch itself.",
+    ),
+]
+
+
+def _said(function: str, *arguments: Any) -> Callable[[], Any]:
+    def call() -> None:
+        raise getattr(errors, function)(*arguments)
+
+    return call
+
+
+CASES = [
+    *CALLS,
+    *(Case(f, _said(f, *args), error, text) for f, args, error, text in SAID),
+]
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=[f"{i}-{case.function}" for i, case in enumerate(CASES)]
+)
+def test_bad_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = getattr(errors, case.function)
+    calls = collections.Counter()
+
+    def spy(*args: Any, **kwargs: Any) -> Exception:
+        calls[case.function] += 1
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(errors, case.function, spy)
+    with pytest.raises(case.error) as raised:
+        case.call()
+    assert type(raised.value) is case.error
+    assert str(raised.value) == case.text
+    assert calls[case.function], "the call raised another function's error"
+
+
+def test_every_error_is_under_test() -> None:
+    public = {
+        name
+        for name, value in vars(errors).items()
+        if callable(value)
+        and getattr(value, "__module__", "") == errors.__name__
+        and not name.startswith("_")
+    }
+    assert {case.function for case in CASES} == public
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.function)
+def test_texts_are_plain_sentences(case: Case) -> None:
+    assert case.text.endswith(".")
+    assert "  " not in case.text
+
+
+def test_quantization_limits_have_texts_too() -> None:
+    with pytest.raises(ValueError, match=r"^Argument `upper` must be above 1\.0\. "):
+        QuantizationConfig(4, 1.0, 0.0)

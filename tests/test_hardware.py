@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tpu_embedding import hardware
+
+
+@pytest.mark.parametrize("name", hardware.GENERATIONS)
+def test_generation_is_found_by_its_own_name(name: str) -> None:
+    assert hardware.generation(name).name == name
+
+
+@pytest.mark.parametrize("name", hardware.GENERATIONS)
+def test_only_sparse_core_generations_have_sparse_cores(name: str) -> None:
+    generation = hardware.generation(name)
+    has_sparse_cores = generation.embedding == "sparse_core"
+    assert (generation.sparse_cores_per_chip > 0) == has_sparse_cores
+    assert (generation.lane_width > 0) == has_sparse_cores
+
+
+def test_generations_of_each_kind() -> None:
+    kinds = {name: g.embedding for name, g in hardware.GENERATIONS.items()}
+    assert kinds == {
+        "v2": "v1",
+        "v3": "v1",
+        "v4": "v1",
+        "v5e": "none",
+        "v5p": "sparse_core",
+        "v6e": "sparse_core",
+        "7x": "sparse_core",
+    }
+
+
+def test_a_generation_is_a_value() -> None:
+    generation = hardware.generation("v5p")
+    assert generation == dataclasses.replace(generation)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        generation.lane_width = 16  # pyright: ignore[reportAttributeAccessIssue]

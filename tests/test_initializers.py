@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpu_embedding import initializers
+
+
+@pytest.mark.parametrize("dim", [1, 4, 64])
+def test_default_is_a_truncated_normal_of_stddev_one_over_root_dim(dim: int) -> None:
+    tf.random.set_seed(17)
+    values = initializers.default_initializer(dim)([40_000 // dim, dim], tf.float32)
+    stddev = 1 / math.sqrt(dim)
+    # Cut at two standard deviations a normal keeps 0.8796 of its own.
+    np.testing.assert_allclose(np.std(values), 0.8796 * stddev, rtol=0.03)
+    assert abs(np.mean(values)) < 0.02 * stddev
+    assert np.max(np.abs(values)) <= 2 * stddev * (1 + 1e-6)
+
+
+def test_default_equals_tensorflow_s_default_under_one_seed() -> None:
+    stock = tf.tpu.experimental.embedding.TableConfig(100, 16, name="t").initializer
+    tf.random.set_seed(5)
+    expected = stock([100, 16], dtype=tf.float32)  # pyright: ignore[reportCallIssue]
+    tf.random.set_seed(5)
+    actual = initializers.default_initializer(16)([100, 16], dtype=tf.float32)
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_row_ids(offset: int, dtype: tf.DType) -> None:
+    ours = initializers.RowIdInitializer(offset)((5, 3), dtype)
+    stock = tf.tpu.experimental.embedding.RowIdInitializer(offset)((5, 3), dtype)
+    assert ours.dtype == dtype
+    np.testing.assert_array_equal(ours, stock)
+
+
+def test_row_ids_take_a_tensor_shape() -> None:
+    values = initializers.RowIdInitializer()(tf.TensorShape([2, 2]))
+    np.testing.assert_array_equal(values, [[0, 0], [1, 1]])
+
+
+def test_row_ids_compare_by_value() -> None:
+    assert initializers.RowIdInitializer(3) == initializers.RowIdInitializer(3)
+    assert initializers.RowIdInitializer(3) != initializers.RowIdInitializer(4)

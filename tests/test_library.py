@@ -1,0 +1,110 @@
+"""Tests of `tpu_embedding.ops.library`: what is loaded, and what is refused and how."""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import re
+
+import pytest
+import tensorflow as tf
+
+from tpu_embedding.ops import library
+
+MEND = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def write_library(path: pathlib.Path, version: str) -> pathlib.Path:
+    marker = f"tpu_embedding built for TensorFlow {version}".encode()
+    path.write_bytes(b"\x7fELF\0" + marker + b"\0\1\2\3")
+    return path
+
+
+@pytest.fixture
+def fresh_attempt():
+    """Makes the next call try again, and lets no fake leave the test."""
+    library._attempt.cache_clear()
+    yield
+    library._attempt.cache_clear()
+
+
+def test_the_library_of_this_environment_loads():
+    assert library.unavailable_reason() is None
+    assert callable(library.load().tpu_embedding_prepare)
+
+
+def test_it_is_loaded_once():
+    assert library.load() is library.load()
+
+
+def test_the_file_names_the_version_that_it_was_compiled_for():
+    version = library.built_for(library.PATH)
+    assert version == tf.__version__
+    compiled = ctypes.CDLL(str(library.PATH)).TpuEmbeddingTensorFlowVersion
+    compiled.restype = ctypes.c_char_p
+    assert compiled().decode() == version
+
+
+def test_the_library_lies_beside_the_loader():
+    assert library.PATH.parent == pathlib.Path(library.__file__).parent
+
+
+@pytest.mark.parametrize("version", ["2.21.0", "2.21.3", "2.21.0-rc1", "2.21.1+cpu"])
+def test_patch_versions_share_a_library(version: str, tmp_path: pathlib.Path):
+    path = write_library(tmp_path / "ops.so", "2.21.0")
+    assert library.problem_with(path, version) is None
+
+
+@pytest.mark.parametrize("version", ["2.20.0", "2.22.0", "3.21.0", "2.2.0"])
+def test_another_minor_version_is_refused(version: str, tmp_path: pathlib.Path):
+    path = write_library(tmp_path / "ops.so", "2.21.0")
+    problem = library.problem_with(path, version)
+    assert problem is not None
+    assert problem.startswith(
+        "The custom-op library was built for TensorFlow 2.21.0, but this is "
+        f"TensorFlow {version}. To mend it, "
+    )
+    assert MEND in problem
+
+
+def test_a_missing_library_is_named(tmp_path: pathlib.Path):
+    path = tmp_path / "ops.so"
+    problem = library.problem_with(path, tf.__version__)
+    assert problem is not None
+    assert f"is not installed: there is no {path}. " in problem
+    assert MEND in problem
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF without a marker"])
+def test_a_file_without_a_version_is_refused(content: bytes, tmp_path: pathlib.Path):
+    path = tmp_path / "ops.so"
+    path.write_bytes(content)
+    assert library.built_for(path) is None
+    problem = library.problem_with(path, tf.__version__)
+    assert problem is not None
+    assert f"{path} does not say which TensorFlow it was built for" in problem
+
+
+@pytest.mark.usefixtures("fresh_attempt")
+def test_a_library_that_tensorflow_cannot_load_gives_a_reason_and_no_crash(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_library(tmp_path / "ops.so", tf.__version__)
+    monkeypatch.setattr(library, "PATH", path)
+    reason = library.unavailable_reason()
+    assert reason is not None
+    assert reason.startswith(f"TensorFlow could not load {path}: ")
+    assert MEND in reason
+    with pytest.raises(RuntimeError, match=re.escape(reason)):
+        library.load()
+
+
+@pytest.mark.usefixtures("fresh_attempt")
+def test_a_library_of_another_tensorflow_is_not_even_opened_by_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_library(tmp_path / "ops.so", "1.15.0")
+    monkeypatch.setattr(library, "PATH", path)
+    monkeypatch.setattr(tf, "load_op_library", lambda _: pytest.fail("was loaded"))
+    with pytest.raises(RuntimeError, match=r"was built for TensorFlow 1\.15\.0"):
+        library.load()

@@ -1,0 +1,119 @@
+"""Bad arguments of optimizers: the types of the errors; texts are in test_errors."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from optimizer_cases import Case, each_case
+
+from tpu_embedding import optimizers
+from tpu_embedding.optimizers import base
+
+stock = tf.tpu.experimental.embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adagrad", {"initial_accumulator_value": 0.0}),
+        ("Adagrad", {"initial_accumulator_value": -1.0}),
+        ("Adagrad", {"initial_accumulator_value": "1"}),
+        ("FTRL", {"initial_accumulator_value": 0.0}),
+        ("FTRL", {"initial_accumulator_value": -1, "allow_zero_accumulator": True}),
+        ("AdagradMomentum", {"epsilon": 0.0}),
+        ("AdagradMomentum", {"exponent": 0}),
+        ("AdagradMomentum", {"exponent": -2}),
+        ("Adam", {"beta_1": 1.0}),
+        ("Adam", {"beta_1": -0.1}),
+        ("Adam", {"beta_2": 1.0}),
+        ("Adam", {"epsilon": 0.0}),
+        ("Adam", {"lazy_adam": False, "use_gradient_accumulation": False}),
+        ("SGD", {"clipvalue": 1.0, "use_gradient_accumulation": False}),
+        ("SGD", {"clipvalue": (1.0,)}),
+        ("SGD", {"clipvalue": [-1.0, 1.0]}),
+        ("SGD", {"clipvalue": "1"}),
+        ("Adam", {"slot_variable_creation_fn": "zeros"}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_raise_as_in_tensorflow(
+    name: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - compared below.
+        getattr(stock, name)(**options)
+    with pytest.raises(expected.type, match="|".join(options)):
+        getattr(optimizers, name)(**options)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"learning_rate": "0.1"}, TypeError),
+        ({"learning_rate": None}, TypeError),
+        ({"learning_rate": True}, TypeError),
+        ({"learning_rate": NAN}, TypeError),
+        ({"learning_rate": tf.constant(0.1)}, TypeError),
+        ({"learning_rate": operator.add}, TypeError),
+        ({"use_gradient_accumulation": 1}, TypeError),
+        ({"clip_weight_min": NAN}, ValueError),
+        ({"clip_weight_max": "1"}, TypeError),
+        ({"clip_weight_max": True}, TypeError),
+        ({"clip_weight_min": 1.0, "clip_weight_max": 0.0}, ValueError),
+        ({"weight_decay_factor": NAN}, ValueError),
+        ({"weight_decay_factor": "0"}, TypeError),
+        ({"multiply_weight_decay_factor_by_learning_rate": 1}, TypeError),
+        ({"clipvalue": -1.0}, ValueError),
+        ({"clipvalue": NAN}, ValueError),
+        ({"clipvalue": (NAN, None)}, ValueError),
+        ({"clipvalue": ("a", None)}, TypeError),
+        ({"clipvalue": (1.0, -1.0)}, ValueError),
+        ({"clipvalue": True}, TypeError),
+        ({"low_dimensional_packing_status": 1}, TypeError),
+    ],
+    ids=str,
+)
+@each_case
+def test_bad_common_arguments(
+    case: Case, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        case.cls(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("Adagrad", {"initial_accumulator_value": NAN}, ValueError),
+        ("Adagrad", {"initial_accumulator_value": True}, TypeError),
+        ("AdagradMomentum", {"momentum": NAN}, ValueError),
+        ("AdagradMomentum", {"momentum": "0"}, TypeError),
+        ("AdagradMomentum", {"use_nesterov": 1}, TypeError),
+        ("AdagradMomentum", {"beta2": None}, TypeError),
+        ("FTRL", {"learning_rate_power": 0.5}, ValueError),
+        ("FTRL", {"l1_regularization_strength": -0.1}, ValueError),
+        ("FTRL", {"l2_regularization_strength": -0.1}, ValueError),
+        ("FTRL", {"beta": NAN}, ValueError),
+        ("FTRL", {"multiply_linear_by_learning_rate": 1}, TypeError),
+        ("FTRL", {"allow_zero_accumulator": None}, TypeError),
+        ("Adam", {"beta_1": NAN}, ValueError),
+        ("Adam", {"lazy_adam": 1}, TypeError),
+        ("Adam", {"sum_inside_sqrt": 0}, TypeError),
+    ],
+    ids=str,
+)
+def test_bad_own_arguments(
+    name: str, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        getattr(optimizers, name)(**options)
+
+
+def test_the_base_class_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        base.Optimizer()  # pyright: ignore[reportAbstractUsage]

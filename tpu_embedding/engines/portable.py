@@ -1,0 +1,284 @@
+"""The engine for any device: the same numbers and errors from stock TensorFlow ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
+from tpu_embedding.engines.portable_cells import pack, unpack
+from tpu_embedding.engines.portable_checks import (
+    Change,
+    Check,
+    no_change,
+    require,
+    text,
+)
+from tpu_embedding.engines.portable_entries import Entries, build_entries
+from tpu_embedding.engines.portable_rows import FeatureInput, first
+from tpu_embedding.engines.portable_steps import StepQueue
+from tpu_embedding.engines.portable_tables import (
+    entry_gradients,
+    look_up,
+    sum_by_row,
+    update,
+)
+from tpu_embedding.inputs import IdBatch
+
+
+class PortableEngine(Engine):
+    """Batches travel as variants of entries, gradients as variants of row sums."""
+
+    name = "portable"
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes the tables and the step queue; see `Engine`."""
+        super().__init__(options)
+        self._pipelined = options.pipelined
+        self._num_replicas = options.topology.num_replicas
+        self._host = _host_of(self._device)
+        self._dims = [self._plan.tables[f.table].config.dim for f in self._plan.features]
+        with tf.device(self._host):
+            self._steps = StepQueue(
+                self._num_replicas, QUEUE_CAPACITY, pipelined=self._pipelined
+            )
+
+    def enqueue(
+        self,
+        batches: Sequence[Sequence[IdBatch]],
+        replica: int | None,
+        *,
+        training: bool,
+    ) -> None:
+        """See `Engine.enqueue`."""
+        on_failure = no_change
+        if replica is not None and self._num_replicas > 1:
+            # A failure in one replica among several must be known to the others.
+            on_failure = functools.partial(self._steps.fail_enqueue, replica)
+        replicas = range(self._num_replicas) if replica is None else [replica]
+        with tf.device(self._host):
+            packed = [self._prepare(batch, on_failure) for batch in batches]
+            with tf.control_dependencies(packed):
+                if self._pipelined and not training:
+                    self.flush()
+                self._steps.enqueue(packed, replicas, training=training)
+
+    def dequeue(self, replica: int) -> list[tf.Tensor]:
+        """See `Engine.dequeue`."""
+        with tf.device(self._host):
+            if self._pipelined:
+                self._apply_if(self._steps.is_ready_before_evaluation(replica))
+            activations = self._look_up(self._steps.dequeue(replica))
+            if self._pipelined:
+                self._apply_if(self._steps.lookups_are_done())
+        return activations
+
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.apply_gradients`."""
+        on_failure = no_change
+        if self._num_replicas > 1:
+            on_failure = functools.partial(self._steps.fail_deposit, replica)
+        with tf.device(self._host):
+            batch = self._steps.owed(replica)
+            sums = self._row_sums(batch, gradients, on_failure)
+            apply_now = self._steps.deposit(replica, sums)
+            if not self._pipelined:
+                self._apply_if(apply_now)
+
+    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
+        """See `Engine.lookup`."""
+        with tf.device(self._host):
+            packed = self._prepare(batch, no_change)
+            with tf.control_dependencies([packed]):
+                ticket = self._steps.begin_lookup(replica, packed)
+            activations = self._look_up(self._steps.ticket_batch(ticket))
+        return Lookup(activations, ticket)
+
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.submit`."""
+        with tf.device(self._host):
+            batch = self._steps.ticket_batch(ticket)
+            sums = self._row_sums(batch, gradients, no_change)
+            self._apply_if(self._steps.submit(replica, ticket, sums))
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        if self._pipelined:
+            with tf.device(self._host):
+                self._apply_if(self._steps.is_ready())
+
+    def _apply_if(self, condition: tf.Tensor) -> None:
+        """Applies the ready update where `condition` holds."""
+        if any(table.optimizer is None for table in self._plan.tables):
+            return  # Lookup only: no update can be pending.
+        if self._num_replicas == 1 and not self._pipelined:
+            self._apply_update()  # The condition always holds.
+            return
+
+        def apply_update() -> bool:
+            self._apply_update()
+            return True
+
+        tf.cond(condition, apply_update, lambda: False)
+
+    def _apply_update(self) -> None:
+        rates = self._rates.evaluate()
+        with tf.control_dependencies([rates]):
+            parts = self._steps.take_ready()
+        replicas = [self._unpack_row_sums(part) for part in parts]
+        for spec, variables in zip(self._plan.tables, self.tables, strict=True):
+            assert spec.optimizer is not None
+            rows, sums = self._merge([sums[spec.index] for sums in replicas])
+            with tf.device(self._device):
+                update(variables, spec.optimizer, rows, sums, rates[spec.index])
+        self._rates.count_update()
+
+    def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:
+        """Checks one replica's batch; a variant that the queue takes."""
+        shapes = self._options.output_shapes
+        inputs = [
+            FeatureInput(
+                spec=spec,
+                table=self._plan.tables[spec.table],
+                batch=feature,
+                declared=shapes.declared(spec.index),
+                check_numerics=self._options.check_numerics,
+            )
+            for spec, feature in zip(self._plan.features, batch, strict=True)
+        ]
+        entries = build_entries(inputs, on_failure)
+        return pack([x for e in entries for x in (e.rows, e.samples, e.gains, e.shape)])
+
+    def _unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
+        shapes = self._options.output_shapes
+        specs = []
+        for feature in self._plan.features:
+            rank = len(shapes.activation(feature.index))
+            ids, gains = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None])
+            specs += [ids, ids, gains, tf.TensorSpec([rank], tf.int64)]
+        tensors = unpack(batch, specs)
+        return [Entries(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+
+    def _look_up(self, batch: tf.Tensor) -> list[tf.Tensor]:
+        entries = self._unpack_entries(batch)
+        activations = []
+        with tf.device(self._device):
+            for feature, entry, dim in zip(
+                self._plan.features, entries, self._dims, strict=True
+            ):
+                config = self._plan.tables[feature.table].config
+                activation = look_up(
+                    self.tables[feature.table].parameters,
+                    config.quantization_config,
+                    entry,
+                )
+                shape = self._options.output_shapes.activation(feature.index)
+                activations.append(tf.ensure_shape(activation, (*shape, dim)))
+        return activations
+
+    def _row_sums(
+        self,
+        batch: tf.Tensor,
+        gradients: Sequence[tf.Tensor | None],
+        on_failure: Change,
+    ) -> tf.Tensor:
+        """Checks one replica's gradients; a variant of rows and sums by table."""
+        entries = self._unpack_entries(batch)
+        checks = [
+            check
+            for feature, gradient in enumerate(gradients)
+            if gradient is not None
+            for check in self._check_gradient(feature, gradient, entries[feature])
+        ]
+        tensors = []
+        with (
+            tf.control_dependencies(require(checks, on_failure)),
+            tf.device(self._device),
+        ):
+            for table in self._plan.tables:
+                rows = [entries[f].rows for f in table.features]
+                values = [
+                    self._entry_gradients(f, gradients[f], entries[f])
+                    for f in table.features
+                ]
+                tensors += sum_by_row(tf.concat(rows, 0), tf.concat(values, 0))
+        return pack(tensors)
+
+    def _entry_gradients(
+        self, feature: int, gradient: tf.Tensor | None, entries: Entries
+    ) -> tf.Tensor:
+        dim = self._dims[feature]
+        if gradient is None:
+            return tf.zeros([tf.size(entries.rows), dim])
+        return entry_gradients(gradient, entries, dim)
+
+    def _unpack_row_sums(self, sums: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        specs = []
+        for table in self._plan.tables:
+            specs.append(tf.TensorSpec([None], tf.int64))
+            specs.append(tf.TensorSpec([None, table.config.dim]))
+        tensors = unpack(sums, specs)
+        return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+    def _merge(
+        self, replicas: Sequence[tuple[tf.Tensor, tf.Tensor]]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rows and sums of all replicas as one, summed in replica order."""
+        if len(replicas) == 1:
+            return replicas[0]
+        rows, sums = zip(*replicas, strict=True)
+        with tf.device(self._device):
+            return sum_by_row(tf.concat(rows, 0), tf.concat(sums, 0))
+
+    def _check_gradient(
+        self, feature: int, gradient: tf.Tensor, entries: Entries
+    ) -> list[Check]:
+        dim = self._dims[feature]
+        name = f"Feature {self._plan.features[feature].path}"
+        shape = tf.shape(gradient, out_type=tf.int64)
+        expected = tf.concat([entries.shape, [dim]], 0)
+        same_rank = tf.size(shape) == tf.size(expected)
+        size = tf.minimum(tf.size(shape), tf.size(expected))
+        checks = [
+            Check(
+                same_rank & tf.reduce_all(shape[:size] == expected[:size]),
+                lambda: text(
+                    f"{name}: the gradient has shape ", _list_text(shape),
+                    ", but the activation had ", _list_text(expected), ".",
+                ),  # fmt: skip
+            )
+        ]
+        if self._options.check_numerics:
+            values = tf.reshape(gradient, [-1])
+            bad = ~tf.math.is_finite(values)
+
+            def not_finite() -> tf.Tensor:
+                at = first(bad)
+                return text(
+                    f"{name}: the gradient of sample ", at // dim, " is not finite (",
+                    values[at], ").",
+                )  # fmt: skip
+
+            checks.append(Check(~tf.reduce_any(bad), not_finite))
+        return checks
+
+
+def _list_text(shape: tf.Tensor) -> tf.Tensor:
+    """The shape as TensorFlow's ops write it."""
+    axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=",")
+    return text("[", axes, "]")
+
+
+def _host_of(device: str) -> str:
+    """The CPU that serves a device: checks and queues are for CPUs."""
+    spec = tf.DeviceSpec.from_string(device)
+    if spec.device_type == "CPU":
+        return device
+    return spec.replace(device_type="CPU", device_index=0).to_string()

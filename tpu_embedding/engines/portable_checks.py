@@ -1,0 +1,121 @@
+"""Errors out of stock ops: the same in graphs as eagerly, before anything changes.
+
+Eagerly an error is a plain exception. In a graph an op has to fail; what follows a
+check must take the control inputs that the check returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Makes the ops of a change that an error brings with it.
+Change = Callable[[], list[Any]]
+
+
+def no_change() -> list[Any]:
+    """For errors that change nothing."""
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What has to hold of a caller's values.
+
+    Attributes:
+      ok: bool scalar, or a bool where it is known while tracing.
+      message: Makes the string scalar to fail with. Called in the failing branch.
+    """
+
+    ok: tf.Tensor | bool
+    message: Callable[[], tf.Tensor]
+
+
+def text(*parts: Any) -> tf.Tensor:
+    """The parts in a row as one string scalar; tensors must be scalars."""
+    return tf.strings.join(
+        [part if isinstance(part, str) else tf.strings.as_string(part) for part in parts]
+    )
+
+
+def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any]:
+    """Fails with the message of the first check that does not hold.
+
+    Args:
+      checks: In order; each `ok` must be computable even if those before fail.
+      on_failure: What is to change, where a check fails, before the error.
+
+    Returns:
+      The control inputs for all that must not happen after a failure.
+
+    Raises:
+      tf.errors.InvalidArgumentError: Eagerly at once, in a graph when it runs.
+    """
+    checks = [check for check in checks if check.ok is not True]
+    if tf.executing_eagerly():
+        for check in checks:
+            if not check.ok:
+                on_failure()
+                message = check.message().numpy().decode()
+                raise tf.errors.InvalidArgumentError(None, None, message)
+        return []
+    if not checks:
+        return []
+    holds = tf.stack([check.ok for check in checks])
+
+    def fail() -> tf.Tensor:
+        first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
+        message = tf.switch_case(first, [check.message for check in checks])
+        with tf.control_dependencies(on_failure()):
+            failure = tf.raw_ops.Assert(condition=False, data=[message])
+        with tf.control_dependencies([failure]):
+            return tf.constant(False)
+
+    return [tf.cond(tf.reduce_all(holds), lambda: True, fail)]
+
+
+def refuse(
+    code: tf.Tensor, messages: Sequence[str], on_failure: Change = no_change
+) -> list[Any]:
+    """Fails with `messages[code]`, unless the code is 0.
+
+    Args:
+      code: int32 scalar.
+      messages: By code; the first is never used.
+      on_failure: As in `require`.
+
+    Returns:
+      The control inputs for all that must not happen after a failure.
+
+    Raises:
+      tf.errors.FailedPreconditionError: Eagerly at once, in a graph when it runs.
+    """
+    if tf.executing_eagerly():
+        if code != 0:
+            on_failure()
+            message = messages[int(code)]
+            raise tf.errors.FailedPreconditionError(None, None, message)
+        return []
+
+    def fail() -> tf.Tensor:
+        with tf.control_dependencies(on_failure()):
+            return tf.switch_case(code - 1, [_failing(m) for m in messages[1:]])
+
+    return [tf.cond(tf.equal(code, 0), lambda: True, fail)]
+
+
+def _failing(message: str) -> Callable[[], tf.Tensor]:
+    """A branch that fails with FailedPreconditionError.
+
+    The one stock op that does so reads a variable that does not exist, and says
+    its name: the name is the message.
+    """
+
+    def fail() -> tf.Tensor:
+        missing = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=message)
+        return tf.raw_ops.ReadVariableOp(resource=missing, dtype=tf.bool)
+
+    return fail

@@ -1,0 +1,216 @@
+"""One feature's ids, of any input kind, as entries (row, sample, gain).
+
+  ragged [[7, 2], [], [7]], combiner mean      rows:    [ 7, 2, 7 ]
+                                               samples: [ 0, 0, 2 ]
+                                               gains:   [.5,.5, 1 ]
+
+These are the rules and messages of ops/cc/core/feature.cc, in stock ops. All checks
+come first: what they are computed from must stand input of any sort.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tpu_embedding.engines.portable_checks import (
+    Change,
+    Check,
+    no_change,
+    require,
+    text,
+)
+from tpu_embedding.engines.portable_rows import (
+    FeatureInput,
+    first,
+    output_shape,
+    rows_of,
+)
+from tpu_embedding.inputs import InputKind
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """The entries of one feature, sample by sample.
+
+    Attributes:
+      rows: int64 [n], each in [0, V).
+      samples: int64 [n], ascending.
+      gains: float32 [n].
+      shape: int64 [k], the output shape without the embedding axis.
+    """
+
+    rows: tf.Tensor
+    samples: tf.Tensor
+    gains: tf.Tensor
+    shape: tf.Tensor
+
+    @property
+    def num_samples(self) -> tf.Tensor:
+        """int64 scalar."""
+        return tf.reduce_prod(self.shape)
+
+
+def build_entries(
+    inputs: Sequence[FeatureInput], on_failure: Change = no_change
+) -> list[Entries]:
+    """Checks the features of one replica and builds their entries.
+
+    Args:
+      inputs: The features.
+      on_failure: What is to change before an error.
+
+    Raises:
+      tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+    """
+    sizes = [check for feature in inputs for check in _check_sizes(feature)]
+    with tf.control_dependencies(require(sizes, on_failure)):
+        drafts = [_draft(feature) for feature in inputs]
+    checks = [check for draft in drafts for check in draft.checks]
+    with tf.control_dependencies(require(checks, on_failure)):
+        return [draft.finish() for draft in drafts]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """Entries that hold if the checks do."""
+
+    checks: list[Check]
+    finish: Callable[[], Entries]
+
+
+def _check_sizes(feature: FeatureInput) -> list[Check]:
+    """What the rest relies on."""
+    batch, name = feature.batch, feature.name
+    checks = []
+    num_ids = tf.size(batch.ids, tf.int64)
+    if batch.kind is InputKind.SPARSE:
+        rank = tf.size(batch.shape, tf.int64)
+        numbers = tf.size(batch.structure, tf.int64)
+        checks.append(
+            Check(
+                tf.equal(numbers, num_ids * rank),
+                lambda: text(
+                    f"{name}: a sparse input of ", num_ids, " values and rank ", rank,
+                    " has ", numbers, " numbers in its indices; it needs rank >= 2 "
+                    "and one index of that rank for each value.",
+                ),  # fmt: skip
+            )
+        )
+    if batch.weights is not None:
+        num_weights = tf.size(batch.weights, tf.int64)
+        checks.append(
+            Check(
+                tf.equal(num_weights, num_ids),
+                lambda: text(
+                    f"{name}: ", num_weights, " weights for ", num_ids,
+                    " ids. Weights have the feature's own structure.",
+                ),  # fmt: skip
+            )
+        )
+    return checks
+
+
+def _draft(feature: FeatureInput) -> _Draft:
+    batch, config = feature.batch, feature.table.config
+    rows = rows_of(feature)
+    shape, positions, shape_checks = output_shape(feature, rows)
+    ids = tf.cast(tf.reshape(batch.ids, [-1]), tf.int64)
+    weights = None if batch.weights is None else tf.reshape(batch.weights, [-1])
+    in_range = (ids >= 0) & (ids < config.vocabulary_size)
+    kept = []  # Masks of the entries that are to stay.
+    if config.invalid_ids == "drop":
+        kept.append(in_range)
+    sample = rows.row
+    if positions is not None:
+        is_sequence = positions > 0
+        sample = tf.where(is_sequence, sample * positions + rows.position, sample)
+        kept.append(~is_sequence | (rows.position < positions))
+
+    def finish() -> Entries:
+        ones = tf.ones_like(ids, tf.float32)
+        columns = [ids, sample, ones if weights is None else weights]
+        if kept:
+            mask = tf.reduce_all(tf.stack(kept), axis=0)
+            columns = [tf.boolean_mask(column, mask) for column in columns]
+        if config.invalid_ids == "mod":
+            columns[0] = tf.math.floormod(columns[0], config.vocabulary_size)
+        gains = _gains(config.combiner, columns[1], columns[2], tf.reduce_prod(shape))
+        return Entries(columns[0], columns[1], gains, shape)
+
+    checks = [
+        *rows.checks,
+        *_check_weight_structure(feature),
+        *shape_checks,
+        *_check_entries(feature, rows.row, ids, weights),
+    ]
+    return _Draft(checks, finish)
+
+
+def _check_weight_structure(feature: FeatureInput) -> list[Check]:
+    other = feature.batch.weight_structure
+    if other is None:
+        return []
+    own, other = (tf.reshape(x, [-1]) for x in (feature.batch.structure, other))
+    size = tf.minimum(tf.size(own), tf.size(other))
+    same = tf.size(own) == tf.size(other)
+    what = "indices" if feature.batch.kind is InputKind.SPARSE else "row_splits"
+    return [
+        Check(
+            same & tf.reduce_all(own[:size] == other[:size]),
+            lambda: text(
+                f"{feature.name}: the weights have other {what} than the ids. Build "
+                "them with `with_values`."
+            ),
+        )
+    ]
+
+
+def _check_entries(
+    feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
+) -> list[Check]:
+    """That each weight is finite and each id in range, where that is asked for."""
+    config = feature.table.config
+    finite = valid = tf.ones_like(ids, tf.bool)
+    if feature.check_numerics and weights is not None:
+        finite = tf.math.is_finite(weights)
+    if config.invalid_ids == "error":
+        valid = (ids >= 0) & (ids < config.vocabulary_size)
+    bad = ~(finite & valid)
+
+    def message() -> tf.Tensor:
+        entry = first(bad)
+        invalid = text(
+            f"{feature.name}, table {feature.table.name}: sample ", row[entry],
+            " has id ", ids[entry],
+            f", but ids must be in [0, {config.vocabulary_size}). Mend the input, or "
+            'set TableConfig(invalid_ids="drop") or "mod".',
+        )  # fmt: skip
+        if weights is None:
+            return invalid
+        infinite = text(
+            f"{feature.name}: sample ", row[entry], " has a weight that is not finite ("
+            , weights[entry], ").",
+        )  # fmt: skip
+        return tf.where(finite[entry], invalid, infinite)
+
+    return [Check(~tf.reduce_any(bad), message)]
+
+
+def _gains(
+    combiner: str, samples: tf.Tensor, weights: tf.Tensor, num_samples: tf.Tensor
+) -> tf.Tensor:
+    """Weights over each sample's divisor; one of exactly 0 makes all of them 0."""
+    if combiner == "sum":
+        return weights
+    # In double precision, as weights of both signs may almost cancel.
+    precise = tf.cast(weights, tf.float64)
+    terms = precise if combiner == "mean" else precise * precise
+    divisors = tf.math.unsorted_segment_sum(terms, samples, num_samples)
+    if combiner == "sqrtn":
+        divisors = tf.sqrt(divisors)
+    return tf.cast(
+        tf.math.divide_no_nan(precise, tf.gather(divisors, samples)), tf.float32
+    )

@@ -1,0 +1,411 @@
+"""Which batch each replica is at: the state of a step queue as a pure value.
+
+  a training batch:    queued -> dequeued -> deposited -> applied (removed)
+  an evaluation batch: queued -> dequeued (removed)
+
+A step holds one batch per replica. Its update is ready once every replica has
+deposited its gradients; nobody ever waits for that. These are the rules of
+ops/cc/core/step_queue.h, each as a function from ledger to ledger, without
+branches, so that it is the same eagerly and in a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+# States of a replica's part of a step.
+_AWAITED, _QUEUED, _DEQUEUED, _DEPOSITED, _DONE = range(5)
+
+NEVER = tf.int64.max  # The number of no step.
+MOST_UPDATES = 1024  # Deposited, but not by all replicas.
+_HEADER = 4  # Rows of the matrix before those of the steps.
+
+
+class Refusal(enum.IntEnum):
+    """Why a call is wrong; the texts are in `messages`."""
+
+    NONE = 0
+    GIVEN_UP_ENQUEUE = 1
+    QUEUE_FULL = 2
+    TRAINING_DIFFERS = 3
+    GIVEN_UP_DEQUEUE = 4
+    NOTHING_QUEUED = 5
+    OWES_GRADIENTS = 6
+    OTHER_REPLICA_OWES = 7
+    WAS_EVALUATION = 8
+    NOT_DEQUEUED = 9
+    NOTHING_OWED = 10
+    SUBMITTED_BY_SOME = 11
+    ALREADY_SUBMITTED = 12
+    TOO_MANY_UPDATES = 13
+
+
+def messages(capacity: int) -> list[str]:
+    """The text of each refusal, by its number; the first one is empty."""
+    texts = {
+        Refusal.NONE: "",
+        Refusal.GIVEN_UP_ENQUEUE: "enqueue: this step was given up because another "
+        "replica's input failed its checks. Mend that input and run the step again.",
+        Refusal.QUEUE_FULL: f"enqueue: the queue is full ({capacity} batches). Call "
+        "dequeue once for each enqueue.",
+        Refusal.TRAINING_DIFFERS: "enqueue: the replicas disagree on `training` "
+        "within one step. Pass the same value in every replica.",
+        Refusal.GIVEN_UP_DEQUEUE: "dequeue: this step was given up because a "
+        "replica's input failed its checks. Mend that input and run the step again.",
+        Refusal.NOTHING_QUEUED: "dequeue: no batch is enqueued. Call enqueue before "
+        "dequeue, once for each dequeue.",
+        Refusal.OWES_GRADIENTS: "dequeue: the training batch dequeued before still "
+        "owes its gradients. Call apply_gradients first, or enqueue with "
+        "training=False.",
+        Refusal.OTHER_REPLICA_OWES: "dequeue: another replica has not applied its "
+        "gradients of the step before. Put the loop over steps outside of "
+        "strategy.run.",
+        Refusal.WAS_EVALUATION: "apply_gradients: the batch was enqueued with "
+        "training=False. Enqueue with training=True to train on it.",
+        Refusal.NOT_DEQUEUED: "apply_gradients: the enqueued batch was not dequeued. "
+        "Call dequeue first.",
+        Refusal.NOTHING_OWED: "apply_gradients: no dequeued batch owes gradients; "
+        "they can be applied once per dequeue.",
+        Refusal.SUBMITTED_BY_SOME: "lookup: gradients came from some replicas only, "
+        "and their update was given up. If a step had failed, run it again. Else take "
+        "all lookups of a step before its gradients.",
+        Refusal.ALREADY_SUBMITTED: "The gradients of this lookup were applied "
+        "already; each lookup takes them once. Call the layer again, or take all "
+        "gradients with one tape.gradient call.",
+        Refusal.TOO_MANY_UPDATES: f"submit: {MOST_UPDATES} lookups of this replica "
+        "wait for those of the others. Make the same lookups in every replica.",
+    }
+    return [texts[refusal] for refusal in Refusal]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """The state, for R replicas and the k steps that are under way.
+
+    Attributes:
+      failed: int64 scalar, the number of a step given up, or NEVER.
+      next_enqueue: int64 [R], the number of each replica's next step.
+      next_dequeue: int64 [R].
+      last_was_training: bool [R], of the batch dequeued last.
+      arrived: bool [R], who has been at the step given up.
+      numbers: int64 [k], ascending.
+      training: bool [k].
+      states: int64 [k, R], the state of each replica's part.
+    """
+
+    failed: tf.Tensor
+    next_enqueue: tf.Tensor
+    next_dequeue: tf.Tensor
+    last_was_training: tf.Tensor
+    arrived: tf.Tensor
+    numbers: tf.Tensor
+    training: tf.Tensor
+    states: tf.Tensor
+
+    @staticmethod
+    def empty(num_replicas: int) -> Ledger:
+        """No step under way."""
+        zeros = tf.zeros([num_replicas], tf.int64)
+        return Ledger(
+            failed=tf.constant(NEVER, tf.int64),
+            next_enqueue=zeros,
+            next_dequeue=zeros,
+            last_was_training=tf.ones([num_replicas], tf.bool),
+            arrived=tf.zeros([num_replicas], tf.bool),
+            numbers=tf.zeros([0], tf.int64),
+            training=tf.zeros([0], tf.bool),
+            states=tf.zeros([0, num_replicas], tf.int64),
+        )
+
+    @staticmethod
+    def from_matrix(matrix: tf.Tensor) -> Ledger:
+        """Undoes `to_matrix`."""
+        head, steps = matrix[:_HEADER], matrix[_HEADER:]
+        return Ledger(
+            failed=head[0, 0],
+            next_enqueue=head[0, 2:],
+            next_dequeue=head[1, 2:],
+            last_was_training=head[2, 2:] != 0,
+            arrived=head[3, 2:] != 0,
+            numbers=steps[:, 0],
+            training=steps[:, 1] != 0,
+            states=steps[:, 2:],
+        )
+
+    def to_matrix(self) -> tf.Tensor:
+        """int64 [4 + k, 2 + R]: all of it, to be kept in one variable."""
+        head = tf.stack(
+            [
+                self.next_enqueue,
+                self.next_dequeue,
+                tf.cast(self.last_was_training, tf.int64),
+                tf.cast(self.arrived, tf.int64),
+            ]
+        )
+        margin = tf.fill([_HEADER, 2], self.failed)
+        steps = tf.stack([self.numbers, tf.cast(self.training, tf.int64)], axis=1)
+        return tf.concat(
+            [
+                tf.concat([margin, head], axis=1),
+                tf.concat([steps, self.states], axis=1),
+            ],
+            axis=0,
+        )
+
+    def enqueue(
+        self, replicas: Sequence[int], *, training: bool, capacity: int
+    ) -> tuple[tf.Tensor, Ledger]:
+        """Queues a batch for `replicas`: for one of several, or for all.
+
+        Returns:
+          (refusal, ledger). The ledger holds for a refusal too.
+        """
+        alone = len(replicas) < self._num_replicas
+        if alone:
+            given_up = (self.failed != NEVER) & ~self.arrived[replicas[0]]
+        else:
+            given_up = tf.constant(False)
+        ledger = self._discard_failed(given_up, replicas)
+        refusals = [(given_up, Refusal.GIVEN_UP_ENQUEUE)]
+        for replica in replicas:
+            number = ledger.next_enqueue[replica]
+            full = number - ledger.next_dequeue[replica] >= capacity
+            differs = ledger._find(number) & (ledger.training != training)
+            refusals.append((full, Refusal.QUEUE_FULL))
+            refusals.append((tf.reduce_any(differs), Refusal.TRAINING_DIFFERS))
+        refusal = _first(refusals)
+        for replica in replicas:
+            ledger = ledger._put(replica, training, refusal == Refusal.NONE)
+        return refusal, ledger
+
+    def fail_enqueue(self, replica: int) -> Ledger:
+        """The input of `replica` for its next step failed its checks: the batches
+        that other replicas queue for that step are to be discarded."""
+        failed = tf.where(
+            self.failed == NEVER, self.next_enqueue[replica], self.failed
+        )
+        arrived = tf.where(
+            self.failed == NEVER, self.next_enqueue > failed, self.arrived
+        )
+        return dataclasses.replace(
+            self, failed=failed, arrived=arrived | self._is(replica)
+        )
+
+    def dequeue(self, replica: int) -> tuple[tf.Tensor, tf.Tensor, Ledger]:
+        """Hands out the next batch of `replica`.
+
+        Returns:
+          (refusal, whether the batch is for training, ledger).
+        """
+        number = self.next_dequeue[replica]
+        step = self._find(number)
+        training = tf.reduce_any(step & self.training)
+        debts = self.training & (self.numbers < number)
+        states = self.states[:, replica]
+        owes = training & tf.reduce_any(debts & (states == _DEQUEUED))
+        waits = tf.reduce_any(
+            debts & (states == _DEPOSITED) & ~self._all_in(_DEPOSITED)
+        )
+        refusal = _first(
+            [
+                (number >= self.failed, Refusal.GIVEN_UP_DEQUEUE),
+                (~tf.reduce_any(step & (states == _QUEUED)), Refusal.NOTHING_QUEUED),
+                (owes, Refusal.OWES_GRADIENTS),
+                (waits, Refusal.OTHER_REPLICA_OWES),
+            ]
+        )
+        state = tf.where(training, tf.constant(_DEQUEUED, tf.int64), _DONE)
+        ledger = dataclasses.replace(
+            self._set_state(step, replica, state),
+            last_was_training=tf.where(
+                self._is(replica), training, self.last_was_training
+            ),
+            next_dequeue=self.next_dequeue + tf.cast(self._is(replica), tf.int64),
+        )
+        return refusal, training, ledger._keep(~ledger._all_in(_DONE))
+
+    def owed(self, replica: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """(refusal, the number of the step whose gradients `replica` owes)."""
+        number = self._owed_number(replica)
+        upcoming = self._find(self.next_dequeue[replica]) & self.training
+        is_queued = upcoming & (self.states[:, replica] == _QUEUED)
+        owes = number != NEVER
+        refusal = _first(
+            [
+                (owes, Refusal.NONE),
+                (~self.last_was_training[replica], Refusal.WAS_EVALUATION),
+                (tf.reduce_any(is_queued), Refusal.NOT_DEQUEUED),
+                (~owes, Refusal.NOTHING_OWED),
+            ]
+        )
+        return refusal, number
+
+    def deposit(self, replica: int) -> tuple[tf.Tensor, Ledger]:
+        """Takes the gradients that `replica` owes.
+
+        Returns:
+          (whether the step is now complete, ledger).
+        """
+        step = self._find(self._owed_number(replica))
+        ledger = self._set_state(step, replica, tf.constant(_DEPOSITED, tf.int64))
+        return tf.reduce_any(step & ledger._all_in(_DEPOSITED)), ledger
+
+    def fail_deposit(self, replica: int) -> Ledger:
+        """The gradients of `replica` failed their checks. Among several replicas
+        the step is lost; a single one still owes and may try again."""
+        if self._num_replicas == 1:
+            return self
+        number = self._owed_number(replica)
+        is_enqueued = self.next_enqueue > number
+        # Where a replica has not come to the step yet, it is given up as if an
+        # input had failed: else the replicas would be at different steps for ever.
+        complete = tf.reduce_all(is_enqueued)
+        failed = tf.where(complete, self.failed, tf.minimum(self.failed, number))
+        following = tf.where(complete, number + 1, 0)
+        ledger = dataclasses.replace(
+            self,
+            failed=failed,
+            arrived=tf.where(complete, self.arrived, is_enqueued),
+            next_dequeue=tf.maximum(self.next_dequeue, following),
+        )
+        return ledger.remove(number)
+
+    def begin_lookup(self, replica: int) -> tuple[tf.Tensor, Ledger]:
+        """A lookup outside of the queue, whose gradients may come by `submit`.
+        Updates that only some replicas submitted are given up: their step is over.
+
+        Returns:
+          (refusal, ledger). The ledger holds for a refusal too.
+        """
+        is_partial = tf.reduce_any(
+            (self.states[:, replica] == _DEPOSITED) & ~self._all_in(_DEPOSITED)
+        )
+        latest = tf.reduce_max(self.next_enqueue)
+        ledger = dataclasses.replace(
+            self,
+            next_enqueue=tf.where(is_partial, latest, self.next_enqueue),
+            next_dequeue=tf.where(is_partial, latest, self.next_dequeue),
+        )
+        refusal = _first([(is_partial, Refusal.SUBMITTED_BY_SOME)])
+        return refusal, ledger._keep(tf.fill(tf.shape(self.numbers), ~is_partial))
+
+    def submit(self, replica: int) -> tuple[tf.Tensor, tf.Tensor, Ledger]:
+        """Takes a batch together with its gradients. The n-th ones of all replicas
+        make up one update.
+
+        Returns:
+          (refusal, how many updates are ready, ledger).
+        """
+        number = self.next_enqueue[replica]
+        waits = tf.reduce_sum(tf.cast(self.states[:, replica] == _DEPOSITED, tf.int64))
+        refusal = _first([(waits >= MOST_UPDATES, Refusal.TOO_MANY_UPDATES)])
+        ledger = self._put(replica, training=True, allowed=tf.constant(True))
+        ledger = ledger._set_state(
+            ledger._find(number), replica, tf.constant(_DEPOSITED, tf.int64)
+        )
+        ledger = dataclasses.replace(
+            ledger,
+            next_dequeue=self.next_dequeue + tf.cast(self._is(replica), tf.int64),
+        )
+        ready = tf.reduce_sum(tf.cast(ledger._all_in(_DEPOSITED), tf.int32))
+        return refusal, ready, ledger
+
+    def ready(self) -> tf.Tensor:
+        """The number of the first step whose update is ready, or NEVER."""
+        return self._smallest(self.training & self._all_in(_DEPOSITED))
+
+    def is_ready(self) -> tf.Tensor:
+        """Whether an update is ready."""
+        return self.ready() != NEVER
+
+    def lookups_are_done(self) -> tf.Tensor:
+        """Whether an update is ready and all have looked up the step after it."""
+        number = self.ready()
+        return (number != NEVER) & tf.reduce_all(self.next_dequeue - 1 > number)
+
+    def next_is_evaluation(self, replica: int) -> tf.Tensor:
+        """Whether the next batch of `replica` is an evaluation."""
+        step = self._find(self.next_dequeue[replica])
+        return tf.reduce_any(step & ~self.training)
+
+    def remove(self, number: tf.Tensor) -> Ledger:
+        """Without the step of that number."""
+        return self._keep(~self._find(number))
+
+    @property
+    def _num_replicas(self) -> int:
+        return self.states.shape[1]
+
+    def _is(self, replica: int) -> tf.Tensor:
+        """bool [R], true for the one."""
+        return tf.range(self._num_replicas) == replica
+
+    def _find(self, number: tf.Tensor) -> tf.Tensor:
+        """bool [k], true for the step of that number."""
+        return self.numbers == number
+
+    def _all_in(self, state: int) -> tf.Tensor:
+        """bool [k], true where all replicas are in that state."""
+        return tf.reduce_all(self.states == state, axis=1)
+
+    def _smallest(self, steps: tf.Tensor) -> tf.Tensor:
+        # Of no steps the minimum is NEVER, the largest int64.
+        return tf.reduce_min(tf.boolean_mask(self.numbers, steps))
+
+    def _owed_number(self, replica: int) -> tf.Tensor:
+        return self._smallest(self.training & (self.states[:, replica] == _DEQUEUED))
+
+    def _set_state(self, step: tf.Tensor, replica: int, state: tf.Tensor) -> Ledger:
+        at = step[:, tf.newaxis] & self._is(replica)
+        return dataclasses.replace(self, states=tf.where(at, state, self.states))
+
+    def _keep(self, steps: tf.Tensor) -> Ledger:
+        return dataclasses.replace(
+            self,
+            numbers=tf.boolean_mask(self.numbers, steps),
+            training=tf.boolean_mask(self.training, steps),
+            states=tf.boolean_mask(self.states, steps),
+        )
+
+    def _put(self, replica: int, training: bool, allowed: tf.Tensor) -> Ledger:
+        """Queues a batch of `replica`, where that is allowed."""
+        number = self.next_enqueue[replica]
+        is_new = allowed & ~tf.reduce_any(self._find(number))
+        count = tf.cast(is_new, tf.int32)
+        awaited = tf.zeros([count, self._num_replicas], tf.int64)
+        ledger = dataclasses.replace(
+            self,
+            next_enqueue=self.next_enqueue
+            + tf.cast(self._is(replica) & allowed, tf.int64),
+            numbers=tf.concat([self.numbers, tf.fill([count], number)], 0),
+            training=tf.concat([self.training, tf.fill([count], training)], 0),
+            states=tf.concat([self.states, awaited], 0),
+        )
+        return ledger._set_state(
+            ledger._find(number) & allowed, replica, tf.constant(_QUEUED, tf.int64)
+        )
+
+    def _discard_failed(self, given_up: tf.Tensor, replicas: Sequence[int]) -> Ledger:
+        """Forgets the step given up and every step after it; but where `given_up`,
+        notes that the first of `replicas` has been at it."""
+        end = tf.where(given_up, NEVER, self.failed)
+        ledger = dataclasses.replace(
+            self,
+            failed=tf.where(given_up, self.failed, NEVER),
+            arrived=given_up & (self.arrived | self._is(replicas[0])),
+            next_enqueue=tf.minimum(self.next_enqueue, end),
+            next_dequeue=tf.minimum(self.next_dequeue, end),
+        )
+        return ledger._keep(self.numbers < end)
+
+
+def _first(refusals: Sequence[tuple[tf.Tensor, Refusal]]) -> tf.Tensor:
+    """int32 scalar, the first refusal whose condition holds."""
+    code = tf.constant(int(Refusal.NONE), tf.int32)
+    for condition, refusal in reversed(refusals):
+        code = tf.where(condition, int(refusal), code)
+    return code

@@ -1,0 +1,234 @@
+"""Where the entries of a feature stand: rows, positions and the output shape.
+
+A row is what the last axis of the input runs over. These are the rules and messages
+of ops/cc/core/feature.cc, in stock ops; nothing here fails on input of any sort, so
+that all checks can be computed before the first one is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import tensorflow as tf
+
+from tpu_embedding.engines.portable_checks import Check, text
+from tpu_embedding.inputs import IdBatch, InputKind
+from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.tables import FeatureSpec, TableSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureInput:
+    """One batch of a feature and what is known of it.
+
+    Attributes:
+      spec: The feature.
+      table: Its table.
+      batch: The ids.
+      declared: The output shape that was declared, or None.
+      check_numerics: Refuse weights that are not finite.
+    """
+
+    spec: FeatureSpec
+    table: TableSpec
+    batch: IdBatch
+    declared: Shape | None
+    check_numerics: bool
+
+    @property
+    def name(self) -> str:
+        """How messages begin."""
+        return f"Feature {self.spec.path}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of an input: its shape without the last axis.
+
+    Attributes:
+      shape: int64 [k].
+      row: int64 [n], the row of each entry.
+      position: int64 [n], where in its row each entry stands.
+      checks: Of the input's structure.
+    """
+
+    shape: tf.Tensor
+    row: tf.Tensor
+    position: tf.Tensor
+    checks: list[Check]
+
+    @property
+    def count(self) -> tf.Tensor:
+        """int64 scalar, the number of rows."""
+        return tf.reduce_prod(self.shape)
+
+
+def rows_of(feature: FeatureInput) -> Rows:
+    """The rows of a feature's input."""
+    return _READERS[feature.batch.kind](feature)
+
+
+def first(mask: tf.Tensor) -> tf.Tensor:
+    """int64 scalar, the first index at which `mask` is true."""
+    return tf.where(mask)[0, 0]
+
+
+def output_shape(
+    feature: FeatureInput, rows: Rows
+) -> tuple[tf.Tensor, tf.Tensor | None, list[Check]]:
+    """The output shape and the number of positions per row.
+
+    Positions are None where a row is always one sample; where they are 0 it is one
+    in this batch; else each position of a row is a sample of its own.
+    """
+    length = feature.spec.config.max_sequence_length
+    shape, positions, checks = rows.shape, None, []
+    if length:
+        positions = tf.constant(length, tf.int64)
+        shape = tf.concat([shape, [length]], 0)
+    elif feature.declared is not None and feature.batch.kind is InputKind.RAGGED:
+        return _filled(feature, feature.declared, rows.count)
+    if feature.declared is not None:
+        checks.append(_check_declared(feature, feature.declared, shape))
+    return shape, positions, checks
+
+
+def _filled(
+    feature: FeatureInput, declared: Shape, count: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor | None, list[Check]]:
+    """How `count` ragged rows fill the declared shape.
+
+    They do if its product is `count`, where one open axis may take up what the
+    others leave; or if it is m times `count`: then a row is m positions.
+    """
+    known = math.prod(axis for axis in declared if axis is not None)
+    num_open = sum(axis is None for axis in declared)
+    divisor = max(known, 1)
+    positions = None
+    if num_open == 0:
+        multiple = known // tf.maximum(count, 1)
+        positions = tf.where(count == known, tf.zeros_like(count), multiple)
+        fills = (count == known) | ((multiple > 0) & (count * multiple == known))
+    else:
+        fills = (count % divisor == 0) & (known > 0) & (num_open == 1)
+    shape = tf.stack([count // divisor if a is None else a for a in declared])
+    check = Check(
+        fills,
+        lambda: text(
+            f"{feature.name}: a ragged input of ", count, " rows does not fill the "
+            f"declared output shape {_declared_text(declared)}.",
+        ),
+    )
+    return tf.cast(shape, tf.int64), positions, [check]
+
+
+def _check_declared(
+    feature: FeatureInput, declared: Shape, shape: tf.Tensor
+) -> Check:
+    rank = shape.shape[0]
+    matches = tf.constant(rank == len(declared))
+    if rank == len(declared):
+        axes = [tf.constant(-1 if a is None else a, tf.int64) for a in declared]
+        matches = tf.reduce_all((tf.stack(axes) < 0) | (shape == axes))
+    return Check(
+        matches,
+        lambda: text(
+            f"{feature.name}: the input gives output shape ",
+            _shape_text(shape, rank),
+            f" but {_declared_text(declared)} was declared.",
+        ),
+    )
+
+
+def _dense_rows(feature: FeatureInput) -> Rows:
+    batch = feature.batch
+    index = tf.range(tf.size(batch.ids, tf.int64))
+    if batch.static_shape.rank == 1:
+        return Rows(batch.shape, index, tf.zeros_like(index), [])
+    length = tf.maximum(batch.shape[-1], 1)  # Without ids nothing is divided.
+    return Rows(batch.shape[:-1], index // length, index % length, [])
+
+
+def _ragged_rows(feature: FeatureInput) -> Rows:
+    splits, name = feature.batch.structure, feature.name
+    num_ids = tf.size(feature.batch.ids, tf.int64)
+    begins, ends = splits[:-1], splits[1:]
+    falls = ends < begins
+
+    def falling() -> tf.Tensor:
+        row = first(falls)
+        return text(
+            f"{name}: row_splits must not decrease, but row ", row, " goes from ",
+            begins[row], " to ", ends[row], ".",
+        )  # fmt: skip
+
+    checks = [
+        Check(
+            (tf.size(splits) > 0) & tf.reduce_all(splits[:1] == 0),
+            lambda: text(f"{name}: row_splits must start at 0."),
+        ),
+        Check(~tf.reduce_any(falls), falling),
+        Check(
+            tf.reduce_all(splits[-1:] == num_ids),
+            lambda: text(
+                f"{name}: row_splits end at ", splits[-1], " but there are ", num_ids,
+                " ids.",
+            ),  # fmt: skip
+        ),
+    ]
+    index = tf.range(num_ids)
+    row = tf.searchsorted(splits, index, side="right", out_type=tf.int64) - 1
+    # The extra split and the maximum are for splits that fail the checks.
+    starts = tf.gather(tf.concat([splits, [0]], 0), tf.maximum(row, 0))
+    count = tf.size(splits, tf.int64) - 1
+    return Rows(tf.reshape(count, [1]), row, index - starts, checks)
+
+
+def _sparse_rows(feature: FeatureInput) -> Rows:
+    batch, name = feature.batch, feature.name
+    shape, indices = batch.shape, batch.structure
+    column = indices[:, -1]
+    row = tf.zeros_like(column)
+    rank = batch.static_shape.rank
+    for axis in range(rank - 1):
+        row = row * shape[axis] + indices[:, axis]
+    inside = tf.reduce_all((indices >= 0) & (indices < shape), axis=1)
+    same = row[1:] == row[:-1]
+    ascends = (row[1:] > row[:-1]) | (same & (column[1:] > column[:-1]))
+    ascends = tf.concat([tf.ones_like(inside[:1]), ascends], 0)
+    bad = ~(inside & ascends)
+
+    def message() -> tf.Tensor:
+        entry = first(bad)
+        start = text(f"{name}: sparse entry ", entry)
+        outside = text(
+            start, " has an index outside of dense_shape ", _shape_text(shape, rank),
+            ".",
+        )  # fmt: skip
+        unordered = text(
+            start,
+            " is out of order or occurs twice. Call tf.sparse.reorder first and keep "
+            "one entry per index.",
+        )
+        return tf.where(inside[entry], unordered, outside)
+
+    check = Check(~tf.reduce_any(bad), message)
+    return Rows(shape[:-1], row, column, [check])
+
+
+_READERS = {
+    InputKind.DENSE: _dense_rows,
+    InputKind.SPARSE: _sparse_rows,
+    InputKind.RAGGED: _ragged_rows,
+}
+
+
+def _shape_text(shape: tf.Tensor, rank: int | None) -> tf.Tensor:
+    """The shape as Python writes a tuple."""
+    axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=", ")
+    return text("(", axes, ",)" if rank == 1 else ")")
+
+
+def _declared_text(shape: Shape) -> str:
+    return str(tuple(shape))

@@ -1,0 +1,236 @@
+"""The step queue out of stock resources: batches in order, one update per step.
+
+The ledger says what is where; batches and gradients lie in cells. What is new goes
+into cells first, then the ledger is assigned, then cells are cleared: a call that is
+broken off in between leaves all as it was. No call waits. Calls must not overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.portable_cells import Cells, pack, unpack
+from tpu_embedding.engines.portable_checks import no_change, refuse
+from tpu_embedding.engines.portable_ledger import (
+    MOST_UPDATES,
+    Ledger,
+    Refusal,
+    messages,
+)
+from tpu_embedding.engines.variables import create_state
+
+
+class StepQueue:
+    """The steps of one embedding; batches and gradients are scalar variants."""
+
+    def __init__(self, num_replicas: int, capacity: int, *, pipelined: bool) -> None:
+        """Makes the state, on the device that is current.
+
+        Args:
+          num_replicas: Batches in one step, R.
+          capacity: How many batches of one replica may wait.
+          pipelined: A ready update is left until the next step's lookups.
+        """
+        self._num_replicas = num_replicas
+        self._capacity = capacity
+        self._pipelined = pipelined
+        self._messages = messages(capacity)
+        self._ledger = create_state(
+            "ledger", Ledger.empty(num_replicas).to_matrix(), [None, 2 + num_replicas]
+        )
+        self._queued = Cells("queued", num_replicas * capacity)
+        self._owed = Cells("owed", num_replicas)
+        self._deposited = Cells("deposited", num_replicas * MOST_UPDATES)
+
+    def enqueue(
+        self, batches: Sequence[tf.Tensor], replicas: Sequence[int], *, training: bool
+    ) -> None:
+        """Queues the batches of `replicas`, one or all; they all enter or none.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If the queue is full, the replicas
+            disagree on `training`, or another replica's input had failed.
+        """
+        refusal, ledger = self._read().enqueue(
+            replicas, training=training, capacity=self._capacity
+        )
+        with self._unless(refusal, ledger):
+            puts = [
+                self._queued.put(
+                    self._queued_cell(replica, ledger.next_enqueue[replica] - 1), batch
+                )
+                for replica, batch in zip(replicas, batches, strict=True)
+            ]
+            with tf.control_dependencies(puts):
+                self._commit(ledger)
+
+    def fail_enqueue(self, replica: int) -> list[Any]:
+        """The input of `replica` failed its checks; returns the ops that note it."""
+        return [self._commit(self._read().fail_enqueue(replica))]
+
+    def dequeue(self, replica: int) -> tf.Tensor:
+        """Hands out the next batch of `replica`.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If none is queued, or the batch before
+            still owes its gradients.
+        """
+        ledger = self._read()
+        refusal, training, after = ledger.dequeue(replica)
+        with self._unless(refusal):
+            cell = self._queued_cell(replica, ledger.next_dequeue[replica])
+            batch = self._queued.get(cell)
+
+            def owe() -> tf.Tensor:
+                with tf.control_dependencies([self._owed.put(replica, batch)]):
+                    return tf.constant(True)
+
+            with _after(
+                lambda: tf.cond(training, owe, lambda: False),
+                lambda: self._commit(after),
+                lambda: self._queued.clear(cell),
+            ):
+                return tf.identity(batch)
+
+    def owed(self, replica: int) -> tf.Tensor:
+        """The batch whose gradients `replica` owes.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If there is none.
+        """
+        with self._unless(self._read().owed(replica)[0]):
+            return self._owed.get(replica)
+
+    def deposit(self, replica: int, gradients: tf.Tensor) -> tf.Tensor:
+        """Takes the gradients that `replica` owes, after `owed`.
+
+        Returns:
+          bool scalar, whether the step's update is to be applied now.
+        """
+        ledger = self._read()
+        _, number = ledger.owed(replica)
+        is_complete, after = ledger.deposit(replica)
+        cell = self._deposited_cell(replica, number)
+        with _after(
+            lambda: self._deposited.put(cell, gradients),
+            lambda: self._commit(after),
+            lambda: self._owed.clear(replica),
+        ):
+            return tf.identity(not self._pipelined and is_complete)
+
+    def fail_deposit(self, replica: int) -> list[Any]:
+        """The gradients of `replica` failed their checks; returns the ops."""
+        return [self._commit(self._read().fail_deposit(replica))]
+
+    def begin_lookup(self, replica: int, batch: tf.Tensor) -> tf.Tensor:
+        """Lets a batch pass by the queue.
+
+        Returns:
+          A ticket for `submit`.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If gradients of the step before came
+            from some replicas only.
+        """
+        refusal, ledger = self._read().begin_lookup(replica)
+        with self._unless(refusal, ledger):
+            # The table gets an entry once the ticket is used, and goes with it.
+            used = tf.raw_ops.AnonymousMutableHashTable(
+                key_dtype=tf.int64, value_dtype=tf.int64
+            )
+            with _after(lambda: self._commit(ledger)):
+                return pack([batch, used])
+
+    def ticket_batch(self, ticket: tf.Tensor) -> tf.Tensor:
+        """The batch of a ticket."""
+        return _unpack_ticket(ticket)[0]
+
+    def submit(
+        self, replica: int, ticket: tf.Tensor, gradients: tf.Tensor
+    ) -> tf.Tensor:
+        """Takes the gradients of one lookup.
+
+        Returns:
+          bool scalar, whether an update is to be applied now.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If the ticket was used already.
+        """
+        _, used = _unpack_ticket(ticket)
+        ledger = self._read()
+        refusal, num_ready, after = ledger.submit(replica)
+        cell = self._deposited_cell(replica, ledger.next_enqueue[replica])
+        with tf.control_dependencies([num_ready]):  # After submissions before it.
+            is_used = tf.raw_ops.LookupTableSizeV2(table_handle=used) > 0
+        refusal = tf.where(is_used, int(Refusal.ALREADY_SUBMITTED), refusal)
+        with self._unless(refusal):
+            with _after(
+                lambda: self._deposited.put(cell, gradients),
+                lambda: self._commit(after),
+                lambda: tf.raw_ops.LookupTableInsertV2(
+                    table_handle=used,
+                    keys=tf.zeros([1], tf.int64),
+                    values=tf.zeros([1], tf.int64),
+                ),
+            ):
+                return num_ready > int(self._pipelined)
+
+    def lookups_are_done(self) -> tf.Tensor:
+        """Whether an update is ready and all have looked up the step after it."""
+        return self._read().lookups_are_done()
+
+    def is_ready(self) -> tf.Tensor:
+        """Whether an update is ready to be applied."""
+        return self._read().is_ready()
+
+    def is_ready_before_evaluation(self, replica: int) -> tf.Tensor:
+        """Whether, besides, the next batch of `replica` is an evaluation."""
+        ledger = self._read()
+        return ledger.is_ready() & ledger.next_is_evaluation(replica)
+
+    def take_ready(self) -> list[tf.Tensor]:
+        """The gradients of each replica for the update that is ready."""
+        ledger = self._read()
+        number = ledger.ready()
+        cells = [self._deposited_cell(r, number) for r in range(self._num_replicas)]
+        gradients = [self._deposited.get(cell) for cell in cells]
+        clear = [functools.partial(self._deposited.clear, cell) for cell in cells]
+        with _after(lambda: self._commit(ledger.remove(number)), *clear):
+            return [tf.identity(gradient) for gradient in gradients]
+
+    def _read(self) -> Ledger:
+        return Ledger.from_matrix(self._ledger.read_value())
+
+    def _commit(self, ledger: Ledger) -> Any:
+        return self._ledger.assign(ledger.to_matrix(), read_value=False)
+
+    def _unless(self, refusal: tf.Tensor, ledger: Ledger | None = None) -> Any:
+        """A context for what must not happen after a refusal, which itself may
+        bring a change of the ledger with it."""
+        change = no_change if ledger is None else lambda: [self._commit(ledger)]
+        return tf.control_dependencies(refuse(refusal, self._messages, change))
+
+    def _queued_cell(self, replica: int, number: tf.Tensor) -> tf.Tensor:
+        return replica * self._capacity + number % self._capacity
+
+    def _deposited_cell(self, replica: int, number: tf.Tensor) -> tf.Tensor:
+        return replica * MOST_UPDATES + number % MOST_UPDATES
+
+
+def _after(*actions: Callable[[], Any]) -> Any:
+    """A context for what follows the actions, which are made one after the other."""
+    done: list[Any] = []
+    for action in actions:
+        with tf.control_dependencies(done):
+            done = [action()]
+    return tf.control_dependencies(done)
+
+
+def _unpack_ticket(ticket: tf.Tensor) -> list[tf.Tensor]:
+    return unpack(
+        ticket, [tf.TensorSpec([], tf.variant), tf.TensorSpec([], tf.resource)]
+    )

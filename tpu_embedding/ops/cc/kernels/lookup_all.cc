@@ -1,0 +1,73 @@
+#include "kernels/lookup_all.h"
+
+#include "core/pieces.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+// Samples in one piece of work, and rough cycles for one piece.
+constexpr int64_t kSamplesPerPiece = 128;
+constexpr int64_t kCyclesPerPiece = 50000;
+
+}  // namespace
+
+absl::Status BatchLookup::ReadAttributes(OpKernelConstruction* context) {
+  std::vector<float> numbers;
+  TF_RETURN_IF_ERROR(context->GetAttr("feature_tables", &feature_tables_));
+  TF_RETURN_IF_ERROR(context->GetAttr("quantization", &numbers));
+  for (size_t i = 0; i + 2 < numbers.size(); i += 3) {
+    quantization_.push_back(
+        {static_cast<int>(numbers[i]), numbers[i + 1], numbers[i + 2]});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status BatchLookup::Run(OpKernelContext* context,
+                              const PreparedBatch& batch,
+                              const std::vector<Variable>& tables) const {
+  TF_RETURN_IF_ERROR(CheckTableSizes(tables, batch.vocabulary_sizes));
+  const ReadLocks locks(tables);
+  std::vector<float*> outputs;
+  std::vector<int64_t> sizes;
+  for (size_t f = 0; f < batch.features.size(); ++f) {
+    const Tensor& table = *tables[feature_tables_[f]]->tensor();
+    tensorflow::TensorShape shape(batch.features[f].output_shape);
+    shape.AddDim(table.dim_size(1));
+    Tensor* output = nullptr;
+    TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
+    outputs.push_back(output->flat<float>().data());
+    sizes.push_back(batch.features[f].num_samples());
+  }
+  const auto pieces = CutPieces(sizes, kSamplesPerPiece);
+  WorkerPool(
+      context)(pieces.size(), kCyclesPerPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const auto [f, first, last] = pieces[p];
+      const int table = feature_tables_[f];
+      const Tensor& value = *tables[table]->tensor();
+      Lookup(batch.features[f], value.flat<float>().data(), value.dim_size(1),
+             quantization_[table], first, last, outputs[f]);
+    }
+  });
+  return absl::OkStatus();
+}
+
+absl::Status ActivationShapes(
+    tensorflow::shape_inference::InferenceContext* context) {
+  std::vector<tensorflow::PartialTensorShape> shapes;
+  TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
+  for (size_t f = 0; f < shapes.size(); ++f) {
+    tensorflow::shape_inference::ShapeHandle shape;
+    TF_RETURN_IF_ERROR(
+        context->MakeShapeFromPartialTensorShape(shapes[f], &shape));
+    context->set_output(f, shape);
+  }
+  context->set_output(shapes.size(), context->Scalar());
+  return absl::OkStatus();
+}
+
+}  // namespace tpu_embedding
