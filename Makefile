@@ -84,8 +84,10 @@ $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	@touch $@
 
 # build/lib is removed because setuptools would pack what a former build left there;
-# the object files beside it stay.
+# the object files beside it stay. The stamp has the time of the start, so that a source
+# that is edited meanwhile is newer.
 $(VENV)/package.stamp: $(PACKAGE) | $(VENV)/demo.stamp
+	@touch $@.start
 	rm -rf build/lib* build/bdist*
 	$(PIP) install --no-build-isolation --no-deps --force-reinstall .
-	@touch $@
+	@mv $@.start $@

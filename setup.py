@@ -25,6 +25,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 
 import setuptools
 from setuptools.command import build_ext
@@ -133,19 +134,26 @@ class Compiler:
         return self.objects / source.relative_to(SOURCES).with_suffix(".o")
 
     def compile(self, source: pathlib.Path) -> None:
-        """Compiles `source`, unless its object file is newer than all it reads."""
+        """Compiles `source`, unless its object file came from the same content."""
         target = self.object_of(source)
-        if _is_up_to_date(target):
+        depfile, record = target.with_suffix(".d"), target.with_suffix(".sha256")
+        if record.exists() and record.read_text() == _digest(_files_read(depfile)):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"compiling {source}", flush=True)
         extra = CORE_FLAGS if source.parent.name == "core" else ()
+        started = time.time_ns()
+        record.unlink(missing_ok=True)
         _run(
             [
                 *(*self.command, *self.flags, *extra, "-MMD"),
                 *("-c", str(source), "-o", str(target)),
             ]
         )
+        # What was edited meanwhile may not be what the compiler read: no record then.
+        files = _files_read(depfile)
+        if all(path.stat().st_mtime_ns < started for path in files):
+            record.write_text(_digest(files))
 
     def link(
         self, objects: list[pathlib.Path], flags: list[str], target: pathlib.Path
@@ -193,17 +201,16 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"this command failed:\n    {shlex.join(command)}")
 
 
-def _mtime(path: pathlib.Path) -> float:
-    return path.stat().st_mtime
-
-
-def _is_up_to_date(target: pathlib.Path) -> bool:
-    depfile = target.with_suffix(".d")
-    if not (target.exists() and depfile.exists()):
-        return False
+def _files_read(depfile: pathlib.Path) -> list[pathlib.Path]:
+    """Returns what the compiler read for an object file, without system headers."""
     rule = depfile.read_text().replace("\\\n", " ")
-    read = [pathlib.Path(name) for name in shlex.split(rule.partition(":")[2])]
-    return all(path.exists() and _mtime(path) <= _mtime(target) for path in read)
+    return [pathlib.Path(name) for name in shlex.split(rule.partition(":")[2])]
+
+
+def _digest(paths: list[pathlib.Path]) -> str:
+    # Not times: those of a copied or unpacked tree can be older than object files.
+    contents = [path.read_bytes() if path.exists() else None for path in paths]
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def _jobs(parallel: int | bool | None) -> int:

@@ -8,6 +8,7 @@ Environment variables:
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import random
@@ -47,12 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     del config
     if os.environ.get("TPU_EMBEDDING_TEST_INSTALLED") != "1":
         return
-    import tpu_embedding  # Late: only here does it matter which one it is.
-
-    found = pathlib.Path(tpu_embedding.__file__).resolve()
-    if found.is_relative_to(CHECKOUT / "tpu_embedding"):
+    spec = importlib.util.find_spec("tpu_embedding")
+    found = pathlib.Path(spec.origin or "").resolve() if spec else None
+    if found is None or found.is_relative_to(CHECKOUT / "tpu_embedding"):
         raise pytest.UsageError(
-            f"The installed package is to be tested, but Python imports {found}. "
+            f"The installed package is to be tested, but Python finds {found}. "
             "Call `pytest`, not `python -m pytest`, and unset PYTHONPATH."
         )
 

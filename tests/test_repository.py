@@ -22,7 +22,7 @@ import pytest
 import tpu_embedding
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FOLDERS = ("tpu_embedding", "tests", "examples")
+FOLDERS = ("tpu_embedding", "tests", "examples", "benchmarks")
 MAX_FILE_LINES = 400
 MAX_PYTHON_BODY_LINES = 40
 MAX_CPP_FUNCTION_LINES = 60

@@ -305,6 +305,12 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
             for spec, table in zip(self._plan.tables, engine.tables, strict=True)
         }
 
+    def checkpoint_variables(self) -> dict[str, tf.Variable]:
+        """Tables, slots and counters by their names in checkpoints."""
+        engine = self._built_engine()
+        self.flush()
+        return engine.checkpoint_variables()
+
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # Saving and restoring begin by asking for the children: the one moment at
         # which a pending update can still be applied.

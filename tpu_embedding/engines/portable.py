@@ -58,7 +58,8 @@ class PortableEngine(Engine):
         if replica is not None and self._num_replicas > 1:
             # A failure in one replica among several must be known to the others.
             on_failure = functools.partial(self._steps.fail_enqueue, replica)
-        replicas = range(self._num_replicas) if replica is None else [replica]
+        all_replicas = tuple(range(self._num_replicas))
+        replicas = all_replicas if replica is None else (replica,)
         with tf.device(self._host):
             packed = [self._prepare(batch, on_failure) for batch in batches]
             with tf.control_dependencies(packed):

@@ -26,11 +26,11 @@ class Check:
     """What has to hold of a caller's values.
 
     Attributes:
-      ok: bool scalar, or a bool where it is known while tracing.
+      ok: bool scalar.
       message: Makes the string scalar to fail with. Called in the failing branch.
     """
 
-    ok: tf.Tensor | bool
+    ok: tf.Tensor
     message: Callable[[], tf.Tensor]
 
 
@@ -52,9 +52,10 @@ def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any
       The control inputs for all that must not happen after a failure.
 
     Raises:
-      tf.errors.InvalidArgumentError: Eagerly at once, in a graph when it runs.
+      tf.errors.InvalidArgumentError: Eagerly at once, in a graph when it runs: by an
+        op that quotes a text it cannot read as a number. (Assert would do, but it
+        escapes the quotes in a message.)
     """
-    checks = [check for check in checks if check.ok is not True]
     if tf.executing_eagerly():
         for check in checks:
             if not check.ok:
@@ -70,8 +71,11 @@ def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any
         first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
         message = tf.switch_case(first, [check.message for check in checks])
         with tf.control_dependencies(on_failure()):
-            failure = tf.raw_ops.Assert(condition=False, data=[message])
-        with tf.control_dependencies([failure]):
+            failure = tf.strings.to_number(message, name="invalid_argument")
+        # To be stateful, lest the branch be optimised away.
+        with tf.control_dependencies(
+            [tf.raw_ops.Assert(condition=False, data=[failure])]
+        ):
             return tf.constant(False)
 
     return [tf.cond(tf.reduce_all(holds), lambda: True, fail)]

@@ -12,74 +12,34 @@ branches, so that it is the same eagerly and in a graph.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 
 import tensorflow as tf
+
+from tpu_embedding.engines.portable_refusals import MOST_UPDATES, Refusal
 
 # States of a replica's part of a step.
 _AWAITED, _QUEUED, _DEQUEUED, _DEPOSITED, _DONE = range(5)
 
 NEVER = tf.int64.max  # The number of no step.
-MOST_UPDATES = 1024  # Deposited, but not by all replicas.
 _HEADER = 4  # Rows of the matrix before those of the steps.
 
 
-class Refusal(enum.IntEnum):
-    """Why a call is wrong; the texts are in `messages`."""
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call comes to.
 
-    NONE = 0
-    GIVEN_UP_ENQUEUE = 1
-    QUEUE_FULL = 2
-    TRAINING_DIFFERS = 3
-    GIVEN_UP_DEQUEUE = 4
-    NOTHING_QUEUED = 5
-    OWES_GRADIENTS = 6
-    OTHER_REPLICA_OWES = 7
-    WAS_EVALUATION = 8
-    NOT_DEQUEUED = 9
-    NOTHING_OWED = 10
-    SUBMITTED_BY_SOME = 11
-    ALREADY_SUBMITTED = 12
-    TOO_MANY_UPDATES = 13
+    Attributes:
+      refusal: int32 scalar, a `Refusal`; 0 where the call is right.
+      matrix: The ledger after the call, as of `Ledger.to_matrix`.
+      number: int64 scalar, or [n] for n replicas: the step that it is about.
+      answer: bool scalar; its meaning is the call's own.
+    """
 
-
-def messages(capacity: int) -> list[str]:
-    """The text of each refusal, by its number; the first one is empty."""
-    texts = {
-        Refusal.NONE: "",
-        Refusal.GIVEN_UP_ENQUEUE: "enqueue: this step was given up because another "
-        "replica's input failed its checks. Mend that input and run the step again.",
-        Refusal.QUEUE_FULL: f"enqueue: the queue is full ({capacity} batches). Call "
-        "dequeue once for each enqueue.",
-        Refusal.TRAINING_DIFFERS: "enqueue: the replicas disagree on `training` "
-        "within one step. Pass the same value in every replica.",
-        Refusal.GIVEN_UP_DEQUEUE: "dequeue: this step was given up because a "
-        "replica's input failed its checks. Mend that input and run the step again.",
-        Refusal.NOTHING_QUEUED: "dequeue: no batch is enqueued. Call enqueue before "
-        "dequeue, once for each dequeue.",
-        Refusal.OWES_GRADIENTS: "dequeue: the training batch dequeued before still "
-        "owes its gradients. Call apply_gradients first, or enqueue with "
-        "training=False.",
-        Refusal.OTHER_REPLICA_OWES: "dequeue: another replica has not applied its "
-        "gradients of the step before. Put the loop over steps outside of "
-        "strategy.run.",
-        Refusal.WAS_EVALUATION: "apply_gradients: the batch was enqueued with "
-        "training=False. Enqueue with training=True to train on it.",
-        Refusal.NOT_DEQUEUED: "apply_gradients: the enqueued batch was not dequeued. "
-        "Call dequeue first.",
-        Refusal.NOTHING_OWED: "apply_gradients: no dequeued batch owes gradients; "
-        "they can be applied once per dequeue.",
-        Refusal.SUBMITTED_BY_SOME: "lookup: gradients came from some replicas only, "
-        "and their update was given up. If a step had failed, run it again. Else take "
-        "all lookups of a step before its gradients.",
-        Refusal.ALREADY_SUBMITTED: "The gradients of this lookup were applied "
-        "already; each lookup takes them once. Call the layer again, or take all "
-        "gradients with one tape.gradient call.",
-        Refusal.TOO_MANY_UPDATES: f"submit: {MOST_UPDATES} lookups of this replica "
-        "wait for those of the others. Make the same lookups in every replica.",
-    }
-    return [texts[refusal] for refusal in Refusal]
+    refusal: tf.Tensor
+    matrix: tf.Tensor
+    number: tf.Tensor
+    answer: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +117,11 @@ class Ledger:
         )
 
     def enqueue(
-        self, replicas: Sequence[int], *, training: bool, capacity: int
-    ) -> tuple[tf.Tensor, Ledger]:
+        self, replicas: Sequence[int], training: bool, capacity: int
+    ) -> Outcome:
         """Queues a batch for `replicas`: for one of several, or for all.
 
-        Returns:
-          (refusal, ledger). The ledger holds for a refusal too.
+        The ledger of the outcome holds for a refusal too. Its numbers are [n].
         """
         alone = len(replicas) < self._num_replicas
         if alone:
@@ -178,11 +137,12 @@ class Ledger:
             refusals.append((full, Refusal.QUEUE_FULL))
             refusals.append((tf.reduce_any(differs), Refusal.TRAINING_DIFFERS))
         refusal = _first(refusals)
+        numbers = tf.stack([ledger.next_enqueue[replica] for replica in replicas])
         for replica in replicas:
-            ledger = ledger._put(replica, training, refusal == Refusal.NONE)
-        return refusal, ledger
+            ledger = ledger._put(replica, refusal == Refusal.NONE, training=training)
+        return ledger._outcome(refusal, number=numbers)
 
-    def fail_enqueue(self, replica: int) -> Ledger:
+    def fail_enqueue(self, replica: int) -> Outcome:
         """The input of `replica` for its next step failed its checks: the batches
         that other replicas queue for that step are to be discarded."""
         failed = tf.where(
@@ -191,16 +151,13 @@ class Ledger:
         arrived = tf.where(
             self.failed == NEVER, self.next_enqueue > failed, self.arrived
         )
-        return dataclasses.replace(
+        ledger = dataclasses.replace(
             self, failed=failed, arrived=arrived | self._is(replica)
         )
+        return ledger._outcome()
 
-    def dequeue(self, replica: int) -> tuple[tf.Tensor, tf.Tensor, Ledger]:
-        """Hands out the next batch of `replica`.
-
-        Returns:
-          (refusal, whether the batch is for training, ledger).
-        """
+    def dequeue(self, replica: int) -> Outcome:
+        """Hands out the next batch of `replica`; answers whether it is training."""
         number = self.next_dequeue[replica]
         step = self._find(number)
         training = tf.reduce_any(step & self.training)
@@ -226,10 +183,11 @@ class Ledger:
             ),
             next_dequeue=self.next_dequeue + tf.cast(self._is(replica), tf.int64),
         )
-        return refusal, training, ledger._keep(~ledger._all_in(_DONE))
+        ledger = ledger._keep(~ledger._all_in(_DONE))
+        return ledger._outcome(refusal, number=number, answer=training)
 
-    def owed(self, replica: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """(refusal, the number of the step whose gradients `replica` owes)."""
+    def owed(self, replica: int) -> Outcome:
+        """Finds the step whose gradients `replica` owes."""
         number = self._owed_number(replica)
         upcoming = self._find(self.next_dequeue[replica]) & self.training
         is_queued = upcoming & (self.states[:, replica] == _QUEUED)
@@ -242,23 +200,22 @@ class Ledger:
                 (~owes, Refusal.NOTHING_OWED),
             ]
         )
-        return refusal, number
+        return self._outcome(refusal, number=number)
 
-    def deposit(self, replica: int) -> tuple[tf.Tensor, Ledger]:
-        """Takes the gradients that `replica` owes.
-
-        Returns:
-          (whether the step is now complete, ledger).
-        """
-        step = self._find(self._owed_number(replica))
+    def deposit(self, replica: int) -> Outcome:
+        """Takes the gradients that `replica` owes; answers whether the step is
+        complete with them."""
+        number = self._owed_number(replica)
+        step = self._find(number)
         ledger = self._set_state(step, replica, tf.constant(_DEPOSITED, tf.int64))
-        return tf.reduce_any(step & ledger._all_in(_DEPOSITED)), ledger
+        is_complete = tf.reduce_any(step & ledger._all_in(_DEPOSITED))
+        return ledger._outcome(number=number, answer=is_complete)
 
-    def fail_deposit(self, replica: int) -> Ledger:
+    def fail_deposit(self, replica: int) -> Outcome:
         """The gradients of `replica` failed their checks. Among several replicas
         the step is lost; a single one still owes and may try again."""
         if self._num_replicas == 1:
-            return self
+            return self._outcome()
         number = self._owed_number(replica)
         is_enqueued = self.next_enqueue > number
         # Where a replica has not come to the step yet, it is given up as if an
@@ -272,14 +229,13 @@ class Ledger:
             arrived=tf.where(complete, self.arrived, is_enqueued),
             next_dequeue=tf.maximum(self.next_dequeue, following),
         )
-        return ledger.remove(number)
+        return ledger._keep(~ledger._find(number))._outcome()
 
-    def begin_lookup(self, replica: int) -> tuple[tf.Tensor, Ledger]:
+    def begin_lookup(self, replica: int) -> Outcome:
         """A lookup outside of the queue, whose gradients may come by `submit`.
-        Updates that only some replicas submitted are given up: their step is over.
 
-        Returns:
-          (refusal, ledger). The ledger holds for a refusal too.
+        Updates that only some replicas submitted are given up: their step is over.
+        The ledger of the outcome holds for a refusal too.
         """
         is_partial = tf.reduce_any(
             (self.states[:, replica] == _DEPOSITED) & ~self._all_in(_DEPOSITED)
@@ -290,20 +246,20 @@ class Ledger:
             next_enqueue=tf.where(is_partial, latest, self.next_enqueue),
             next_dequeue=tf.where(is_partial, latest, self.next_dequeue),
         )
-        refusal = _first([(is_partial, Refusal.SUBMITTED_BY_SOME)])
-        return refusal, ledger._keep(tf.fill(tf.shape(self.numbers), ~is_partial))
+        ledger = ledger._keep(tf.fill(tf.shape(self.numbers), ~is_partial))
+        return ledger._outcome(_first([(is_partial, Refusal.SUBMITTED_BY_SOME)]))
 
-    def submit(self, replica: int) -> tuple[tf.Tensor, tf.Tensor, Ledger]:
+    def submit(self, replica: int, pipelined: bool) -> Outcome:
         """Takes a batch together with its gradients. The n-th ones of all replicas
         make up one update.
 
-        Returns:
-          (refusal, how many updates are ready, ledger).
+        Answers whether an update is to be applied now; if `pipelined`, the newest
+        one is left pending.
         """
         number = self.next_enqueue[replica]
         waits = tf.reduce_sum(tf.cast(self.states[:, replica] == _DEPOSITED, tf.int64))
         refusal = _first([(waits >= MOST_UPDATES, Refusal.TOO_MANY_UPDATES)])
-        ledger = self._put(replica, training=True, allowed=tf.constant(True))
+        ledger = self._put(replica, tf.constant(True), training=True)
         ledger = ledger._set_state(
             ledger._find(number), replica, tf.constant(_DEPOSITED, tf.int64)
         )
@@ -312,29 +268,42 @@ class Ledger:
             next_dequeue=self.next_dequeue + tf.cast(self._is(replica), tf.int64),
         )
         ready = tf.reduce_sum(tf.cast(ledger._all_in(_DEPOSITED), tf.int32))
-        return refusal, ready, ledger
+        return ledger._outcome(refusal, number=number, answer=ready > int(pipelined))
 
-    def ready(self) -> tf.Tensor:
-        """The number of the first step whose update is ready, or NEVER."""
-        return self._smallest(self.training & self._all_in(_DEPOSITED))
+    def take_ready(self) -> Outcome:
+        """Takes out the first step whose update is ready; answers whether one is."""
+        number = self._ready()
+        ledger = self._keep(~self._find(number))
+        return ledger._outcome(number=number, answer=number != NEVER)
 
-    def is_ready(self) -> tf.Tensor:
-        """Whether an update is ready."""
-        return self.ready() != NEVER
+    def lookups_are_done(self) -> Outcome:
+        """Answers whether an update is ready and all replicas have looked up the
+        step after it."""
+        number = self._ready()
+        are_done = tf.reduce_all(self.next_dequeue - 1 > number)
+        return self._outcome(number=number, answer=(number != NEVER) & are_done)
 
-    def lookups_are_done(self) -> tf.Tensor:
-        """Whether an update is ready and all have looked up the step after it."""
-        number = self.ready()
-        return (number != NEVER) & tf.reduce_all(self.next_dequeue - 1 > number)
-
-    def next_is_evaluation(self, replica: int) -> tf.Tensor:
-        """Whether the next batch of `replica` is an evaluation."""
+    def is_ready_before_evaluation(self, replica: int) -> Outcome:
+        """Answers whether an update is ready and the next batch of `replica` is an
+        evaluation."""
+        number = self._ready()
         step = self._find(self.next_dequeue[replica])
-        return tf.reduce_any(step & ~self.training)
+        is_evaluation = tf.reduce_any(step & ~self.training)
+        return self._outcome(number=number, answer=(number != NEVER) & is_evaluation)
 
-    def remove(self, number: tf.Tensor) -> Ledger:
-        """Without the step of that number."""
-        return self._keep(~self._find(number))
+    def _outcome(
+        self,
+        refusal: tf.Tensor | int = Refusal.NONE,
+        *,
+        number: tf.Tensor | int = NEVER,
+        answer: tf.Tensor | bool = False,
+    ) -> Outcome:
+        return Outcome(
+            refusal=tf.convert_to_tensor(refusal, tf.int32),
+            matrix=self.to_matrix(),
+            number=tf.convert_to_tensor(number, tf.int64),
+            answer=tf.convert_to_tensor(answer, tf.bool),
+        )
 
     @property
     def _num_replicas(self) -> int:
@@ -356,6 +325,10 @@ class Ledger:
         # Of no steps the minimum is NEVER, the largest int64.
         return tf.reduce_min(tf.boolean_mask(self.numbers, steps))
 
+    def _ready(self) -> tf.Tensor:
+        """The number of the first step whose update is ready, or NEVER."""
+        return self._smallest(self.training & self._all_in(_DEPOSITED))
+
     def _owed_number(self, replica: int) -> tf.Tensor:
         return self._smallest(self.training & (self.states[:, replica] == _DEQUEUED))
 
@@ -371,7 +344,7 @@ class Ledger:
             states=tf.boolean_mask(self.states, steps),
         )
 
-    def _put(self, replica: int, training: bool, allowed: tf.Tensor) -> Ledger:
+    def _put(self, replica: int, allowed: tf.Tensor, *, training: bool) -> Ledger:
         """Queues a batch of `replica`, where that is allowed."""
         number = self.next_enqueue[replica]
         is_new = allowed & ~tf.reduce_any(self._find(number))

@@ -7,6 +7,7 @@ broken off in between leaves all as it was. No call waits. Calls must not overla
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,8 @@ import tensorflow as tf
 
 from tpu_embedding.engines.portable_cells import Cells, pack, unpack
 from tpu_embedding.engines.portable_checks import no_change, refuse
-from tpu_embedding.engines.portable_ledger import (
-    MOST_UPDATES,
-    Ledger,
-    Refusal,
-    messages,
-)
+from tpu_embedding.engines.portable_ledger import Ledger, Outcome
+from tpu_embedding.engines.portable_refusals import MOST_UPDATES, Refusal, messages
 from tpu_embedding.engines.variables import create_state
 
 
@@ -55,22 +52,18 @@ class StepQueue:
           tf.errors.FailedPreconditionError: If the queue is full, the replicas
             disagree on `training`, or another replica's input had failed.
         """
-        refusal, ledger = self._read().enqueue(
-            replicas, training=training, capacity=self._capacity
-        )
-        with self._unless(refusal, ledger):
+        outcome = self._call(Ledger.enqueue, replicas, training, self._capacity)
+        with self._unless_refused(outcome, changes=True):
             puts = [
-                self._queued.put(
-                    self._queued_cell(replica, ledger.next_enqueue[replica] - 1), batch
-                )
-                for replica, batch in zip(replicas, batches, strict=True)
+                self._queued.put(self._queued_cell(r, outcome.number[i]), batch)
+                for i, (r, batch) in enumerate(zip(replicas, batches, strict=True))
             ]
             with tf.control_dependencies(puts):
-                self._commit(ledger)
+                self._commit(outcome)
 
     def fail_enqueue(self, replica: int) -> list[Any]:
         """The input of `replica` failed its checks; returns the ops that note it."""
-        return [self._commit(self._read().fail_enqueue(replica))]
+        return [self._commit(self._call(Ledger.fail_enqueue, replica))]
 
     def dequeue(self, replica: int) -> tf.Tensor:
         """Hands out the next batch of `replica`.
@@ -79,10 +72,9 @@ class StepQueue:
           tf.errors.FailedPreconditionError: If none is queued, or the batch before
             still owes its gradients.
         """
-        ledger = self._read()
-        refusal, training, after = ledger.dequeue(replica)
-        with self._unless(refusal):
-            cell = self._queued_cell(replica, ledger.next_dequeue[replica])
+        outcome = self._call(Ledger.dequeue, replica)
+        with self._unless_refused(outcome):
+            cell = self._queued_cell(replica, outcome.number)
             batch = self._queued.get(cell)
 
             def owe() -> tf.Tensor:
@@ -90,8 +82,8 @@ class StepQueue:
                     return tf.constant(True)
 
             with _after(
-                lambda: tf.cond(training, owe, lambda: False),
-                lambda: self._commit(after),
+                lambda: tf.cond(outcome.answer, owe, lambda: False),
+                lambda: self._commit(outcome),
                 lambda: self._queued.clear(cell),
             ):
                 return tf.identity(batch)
@@ -102,7 +94,7 @@ class StepQueue:
         Raises:
           tf.errors.FailedPreconditionError: If there is none.
         """
-        with self._unless(self._read().owed(replica)[0]):
+        with self._unless_refused(self._call(Ledger.owed, replica)):
             return self._owed.get(replica)
 
     def deposit(self, replica: int, gradients: tf.Tensor) -> tf.Tensor:
@@ -111,20 +103,18 @@ class StepQueue:
         Returns:
           bool scalar, whether the step's update is to be applied now.
         """
-        ledger = self._read()
-        _, number = ledger.owed(replica)
-        is_complete, after = ledger.deposit(replica)
-        cell = self._deposited_cell(replica, number)
+        outcome = self._call(Ledger.deposit, replica)
+        cell = self._deposited_cell(replica, outcome.number)
         with _after(
             lambda: self._deposited.put(cell, gradients),
-            lambda: self._commit(after),
+            lambda: self._commit(outcome),
             lambda: self._owed.clear(replica),
         ):
-            return tf.identity(not self._pipelined and is_complete)
+            return tf.identity(not self._pipelined and outcome.answer)
 
     def fail_deposit(self, replica: int) -> list[Any]:
         """The gradients of `replica` failed their checks; returns the ops."""
-        return [self._commit(self._read().fail_deposit(replica))]
+        return [self._commit(self._call(Ledger.fail_deposit, replica))]
 
     def begin_lookup(self, replica: int, batch: tf.Tensor) -> tf.Tensor:
         """Lets a batch pass by the queue.
@@ -136,13 +126,13 @@ class StepQueue:
           tf.errors.FailedPreconditionError: If gradients of the step before came
             from some replicas only.
         """
-        refusal, ledger = self._read().begin_lookup(replica)
-        with self._unless(refusal, ledger):
+        outcome = self._call(Ledger.begin_lookup, replica)
+        with self._unless_refused(outcome, changes=True):
             # The table gets an entry once the ticket is used, and goes with it.
             used = tf.raw_ops.AnonymousMutableHashTable(
                 key_dtype=tf.int64, value_dtype=tf.int64
             )
-            with _after(lambda: self._commit(ledger)):
+            with _after(lambda: self._commit(outcome)):
                 return pack([batch, used])
 
     def ticket_batch(self, ticket: tf.Tensor) -> tf.Tensor:
@@ -161,58 +151,66 @@ class StepQueue:
           tf.errors.FailedPreconditionError: If the ticket was used already.
         """
         _, used = _unpack_ticket(ticket)
-        ledger = self._read()
-        refusal, num_ready, after = ledger.submit(replica)
-        cell = self._deposited_cell(replica, ledger.next_enqueue[replica])
-        with tf.control_dependencies([num_ready]):  # After submissions before it.
+        outcome = self._call(Ledger.submit, replica, self._pipelined)
+        with tf.control_dependencies([outcome.matrix]):  # After submissions before.
             is_used = tf.raw_ops.LookupTableSizeV2(table_handle=used) > 0
-        refusal = tf.where(is_used, int(Refusal.ALREADY_SUBMITTED), refusal)
-        with self._unless(refusal):
-            with _after(
+        refusal = tf.where(is_used, int(Refusal.ALREADY_SUBMITTED), outcome.refusal)
+        cell = self._deposited_cell(replica, outcome.number)
+        with (
+            self._unless_refused(dataclasses.replace(outcome, refusal=refusal)),
+            _after(
                 lambda: self._deposited.put(cell, gradients),
-                lambda: self._commit(after),
+                lambda: self._commit(outcome),
                 lambda: tf.raw_ops.LookupTableInsertV2(
                     table_handle=used,
                     keys=tf.zeros([1], tf.int64),
                     values=tf.zeros([1], tf.int64),
                 ),
-            ):
-                return num_ready > int(self._pipelined)
+            ),
+        ):
+            return tf.identity(outcome.answer)
 
     def lookups_are_done(self) -> tf.Tensor:
         """Whether an update is ready and all have looked up the step after it."""
-        return self._read().lookups_are_done()
+        return self._call(Ledger.lookups_are_done).answer
 
     def is_ready(self) -> tf.Tensor:
         """Whether an update is ready to be applied."""
-        return self._read().is_ready()
+        return self._call(Ledger.take_ready).answer
 
     def is_ready_before_evaluation(self, replica: int) -> tf.Tensor:
         """Whether, besides, the next batch of `replica` is an evaluation."""
-        ledger = self._read()
-        return ledger.is_ready() & ledger.next_is_evaluation(replica)
+        return self._call(Ledger.is_ready_before_evaluation, replica).answer
 
     def take_ready(self) -> list[tf.Tensor]:
         """The gradients of each replica for the update that is ready."""
-        ledger = self._read()
-        number = ledger.ready()
-        cells = [self._deposited_cell(r, number) for r in range(self._num_replicas)]
+        outcome = self._call(Ledger.take_ready)
+        replicas = range(self._num_replicas)
+        cells = [self._deposited_cell(r, outcome.number) for r in replicas]
         gradients = [self._deposited.get(cell) for cell in cells]
         clear = [functools.partial(self._deposited.clear, cell) for cell in cells]
-        with _after(lambda: self._commit(ledger.remove(number)), *clear):
+        with _after(lambda: self._commit(outcome), *clear):
             return [tf.identity(gradient) for gradient in gradients]
 
-    def _read(self) -> Ledger:
-        return Ledger.from_matrix(self._ledger.read_value())
+    def _call(self, rule: Callable[..., Outcome], *arguments: Any) -> Outcome:
+        """What `rule` says of the ledger as it is."""
+        matrix = self._ledger.read_value()
+        return Outcome(**_compiled(rule, 2 + self._num_replicas, *arguments)(matrix))
 
-    def _commit(self, ledger: Ledger) -> Any:
-        return self._ledger.assign(ledger.to_matrix(), read_value=False)
+    def _commit(self, outcome: Outcome) -> Any:
+        return self._ledger.assign(outcome.matrix, read_value=False)
 
-    def _unless(self, refusal: tf.Tensor, ledger: Ledger | None = None) -> Any:
-        """A context for what must not happen after a refusal, which itself may
-        bring a change of the ledger with it."""
-        change = no_change if ledger is None else lambda: [self._commit(ledger)]
-        return tf.control_dependencies(refuse(refusal, self._messages, change))
+    def _unless_refused(self, outcome: Outcome, *, changes: bool = False) -> Any:
+        """A context for what must not happen after a refusal.
+
+        Args:
+          outcome: Of the call.
+          changes: Whether the refusal itself changes the ledger.
+        """
+        change = (lambda: [self._commit(outcome)]) if changes else no_change
+        return tf.control_dependencies(
+            refuse(outcome.refusal, self._messages, change)
+        )
 
     def _queued_cell(self, replica: int, number: tf.Tensor) -> tf.Tensor:
         return replica * self._capacity + number % self._capacity
@@ -234,3 +232,18 @@ def _unpack_ticket(ticket: tf.Tensor) -> list[tf.Tensor]:
     return unpack(
         ticket, [tf.TensorSpec([], tf.variant), tf.TensorSpec([], tf.resource)]
     )
+
+
+@functools.cache
+def _compiled(
+    rule: Callable[..., Outcome], width: int, *arguments: Any
+) -> Callable[[tf.Tensor], dict[str, tf.Tensor]]:
+    """A rule as one graph: eagerly its many small ops would take milliseconds."""
+
+    def call(matrix: tf.Tensor) -> dict[str, tf.Tensor]:
+        return vars(rule(Ledger.from_matrix(matrix), *arguments))
+
+    with tf.init_scope():
+        return tf.function(call, autograph=False).get_concrete_function(
+            tf.TensorSpec([None, width], tf.int64)
+        )

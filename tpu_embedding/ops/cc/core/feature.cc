@@ -251,45 +251,34 @@ class CsrWriter {
     csr_->rows = Buffer<int64_t>(input_.num_ids);
     csr_->gains = Buffer<float>(input_.num_ids);
     csr_->offsets[0] = 0;
-    for (int64_t row = 0; row < rows.count; ++row) {
-      Error error =
-          positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
-      if (error) return error;
+    for (int64_t row = 0; row < rows.count && !error_; ++row) {
+      positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
     }
     csr_->rows.Truncate(size_);
     csr_->gains.Truncate(size_);
-    return std::nullopt;
+    return error_;
   }
 
  private:
-  Error WriteSample(const Rows& rows, int64_t row) {
-    const int64_t end = rows.begin(row + 1);
-    for (int64_t entry = rows.begin(row); entry < end; ++entry) {
-      Error error = Append(row, entry);
-      if (error) return error;
-    }
+  void WriteSample(const Rows& rows, int64_t row) {
+    AppendAll(row, rows.begin(row), rows.begin(row + 1));
     CloseSample();
-    return std::nullopt;
   }
 
-  Error WriteSequence(const Rows& rows, int64_t row) {
+  void WriteSequence(const Rows& rows, int64_t row) {
     const int64_t end = rows.begin(row + 1);
     int64_t entry = rows.begin(row);
     for (int64_t position = 0; position < positions_; ++position) {
       if (entry < end && Position(rows, row, entry) == position) {
-        Error error = Append(row, entry++);
-        if (error) return error;
+        AppendAll(row, entry, entry + 1);
+        ++entry;
       }
       CloseSample();
     }
     // Entries past the end are cut, but a bad id among them is still an error.
     const int64_t kept = size_;
-    for (; entry < end; ++entry) {
-      Error error = Append(row, entry);
-      if (error) return error;
-    }
+    AppendAll(row, entry, end);
     size_ = kept;
-    return std::nullopt;
   }
 
   int64_t Position(const Rows& rows, int64_t row, int64_t entry) const {
@@ -297,25 +286,29 @@ class CsrWriter {
                                             : entry - rows.begin(row);
   }
 
-  Error Append(int64_t row, int64_t entry) {
-    int64_t id = ids_[entry];
-    const int64_t size = spec_.vocabulary_size;
-    const float weight = input_.weights ? input_.weights[entry] : 1.0f;
-    if (spec_.check_numerics && !std::isfinite(weight)) {
-      return Concat("Feature ", spec_.path, ": sample ", row,
-                    " has a weight that is not finite (", weight, ").");
-    }
-    if (id < 0 || id >= size) {
-      if (spec_.invalid_ids == InvalidIds::kError) {
-        return InvalidId(spec_, row, id);
+  // Appends the entries [begin, end), up to the first that is an error.
+  void AppendAll(int64_t row, int64_t begin, int64_t end) {
+    const int64_t vocabulary_size = spec_.vocabulary_size;
+    for (int64_t entry = begin; entry < end; ++entry) {
+      int64_t id = ids_[entry];
+      const float weight = input_.weights ? input_.weights[entry] : 1.0f;
+      if (spec_.check_numerics && !std::isfinite(weight)) {
+        error_ = Concat("Feature ", spec_.path, ": sample ", row,
+                        " has a weight that is not finite (", weight, ").");
+        return;
       }
-      if (spec_.invalid_ids == InvalidIds::kDrop) return std::nullopt;
-      id = (id % size + size) % size;
+      if (id < 0 || id >= vocabulary_size) {
+        if (spec_.invalid_ids == InvalidIds::kDrop) continue;
+        if (spec_.invalid_ids == InvalidIds::kError) {
+          error_ = InvalidId(spec_, row, id);
+          return;
+        }
+        id = (id % vocabulary_size + vocabulary_size) % vocabulary_size;
+      }
+      csr_->rows[size_] = id;
+      csr_->gains[size_] = weight;
+      ++size_;
     }
-    csr_->rows[size_] = id;
-    csr_->gains[size_] = weight;
-    ++size_;
-    return std::nullopt;
   }
 
   void CloseSample() {
@@ -330,6 +323,7 @@ class CsrWriter {
   FeatureCsr* csr_;
   int64_t size_ = 0;    // entries written
   int64_t sample_ = 0;  // samples closed
+  Error error_;         // the first one met
 };
 
 }  // namespace

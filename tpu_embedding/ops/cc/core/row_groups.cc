@@ -10,7 +10,8 @@ namespace {
 
 // Entries in the order in which their gradients are to be summed.
 struct Entries {
-  explicit Entries(int64_t size) : rows(size), samples(size), gains(size) {}
+  explicit Entries(int64_t capacity)
+      : rows(capacity), samples(capacity), gains(capacity) {}
 
   void Append(int64_t row, int64_t sample, float gain) {
     rows[size] = row;

@@ -2,7 +2,8 @@
 // p = g * (a + epsilon)^(-1 / exponent); m = momentum * m + p;
 // w -= rate * (nesterov ? momentum * m + p : m).
 // Slots: accumulators, momenta.
-// Hyperparameters: momentum, use_nesterov, exponent, beta2, epsilon.
+// Hyperparameters: momentum, use_nesterov, exponent, beta2, 1 - beta2 (formed
+// in double precision), epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_MOMENTUM_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_MOMENTUM_H_
@@ -26,8 +27,8 @@ class AdagradMomentum {
         use_nesterov_(arguments.hyperparameters[1] != 0.0f),
         power_(-1.0f / arguments.hyperparameters[2]),
         keep_(arguments.hyperparameters[3]),
-        take_(keep_ == 1.0f ? 1.0f : 1.0f - keep_),
-        epsilon_(arguments.hyperparameters[4]) {}
+        take_(keep_ == 1.0f ? 1.0f : arguments.hyperparameters[4]),
+        epsilon_(arguments.hyperparameters[5]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

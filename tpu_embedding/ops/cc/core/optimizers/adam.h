@@ -2,7 +2,9 @@
 // w -= rate * m / sqrt(v + epsilon^2), or / (sqrt(v) + epsilon). TPU hardware
 // corrects no bias; a dynamic rate supplies that.
 // Slots: momenta, velocities.
-// Hyperparameters: beta_1, beta_2, epsilon, sum_inside_sqrt.
+// Hyperparameters: beta_1, 1 - beta_1, beta_2, 1 - beta_2, epsilon,
+// sum_inside_sqrt. The differences come from double precision: formed here,
+// 1 - 0.999f would be off by 5e-5 of itself.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAM_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAM_H_
@@ -23,11 +25,11 @@ class Adam {
   explicit Adam(const RuleArguments& arguments)
       : rate_(arguments.rate),
         keep_m_(arguments.hyperparameters[0]),
-        take_m_(1.0f - keep_m_),
-        keep_v_(arguments.hyperparameters[1]),
-        take_v_(1.0f - keep_v_),
-        epsilon_(arguments.hyperparameters[2]),
-        sum_inside_sqrt_(arguments.hyperparameters[3] != 0.0f) {}
+        take_m_(arguments.hyperparameters[1]),
+        keep_v_(arguments.hyperparameters[2]),
+        take_v_(arguments.hyperparameters[3]),
+        epsilon_(arguments.hyperparameters[4]),
+        sum_inside_sqrt_(arguments.hyperparameters[5] != 0.0f) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

@@ -1,0 +1,64 @@
+"""tf.nn.embedding_lookup_sparse, and a Keras 3 optimizer for the tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.scenarios import Scenario
+from benchmarks.timing import timed
+
+RULE = "keras.optimizers on IndexedSlices"
+
+_OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.01),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.01),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.01),
+}
+
+
+def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
+    """Makes the tables and traces the steps."""
+    if optimizer not in _OPTIMIZERS:
+        raise NotImplementedError(f"Keras has no {optimizer}.")
+    tables = [
+        keras.Variable(
+            tf.random.truncated_normal([rows, scenario.dim], stddev=scenario.dim**-0.5)
+        )
+        for rows in scenario.rows
+    ]
+    rule = _OPTIMIZERS[optimizer]()
+    rule.build(tables)
+    batches = itertools.cycle(
+        [_sparse(ids) for ids in batch] for batch in scenario.batches(4)
+    )
+
+    @tf.function
+    def lookup(features: list[tf.SparseTensor]) -> list[tf.Tensor]:
+        return [
+            tf.nn.embedding_lookup_sparse(table.value, ids, None, combiner="sum")
+            for table, ids in zip(tables, features, strict=True)
+        ]
+
+    @tf.function
+    def step(features: list[tf.SparseTensor]) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(x) for x in lookup(features)])
+        values = [table.value for table in tables]
+        rule.apply(tape.gradient(loss, values), tables)
+
+    return {
+        "step": timed(lambda: step(next(batches))),
+        "lookup": timed(lambda: lookup(next(batches))),
+    }
+
+
+def _sparse(ids: np.ndarray) -> tf.SparseTensor:
+    batch, width = ids.shape
+    indices = np.stack(np.divmod(np.arange(batch * width), width), axis=1)
+    return tf.SparseTensor(indices, ids.reshape(-1), ids.shape)

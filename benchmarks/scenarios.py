@@ -1,0 +1,81 @@
+"""What is measured: tables, features and batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+# MLPerf DLRM-DCNv2: ids per sample, and the row counts of the Criteo data set.
+_MULTI_HOT = (
+    *(3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1),
+    *(6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1),
+)
+_CRITEO_ROWS = (
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63),
+    *(40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938, 155, 4, 976),
+    *(14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+)
+_MOST_ROWS = 1_000_000
+_ZIPF_EXPONENT = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """One workload; every feature has a table of its own, combined by `sum`.
+
+    Attributes:
+      name: As the command line calls it.
+      batch_size: Samples in a step.
+      dim: Columns of every table.
+      rows: By feature the rows of its table.
+      ids_per_sample: By feature.
+    """
+
+    name: str
+    batch_size: int
+    dim: int
+    rows: tuple[int, ...]
+    ids_per_sample: tuple[int, ...]
+
+    @property
+    def ids_per_step(self) -> int:
+        """Ids of all features in one batch."""
+        return self.batch_size * sum(self.ids_per_sample)
+
+    def batches(self, count: int, seed: int = 0) -> list[list[np.ndarray]]:
+        """Zipf-distributed ids: for each batch, by feature, int32 [batch, ids]."""
+        generator = np.random.default_rng(seed)
+        return [
+            [
+                _zipf(generator, rows, (self.batch_size, ids))
+                for rows, ids in zip(self.rows, self.ids_per_sample, strict=True)
+            ]
+            for _ in range(count)
+        ]
+
+
+def _zipf(
+    generator: np.random.Generator, rows: int, shape: tuple[int, int]
+) -> np.ndarray:
+    """Ranks by inverse transform of the continuous law, scattered over the rows."""
+    power = 1.0 - _ZIPF_EXPONENT
+    u = generator.random(shape)
+    ranks = (1.0 + u * ((rows + 1.0) ** power - 1.0)) ** (1.0 / power)
+    ranks = np.minimum(ranks.astype(np.int64) - 1, rows - 1)
+    # Hot rows do not lie side by side in a real table: an odd step spreads them.
+    return (ranks * 2_654_435_761 % rows).astype(np.int32)
+
+
+_CAPPED = tuple(min(rows, _MOST_ROWS) for rows in _CRITEO_ROWS)
+_ONE_HOT = (1,) * len(_CAPPED)
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("dlrm", 2048, 64, _CAPPED, _MULTI_HOT),
+        Scenario("one_hot", 2048, 64, _CAPPED, _ONE_HOT),
+        Scenario("small_batch", 32, 64, _CAPPED, _ONE_HOT),
+        Scenario("tiny", 64, 16, (1000, 50), (3, 1)),
+    )
+}

@@ -1,0 +1,19 @@
+"""The clock of all peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def timed(function: Callable[[], Any], repeats: int = 1) -> Callable[[], float]:
+    """A function that runs `function` some times; gives the seconds of one run."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        return (time.perf_counter() - start) / repeats
+
+    return run
