@@ -141,24 +141,7 @@ class NumpyOps:
         return np.mean(x, axis=-1, keepdims=True)
 
 
-class TensorFlowOps:
-    """base.ArrayOps over TensorFlow."""
-
-    sqrt = staticmethod(tf.sqrt)
-    pow = staticmethod(tf.pow)
-    abs = staticmethod(tf.abs)
-    sign = staticmethod(tf.sign)
-    where = staticmethod(tf.where)
-    maximum = staticmethod(tf.maximum)
-    minimum = staticmethod(tf.minimum)
-
-    @staticmethod
-    def mean_last(x: Any, /) -> Any:
-        return tf.reduce_mean(x, axis=-1, keepdims=True)
-
-
 NUMPY_OPS = NumpyOps()
-TENSORFLOW_OPS = TensorFlowOps()
 
 
 def initial_slots(optimizer: base.Optimizer) -> list[np.ndarray]:

@@ -11,7 +11,6 @@ import tensorflow as tf
 from optimizer_cases import (
     COMMON_OPTIONS,
     NUMPY_OPS,
-    TENSORFLOW_OPS,
     Case,
     D,
     V,
@@ -22,6 +21,7 @@ from optimizer_cases import (
 from reference import optimizers as reference
 
 from tpu_embedding import optimizers
+from tpu_embedding.engines.array_ops import TENSORFLOW_OPS
 from tpu_embedding.optimizers import base
 
 # Roundings of float32 that one step may pile up, a generous count: powers and the

