@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +22,7 @@ VALIDATION_SHARE = 0.05  # Of the rest.
 MAX_RECENT = 30
 
 Features = dict[str, tf.Tensor | tf.RaggedTensor]
+Batch = dict[str, Any]  # "user", "item" and, if known, "rating": [B]; "recent": ragged
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +32,11 @@ class Split:
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
+
+    @property
+    def rest(self) -> np.ndarray:
+        """All that is not test."""
+        return np.concatenate([self.train, self.validation])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +48,20 @@ class Ratings:
     rating: np.ndarray  # float32 [N], 1 to 5
     recent: tf.RaggedTensor  # int64 [N, (films)], the last one rated at the end
     split: Split
+
+    def mean(self) -> float:
+        """The mean rating of the training part."""
+        return float(self.rating[self.split.train].mean())
+
+    def batches(self, rows: np.ndarray, size: int) -> tf.data.Dataset:
+        """The ratings of these numbers, in this order, as dicts of `size` each."""
+
+        def gather(batch: tf.Tensor) -> Batch:
+            columns = ("user", "item", "rating", "recent")
+            return {name: tf.gather(getattr(self, name), batch) for name in columns}
+
+        dataset = tf.data.Dataset.from_tensor_slices(rows).batch(size)
+        return dataset.map(gather).prefetch(1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,26 +77,41 @@ class Catalogue:
     genre_names: list[str]
     vocabulary_sizes: dict[str, int]  # A feature's name -> how many ids it has.
 
-    def inputs(
-        self, user: tf.Tensor, item: tf.Tensor, recent: tf.RaggedTensor
-    ) -> tuple[Features, tf.Tensor]:
+    def inputs(self, batch: Batch) -> tuple[Features, tf.Tensor]:
         """The model's inputs for B pairs of a user and a film.
 
         Args:
-          user: int64 [B].
-          item: int64 [B].
-          recent: int64 [B, (films)], what the user rated last.
+          batch: int64 "user" [B], "item" [B], "recent" [B, (films)].
 
         Returns:
           Ids by the name of the feature, and dense inputs, float32 [B, 3].
         """
-        features: Features = {"user": user, "item": item, "recent": recent}
+        user, item = batch["user"], batch["item"]
+        features: Features = {"user": user, "item": item, "recent": batch["recent"]}
         features |= {"user_bias": user, "item_bias": item}
         features["genres"] = tf.gather(self.genres, item)
         for name, column in self.user_columns.items():
             features[name] = tf.gather(column, user)
         dense = [tf.gather(self.user_dense, user), tf.gather(self.item_dense, item)]
         return features, tf.concat(dense, axis=1)
+
+    def all_films(self, user: tf.Tensor | int, recent: tf.Tensor) -> Batch:
+        """One user, int64 [], who rated `recent` last, int64 [(films)], and each film."""
+        films = tf.range(len(self.titles), dtype=tf.int64)
+        each = tf.ones_like(films)
+        repeated = tf.tile(recent, tf.shape(films))
+        lengths = each * tf.size(recent, out_type=tf.int64)
+        return {
+            "user": each * user,
+            "item": films,
+            "recent": tf.RaggedTensor.from_row_lengths(repeated, lengths),
+        }
+
+    def ids_per_rating(self, ratings: Ratings) -> np.ndarray:
+        """How many ids all features together look up for each rating, int64 [N]."""
+        single = len(self.vocabulary_sizes) - 2
+        genres = tf.gather(self.genres.row_lengths(), ratings.item)
+        return (single + genres + ratings.recent.row_lengths()).numpy()
 
 
 def load(read: Callable[[str], Table]) -> tuple[Ratings, Catalogue]:
@@ -150,7 +186,9 @@ def _catalogue(
         latest=latest,
         genres=_ragged([_codes(genre_names, names) for names in genre_lists]),
         item_dense=_standardized([_numbers(years), np.log1p(counts)]),
-        titles=[_title(*film) for film in zip(films["movie_title"], years, strict=True)],
+        titles=[
+            _title(*film) for film in zip(films["movie_title"], years, strict=True)
+        ],
         genre_names=genre_names,
         vocabulary_sizes=sizes,
     )

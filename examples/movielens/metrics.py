@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from movielens.data import Ratings
 
 LIKED = 4.0  # A rating from here on counts as positive for the AUC.
 _SHRINK_USER, _SHRINK_ITEM = 5.0, 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How good predictions are."""
+
+    rmse: float
+    auc: float
+
+    def __str__(self) -> str:
+        return f"RMSE {self.rmse:.4f}, AUC {self.auc:.4f}"
+
+
+def evaluate(predicted: np.ndarray, rating: np.ndarray) -> Evaluation:
+    """Compares predictions with the true ratings."""
+    return Evaluation(rmse(predicted, rating), auc(predicted, rating))
 
 
 def rmse(predicted: np.ndarray, rating: np.ndarray) -> float:
@@ -34,22 +52,25 @@ def auc(predicted: np.ndarray, rating: np.ndarray) -> float:
     return float(wins / (positive * negative))
 
 
-def biases_alone(ratings: Ratings, rows: np.ndarray) -> np.ndarray:
-    """Predicts mean + user bias + film bias, fitted to all that is not test.
+def biases_alone(ratings: Ratings, known: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Predicts mean + user bias + film bias for `rows`, fitted to the `known` rows.
 
     Each bias is the mean of what the other one leaves, shrunk towards 0 as if a few
     more ratings had been average; the two are computed in turn until they settle.
     """
-    known = np.concatenate([ratings.split.train, ratings.split.validation])
-    user, item, rating = (x[known] for x in (ratings.user, ratings.item, ratings.rating))
+    user, item, rating = ratings.user[known], ratings.item[known], ratings.rating[known]
     mean = rating.mean(dtype=np.float64)
-    of_user = np.zeros(ratings.user.max() + 1)
-    of_item = np.zeros(ratings.item.max() + 1)
+    of_user, of_item = np.zeros(ratings.user.max() + 1), np.zeros(0)
     for _ in range(20):
-        of_item = _shrunk_means(rating - mean - of_user[user], item, _SHRINK_ITEM)
-        of_user = _shrunk_means(rating - mean - of_item[item], user, _SHRINK_USER)
+        left = rating - mean - of_user[user]
+        of_item = _shrunk_means(left, item, _SHRINK_ITEM, ratings.item.max() + 1)
+        left = rating - mean - of_item[item]
+        of_user = _shrunk_means(left, user, _SHRINK_USER, len(of_user))
     return mean + of_user[ratings.user[rows]] + of_item[ratings.item[rows]]
 
 
-def _shrunk_means(values: np.ndarray, group: np.ndarray, shrink: float) -> np.ndarray:
-    ...
+def _shrunk_means(
+    values: np.ndarray, group: np.ndarray, shrink: float, groups: int
+) -> np.ndarray:
+    sums = np.bincount(group, values, minlength=groups)
+    return sums / (shrink + np.bincount(group, minlength=groups))

@@ -19,11 +19,12 @@ template <typename A, typename B>
 
 }  // namespace tpu_embedding::testing
 
-// Each operand is evaluated once. The operands must be printable.
+// Each operand is evaluated once and copied, so that it may be a part of a
+// temporary. The operands must be printable.
 #define TPU_EMBEDDING_CHECK(a, op, b)                                       \
   do {                                                                      \
-    const auto& check_a = (a);                                              \
-    const auto& check_b = (b);                                              \
+    const auto check_a = (a);                                               \
+    const auto check_b = (b);                                               \
     if (!(check_a op check_b)) {                                            \
       ::tpu_embedding::testing::Fail(__FILE__, __LINE__, #a " " #op " " #b, \
                                      check_a, check_b);                     \

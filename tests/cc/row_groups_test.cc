@@ -20,8 +20,8 @@ namespace {
 
 std::mt19937_64 generator(20260731);
 
-int64_t Random(int64_t below) {
-  return std::uniform_int_distribution<int64_t>(0, below - 1)(generator);
+uint64_t Random(uint64_t below) {
+  return std::uniform_int_distribution<uint64_t>(0, below - 1)(generator);
 }
 
 // Random keys, descending keys, one key, and the largest key among others.
@@ -59,9 +59,9 @@ void CheckSort(const std::vector<uint64_t>& keys, uint64_t bound) {
 void TestRadixSort() {
   const uint64_t one = 1;
   for (int64_t size : {0, 1, 2, 3, 2047, 2048, 2049, 5000}) {
-    for (uint64_t bound : {one, one << 1, (one << 11) - 1, one << 11,
-                           (one << 11) + 1, one << 22, (one << 22) + 1,
-                           one << 32, (one << 32) + 1, one << 40, one << 63}) {
+    for (uint64_t bound :
+         {one, one << 1, (one << 11) - 1, one << 11, (one << 11) + 1, one << 22,
+          (one << 22) + 1, one << 32, (one << 32) + 1, one << 40, one << 63}) {
       for (const auto& keys : Keys(size, bound)) {
         if (bound <= one << 32) CheckSort<uint32_t>(keys, bound);
         CheckSort<uint64_t>(keys, bound);
@@ -154,8 +154,8 @@ void CheckMerge(int num_replicas, int num_features, int64_t num_samples,
 
 void TestGroups() {
   // 2^33 rows need the wide words.
-  for (int64_t vocabulary_size : {int64_t{1}, int64_t{2}, int64_t{7},
-                                  int64_t{3000}, int64_t{1} << 33}) {
+  for (int64_t vocabulary_size :
+       {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{3000}, int64_t{1} << 33}) {
     for (int64_t num_samples : {0, 1, 40, 1000}) {
       for (int num_features : {1, 3}) {
         for (int num_replicas : {1, 2, 3}) {

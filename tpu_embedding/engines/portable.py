@@ -40,7 +40,9 @@ class PortableEngine(Engine):
         self._pipelined = options.pipelined
         self._num_replicas = options.topology.num_replicas
         self._host = _host_of(self._device)
-        self._dims = [self._plan.tables[f.table].config.dim for f in self._plan.features]
+        self._dims = [
+            self._plan.tables[f.table].config.dim for f in self._plan.features
+        ]
         with tf.device(self._host):
             self._steps = StepQueue(
                 self._num_replicas, QUEUE_CAPACITY, pipelined=self._pipelined
@@ -251,9 +253,12 @@ class PortableEngine(Engine):
             Check(
                 same_rank & tf.reduce_all(shape[:size] == expected[:size]),
                 lambda: text(
-                    f"{name}: the gradient has shape ", _list_text(shape),
-                    ", but the activation had ", _list_text(expected), ".",
-                ),  # fmt: skip
+                    f"{name}: the gradient has shape ",
+                    _list_text(shape),
+                    ", but the activation had ",
+                    _list_text(expected),
+                    ".",
+                ),
             )
         ]
         if self._options.check_numerics:
@@ -263,9 +268,12 @@ class PortableEngine(Engine):
             def not_finite() -> tf.Tensor:
                 at = first(bad)
                 return text(
-                    f"{name}: the gradient of sample ", at // dim, " is not finite (",
-                    values[at], ").",
-                )  # fmt: skip
+                    f"{name}: the gradient of sample ",
+                    at // dim,
+                    " is not finite (",
+                    values[at],
+                    ").",
+                )
 
             checks.append(Check(~tf.reduce_any(bad), not_finite))
         return checks

@@ -22,9 +22,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     )
 
 
-def unpack(
-    variant: tf.Tensor, specs: Sequence[tf.TensorSpec]
-) -> list[tf.Tensor]:
+def unpack(variant: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
     """The tensors in a variant of `pack`.
 
     Args:

@@ -37,7 +37,10 @@ class Check:
 def text(*parts: Any) -> tf.Tensor:
     """The parts in a row as one string scalar; tensors must be scalars."""
     return tf.strings.join(
-        [part if isinstance(part, str) else tf.strings.as_string(part) for part in parts]
+        [
+            part if isinstance(part, str) else tf.strings.as_string(part)
+            for part in parts
+        ]
     )
 
 
@@ -60,7 +63,7 @@ def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any
         for check in checks:
             if not check.ok:
                 on_failure()
-                message = check.message().numpy().decode()
+                message = tf.compat.as_str(check.message().numpy())
                 raise tf.errors.InvalidArgumentError(None, None, message)
         return []
     if not checks:

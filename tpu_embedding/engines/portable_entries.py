@@ -93,10 +93,15 @@ def _check_sizes(feature: FeatureInput) -> list[Check]:
             Check(
                 tf.equal(numbers, num_ids * rank),
                 lambda: text(
-                    f"{name}: a sparse input of ", num_ids, " values and rank ", rank,
-                    " has ", numbers, " numbers in its indices; it needs rank >= 2 "
+                    f"{name}: a sparse input of ",
+                    num_ids,
+                    " values and rank ",
+                    rank,
+                    " has ",
+                    numbers,
+                    " numbers in its indices; it needs rank >= 2 "
                     "and one index of that rank for each value.",
-                ),  # fmt: skip
+                ),
             )
         )
     if batch.weights is not None:
@@ -105,9 +110,12 @@ def _check_sizes(feature: FeatureInput) -> list[Check]:
             Check(
                 tf.equal(num_weights, num_ids),
                 lambda: text(
-                    f"{name}: ", num_weights, " weights for ", num_ids,
+                    f"{name}: ",
+                    num_weights,
+                    " weights for ",
+                    num_ids,
                     " ids. Weights have the feature's own structure.",
-                ),  # fmt: skip
+                ),
             )
         )
     return checks
@@ -183,17 +191,22 @@ def _check_entries(
     def message() -> tf.Tensor:
         entry = first(bad)
         invalid = text(
-            f"{feature.name}, table {feature.table.name}: sample ", row[entry],
-            " has id ", ids[entry],
+            f"{feature.name}, table {feature.table.name}: sample ",
+            row[entry],
+            " has id ",
+            ids[entry],
             f", but ids must be in [0, {config.vocabulary_size}). Mend the input, or "
             'set TableConfig(invalid_ids="drop") or "mod".',
-        )  # fmt: skip
+        )
         if weights is None:
             return invalid
         infinite = text(
-            f"{feature.name}: sample ", row[entry], " has a weight that is not finite ("
-            , weights[entry], ").",
-        )  # fmt: skip
+            f"{feature.name}: sample ",
+            row[entry],
+            " has a weight that is not finite (",
+            weights[entry],
+            ").",
+        )
         return tf.where(finite[entry], invalid, infinite)
 
     return [Check(~tf.reduce_any(bad), message)]

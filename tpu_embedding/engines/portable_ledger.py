@@ -143,11 +143,11 @@ class Ledger:
         return ledger._outcome(refusal, number=numbers)
 
     def fail_enqueue(self, replica: int) -> Outcome:
-        """The input of `replica` for its next step failed its checks: the batches
-        that other replicas queue for that step are to be discarded."""
-        failed = tf.where(
-            self.failed == NEVER, self.next_enqueue[replica], self.failed
-        )
+        """The input of `replica` for its next step failed its checks.
+
+        The batches that other replicas queue for that step are to be discarded.
+        """
+        failed = tf.where(self.failed == NEVER, self.next_enqueue[replica], self.failed)
         arrived = tf.where(
             self.failed == NEVER, self.next_enqueue > failed, self.arrived
         )
@@ -203,8 +203,7 @@ class Ledger:
         return self._outcome(refusal, number=number)
 
     def deposit(self, replica: int) -> Outcome:
-        """Takes the gradients that `replica` owes; answers whether the step is
-        complete with them."""
+        """Takes the gradients that `replica` owes; answers whether all are there."""
         number = self._owed_number(replica)
         step = self._find(number)
         ledger = self._set_state(step, replica, tf.constant(_DEPOSITED, tf.int64))
@@ -212,8 +211,10 @@ class Ledger:
         return ledger._outcome(number=number, answer=is_complete)
 
     def fail_deposit(self, replica: int) -> Outcome:
-        """The gradients of `replica` failed their checks. Among several replicas
-        the step is lost; a single one still owes and may try again."""
+        """The gradients of `replica` failed their checks.
+
+        Among several replicas the step is lost; a single one may try again.
+        """
         if self._num_replicas == 1:
             return self._outcome()
         number = self._owed_number(replica)
@@ -250,11 +251,10 @@ class Ledger:
         return ledger._outcome(_first([(is_partial, Refusal.SUBMITTED_BY_SOME)]))
 
     def submit(self, replica: int, pipelined: bool) -> Outcome:
-        """Takes a batch together with its gradients. The n-th ones of all replicas
-        make up one update.
+        """Takes a batch together with its gradients.
 
-        Answers whether an update is to be applied now; if `pipelined`, the newest
-        one is left pending.
+        The n-th ones of all replicas make up one update. Answers whether an update
+        is to be applied now; if `pipelined`, the newest one is left pending.
         """
         number = self.next_enqueue[replica]
         waits = tf.reduce_sum(tf.cast(self.states[:, replica] == _DEPOSITED, tf.int64))
@@ -277,15 +277,13 @@ class Ledger:
         return ledger._outcome(number=number, answer=number != NEVER)
 
     def lookups_are_done(self) -> Outcome:
-        """Answers whether an update is ready and all replicas have looked up the
-        step after it."""
+        """Answers whether a ready update has seen the lookups of the step after it."""
         number = self._ready()
         are_done = tf.reduce_all(self.next_dequeue - 1 > number)
         return self._outcome(number=number, answer=(number != NEVER) & are_done)
 
     def is_ready_before_evaluation(self, replica: int) -> Outcome:
-        """Answers whether an update is ready and the next batch of `replica` is an
-        evaluation."""
+        """Answers whether one is ready and `replica` is to look up an evaluation."""
         number = self._ready()
         step = self._find(self.next_dequeue[replica])
         is_evaluation = tf.reduce_any(step & ~self.training)
@@ -307,18 +305,18 @@ class Ledger:
 
     @property
     def _num_replicas(self) -> int:
-        return self.states.shape[1]
+        return int(self.states.shape[1] or 0)
 
     def _is(self, replica: int) -> tf.Tensor:
-        """bool [R], true for the one."""
+        """Bool [R], true for the one."""
         return tf.range(self._num_replicas) == replica
 
     def _find(self, number: tf.Tensor) -> tf.Tensor:
-        """bool [k], true for the step of that number."""
+        """Bool [k], true for the step of that number."""
         return self.numbers == number
 
     def _all_in(self, state: int) -> tf.Tensor:
-        """bool [k], true where all replicas are in that state."""
+        """Bool [k], true where all replicas are in that state."""
         return tf.reduce_all(self.states == state, axis=1)
 
     def _smallest(self, steps: tf.Tensor) -> tf.Tensor:
@@ -363,8 +361,10 @@ class Ledger:
         )
 
     def _discard_failed(self, given_up: tf.Tensor, replicas: Sequence[int]) -> Ledger:
-        """Forgets the step given up and every step after it; but where `given_up`,
-        notes that the first of `replicas` has been at it."""
+        """Forgets the step given up and every step after it.
+
+        But where `given_up`, notes that the first of `replicas` has been at it.
+        """
         end = tf.where(given_up, NEVER, self.failed)
         ledger = dataclasses.replace(
             self,

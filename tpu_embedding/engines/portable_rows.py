@@ -116,16 +116,16 @@ def _filled(
     check = Check(
         fills,
         lambda: text(
-            f"{feature.name}: a ragged input of ", count, " rows does not fill the "
+            f"{feature.name}: a ragged input of ",
+            count,
+            " rows does not fill the "
             f"declared output shape {_declared_text(declared)}.",
         ),
     )
     return tf.cast(shape, tf.int64), positions, [check]
 
 
-def _check_declared(
-    feature: FeatureInput, declared: Shape, shape: tf.Tensor
-) -> Check:
+def _check_declared(feature: FeatureInput, declared: Shape, shape: tf.Tensor) -> Check:
     rank = shape.shape[0]
     matches = tf.constant(rank == len(declared))
     if rank == len(declared):
@@ -159,9 +159,14 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
     def falling() -> tf.Tensor:
         row = first(falls)
         return text(
-            f"{name}: row_splits must not decrease, but row ", row, " goes from ",
-            begins[row], " to ", ends[row], ".",
-        )  # fmt: skip
+            f"{name}: row_splits must not decrease, but row ",
+            row,
+            " goes from ",
+            begins[row],
+            " to ",
+            ends[row],
+            ".",
+        )
 
     checks = [
         Check(
@@ -172,9 +177,12 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
         Check(
             tf.reduce_all(splits[-1:] == num_ids),
             lambda: text(
-                f"{name}: row_splits end at ", splits[-1], " but there are ", num_ids,
+                f"{name}: row_splits end at ",
+                splits[-1],
+                " but there are ",
+                num_ids,
                 " ids.",
-            ),  # fmt: skip
+            ),
         ),
     ]
     index = tf.range(num_ids)
@@ -203,9 +211,11 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         entry = first(bad)
         start = text(f"{name}: sparse entry ", entry)
         outside = text(
-            start, " has an index outside of dense_shape ", _shape_text(shape, rank),
+            start,
+            " has an index outside of dense_shape ",
+            _shape_text(shape, rank),
             ".",
-        )  # fmt: skip
+        )
         unordered = text(
             start,
             " is out of order or occurs twice. Call tf.sparse.reorder first and keep "

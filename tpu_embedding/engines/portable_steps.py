@@ -208,9 +208,7 @@ class StepQueue:
           changes: Whether the refusal itself changes the ledger.
         """
         change = (lambda: [self._commit(outcome)]) if changes else no_change
-        return tf.control_dependencies(
-            refuse(outcome.refusal, self._messages, change)
-        )
+        return tf.control_dependencies(refuse(outcome.refusal, self._messages, change))
 
     def _queued_cell(self, replica: int, number: tf.Tensor) -> tf.Tensor:
         return replica * self._capacity + number % self._capacity

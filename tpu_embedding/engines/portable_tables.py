@@ -32,8 +32,7 @@ def look_up(
     sums = tf.math.unsorted_segment_sum(
         values * entries.gains[:, tf.newaxis], entries.samples, entries.num_samples
     )
-    dim = tf.constant([table.shape[1]], tf.int64)
-    return tf.reshape(sums, tf.concat([entries.shape, dim], 0))
+    return tf.reshape(sums, tf.concat([entries.shape, tf.shape(sums, tf.int64)[1:]], 0))
 
 
 def entry_gradients(gradient: tf.Tensor, entries: Entries, dim: int) -> tf.Tensor:
@@ -60,9 +59,7 @@ def sum_by_row(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
       (rows [u], each once; sums [u, D]).
     """
     unique = tf.unique(rows, out_idx=tf.int64)
-    return unique.y, tf.math.unsorted_segment_sum(
-        values, unique.idx, tf.size(unique.y)
-    )
+    return unique.y, tf.math.unsorted_segment_sum(values, unique.idx, tf.size(unique.y))
 
 
 def update(

@@ -1,0 +1,231 @@
+// Lookup and update against naive loops, over dims around the vector width,
+// with NaN around every buffer; and the same bits for any split over threads.
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/lookup.h"
+#include "core/optimizers/adagrad.h"
+#include "core/optimizers/adagrad_momentum.h"
+#include "core/optimizers/adam.h"
+#include "core/optimizers/ftrl.h"
+#include "core/optimizers/rowwise_adagrad.h"
+#include "core/optimizers/sgd.h"
+#include "core/row_groups.h"
+#include "core/update-inl.h"
+
+namespace tpu_embedding {
+namespace {
+
+constexpr int64_t kRows = 37;
+constexpr int64_t kSamples = 53;
+constexpr int64_t kPadding = 16;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+std::mt19937 generator(20261121);
+
+float Random() {
+  return std::uniform_real_distribution<float>(-1, 1)(generator);
+}
+
+// A matrix with NaN before and behind: reading either shows in the results.
+class Matrix {
+ public:
+  Matrix(int64_t rows, int64_t dim, float low)
+      : dim_(dim), values_(kPadding + rows * dim + kPadding, kNan) {
+    for (int64_t i = 0; i < rows * dim; ++i) data()[i] = low + Random();
+  }
+  float* data() { return values_.data() + kPadding; }
+  const float* row(int64_t r) { return data() + r * dim_; }
+  bool SameBits(const Matrix& other) const {
+    return std::memcmp(values_.data(), other.values_.data(),
+                       values_.size() * sizeof(float)) == 0;
+  }
+  void CheckPadding() const {
+    for (int64_t i = 0; i < kPadding; ++i) {
+      CHECK_TRUE(std::isnan(values_[i]));
+      CHECK_TRUE(std::isnan(values_[values_.size() - 1 - i]));
+    }
+  }
+
+ private:
+  int64_t dim_;
+  std::vector<float> values_;
+};
+
+// Up to five entries for a sample, so that rows are shared and samples empty.
+FeatureCsr RandomCsr() {
+  std::vector<int64_t> rows;
+  FeatureCsr csr;
+  csr.offsets = Buffer<int64_t>(kSamples + 1);
+  csr.offsets[0] = 0;
+  for (int64_t s = 0; s < kSamples; ++s) {
+    for (uint32_t k = generator() % 6; k > 0; --k) {
+      rows.push_back(generator() % kRows);
+    }
+    csr.offsets[s + 1] = rows.size();
+  }
+  csr.rows = Buffer<int64_t>(rows.size());
+  csr.gains = Buffer<float>(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    csr.rows[i] = rows[i];
+    csr.gains[i] = Random();
+  }
+  return csr;
+}
+
+void TestLookup(int64_t dim) {
+  const FeatureCsr csr = RandomCsr();
+  Matrix table(kRows, dim, 0);
+  for (const Quantization& quantization :
+       {Quantization{}, Quantization{5, -0.5f, 0.5f}}) {
+    Matrix out(kSamples, dim, 0);
+    Lookup(csr, table.data(), dim, quantization, 0, kSamples, out.data());
+    out.CheckPadding();
+    for (int64_t s = 0; s < kSamples; ++s) {
+      for (int64_t d = 0; d < dim; ++d) {
+        float sum = 0;  // the same operations in the same order: equal bits
+        for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+          float x = table.row(csr.rows[i])[d];
+          if (quantization.num_buckets) {
+            const float step = 1.0f / 4;
+            x = std::min(std::max(x, -0.5f), 0.5f);
+            x = std::floor((x + 0.5f) / step + 0.5f) * step - 0.5f;
+          }
+          sum += csr.gains[i] * x;
+        }
+        CHECK_EQ(out.row(s)[d], sum);
+      }
+    }
+  }
+}
+
+// One step's gradients; those of every seventh sample are not given.
+struct Gradients {
+  explicit Gradients(int64_t dim)
+      : csr(RandomCsr()),
+        groups(GroupByRow({&csr}, kRows)),
+        values(kSamples, dim, 0) {
+    for (int64_t s = 0; s < kSamples; ++s) {
+      samples.push_back(s % 7 ? values.row(s) : nullptr);
+    }
+  }
+
+  const FeatureCsr csr;
+  const RowGroups groups;
+  Matrix values;
+  std::vector<const float*> samples;
+};
+
+// A table and its slots.
+struct State {
+  State(int64_t width, int num_slots)
+      : dim(width),
+        table(kRows, width, 0),
+        slots(num_slots, Matrix(kRows, width, 2)) {}
+
+  TableView View() {
+    TableView view{table.data(), kRows, dim, {}, {}};
+    for (Matrix& slot : slots) {
+      view.slots.push_back(slot.data());
+      view.slot_widths.push_back(dim);
+    }
+    return view;
+  }
+
+  int64_t dim;
+  Matrix table;
+  std::vector<Matrix> slots;
+};
+
+RowOptions Options(bool all_rows) {
+  RowOptions options;
+  options.clip_gradient_min = -0.5f;
+  options.clip_gradient_max = 0.4f;
+  options.clip_weight_min = -0.8f;
+  options.weight_decay_factor = 0.1f;
+  options.all_rows = all_rows;
+  return options;
+}
+
+// Runs the update on `threads` threads, each with its share of the range.
+template <class Rule>
+void Run(const RuleArguments& arguments, const RowOptions& options,
+         const Gradients& gradients, int threads, State* state) {
+  const TableView view = state->View();
+  const TableGradients given{&gradients.groups, gradients.samples.data()};
+  const int64_t size = options.all_rows ? kRows : gradients.groups.num_rows();
+  std::vector<std::thread> pool;
+  for (int t = 0; t < threads; ++t) {
+    pool.emplace_back([&, t] {
+      Update<Rule>(arguments, options, given, view, size * t / threads,
+                   size * (t + 1) / threads);
+    });
+  }
+  for (std::thread& thread : pool) thread.join();
+}
+
+template <class Rule>
+void TestThreads(const std::vector<float>& hyperparameters, int64_t dim) {
+  const RuleArguments arguments{hyperparameters, 0.1f};
+  for (bool all_rows : {false, true}) {
+    const Gradients gradients(dim);
+    State one(dim, Rule::kNumSlots);
+    State many = one;
+    Run<Rule>(arguments, Options(all_rows), gradients, 1, &one);
+    Run<Rule>(arguments, Options(all_rows), gradients, 4, &many);
+    one.table.CheckPadding();
+    CHECK_TRUE(one.table.SameBits(many.table));
+    for (int k = 0; k < Rule::kNumSlots; ++k) {
+      one.slots[k].CheckPadding();
+      CHECK_TRUE(one.slots[k].SameBits(many.slots[k]));
+    }
+  }
+}
+
+// The frame around the rule, against loops that read like docs/semantics.md.
+void TestFrame(int64_t dim) {
+  const RuleArguments arguments{{}, 0.1f};
+  const Gradients gradients(dim);
+  const RowGroups& groups = gradients.groups;
+  State state(dim, 0);
+  Matrix expected = state.table;
+  for (int64_t g = 0; g < groups.num_rows(); ++g) {
+    float* row = expected.data() + groups.rows[g] * dim;
+    for (int64_t d = 0; d < dim; ++d) {
+      float sum = 0;
+      for (int64_t i = groups.starts[g]; i < groups.starts[g + 1]; ++i) {
+        const float* gradient = gradients.samples[groups.samples[i]];
+        if (gradient) sum += groups.gains[i] * gradient[d];
+      }
+      sum = std::min(std::max(sum, -0.5f), 0.4f);
+      row[d] -= 0.1f * row[d];
+      row[d] -= 0.1f * sum;
+      row[d] = std::max(row[d], -0.8f);
+    }
+  }
+  Run<Sgd>(arguments, Options(false), gradients, 1, &state);
+  CHECK_TRUE(state.table.SameBits(expected));
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  using namespace tpu_embedding;
+  for (int64_t dim : {1, 3, 7, 8, 15, 16, 17, 64, 100}) {
+    TestLookup(dim);
+    TestFrame(dim);
+    TestThreads<Sgd>({}, dim);
+    TestThreads<Adagrad>({}, dim);
+    TestThreads<RowwiseAdagrad>({}, dim);
+    TestThreads<AdagradMomentum>({0.9f, 1, 2, 0.9f, 0.1f, 1e-10f}, dim);
+    TestThreads<Ftrl>({-0.5f, 0.1f, 0.1f, 0.1f, 0, 0}, dim);
+    TestThreads<Adam>({0.9f, 0.1f, 0.99f, 0.01f, 1e-7f, 1}, dim);
+  }
+}

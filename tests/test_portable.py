@@ -1,0 +1,68 @@
+"""The parts of the portable engine that stand by themselves.
+
+The conformance suite, test_portable_inputs.py and test_portable_steps.py show that
+its numbers and errors are those of the host engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpu_embedding.engines.portable import _host_of
+from tpu_embedding.engines.portable_cells import Cells, pack, unpack
+from tpu_embedding.engines.portable_checks import Check, refuse, require, text
+
+
+def test_cells_hold_any_tensors() -> None:
+    cells = Cells("cells", 3)
+    tensors = [tf.constant([1, 2], tf.int64), tf.zeros([0, 4])]
+    specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 4])]
+
+    @tf.function
+    def through() -> list[tf.Tensor]:
+        cells.put(2, pack(tensors))
+        variant = cells.get(2)
+        cells.clear(2)
+        return unpack(variant, specs)
+
+    for tensor, result in zip(tensors, through(), strict=True):
+        np.testing.assert_array_equal(tensor, result)
+        assert tensor.dtype == result.dtype
+
+
+@pytest.mark.parametrize("function", [lambda call: call, tf.function])
+def test_errors_say_the_message_as_it_is(function: Any) -> None:
+    message = """It's "quoted", {0} %s \\n and 7."""
+
+    @function
+    def invalid(number: tf.Tensor) -> tf.Tensor:
+        check = Check(
+            number < 7, lambda: text("""It's "quoted", {0} %s \\n and """, number, ".")
+        )
+        with tf.control_dependencies(require([check])):
+            return number + 1
+
+    @function
+    def wrong(code: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies(refuse(code, ["", "other", message])):
+            return code + 1
+
+    assert invalid(tf.constant(6)) == 7
+    assert wrong(tf.constant(0)) == 1
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        invalid(tf.constant(7))
+    assert message in raised.value.message
+    with pytest.raises(tf.errors.FailedPreconditionError) as refused:
+        wrong(tf.constant(2))
+    assert message in refused.value.message
+
+
+def test_checks_are_made_on_the_cpu_of_the_device() -> None:
+    worker = "/job:localhost/replica:0/task:0"
+    assert _host_of(f"{worker}/device:GPU:1") == f"{worker}/device:CPU:0"
+    assert _host_of(f"{worker}/device:CPU:1") == f"{worker}/device:CPU:1"
+    assert _host_of("/device:CPU:0") == "/device:CPU:0"

@@ -1,0 +1,290 @@
+"""Input of the portable engine: what it refuses, and what it makes of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from engine_calls import MODES, assert_same, assert_same_variables, films, make_engine
+
+import tpu_embedding as te
+from tpu_embedding.engines import Engine
+from tpu_embedding.inputs import IdBatch, InputKind
+
+NO_STRUCTURE = np.zeros([0], np.int64)
+
+
+def id_batch(  # noqa: PLR0913 - the fields of an IdBatch, less what follows.
+    kind: InputKind,
+    ids: Any,
+    structure: Any = NO_STRUCTURE,
+    shape: Any = None,
+    weights: Any = None,
+    weight_structure: Any = None,
+) -> IdBatch:
+    """An IdBatch that `to_id_batch` need not be able to make."""
+    ids = np.asarray(ids)
+    if shape is None:
+        shape = [len(structure) - 1] if kind is InputKind.RAGGED else ids.shape
+    rank = 2 if kind is InputKind.RAGGED else len(shape)
+    return IdBatch(
+        kind=kind,
+        ids=tf.constant(ids),
+        structure=tf.constant(structure, tf.int64),
+        shape=tf.constant(shape, tf.int64),
+        static_shape=tf.TensorShape([None] * rank),
+        weights=None if weights is None else tf.constant(weights, tf.float32),
+        weight_structure=(
+            None
+            if weight_structure is None
+            else tf.constant(weight_structure, tf.int64)
+        ),
+    )
+
+
+def dense(ids: Any, **fields: Any) -> IdBatch:
+    return id_batch(InputKind.DENSE, ids, **fields)
+
+
+def sparse(indices: Any, shape: Any, ids: Any = None, **fields: Any) -> IdBatch:
+    ids = np.zeros(len(indices), np.int64) if ids is None else ids
+    return id_batch(InputKind.SPARSE, ids, indices, shape, **fields)
+
+
+def ragged(splits: Any, ids: Any = None, **fields: Any) -> IdBatch:
+    ids = np.zeros(splits[-1] if splits else 0, np.int64) if ids is None else ids
+    return id_batch(InputKind.RAGGED, ids, splits, **fields)
+
+
+def forget_shapes(batch: IdBatch) -> IdBatch:
+    """In a graph: the same tensors, of shapes that are known only when it runs."""
+    tensors = {}
+    for field in ("ids", "structure", "weights", "weight_structure"):
+        tensor = getattr(batch, field)
+        if tensor is not None:
+            shape = [None] * tensor.shape.rank
+            tensors[field] = tf.raw_ops.PlaceholderWithDefault(
+                input=tensor, shape=shape
+            )
+    return dataclasses.replace(batch, **tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Input that is refused, and the words that it is refused with."""
+
+    name: str
+    batch: IdBatch
+    message: str
+    feature: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+OUTPUT_4_3 = {"output_shape": (4, 3)}
+REFUSED = [
+    Refused(
+        "id",
+        dense([3, 9, -1]),
+        "Feature f0, table films: sample 1 has id 9, but ids must be in [0, 8). Mend "
+        'the input, or set TableConfig(invalid_ids="drop") or "mod".',
+    ),
+    Refused("id_int32", dense(np.int32([3, -9])), "sample 1 has id -9, but"),
+    Refused("id_of_row", dense([[1, 2], [3, 2**40]]), "sample 1 has id 1099511627776,"),
+    Refused("id_sparse", sparse([[2, 5]], [3, 9], [8]), "sample 2 has id 8,"),
+    Refused(
+        "id_cut",
+        ragged([0, 1, 4], [1, 1, 1, 11]),
+        "sample 1 has id 11,",
+        {"max_sequence_length": 2},
+    ),
+    Refused(
+        "id_cut_by_output_shape",
+        ragged([0, 0, 4], [1, 1, 1, 11]),
+        "sample 1 has id 11,",
+        {"output_shape": (2, 3)},
+    ),
+    Refused("splits_empty", ragged([]), "Feature f0: row_splits must start at 0."),
+    Refused("splits_start", ragged([1, 2]), "Feature f0: row_splits must start at 0."),
+    Refused(
+        "splits_fall",
+        ragged([0, 3, 1, 3]),
+        "Feature f0: row_splits must not decrease, but row 1 goes from 3 to 1.",
+    ),
+    Refused(
+        "splits_end",
+        ragged([0, 2], [1, 1, 1]),
+        "Feature f0: row_splits end at 2 but there are 3 ids.",
+    ),
+    Refused(
+        "index_outside",
+        sparse([[0, 0], [1, 3]], [2, 3]),
+        "Feature f0: sparse entry 1 has an index outside of dense_shape (2, 3).",
+    ),
+    Refused("index_negative", sparse([[0, -1]], [2, 3]), "sparse entry 0 has an index"),
+    Refused(
+        "index_order",
+        sparse([[0, 1], [1, 0], [0, 2], [7, 7]], [2, 3]),
+        "Feature f0: sparse entry 2 is out of order or occurs twice. Call "
+        "tf.sparse.reorder first and keep one entry per index.",
+    ),
+    Refused("index_twice", sparse([[0, 1], [0, 1]], [2, 3]), "sparse entry 1 is out"),
+    Refused(
+        "index_count",
+        sparse([[0, 1], [0, 2]], [2, 3], [1, 1, 1]),
+        "Feature f0: a sparse input of 3 values and rank 2 has 4 numbers in its "
+        "indices; it needs rank >= 2 and one index of that rank for each value.",
+    ),
+    Refused(
+        "weights_count",
+        dense([1, 2, 3], weights=[1, 2]),
+        "Feature f0: 2 weights for 3 ids. Weights have the feature's own structure.",
+    ),
+    Refused(
+        "weights_indices",
+        sparse([[0, 1]], [2, 3], weights=[1], weight_structure=[[0, 2]]),
+        "Feature f0: the weights have other indices than the ids. Build them with "
+        "`with_values`.",
+    ),
+    Refused(
+        "weights_splits",
+        ragged([0, 1, 2], weights=[1, 1], weight_structure=[0, 2]),
+        "Feature f0: the weights have other row_splits than the ids.",
+    ),
+    Refused(
+        "weights_not_finite",
+        dense([1, 2], weights=[1, np.inf]),
+        "Feature f0: sample 1 has a weight that is not finite (inf).",
+    ),
+    Refused(
+        "rows_do_not_fill",
+        ragged([0, 0, 0, 0, 0, 0]),
+        "Feature f0: a ragged input of 5 rows does not fill the declared output shape "
+        "(4, 3).",
+        OUTPUT_4_3,
+    ),
+    Refused("no_rows", ragged([0]), "a ragged input of 0 rows does not", OUTPUT_4_3),
+    Refused(
+        "rows_do_not_fill_open",
+        ragged([0, 0, 0, 0]),
+        "a ragged input of 3 rows does not fill the declared output shape (None, 2).",
+        {"output_shape": (None, 2)},
+    ),
+    Refused(
+        "other_shape",
+        dense(np.zeros([4, 2, 1], np.int64)),
+        "Feature f0: the input gives output shape (4, 2) but (4, 3) was declared.",
+        OUTPUT_4_3,
+    ),
+    Refused(
+        "other_rows",
+        sparse(np.zeros([0, 2]), [5, 2]),
+        "the input gives output shape (5,) but (4,) was declared.",
+        {"output_shape": (4,)},
+    ),
+]
+
+
+def engine_for(name: str, refused: Refused) -> Engine:
+    feature = te.FeatureConfig(films(), **refused.feature)
+    rank = max(len(refused.batch.static_shape) - 1, 1)
+    return make_engine(name, [feature], [rank])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
+def test_refuses_input(refused: Refused, mode: str) -> None:
+    name, function = MODES[mode]
+    engine = engine_for(name, refused)
+
+    @function
+    def enqueue() -> None:
+        batch = refused.batch
+        if not tf.executing_eagerly():
+            batch = forget_shapes(batch)
+        engine.enqueue([[batch]], 0, training=True)
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        enqueue()
+    assert refused.message in raised.value.message
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is enqueued"):
+        engine.dequeue(0)
+
+
+def test_names_the_first_bad_feature() -> None:
+    table = films()
+    features = [te.FeatureConfig(table), te.FeatureConfig(table)]
+    engine = make_engine("portable", features, (1, 1))
+    batch = [dense([1, 8]), ragged([2, 0], [9])]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Feature f0, table films"):
+        engine.enqueue([batch], 0, training=True)
+
+
+ACCEPTED = {
+    "empty": (dense(np.zeros([0, 3], np.int64)), {}, {}),
+    "no_columns": (dense(np.zeros([3, 0], np.int64)), {}, {}),
+    "rank_3": (dense(np.arange(8).reshape(2, 2, 2)), {}, {"output_shape": (2, 2)}),
+    "sparse_empty_rows": (sparse([[1, 0], [1, 2], [3, 1]], [5, 3], [1, 2, 3]), {}, {}),
+    "sparse_rank_3": (
+        sparse([[0, 1, 0], [1, 0, 5]], [2, 2, 6], [3, 4]),
+        {},
+        {"output_shape": (2, 2)},
+    ),
+    "sequence": (
+        ragged([0, 0, 3, 5], [1, 2, 3, 4, 5], weights=[1, -2, 3, 0, 5]),
+        {},
+        {"max_sequence_length": 2},
+    ),
+    "sequence_drop": (
+        ragged([0, 3], [1, 99, 3]),
+        {"invalid_ids": "drop"},
+        {"max_sequence_length": 2},
+    ),
+    "sparse_sequence": (
+        sparse([[0, 1], [1, 0], [1, 2]], [2, 3], [1, 2, 3]),
+        {},
+        {"max_sequence_length": 3},
+    ),
+    "drop": (ragged([0, 2, 3], [-1, 3, 8]), {"invalid_ids": "drop"}, {}),
+    "mod": (ragged([0, 2, 3], [-1, 3, 8]), {"invalid_ids": "mod"}, {}),
+    "rows_of_positions": (
+        ragged([0, 1, 4], [1, 2, 3, 4]),
+        {},
+        {"output_shape": (2, 2)},
+    ),
+    "rows_fill": (ragged([0, 1, 4, 4, 4], [1, 2, 3, 4]), {}, {"output_shape": (2, 2)}),
+    "rows_fill_open": (
+        ragged([0, 1, 4, 4, 4], [1, 2, 3, 4]),
+        {},
+        {"output_shape": (None, 2)},
+    ),
+    "divisor_0": (ragged([0, 2, 3], [1, 2, 3], weights=[2, -2, 0]), {}, {}),
+}
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_looks_up_as_the_host(case: str, combiner: str) -> None:
+    # Each third case is traced, with another combiner for the case that follows.
+    index = list(ACCEPTED).index(case) + ["sum", "mean", "sqrtn"].index(combiner)
+    function: Any = tf.function if index % 3 == 0 else lambda call: call
+    batch, table, arguments = ACCEPTED[case]
+    results = []
+    for name in ("portable", "host"):
+        feature = te.FeatureConfig(films(combiner=combiner, **table), **arguments)
+        rank = max(len(batch.static_shape) - 1, 1)
+        engine = make_engine(name, [feature], [rank])
+
+        def step(engine: Engine = engine) -> list[tf.Tensor]:
+            here = batch if tf.executing_eagerly() else forget_shapes(batch)
+            engine.enqueue([[here]], 0, training=True)
+            (activation,) = engine.dequeue(0)
+            engine.apply_gradients([tf.cos(activation)], 0)
+            return [activation]
+
+        results.append((engine, function(step)()))
+    (portable, own), (host, other) = results
+    assert own[0].shape == other[0].shape
+    assert_same(own, other, case)
+    assert_same_variables(portable, host, case)
