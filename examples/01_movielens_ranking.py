@@ -55,7 +55,7 @@ class Ranker:
         activations = self.embedding.dequeue()
         with tf.GradientTape() as tape:
             tape.watch(activations)
-            inputs = {**activations, "dense": dense}
+            inputs = {**activations, "numbers": dense}
             predicted = self.dense_part(inputs, training=True)
             loss = tf.reduce_mean((predicted - batch["rating"]) ** 2)
         of_activations, of_weights = tape.gradient(loss, (activations, weights))
@@ -68,11 +68,11 @@ class Ranker:
         """The ratings that the users of a batch would give, float32 [B]."""
         ids, dense = self.catalogue.inputs(batch)
         self.embedding.enqueue(ids, training=False)
-        inputs = {**self.embedding.dequeue(), "dense": dense}
+        inputs = {**self.embedding.dequeue(), "numbers": dense}
         return self.dense_part(inputs, training=False)
 
     def evaluate(self, ratings: data.Ratings, rows: np.ndarray) -> metrics.Evaluation:
-        """How good the predictions are for the ratings of these numbers."""
+        """How good the predictions are for the ratings of these rows."""
         batches = ratings.batches(rows, 4096)
         predicted = np.concatenate([self.predict(batch).numpy() for batch in batches])
         return metrics.evaluate(predicted, ratings.rating[rows])

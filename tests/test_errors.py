@@ -26,7 +26,7 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
     ),
     (
         "unsupported_strategy",
-        (THING,),
+        ("Thing",),
         NotImplementedError,
         "Thing is not supported by this release. Supported are the default strategy, "
         "OneDeviceStrategy and MirroredStrategy on CPU or GPU. Code written for "

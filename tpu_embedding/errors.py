@@ -200,10 +200,10 @@ def refused_by_engine(
     )
 
 
-def unsupported_strategy(strategy: object) -> NotImplementedError:
+def unsupported_strategy(name: str) -> NotImplementedError:
     """A tf.distribute strategy without an engine."""
     return NotImplementedError(
-        f"{type(strategy).__name__} is not supported by this release. Supported are "
+        f"{name} is not supported by this release. Supported are "
         "the default strategy, OneDeviceStrategy and MirroredStrategy on CPU or GPU. "
         "Code written for TPUStrategy runs on this machine's CPU when it is built "
         "outside the strategy's scope, or under one of these."

@@ -18,12 +18,15 @@ from tpu_embedding.ops import library
 
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
 _ENGINES = ("host", "portable")
-_UNSUPPORTED = (
-    tf.distribute.TPUStrategy,
-    tf.distribute.experimental.TPUStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.distribute.ParameterServerStrategy,
-)
+# By public name, which is not always that of the class.
+_UNSUPPORTED: dict[str, Any] = {
+    "TPUStrategy": (
+        tf.distribute.TPUStrategy,
+        tf.distribute.experimental.TPUStrategy,
+    ),
+    "MultiWorkerMirroredStrategy": tf.distribute.MultiWorkerMirroredStrategy,
+    "ParameterServerStrategy": tf.distribute.ParameterServerStrategy,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +81,9 @@ def current() -> Topology:
       RuntimeError: If it asks for the host engine and its library cannot be loaded.
     """
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, _UNSUPPORTED):
-        raise errors.unsupported_strategy(strategy)
+    for name, classes in _UNSUPPORTED.items():
+        if isinstance(strategy, classes):
+            raise errors.unsupported_strategy(name)
     device = "/device:CPU:0"
     if tf.distribute.has_strategy():
         device = strategy.extended.worker_devices[0]

@@ -54,7 +54,7 @@ class Ratings:
         return float(self.rating[self.split.train].mean())
 
     def batches(self, rows: np.ndarray, size: int) -> tf.data.Dataset:
-        """The ratings of these numbers, in this order, as dicts of `size` each."""
+        """The ratings of these rows, in this order, as dicts of `size` each."""
 
         def gather(batch: tf.Tensor) -> Batch:
             columns = ("user", "item", "rating", "recent")

@@ -50,13 +50,13 @@ def make_dense_part(features: FeatureConfigs, mean_rating: float) -> keras.Model
 
     Returns:
       A model of one dict of inputs, float32: the activations [B, dim] by name, and
-      "dense" [B, 3]. Its output has the shape [B].
+      "numbers" [B, 3]. Its output has the shape [B].
     """
     inputs = {
         name: keras.Input([config.table.dim], name=name)
         for name, config in features.items()
     }
-    dense = keras.Input([NUM_DENSE], name="dense")
+    dense = keras.Input([NUM_DENSE], name="numbers")
     biases = [x for name, x in inputs.items() if name.endswith("_bias")]
     vectors = [x for name, x in inputs.items() if not name.endswith("_bias")]
     vectors.append(_dense_layers(dense, [32, DIM]))
@@ -66,7 +66,7 @@ def make_dense_part(features: FeatureConfigs, mean_rating: float) -> keras.Model
     start = keras.initializers.Constant(mean_rating)
     top = keras.layers.Dense(1, bias_initializer=start)(top)
     rating = keras.ops.squeeze(keras.layers.Add()([top, *biases]), axis=1)
-    return keras.Model({**inputs, "dense": dense}, rating)
+    return keras.Model({**inputs, "numbers": dense}, rating)
 
 
 def _dense_layers(x: keras.KerasTensor, sizes: Sequence[int]) -> keras.KerasTensor:

@@ -15,22 +15,24 @@ from movielens.training import Progress
 mpl.use("Agg")  # Draws into files; needs no screen.
 from matplotlib import pyplot as plt
 
+MIN_RATINGS = 20
 _ROW = "{:>4}  {:<46}  {:<28}  {:>9}  {}"
 _HEADER = ("", "film", "genres", "predicted", "true, if in the test part")
 
 
 def plot(progress: Progress, ratings: Ratings, path: Path) -> None:
     """Draws RMSE and AUC over the epochs into a PNG."""
-    epochs = np.arange(1, len(progress.train_rmse) + 1)
+    train_rmse = progress.train_rmse.numpy()
+    epochs = np.arange(1, len(train_rmse) + 1)
     split = ratings.split
     biases = metrics.biases_alone(ratings, split.train, split.validation)
     baseline = metrics.evaluate(biases, ratings.rating[split.validation])
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(epochs, progress.train_rmse, label="training")
-    left.plot(epochs, progress.validation_rmse, label="validation")
+    left.plot(epochs, train_rmse, label="training")
+    left.plot(epochs, progress.validation_rmse.numpy(), label="validation")
     left.axhline(baseline.rmse, color="gray", ls="--", label="validation, biases alone")
     left.set(title="RMSE", xlabel="epoch")
-    right.plot(epochs, progress.validation_auc, color="C1", label="validation")
+    right.plot(epochs, progress.validation_auc.numpy(), color="C1", label="validation")
     right.axhline(baseline.auc, color="gray", ls="--", label="validation, biases alone")
     right.set(title="AUC (rating of 4 or more)", xlabel="epoch")
     for axes in (left, right):
@@ -43,10 +45,11 @@ def plot(progress: Progress, ratings: Ratings, path: Path) -> None:
 def recommendations(
     user: int, predicted: np.ndarray, ratings: Ratings, catalogue: Catalogue
 ) -> str:
-    """A table of the ten films that the user would rate highest.
+    """A table of ten films that the user would rate highest.
 
-    Films of the training and validation parts are left out. Those of the test part
-    count as unknown, and the user's true rating is shown beside them.
+    Films that the user rated in the training and validation parts are left out. Those
+    of the test part count as unknown, and the user's true rating is shown beside them.
+    So are films that few have rated: what a model says of them is mostly chance.
 
     Args:
       user: From 0.
@@ -56,13 +59,16 @@ def recommendations(
     """
     known = _ratings_of(user, ratings, ratings.split.rest)
     later = _ratings_of(user, ratings, ratings.split.test)
-    new = [film for film in np.argsort(-predicted, kind="stable") if film not in known]
+    films = ratings.item[ratings.split.train]
+    often = np.bincount(films, minlength=len(predicted)) >= MIN_RATINGS
+    best_first = np.argsort(-predicted, kind="stable")
+    new = [film for film in best_first if often[film] and film not in known]
     liked = sorted(known, key=lambda film: -known[film])[:5]
     lines = [f"User {user + 1} rated {len(known)} films of the training part, best:"]
     lines += [_row("", film, catalogue, known[film], "") for film in liked]
-    lines += ["", "Ten films for this user:", _ROW.format(*_HEADER)]
+    lines += ["", f"Ten films for this user, of those with {MIN_RATINGS} ratings or more:", _ROW.format(*_HEADER)]
     lines += [
-        _row(rank, film, catalogue, predicted[film], later.get(film, ""))
+        _row(rank, film, catalogue, min(predicted[film], 5), later.get(film, ""))
         for rank, film in enumerate(new[:10], 1)
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -54,7 +54,7 @@ class Recommender(tf.Module):
         batch = self._catalogue.all_films(user, recent)
         ids, dense = self._catalogue.inputs(batch)
         inputs = {name: _lookup(self._tables[name], ids[name]) for name in ids}
-        rating = self._dense_part({**inputs, "dense": dense}, training=False)
+        rating = self._dense_part({**inputs, "numbers": dense}, training=False)
         return {"rating": rating, "title": tf.constant(self._catalogue.titles)}
 
 

@@ -35,7 +35,7 @@ class Ranker(Protocol):
         ...
 
     def evaluate(self, ratings: Ratings, rows: np.ndarray) -> Evaluation:
-        """How good the predictions are for the ratings of these numbers."""
+        """How good the predictions are for the ratings of these rows."""
         ...
 
 
@@ -142,7 +142,8 @@ class Run:
             rows = order[self._ratings_done() :][: len(batch["rating"])]
             progress.squares.assign_add(loss * len(rows))
             progress.step.assign_add(1)
-            bar.set_postfix_str(f"epoch {int(progress.epoch) + 1}, loss {loss:.3f}")
+            state = f"epoch {int(progress.epoch) + 1}, loss {loss:.3f}"
+            bar.set_postfix_str(state, refresh=False)
             bar.update(int(self._ids[rows].sum()))
             if progress.step % STEPS_BETWEEN_CHECKPOINTS == 0:
                 self._save()

@@ -167,7 +167,20 @@ void TestFailedGradients() {
   CHECK_TRUE(!two.IsReady());
   CheckOk(two.EnqueueAll({2, 3}, true));
   CHECK_EQ(Dequeue(&two, 0), 2);
-  CHECK_EQ(Dequeue(&two, 1), 3);
+  two.FailDeposit(0);  // replica 1 has not dequeued its batch: it is lost too
+  CheckOk(two.EnqueueAll({4, 5}, true));
+  CHECK_EQ(Dequeue(&two, 0), 4);
+  CHECK_EQ(Dequeue(&two, 1), 5);
+  Deposit(&two, 0, 1);
+  CHECK_TRUE(Deposit(&two, 1, 1));
+  two.TakeReady();
+  CheckOk(two.Enqueue(0, 6, true));
+  CHECK_EQ(Dequeue(&two, 0), 6);
+  two.FailDeposit(0);  // replica 1 has not even enqueued
+  CheckRefused(two.Enqueue(1, 7, true), "enqueue: this step was given up");
+  CheckOk(two.EnqueueAll({8, 9}, true));
+  CHECK_EQ(Dequeue(&two, 0), 8);
+  CHECK_EQ(Dequeue(&two, 1), 9);
 }
 
 void TestSubmissions() {

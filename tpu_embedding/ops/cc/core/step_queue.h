@@ -143,8 +143,22 @@ class StepQueue {
   // the step is lost; a single one still owes and may try again.
   void FailDeposit(int replica) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Step* step = OwedStep(replica);
-    if (step && num_replicas() > 1) Remove(step->number);
+    const Step* step = OwedStep(replica);
+    if (!step || num_replicas() == 1) return;
+    const int64_t number = step->number;
+    Remove(number);
+    std::vector<int> arrived;
+    for (int r = 0; r < num_replicas(); ++r) {
+      if (next_enqueue_[r] > number) arrived.push_back(r);
+    }
+    if (static_cast<int>(arrived.size()) == num_replicas()) {
+      for (int64_t& next : next_dequeue_) next = std::max(next, number + 1);
+      return;
+    }
+    // A replica has not come to the step yet: it is given up as if an input
+    // had failed, else the replicas would be at different steps for ever.
+    failed_ = std::min(failed_.value_or(number), number);
+    arrived_ = arrived;
   }
 
   // A lookup outside of the queue, whose gradients may come by Submit. Updates

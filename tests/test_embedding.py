@@ -1,0 +1,345 @@
+"""TPUEmbedding from outside: what it refuses, and that refusing changes nothing."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+
+stock = tf.tpu.experimental.embedding
+V, D = 8, 2
+
+
+@pytest.fixture(params=["host", "portable"], autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
+    return request.param
+
+
+ADAGRAD = te.Adagrad(0.5)
+
+
+def make(optimizer: Any = ADAGRAD, **options: Any) -> te.TPUEmbedding:
+    films = te.TableConfig(V, D, te.RowIdInitializer(), combiner="sum", name="films")
+    return te.TPUEmbedding({"film": te.FeatureConfig(films)}, optimizer, **options)
+
+
+def state(embedding: te.TPUEmbedding) -> dict[str, bytes]:
+    (table,) = embedding.variables.values()
+    return {name: variable.numpy().tobytes() for name, variable in table.items()}
+
+
+IDS = tf.constant([3, 5, 3])
+FEATURES = {"film": IDS}
+GRADIENTS = {"film": tf.ones([3, D])}
+
+
+def train_once(embedding: te.TPUEmbedding) -> None:
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    embedding.apply_gradients(GRADIENTS)
+
+
+BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
+    "list": ([IDS], TypeError, "expected a dict, got a list"),
+    "missing": ({}, ValueError, "missing keys ['film']"),
+    "extra": ({"film": IDS, "user": IDS}, ValueError, "unknown keys ['user']"),
+    "nested": ({"film": [IDS]}, TypeError, "at film"),
+    "numpy": ({"film": np.array([1])}, ValueError, "Feature film must be a tf.Tensor"),
+    "none": ({"film": None}, ValueError, "Feature film must be a tf.Tensor"),
+    "floats": ({"film": tf.constant([1.0])}, TypeError, "must be int32 or int64"),
+    "int16": ({"film": tf.constant([1], tf.int16)}, TypeError, "int32 or int64"),
+    "scalar": ({"film": tf.constant(1)}, ValueError, "rank of a dense input"),
+    "too large": (
+        {"film": tf.constant([1, V])},
+        tf.errors.InvalidArgumentError,
+        f"Feature film, table films: sample 1 has id {V}, but ids must be in [0, {V})",
+    ),
+    "negative": (
+        {"film": tf.ragged.constant([[0], [1, -1]])},
+        tf.errors.InvalidArgumentError,
+        "sample 1 has id -1",
+    ),
+    "beyond 32 bits": (
+        {"film": tf.sparse.from_dense([[2**40 + 1]])},
+        tf.errors.InvalidArgumentError,
+        f"sample 0 has id {2**40 + 1}",
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", BAD_FEATURES)
+def test_bad_features_change_nothing(case: str, training: bool) -> None:
+    features, error, words = BAD_FEATURES[case]
+    embedding, twin = make(), make()
+    for each in (embedding, twin):
+        train_once(each)
+    before = state(embedding)
+    with pytest.raises(error) as raised:
+        embedding.enqueue(features, training=training)
+    assert words in str(raised.value)
+    assert state(embedding) == before
+    with pytest.raises(tf.errors.FailedPreconditionError):
+        embedding.dequeue()  # nothing was queued
+    for each in (embedding, twin):
+        train_once(each)
+    assert state(embedding) == state(twin)
+
+
+BAD_WEIGHTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "kind": ({"film": tf.ragged.constant([[1.0]])}, ValueError, "as the feature"),
+    "shape": ({"film": tf.ones([2])}, ValueError, "must have the shape of its ids"),
+    "dtype": ({"film": tf.constant([1, 1, 1])}, TypeError, "floating point"),
+    "structure": ([tf.ones([3])], TypeError, "`weights`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_bad_weights(case: str) -> None:
+    weights, error, words = BAD_WEIGHTS[case]
+    embedding = make()
+    with pytest.raises(error) as raised:
+        embedding.enqueue(FEATURES, weights)
+    assert words in str(raised.value)
+
+
+BAD_GRADIENTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "list": ([tf.ones([3, D])], TypeError, "`gradients`"),
+    "missing": ({}, ValueError, "missing keys ['film']"),
+    "numpy": ({"film": np.ones([3, D], np.float32)}, ValueError, "tf.Tensor or None"),
+    "slices": (
+        {"film": tf.IndexedSlices(tf.ones([1, D]), tf.constant([0]))},
+        ValueError,
+        "Turn tf.IndexedSlices into a tensor",
+    ),
+    "width": ({"film": tf.ones([3, D + 1])}, ValueError, "shape of its activation"),
+    "rank": ({"film": tf.ones([3])}, ValueError, "shape of its activation"),
+    "samples": (
+        {"film": tf.ones([4, D])},
+        tf.errors.InvalidArgumentError,
+        "Feature film: the gradient has shape [4,2], but the activation had [3,2]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GRADIENTS)
+def test_bad_gradients_change_nothing(case: str) -> None:
+    gradients, error, words = BAD_GRADIENTS[case]
+    embedding, twin = make(), make()
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    before = state(embedding)
+    with pytest.raises(error) as raised:
+        embedding.apply_gradients(gradients)
+    assert words in str(raised.value)
+    assert state(embedding) == before
+    embedding.apply_gradients(GRADIENTS)  # they are still owed
+    train_once(twin)
+    assert state(embedding) == state(twin)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    embedding = make(check_numerics=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sample 1 has a weight"):
+        embedding.enqueue(FEATURES, {"film": tf.constant([1.0, np.nan, 1.0])})
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    before = state(embedding)
+    infinite = tf.constant([[1.0, 1.0], [1.0, 1.0], [np.inf, 1.0]])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sample 2 is not finite"):
+        embedding.apply_gradients({"film": infinite})
+    assert state(embedding) == before
+    embedding.apply_gradients(GRADIENTS)
+
+
+WRONG_ORDERS: dict[str, tuple[Callable[[te.TPUEmbedding], Any], str]] = {
+    "dequeue of nothing": (lambda e: e.dequeue(), "no batch is enqueued"),
+    "gradients of nothing": (
+        lambda e: e.apply_gradients(GRADIENTS),
+        "no dequeued batch owes gradients",
+    ),
+    "gradients before dequeue": (
+        lambda e: (e.enqueue(FEATURES), e.apply_gradients(GRADIENTS)),
+        "the enqueued batch was not dequeued",
+    ),
+    "gradients of an evaluation": (
+        lambda e: (
+            e.enqueue(FEATURES, training=False),
+            e.dequeue(),
+            e.apply_gradients(GRADIENTS),
+        ),
+        "enqueued with training=False",
+    ),
+    "gradients twice": (
+        lambda e: (train_once(e), e.apply_gradients(GRADIENTS)),
+        "once per dequeue",
+    ),
+    "a second batch": (
+        lambda e: (
+            e.enqueue(FEATURES),
+            e.enqueue(FEATURES),
+            e.dequeue(),
+            e.dequeue(),
+        ),
+        "still owes its gradients",
+    ),
+    "a full queue": (
+        lambda e: [e.enqueue(FEATURES) for _ in range(65)],
+        "the queue is full (64 batches)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ORDERS)
+def test_wrong_order(case: str) -> None:
+    call, words = WRONG_ORDERS[case]
+    embedding = make()
+    embedding.build()
+    with pytest.raises(tf.errors.FailedPreconditionError) as raised:
+        call(embedding)
+    assert words in str(raised.value)
+
+
+def test_before_build() -> None:
+    with pytest.raises(RuntimeError, match="dequeue was called before"):
+        make().dequeue()
+    with pytest.raises(RuntimeError, match="apply_gradients was called before"):
+        make().apply_gradients(GRADIENTS)
+
+
+def test_without_optimizer() -> None:
+    embedding = make(None)
+    with pytest.raises(RuntimeError, match="films: they have no optimizer"):
+        embedding.enqueue(FEATURES)
+    embedding.enqueue(FEATURES, training=False)
+    assert embedding.dequeue()["film"].numpy()[:, 0].tolist() == [3, 5, 3]
+    assert list(state(embedding)) == ["parameters"]
+    with pytest.raises(RuntimeError, match="films: they have no optimizer"):
+        embedding.apply_gradients(GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((4, te.SGD(0.1)), {}),
+        ((4, te.SGD(0.1), False, True), {}),
+        ((te.SGD(0.1),), {"batch_size": 4}),
+        ((), {"optimizer": te.SGD(0.1), "batch_size": 4}),
+    ],
+)
+def test_batch_size(arguments: Any, options: Any) -> None:
+    embedding = te.TPUEmbedding(
+        {"film": te.FeatureConfig(te.TableConfig(V, D))}, *arguments, **options
+    )
+    embedding.enqueue({"film": tf.constant([1, 2, 3, 4])})
+    for training in (True, False):
+        with pytest.raises(ValueError, match="a batch of 3 where 4 was expected"):
+            embedding.enqueue(FEATURES, training=training)
+    open_size = tf.function(
+        lambda ids: embedding.enqueue({"film": ids}),
+        input_signature=[tf.TensorSpec([None], tf.int32)],
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\(4,\) was declared"):
+        open_size(IDS)
+
+
+def test_constructor_refuses() -> None:
+    with pytest.raises(ValueError, match="holds no FeatureConfig"):
+        te.TPUEmbedding({}, te.SGD(0.1))
+    with pytest.raises(ValueError, match="Unsupported optimizer"):
+        make("sgd")
+    with pytest.raises(TypeError, match="Also received: \\(1,\\)"):
+        te.TPUEmbedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(0.1), False, 1)
+    with pytest.raises(TypeError, match="`check_numerics` must be a bool"):
+        make(check_numerics=1)
+    with pytest.raises(ValueError, match="`batch_size` must be an int >= 1"):
+        make(batch_size=0)
+
+
+def test_device_is_for_tpus() -> None:
+    for device in ("/device:CPU:0", "/device:TPU:0"):
+        with pytest.raises(ValueError, match="must name a TPU device"):
+            make().enqueue(FEATURES, device=device)
+
+
+def test_a_tensor_read_before_an_update_keeps_its_value() -> None:
+    embedding = make()
+    embedding.build()
+    (table,) = embedding.embedding_tables.values()
+    reads = []
+    for _ in range(3):
+        reads.append((table.read_value(), table.numpy()))
+        train_once(embedding)
+    for tensor, value in reads:
+        np.testing.assert_array_equal(tensor, value)
+    assert not np.array_equal(reads[0][1], reads[2][1])
+
+
+def test_keys_are_the_objects_that_were_passed() -> None:
+    ours, theirs = te.TableConfig(V, D, name="a"), stock.TableConfig(V, D, name="b")
+    pair = collections.namedtuple("pair", ["left", "right"])
+    features = pair(te.FeatureConfig(ours), [stock.FeatureConfig(theirs)])
+    embedding = te.TPUEmbedding(features, stock.Adagrad(0.1))
+    assert list(embedding.embedding_tables) == [ours, theirs]
+    assert list(embedding.variables[theirs]) == ["parameters", "accumulators"]
+    embedding.enqueue(pair(IDS, [IDS]), training=False)
+    activations = embedding.dequeue()
+    assert type(activations) is pair
+    assert isinstance(activations.right, list)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_checkpoint(pipelined: bool, tmp_path: Any) -> None:
+    schedule = tf.keras.optimizers.schedules.PolynomialDecay(0.5, 4)
+    embedding = make(
+        te.Adagrad(schedule), pipeline_execution_with_tensor_core=pipelined
+    )
+    for _ in range(2):
+        train_once(embedding)
+    path = tf.train.Checkpoint(embedding=embedding).save(tmp_path / "model")
+    names = {name for name, _ in tf.train.list_variables(path)}
+    suffix = "/.ATTRIBUTES/VARIABLE_VALUE"
+    assert {f"embedding/films{suffix}", f"embedding/_updates{suffix}"} <= names
+    saved = state(embedding)  # with the update that was pending
+    train_once(embedding)
+    for built in (False, True):
+        restored = make(te.Adagrad(schedule))
+        if built:
+            restored.build()
+        status = tf.train.Checkpoint(embedding=restored).restore(path)
+        assert state(restored) == saved
+        status.assert_consumed()
+        train_once(restored)
+        assert state(restored) == state(embedding)
+
+
+def test_pipelining_is_one_step_old() -> None:
+    embedding = make(te.SGD(1.0), pipeline_execution_with_tensor_core=True)
+    seen = []
+    for _ in range(4):
+        embedding.enqueue(FEATURES)
+        seen.append(float(embedding.dequeue()["film"][1, 0]))
+        embedding.apply_gradients(GRADIENTS)
+    assert seen == [5, 5, 4, 3]
+    (table,) = embedding.embedding_tables.values()
+    assert float(table[5, 0]) == 1  # asking for the table applied what was pending
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    embedding.apply_gradients(GRADIENTS)
+    embedding.enqueue(FEATURES, training=False)
+    assert float(embedding.dequeue()["film"][1, 0]) == 0
+
+
+def test_several_embeddings_live_side_by_side() -> None:
+    first, second = make(initialize_tpu_embedding=False), make()
+    train_once(first)
+    before = state(first)
+    train_once(second)
+    assert state(first) == before == state(second)

@@ -1,0 +1,200 @@
+"""Several replicas in one process: one copy of each table, one update for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+
+V, D, R = 8, 2, 3
+
+
+@pytest.fixture(params=["host", "portable"], autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
+    return request.param
+
+
+@pytest.fixture
+def strategy() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
+
+
+def make(
+    strategy: tf.distribute.Strategy, rate: Any = 1.0, **options: Any
+) -> te.TPUEmbedding:
+    films = te.TableConfig(V, D, te.RowIdInitializer(), combiner="sum", name="films")
+    with strategy.scope():
+        return te.TPUEmbedding(
+            {"film": te.FeatureConfig(films)}, te.SGD(rate), **options
+        )
+
+
+def distributed(strategy: tf.distribute.Strategy, ids: list[list[int]]) -> Any:
+    values = [tf.constant(replica) for replica in ids]
+    return {
+        "film": strategy.experimental_distribute_values_from_function(
+            lambda context: values[context.replica_id_in_sync_group]
+        )
+    }
+
+
+def column(embedding: te.TPUEmbedding) -> list[float]:
+    (table,) = embedding.embedding_tables.values()
+    assert isinstance(table, tf.Variable)
+    return table.numpy()[:, 0].tolist()
+
+
+def train_step(embedding: te.TPUEmbedding) -> Any:
+    activations = embedding.dequeue()
+    embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
+    return activations["film"]
+
+
+IDS = [[0, 1], [1, 2], [1, 3]]  # row 1 is in every replica
+AFTER = [-1.0, -2.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize("function", [lambda call: call, tf.function])
+def test_gradients_of_all_replicas_are_one_update(
+    strategy: tf.distribute.Strategy, function: Callable[[Any], Any]
+) -> None:
+    calls = []
+
+    def rate() -> float:
+        calls.append(1)
+        return 1.0
+
+    embedding = make(strategy, rate)
+    embedding.build()
+
+    @function
+    def step(features: Any) -> Any:
+        embedding.enqueue(features)
+        return strategy.run(lambda: train_step(embedding))
+
+    activations = step(distributed(strategy, IDS))
+    found = [a.numpy()[:, 0].tolist() for a in activations.values]
+    assert found == IDS  # every replica reads the one table
+    assert column(embedding) == AFTER
+    if function is not tf.function:
+        assert len(calls) == 1  # by the replica that applies
+
+
+def test_inside_of_run(strategy: tf.distribute.Strategy) -> None:
+    embedding = make(strategy)
+
+    @tf.function
+    def step(features: Any) -> Any:
+        def replica_step(own: Any) -> Any:
+            embedding.enqueue(own)
+            return train_step(embedding)
+
+        return strategy.run(replica_step, args=(features,))
+
+    step(distributed(strategy, IDS))
+    assert column(embedding) == AFTER
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sample 1 has id 99"):
+        step(distributed(strategy, [[0, 1], [1, 99], [1, 3]]))
+    assert column(embedding) == AFTER
+    # What replica 0 had queued in the failed step is not in the way.
+    step(distributed(strategy, IDS))
+    assert column(embedding) == [2 * after - i for i, after in enumerate(AFTER)]
+
+
+def test_all_replicas_are_checked_before_any_is_queued(
+    strategy: tf.distribute.Strategy,
+) -> None:
+    embedding = make(strategy)
+    for _ in range(70):  # more often than the queue is long
+        with pytest.raises(tf.errors.InvalidArgumentError, match="sample 0 has id -1"):
+            embedding.enqueue(distributed(strategy, [[0, 1], [1, 2], [-1, 3]]))
+    embedding.enqueue(distributed(strategy, IDS))
+    strategy.run(lambda: train_step(embedding))
+    assert column(embedding) == AFTER
+
+
+def test_one_value_for_all_replicas(strategy: tf.distribute.Strategy) -> None:
+    embedding = make(strategy)
+    embedding.enqueue({"film": tf.constant([4])})
+    strategy.run(lambda: train_step(embedding))
+    assert column(embedding)[4] == 4 - R
+
+
+def test_pipelining_is_one_step_old(strategy: tf.distribute.Strategy) -> None:
+    embedding = make(strategy, pipeline_execution_with_tensor_core=True)
+    seen = []
+    for _ in range(3):
+        embedding.enqueue(distributed(strategy, IDS))
+        values = strategy.run(lambda: train_step(embedding)).values
+        seen.append([float(value[0, 0]) for value in values])
+    assert seen == [[0, 1, 1], [0, 1, 1], [-1, -2, -2]]
+    assert column(embedding)[1] == 1 - 3 * R
+
+
+def test_batch_size_is_global(strategy: tf.distribute.Strategy) -> None:
+    with pytest.raises(ValueError, match="divisible by the number of replicas"):
+        make(strategy, batch_size=4)
+    embedding = make(strategy, batch_size=6)
+    embedding.enqueue(distributed(strategy, IDS))
+    with pytest.raises(ValueError, match="a batch of 1 where 2 was expected"):
+        embedding.enqueue({"film": tf.constant([1])})
+
+
+def test_calls_at_the_wrong_place(strategy: tf.distribute.Strategy) -> None:
+    embedding = make(strategy)
+    embedding.enqueue(distributed(strategy, IDS))
+    with pytest.raises(RuntimeError, match="dequeue belongs to one replica"):
+        embedding.dequeue()
+    other = tf.distribute.OneDeviceStrategy("CPU:0")
+    with other.scope(), pytest.raises(RuntimeError, match="created under Mirrored"):
+        embedding.enqueue({"film": tf.constant([1])})
+
+
+def test_a_loop_inside_of_run_is_refused(strategy: tf.distribute.Strategy) -> None:
+    embedding = make(strategy)
+    for _ in range(2):
+        embedding.enqueue(distributed(strategy, IDS))
+
+    @tf.function
+    def two_steps() -> None:
+        def replica_steps() -> None:
+            for _ in range(2):
+                train_step(embedding)
+
+        strategy.run(replica_steps)
+
+    with pytest.raises(
+        tf.errors.FailedPreconditionError, match=r"outside of\s+strategy.run"
+    ):
+        two_steps()
+
+
+def test_gradients_that_are_not_finite(strategy: tf.distribute.Strategy) -> None:
+    embedding = make(strategy, check_numerics=True)
+
+    def bad_step() -> None:
+        context = tf.distribute.get_replica_context()
+        activations = embedding.dequeue()["film"]
+        bad = context.replica_id_in_sync_group == 1
+        gradient = tf.fill(tf.shape(activations), np.nan if bad else 1.0)
+        embedding.apply_gradients({"film": gradient})
+
+    embedding.enqueue(distributed(strategy, IDS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is not finite"):
+        tf.function(lambda: strategy.run(bad_step))()
+    assert column(embedding) == [float(row) for row in range(V)]
+    # The step is lost in every replica, and the next one is whole.
+    embedding.enqueue(distributed(strategy, IDS))
+    tf.function(lambda: strategy.run(lambda: train_step(embedding)))()
+
+
+def test_unsupported_strategy() -> None:
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope(), pytest.raises(NotImplementedError, match="MultiWorker"):
+        te.TPUEmbedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(1.0))
