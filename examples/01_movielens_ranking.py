@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Both are read when TensorFlow starts. oneDNN's kernels round as each CPU likes best.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -58,7 +59,8 @@ class Ranker:
             inputs = {**activations, "numbers": dense}
             predicted = self.dense_part(inputs, training=True)
             loss = tf.reduce_mean((predicted - batch["rating"]) ** 2)
-        of_activations, of_weights = tape.gradient(loss, (activations, weights))
+        gradients: Any = tape.gradient(loss, (activations, weights))
+        of_activations, of_weights = gradients
         self.embedding.apply_gradients(of_activations)
         self.optimizer.apply_gradients(zip(of_weights, weights, strict=True))
         return loss
@@ -143,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     keras.utils.set_random_seed(options.seed)
     tf.config.experimental.enable_op_determinism()
+    # How a matrix product is rounded depends on the number of threads that share it.
+    tf.config.threading.set_intra_op_parallelism_threads(2)
     ratings, catalogue = read_data(options.data)
 
     ranker = Ranker(catalogue, ratings.mean())

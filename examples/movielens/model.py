@@ -8,6 +8,7 @@ user and each film, as tables of dim 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,6 +19,8 @@ import tpu_embedding as te
 DIM = 16
 NUM_DENSE = 3
 DROPOUT = 0.2
+
+Symbolic = Any  # A tensor of Keras that has no value yet.
 
 FeatureConfigs = dict[str, te.FeatureConfig]
 
@@ -69,13 +72,13 @@ def make_dense_part(features: FeatureConfigs, mean_rating: float) -> keras.Model
     return keras.Model({**inputs, "numbers": dense}, rating)
 
 
-def _dense_layers(x: keras.KerasTensor, sizes: Sequence[int]) -> keras.KerasTensor:
+def _dense_layers(x: Symbolic, sizes: Sequence[int]) -> Symbolic:
     for size in sizes:
         x = keras.layers.Dense(size, "relu")(x)
     return x
 
 
-def _dots_of_pairs(vectors: Sequence[keras.KerasTensor]) -> keras.KerasTensor:
+def _dots_of_pairs(vectors: Sequence[Symbolic]) -> Symbolic:
     """[B, dim] each -> [B, pairs]."""
     count = len(vectors)
     stacked = keras.ops.stack(vectors, axis=1)

@@ -66,7 +66,11 @@ def recommendations(
     liked = sorted(known, key=lambda film: -known[film])[:5]
     lines = [f"User {user + 1} rated {len(known)} films of the training part, best:"]
     lines += [_row("", film, catalogue, known[film], "") for film in liked]
-    lines += ["", f"Ten films for this user, of those with {MIN_RATINGS} ratings or more:", _ROW.format(*_HEADER)]
+    lines += [
+        "",
+        f"Ten films for this user, of those with {MIN_RATINGS} ratings or more:",
+    ]
+    lines += [_ROW.format(*_HEADER)]
     lines += [
         _row(rank, film, catalogue, min(predicted[film], 5), later.get(film, ""))
         for rank, film in enumerate(new[:10], 1)
