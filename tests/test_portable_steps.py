@@ -84,8 +84,8 @@ def test_any_order_of_calls(
             outcome(functools.partial(call, engine, own))
             for engine, own in zip(engines, tickets, strict=True)
         ]
-        assert_same(*results, trace)
-        assert_same_variables(*engines, trace)
+        assert_same(results[0], results[1], trace)
+        assert_same_variables(engines[0], engines[1], trace)
 
 
 def enqueue(engine: Engine, replica: int = 0, *, training: bool = True) -> None:

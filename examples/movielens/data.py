@@ -96,7 +96,7 @@ class Catalogue:
         return features, tf.concat(dense, axis=1)
 
     def all_films(self, user: tf.Tensor | int, recent: tf.Tensor) -> Batch:
-        """One user, int64 [], who rated `recent` last, int64 [(films)], and each film."""
+        """Pairs of all films with a user, int64 [], and `recent`, int64 [(films)]."""
         films = tf.range(len(self.titles), dtype=tf.int64)
         each = tf.ones_like(films)
         repeated = tf.tile(recent, tf.shape(films))
@@ -149,14 +149,14 @@ def _recent_items(
     """
     known = np.zeros(len(user), bool)
     known[train] = True
-    seen = collections.defaultdict(lambda: collections.deque(maxlen=MAX_RECENT))
+    seen = [collections.deque(maxlen=MAX_RECENT) for _ in range(user.max() + 1)]
     recent: list[list[int]] = [[] for _ in user]
     for row in np.argsort(when, kind="stable"):
         films = seen[user[row]]
         recent[row] = list(films)
         if known[row]:
             films.append(item[row])
-    return _ragged(recent), _ragged([list(seen[u]) for u in range(user.max() + 1)])
+    return _ragged(recent), _ragged([list(films) for films in seen])
 
 
 def _ragged(rows: Sequence[Sequence[int]]) -> tf.RaggedTensor:

@@ -7,6 +7,7 @@ optimizer is one in optimizer_cases; a new engine is picked up from the package.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -154,7 +155,7 @@ def samples_of(value: Any) -> list[slice]:
     else:
         length = value.shape[-1] if value.shape.rank > 1 else 1
         splits = np.arange(0, tf.size(value) + 1, length)
-    return [slice(a, b) for a, b in zip(splits[:-1], splits[1:], strict=True)]
+    return [slice(a, b) for a, b in itertools.pairwise(splits)]
 
 
 def positive_weights(rng: np.random.Generator, value: Any) -> Any:

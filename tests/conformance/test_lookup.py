@@ -57,7 +57,8 @@ def test_divisor_of_zero_gives_zeros(combiner: str) -> None:
     kind = Input("dense", "dense", (3, 2))
     twin = one_table(kind, combiner=combiner)
     ids, weights = tf.constant([[1, 2]] * 3), tf.constant([[2.5, -2.5], [0, 0], [1, 2]])
-    twin.evaluate(Batch([{"int32": ids, "int64": ids}], [{"int32": weights, "int64": weights}]))
+    names = ("int32", "int64")
+    twin.evaluate(Batch([dict.fromkeys(names, ids)], [dict.fromkeys(names, weights)]))
     twin.embedding.enqueue(
         {"int32": ids, "int64": ids}, {"int32": weights, "int64": None}, training=False
     )
@@ -152,7 +153,8 @@ def test_output_shape_of_ragged_input(
     kind = Input("ragged", "ragged", (max(rows, 3), 3), output_shape=declared)
     twin = one_table(kind, combiner="sum")
     ids = kind.draw(rng, 11)[:rows]
-    twin.evaluate(Batch([dict.fromkeys(twin.features, ids)], [dict.fromkeys(twin.features)]))
+    names = twin.features
+    twin.evaluate(Batch([dict.fromkeys(names, ids)], [dict.fromkeys(names)]))
     twin.embedding.enqueue(dict.fromkeys(twin.features, ids), training=False)
     assert twin.embedding.dequeue()["int32"].shape == (*expected, 4)
 
@@ -184,7 +186,8 @@ def test_weights_with_a_layout_of_their_own(
 @pytest.mark.parametrize("dtype", [tf.float64, tf.float16, tf.bfloat16])
 def test_weights_of_other_float_types(dtype: tf.DType) -> None:
     twin = one_table(Input("dense", "dense", (2, 2)), combiner="sum")
-    ids, weights = tf.constant([[1, 2], [3, 3]]), tf.constant([[0.5, 2], [-1, 4]], dtype)
+    ids = tf.constant([[1, 2], [3, 3]])
+    weights = tf.constant([[0.5, 2], [-1, 4]], dtype)
     twin.evaluate(
         Batch(
             [dict.fromkeys(twin.features, ids)],

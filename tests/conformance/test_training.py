@@ -20,7 +20,11 @@ DIMS = (1, 3, 4, 8, 17)
 
 each_variant = pytest.mark.parametrize(
     ("case", "options"),
-    [(case, options) for case in optimizer_cases.OPTIMIZERS for options in case.options],
+    [
+        (case, options)
+        for case in optimizer_cases.OPTIMIZERS
+        for options in case.options
+    ],
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
 
@@ -233,5 +237,7 @@ def test_inside_a_loop(case: Any, rng: np.random.Generator) -> None:
         variables = twin.embedding.variables[twin.configs["table"]]
         results.append([losses, *variables.values()])
     for eager, looped in zip(*results, strict=True):
-        # The same ops in the same order: only the loss may be summed in another way.
-        np.testing.assert_allclose(eager, looped, rtol=32 * cases.EPSILON)
+        # The same ops in the same order, but a graph may fold them in another way: a
+        # few roundings each of the largest value met, also where values cancel.
+        bound = 32 * cases.EPSILON * np.max(np.abs(eager))
+        np.testing.assert_allclose(eager, looped, rtol=0, atol=bound)

@@ -112,7 +112,7 @@ class Twin:
       constructor: More arguments of TPUEmbedding.
     """
 
-    def __init__(  # noqa: PLR0913 - what there is to vary.
+    def __init__(
         self,
         tables: Mapping[str, Table],
         features: Mapping[str, Feature],
@@ -203,7 +203,7 @@ class Twin:
     ) -> None:
         """One training step of both sides; compares the activations."""
         expected = self._by_name(self.reference.forward(*self._reference_batch(batch)))
-        gradients = self.draw_gradients(rng, expected)
+        gradients: list[dict[str, Any]] = self.draw_gradients(rng, expected)
         for replica in gradients:
             replica.update(dict.fromkeys(without))
         actual = self._train(
@@ -309,7 +309,8 @@ class Twin:
             ]
             if not ids:
                 continue
-            rows, counts = np.unique(np.concatenate(ids) % table.rows, return_counts=True)
+            named = np.concatenate(ids) % table.rows
+            rows, counts = np.unique(named, return_counts=True)
             self._named[name].update(rows.tolist())
             self._terms[name] = max(self._terms[name], counts.max(initial=1))
 
