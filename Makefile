@@ -6,9 +6,10 @@
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-# More arguments for the demo and for pytest: make demo DEMO=--resume
+# More arguments for the demo, pytest and the benchmark: make demo DEMO=--resume
 DEMO ?=
 PYTEST ?=
+BENCH ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint format ops clean
+.PHONY: help demo test lint format ops bench clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -51,6 +52,9 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace --parallel $(JOBS)
+
+bench: ops ## time ours and the peers in turn: make bench BENCH='--optimizer sgd'
+	$(BIN)/python -m benchmarks.run $(BENCH)
 
 clean: ## remove all that set-up and builds made
 	rm -rf $(VENV) build dist *.egg-info tpu_embedding/ops/*.so

@@ -27,6 +27,8 @@ class Thing:
 THING = Thing()
 TABLE = TableConfig(8, 4, name="films")
 FEATURE = FeatureConfig(TABLE)
+SLOT_OWNER = TableConfig(8, 4, name="a")
+SLOT_NAMED = TableConfig(8, 4, name="a/accumulators")
 OTHER = FeatureConfig(TableConfig(8, 4, name="films"))
 RAGGED = tf.ragged.constant([[1, 2], []])
 
@@ -157,6 +159,18 @@ CALLS = [
         ValueError,
         "A feature called 'recent' cannot have both `max_sequence_length` and "
         "`output_shape`. Received: 3 and (8,). Leave one of them at its default.",
+    ),
+    Case(
+        "reserved_table_name",
+        lambda: make_plan(
+            ["a", "b"],
+            [FeatureConfig(SLOT_OWNER), FeatureConfig(SLOT_NAMED)],
+            {SLOT_OWNER: SLOT_OWNER, SLOT_NAMED: SLOT_NAMED},
+            optimizers.Adagrad(),
+        ),
+        ValueError,
+        "A table cannot be called 'a/accumulators': checkpoints use this name for a "
+        "slot or for the count of updates. Give the table another name.",
     ),
     Case(
         "no_features",

@@ -257,6 +257,14 @@ def test_constructor_refuses() -> None:
         make("sgd")
     with pytest.raises(TypeError, match="Also received: \\(1,\\)"):
         te.TPUEmbedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(0.1), False, 1)
+    with pytest.raises(TypeError, match="Also received: \\(0,\\)"):
+        te.TPUEmbedding(
+            te.FeatureConfig(te.TableConfig(V, D)), 4, te.SGD(0.1), False, True, 0
+        )
+    with pytest.raises(TypeError, match="batch_size=8"):
+        make(4, batch_size=8)
+    with pytest.raises(ValueError, match="`batch_size` must be an int >= 1"):
+        make(batch_size=True)
     with pytest.raises(TypeError, match="`check_numerics` must be a bool"):
         make(check_numerics=1)
     with pytest.raises(ValueError, match="`batch_size` must be an int >= 1"):
@@ -335,6 +343,13 @@ def test_pipelining_is_one_step_old() -> None:
     embedding.apply_gradients(GRADIENTS)
     embedding.enqueue(FEATURES, training=False)
     assert float(embedding.dequeue()["film"][1, 0]) == 0
+
+
+def test_the_features_are_copied() -> None:
+    features: dict[str, Any] = {"film": te.FeatureConfig(te.TableConfig(V, D))}
+    embedding = te.TPUEmbedding(features, te.SGD(1.0))
+    features["user"] = te.FeatureConfig(te.TableConfig(V, D))
+    train_once(embedding)
 
 
 def test_several_embeddings_live_side_by_side() -> None:

@@ -25,6 +25,12 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "TPU stores the table. Leave it at its default here.",
     ),
     (
+        "rate_shape",
+        (THING, [2]),
+        ValueError,
+        "A callable `learning_rate` must return a scalar. Thing() returned shape [2].",
+    ),
+    (
         "unsupported_strategy",
         ("Thing",),
         NotImplementedError,

@@ -116,13 +116,15 @@ WRONG_ORDERS: dict[str, tuple[str, int, list[Callable[[Engine], Any]]]] = {
     ),
     "owing": (
         "dequeue: the training batch dequeued before still owes its gradients. Call "
-        "apply_gradients first, or enqueue with training=False.",
+        "apply_gradients first, or enqueue with training=False; after a step that "
+        "failed call reset.",
         1,
         [enqueue, enqueue, lambda e: e.dequeue(0), lambda e: e.dequeue(0)],
     ),
     "other_owing": (
         "dequeue: another replica has not applied its gradients of the step before. "
-        "Put the loop over steps outside of strategy.run.",
+        "Put the loop over steps outside of strategy.run; after a step that failed "
+        "call reset.",
         2,
         [enqueue, enqueue, lambda e: e.dequeue(0), apply, lambda e: e.dequeue(0)],
     ),

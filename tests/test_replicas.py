@@ -194,6 +194,26 @@ def test_gradients_that_are_not_finite(strategy: tf.distribute.Strategy) -> None
     tf.function(lambda: strategy.run(lambda: train_step(embedding)))()
 
 
+def test_reset_mends_a_step_that_failed_in_one_replica(
+    strategy: tf.distribute.Strategy,
+) -> None:
+    embedding = make(strategy)
+
+    def broken_step() -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        activations = embedding.dequeue()["film"]
+        with tf.control_dependencies([tf.debugging.Assert(replica != 1, ["broken"])]):
+            embedding.apply_gradients({"film": tf.ones_like(activations)})
+
+    embedding.enqueue(distributed(strategy, IDS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
+        tf.function(lambda: strategy.run(broken_step))()
+    embedding.reset()
+    embedding.enqueue(distributed(strategy, IDS))
+    strategy.run(lambda: train_step(embedding))
+    assert column(embedding) == AFTER
+
+
 def test_unsupported_strategy() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), pytest.raises(NotImplementedError, match="MultiWorker"):

@@ -73,6 +73,10 @@ class ConstructorArguments:
         """
         arguments = self
         if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
+            if len(older) > 2:
+                raise errors.too_many_arguments(older[2:])
+            if self.batch_size is not None:
+                raise errors.too_many_arguments([f"batch_size={self.batch_size}"])
             pipelined, initialize = (*older, *(False, self.initialize)[len(older) :])
             arguments = ConstructorArguments(
                 optimizer=self.pipelined,
@@ -93,7 +97,7 @@ class ConstructorArguments:
             if not isinstance(value, bool):
                 raise errors.argument_type(argument, value, "a bool")
         size = self.batch_size
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise errors.argument_int("batch_size", size, smallest=1)
 
 

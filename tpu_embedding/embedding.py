@@ -287,6 +287,15 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
         if self._engine is not None:
             self._engine.flush()
 
+    @_as_written
+    def reset(self) -> None:
+        """Forgets every batch that is queued, owed or pending; keeps the tables.
+
+        For going on after an error or an interrupt in the middle of a step.
+        """
+        if self._engine is not None:
+            self._engine.reset()
+
     @property
     def embedding_tables(self) -> dict[Any, tf.Variable]:
         """The table variables, float32 [vocabulary_size, dim].

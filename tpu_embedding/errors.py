@@ -173,6 +173,22 @@ def duplicate_table_name(name: str, first: str, second: str) -> ValueError:
     )
 
 
+def rate_shape(rate: object, shape: object) -> ValueError:
+    """A learning rate callable that returns no scalar."""
+    return ValueError(
+        f"A callable `learning_rate` must return a scalar. {rate!r} returned shape "
+        f"{shape}."
+    )
+
+
+def reserved_table_name(name: str) -> ValueError:
+    """A table name that stands for something else in checkpoints."""
+    return ValueError(
+        f"A table cannot be called {name!r}: checkpoints use this name for a slot or "
+        "for the count of updates. Give the table another name."
+    )
+
+
 def unsupported_optimizer(where: str, optimizer: object) -> ValueError:
     """An optimizer of a class that embeddings do not have."""
     return ValueError(

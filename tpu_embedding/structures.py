@@ -21,7 +21,8 @@ class Structure:
     """
 
     def __init__(self, nested: Any) -> None:
-        self._nested = nested
+        # A copy: the user may change his own containers later.
+        self._nested = tf.nest.map_structure(lambda leaf: leaf, nested)
 
     def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
         """The leaves of `value`, those of dicts by sorted key.

@@ -114,6 +114,10 @@ void TestRagged() {
   spec.declared_shape = {2, 4};  // twice the rows: each has two positions
   CheckCsr(spec, input, {2, 4}, {0, 1, 2, 2, 2, 3, 3, 3, 3}, {5, 6, 8},
            {1, 1, 1});
+  spec.declared_shape = {0};
+  CheckRefused(spec, input,
+               "Feature user/film: a ragged input of 4 rows does not fill the "
+               "declared output shape (0,).");
   spec.declared_shape = {3};
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "
@@ -160,6 +164,16 @@ void TestRefusedStructures() {
       "Call tf.sparse.reorder first and keep one entry per index.";
   CheckRefused(sparse, Input(ids, {1, 0, 0, 1}, {2, 2}), order);
   CheckRefused(sparse, Input(ids, {1, 0, 1, 0}, {2, 2}), order);
+  for (const int64_t rows : {int64_t{-1}, int64_t{1} << 62}) {
+    CheckRefused(sparse, Input({}, {}, {rows, 4}),
+                 std::string("Feature user/film: the shape (") +
+                     (rows < 0 ? "None" : std::to_string(rows)) +
+                     ",) has a negative axis or more than 2147483648 samples.");
+  }
+  FeatureSpec huge = Spec(InputKind::kDense);
+  huge.sequence_length = int64_t{1} << 40;
+  FeatureCsr csr;
+  CHECK_TRUE(BuildCsr(huge, Input(ids, {}, {2, 1}), &csr));
   const std::vector<int64_t> other{0, 1, 2};
   const std::vector<int64_t> splits{0, 2, 2};
   FeatureInput input = Input(ids, splits, {2});

@@ -18,7 +18,7 @@ from tpu_embedding.engines.variables import (
 )
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.tables import Plan
+from tpu_embedding.layout.tables import UPDATES, Plan
 from tpu_embedding.topology import Topology
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
@@ -89,11 +89,29 @@ class Engine(abc.ABC):
                     self.name, where, "low_dimensional_packing_status", True
                 )
 
+    @abc.abstractmethod
+    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
+        """Whether the next gradients of `replica` are the last of their step."""
+
+    def _evaluate_rates(
+        self, replica: int, *, submitting: bool
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rates of a step and True in the replica that completes it.
+
+        Zeros and False in the others, so that their sum is the rate. To be called
+        before the gradients are handed in: a rate that fails then changes nothing,
+        and a pipelined update has the rate of its own step.
+        """
+        if self._options.topology.num_replicas == 1:
+            return self._rates.evaluate(), tf.constant(True)
+        completes = self._completes(replica, submitting=submitting)
+        return self._rates.evaluate_if(completes), completes
+
     def checkpoint_variables(self) -> dict[str, tf.Variable]:
         """Every variable to be saved, by its name in checkpoints."""
         variables = dict(named_variables(self._plan, self.tables))
         if self._rates.updates is not None:
-            variables["_updates"] = self._rates.updates
+            variables[UPDATES] = self._rates.updates
         return variables
 
     @abc.abstractmethod
@@ -149,6 +167,10 @@ class Engine(abc.ABC):
           gradients: As for `apply_gradients`.
           replica: Who calls.
         """
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forgets every batch that is queued, owed or pending; keeps the tables."""
 
     @abc.abstractmethod
     def flush(self) -> None:

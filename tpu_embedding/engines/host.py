@@ -75,9 +75,14 @@ class HostEngine(Engine):
     ) -> None:
         """See `Engine.apply_gradients`."""
         with tf.device(self._device):
-            apply_now = self._ops.tpu_embedding_deposit(
-                queue=self._queue, **self._gradient_arguments(gradients, replica)
-            )
+            rates, completes = self._evaluate_rates(replica, submitting=False)
+            with tf.control_dependencies([rates]):
+                apply_now = self._ops.tpu_embedding_deposit(
+                    queue=self._queue,
+                    rates=rates,
+                    **self._gradient_arguments(gradients, replica),
+                )
+            self._rates.count_update(completes, after=apply_now)
             if not self._options.pipelined:
                 self._apply_if(apply_now)
 
@@ -97,11 +102,15 @@ class HostEngine(Engine):
     ) -> None:
         """See `Engine.submit`."""
         with tf.device(self._device):
-            apply_now = self._ops.tpu_embedding_submit(
-                queue=self._queue,
-                ticket=ticket,
-                **self._gradient_arguments(gradients, replica),
-            )
+            rates, completes = self._evaluate_rates(replica, submitting=True)
+            with tf.control_dependencies([rates]):
+                apply_now = self._ops.tpu_embedding_submit(
+                    queue=self._queue,
+                    ticket=ticket,
+                    rates=rates,
+                    **self._gradient_arguments(gradients, replica),
+                )
+            self._rates.count_update(completes, after=apply_now)
             self._apply_if(apply_now)
 
     def flush(self) -> None:
@@ -109,6 +118,16 @@ class HostEngine(Engine):
         if self._options.pipelined:
             with tf.device(self._device):
                 self._apply_if(self._pending(replica=0).ready)
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        with tf.device(self._device):
+            self._ops.tpu_embedding_reset(queue=self._queue)
+
+    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
+        return self._ops.tpu_embedding_completes(
+            queue=self._queue, replica=replica, submitting=submitting
+        )
 
     def _pending(self, replica: int) -> Any:
         return self._ops.tpu_embedding_pending(queue=self._queue, replica=replica)
@@ -133,10 +152,8 @@ class HostEngine(Engine):
             queue=self._queue,
             tables=self._table_handles,
             slots=self._slot_handles,
-            rates=self._rates.evaluate(),
             **self._update_attributes,
         )
-        self._rates.count_update()
 
     def _prepare(
         self, batch: Sequence[IdBatch], replica: int | None, *, training: bool

@@ -87,9 +87,12 @@ class PortableEngine(Engine):
         if self._num_replicas > 1:
             on_failure = functools.partial(self._steps.fail_deposit, replica)
         with tf.device(self._host):
-            batch = self._steps.owed(replica)
+            rates, completes = self._evaluate_rates(replica, submitting=False)
+            with tf.control_dependencies([rates]):
+                batch = self._steps.owed(replica)
             sums = self._row_sums(batch, gradients, on_failure)
-            apply_now = self._steps.deposit(replica, sums)
+            apply_now = self._steps.deposit(replica, pack([sums, rates]))
+            self._rates.count_update(completes, after=apply_now)
             if not self._pipelined:
                 self._apply_if(apply_now)
 
@@ -107,9 +110,21 @@ class PortableEngine(Engine):
     ) -> None:
         """See `Engine.submit`."""
         with tf.device(self._host):
-            batch = self._steps.ticket_batch(ticket)
+            rates, completes = self._evaluate_rates(replica, submitting=True)
+            with tf.control_dependencies([rates]):
+                batch = self._steps.ticket_batch(ticket)
             sums = self._row_sums(batch, gradients, no_change)
-            self._apply_if(self._steps.submit(replica, ticket, sums))
+            apply_now = self._steps.submit(replica, ticket, pack([sums, rates]))
+            self._rates.count_update(completes, after=apply_now)
+            self._apply_if(apply_now)
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        with tf.device(self._host):
+            self._steps.reset()
+
+    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
+        return self._steps.completes(replica, submitting=submitting)
 
     def flush(self) -> None:
         """See `Engine.flush`."""
@@ -132,16 +147,15 @@ class PortableEngine(Engine):
         tf.cond(condition, apply_update, lambda: False)
 
     def _apply_update(self) -> None:
-        rates = self._rates.evaluate()
-        with tf.control_dependencies([rates]):
-            parts = self._steps.take_ready()
-        replicas = [self._unpack_row_sums(part) for part in parts]
-        for spec, variables in zip(self._plan.tables, self.tables, strict=True):
-            assert spec.optimizer is not None
-            rows, sums = self._merge([sums[spec.index] for sums in replicas])
+        spec = [tf.TensorSpec([], tf.variant), tf.TensorSpec([len(self.tables)])]
+        parts = [unpack(part, spec) for part in self._steps.take_ready()]
+        replicas = [self._unpack_row_sums(sums) for sums, _ in parts]
+        rates = tf.add_n([rates for _, rates in parts])  # zeros from all but one
+        for table, variables in zip(self._plan.tables, self.tables, strict=True):
+            assert table.optimizer is not None
+            rows, sums = self._merge([sums[table.index] for sums in replicas])
             with tf.device(self._device):
-                update(variables, spec.optimizer, rows, sums, rates[spec.index])
-        self._rates.count_update()
+                update(variables, table.optimizer, rows, sums, rates[table.index])
 
     def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""

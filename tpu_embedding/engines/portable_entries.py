@@ -140,6 +140,8 @@ def _draft(feature: FeatureInput) -> _Draft:
     def finish() -> Entries:
         ones = tf.ones_like(ids, tf.float32)
         columns = [ids, sample, ones if weights is None else weights]
+        # Made here, so that what uses them waits for the checks.
+        columns = [tf.identity(column) for column in columns]
         if kept:
             mask = tf.reduce_all(tf.stack(kept), axis=0)
             columns = [tf.boolean_mask(column, mask) for column in columns]

@@ -210,6 +210,16 @@ class Ledger:
         is_complete = tf.reduce_any(step & ledger._all_in(_DEPOSITED))
         return ledger._outcome(number=number, answer=is_complete)
 
+    def completes(self, replica: int, submitting: bool) -> Outcome:
+        """The answer: whether the next gradients are the last of their step."""
+        outcome = self.submit(replica, False) if submitting else self.deposit(replica)
+        after = Ledger.from_matrix(outcome.matrix)
+        full = after._all_in(_DEPOSITED)
+        answer = tf.reduce_any(after._find(outcome.number) & full)
+        return dataclasses.replace(
+            outcome, answer=answer & (outcome.refusal == 0), matrix=self.to_matrix()
+        )
+
     def fail_deposit(self, replica: int) -> Outcome:
         """The gradients of `replica` failed their checks.
 

@@ -42,10 +42,10 @@ def messages(capacity: int) -> list[str]:
         "dequeue, once for each dequeue.",
         Refusal.OWES_GRADIENTS: "dequeue: the training batch dequeued before still "
         "owes its gradients. Call apply_gradients first, or enqueue with "
-        "training=False.",
+        "training=False; after a step that failed call reset.",
         Refusal.OTHER_REPLICA_OWES: "dequeue: another replica has not applied its "
         "gradients of the step before. Put the loop over steps outside of "
-        "strategy.run.",
+        "strategy.run; after a step that failed call reset.",
         Refusal.WAS_EVALUATION: "apply_gradients: the batch was enqueued with "
         "training=False. Enqueue with training=True to train on it.",
         Refusal.NOT_DEQUEUED: "apply_gradients: the enqueued batch was not dequeued. "

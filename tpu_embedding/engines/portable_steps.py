@@ -170,6 +170,14 @@ class StepQueue:
         ):
             return tf.identity(outcome.answer)
 
+    def completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
+        """Whether the next gradients of `replica` are the last of their step."""
+        return self._call(Ledger.completes, replica, submitting).answer
+
+    def reset(self) -> None:
+        """Forgets all steps; what is left in the cells is written over."""
+        self._ledger.assign(Ledger.empty(self._num_replicas).to_matrix())
+
     def lookups_are_done(self) -> tf.Tensor:
         """Whether an update is ready and all have looked up the step after it."""
         return self._call(Ledger.lookups_are_done).answer

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding import errors
 from tpu_embedding.engines.variables import create_counter
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import takes_step
@@ -34,11 +35,24 @@ class Rates:
         for rate in self._rates:
             if callable(rate) and id(rate) not in values:
                 arguments = [self.updates] if takes_step(rate) else []
-                values[id(rate)] = tf.cast(rate(*arguments), tf.float32)
+                value = tf.cast(rate(*arguments), tf.float32)
+                if value.shape.rank != 0:
+                    raise errors.rate_shape(rate, value.shape)
+                values[id(rate)] = value
         rates = [values[id(r)] if callable(r) else float(r) for r in self._rates]
         return tf.stack(rates) if values else tf.constant(rates, tf.float32)
 
-    def count_update(self) -> None:
-        """Notes that one more update was applied."""
+    def evaluate_if(self, condition: tf.Tensor) -> tf.Tensor:
+        """As `evaluate` where `condition` holds, else zeros, and calls nothing."""
+        return tf.cond(condition, self.evaluate, lambda: tf.zeros([len(self._rates)]))
+
+    def count_update(self, completes: tf.Tensor, after: tf.Tensor) -> None:
+        """Notes one more update where a step was completed.
+
+        Args:
+          completes: Whether it was.
+          after: Of the op that took the gradients: if it fails, nothing is counted.
+        """
         if self.updates is not None:
-            self.updates.assign_add(1)
+            with tf.control_dependencies([after]):
+                self.updates.assign_add(tf.cast(completes, tf.int64))

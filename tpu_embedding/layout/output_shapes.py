@@ -155,5 +155,5 @@ def _rows_fill(rows: int | None, shape: Shape) -> bool:
         return True
     product = math.prod(known)
     if len(known) == len(shape):
-        return rows == product or (rows > 0 and product % rows == 0)
+        return rows == product or (product > rows > 0 and product % rows == 0)
     return product > 0 and rows % product == 0

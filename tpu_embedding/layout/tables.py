@@ -10,6 +10,8 @@ from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.optimizers import Optimizer
 
+UPDATES = "_updates"  # The name of the count of updates in checkpoints.
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableSpec:
@@ -108,6 +110,16 @@ def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
         if table.name in seen:
             raise errors.duplicate_table_name(table.name, seen[table.name], path)
         seen[table.name] = path
+    # Slots are saved as "<table>/<slot>", the count of updates as "_updates".
+    for table in tables:
+        reserved = [f"{other}/{slot}" for other in seen for slot in _slots(tables)]
+        if table.name in (UPDATES, *reserved):
+            raise errors.reserved_table_name(table.name)
+
+
+def _slots(tables: Sequence[TableSpec]) -> set[str]:
+    optimizers = [t.optimizer for t in tables if isinstance(t.optimizer, Optimizer)]
+    return {slot.name for optimizer in optimizers for slot in optimizer.slots}
 
 
 def _check_optimizers(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <numeric>
 #include <sstream>
 
 namespace tpu_embedding {
@@ -16,9 +14,20 @@ std::string Concat(const Parts&... parts) {
   return text.str();
 }
 
+// More samples than this are an error in the input, not a batch: their offsets
+// alone would take 16 GiB.
+constexpr int64_t kMostSamples = int64_t{1} << 31;
+
+// The product of a shape, or -1 where an axis is negative or the product is
+// larger than any batch.
 int64_t Product(const std::vector<int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1},
-                         std::multiplies<int64_t>());
+  int64_t product = 1;
+  for (const int64_t axis : shape) {
+    if (axis < 0 || axis > kMostSamples) return -1;
+    product *= axis;
+    if (product > kMostSamples) return -1;
+  }
+  return product;
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
@@ -28,6 +37,13 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
         (i ? ", " : "") + (shape[i] < 0 ? "None" : std::to_string(shape[i]));
   }
   return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+Error TooManySamples(const FeatureSpec& spec,
+                     const std::vector<int64_t>& shape) {
+  return Concat("Feature ", spec.path, ": the shape ", ShapeText(shape),
+                " has a negative axis or more than ", kMostSamples,
+                " samples.");
 }
 
 // Rows of the input (its shape without the last axis) and where their entries
@@ -102,6 +118,7 @@ Error SparseRows(const FeatureSpec& spec, const FeatureInput& input,
   rows->shape = input.shape;
   rows->shape.pop_back();
   rows->count = Product(rows->shape);
+  if (rows->count < 0) return TooManySamples(spec, rows->shape);
   rows->own_splits = Buffer<int64_t>(rows->count + 1);
   int64_t row = -1;
   int64_t column = -1;
@@ -192,7 +209,7 @@ Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
     shape = spec.declared_shape;
     const bool filled = FillOpenAxis(rows.count, &shape);
     const int64_t product = Product(shape);
-    if (filled && rows.count > 0 && product != rows.count &&
+    if (filled && rows.count > 0 && product > rows.count &&
         product % rows.count == 0) {
       *positions = product / rows.count;
     } else if (!filled || product != rows.count) {
@@ -206,6 +223,7 @@ Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
                   ShapeText(shape), " but ", ShapeText(spec.declared_shape),
                   " was declared.");
   }
+  if (Product(shape) < 0) return TooManySamples(spec, shape);
   csr->output_shape = shape;
   return std::nullopt;
 }

@@ -161,6 +161,27 @@ class StepQueue {
     arrived_ = arrived;
   }
 
+  // Whether the next gradients of `replica` complete their step: those it owes,
+  // or with `submitting` those that it submits.
+  bool Completes(int replica, bool submitting) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (num_replicas() == 1) return true;
+    const Step* step =
+        submitting ? Find(next_enqueue_[replica]) : OwedStep(replica);
+    if (!step) return false;
+    int deposited = 0;
+    for (const Part& part : step->replicas) {
+      deposited += part.state == State::kDeposited;
+    }
+    return deposited == num_replicas() - 1;
+  }
+
+  // Forgets all batches and gradients: what is queued, owed or pending.
+  void Reset() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Clear();
+  }
+
   // A lookup outside of the queue, whose gradients may come by Submit. Updates
   // that only some replicas submitted are given up: their step has ended.
   Error BeginLookup(int replica) {
@@ -170,11 +191,7 @@ class StepQueue {
              !AllIn(candidate, State::kDeposited);
     });
     if (!step) return std::nullopt;
-    steps_.clear();
-    const int64_t next =
-        *std::max_element(next_enqueue_.begin(), next_enqueue_.end());
-    std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
-    std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
+    Clear();
     return "lookup: gradients came from some replicas only, and their update "
            "was given up. If a step had failed, run it again. Else take all "
            "lookups of a step before its gradients.";
@@ -299,13 +316,13 @@ class StepQueue {
       if (next.training && step.replicas[replica].state == State::kDequeued) {
         return "dequeue: the training batch dequeued before still owes its "
                "gradients. Call apply_gradients first, or enqueue with "
-               "training=False.";
+               "training=False; after a step that failed call reset.";
       }
       if (step.replicas[replica].state == State::kDeposited &&
           !AllIn(step, State::kDeposited)) {
         return "dequeue: another replica has not applied its gradients of "
                "the step before. Put the loop over steps outside of "
-               "strategy.run.";
+               "strategy.run; after a step that failed call reset.";
       }
     }
     return std::nullopt;
@@ -324,6 +341,16 @@ class StepQueue {
     }
     return "apply_gradients: no dequeued batch owes gradients; they can be "
            "applied once per dequeue.";
+  }
+
+  void Clear() {
+    steps_.clear();
+    failed_.reset();
+    arrived_.clear();
+    const int64_t next =
+        *std::max_element(next_enqueue_.begin(), next_enqueue_.end());
+    std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
+    std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
   }
 
   bool HasArrived(int replica) const {

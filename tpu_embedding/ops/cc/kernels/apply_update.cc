@@ -30,7 +30,6 @@ REGISTER_OP("TpuEmbeddingApplyUpdate")
     .Input("queue: resource")
     .Input("tables: num_tables * resource")
     .Input("slots: num_slots * resource")
-    .Input("rates: float")
     .Attr("num_tables: int >= 1")
     .Attr("num_slots: int >= 0")
     .Attr("feature_tables: list(int)")
@@ -47,7 +46,6 @@ Applies the update of the step that all replicas have handed gradients in for.
 Does nothing where no such step is.
 
 tables, slots: variables, updated in place; the slots table by table.
-rates: [num_tables], the learning rates of this step.
 feature_tables: for each feature the index of its table.
 rules: by table the name of its optimizer's rule.
 hyperparameters, hyperparameter_counts: the rules' constants, table by table.
@@ -112,10 +110,6 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
     OP_REQUIRES_OK(context, LookUpVariables(context, "slots", &slots));
-    const Tensor* rates = nullptr;
-    OP_REQUIRES_OK(context, context->input("rates", &rates));
-    OP_REQUIRES(context, rates->NumElements() == NumTables(),
-                absl::InvalidArgumentError("One rate for each table."));
     const auto step = resource->queue.TakeReady();
     if (!step) return;
     OP_REQUIRES_OK(
@@ -129,7 +123,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     std::vector<TableWork> work(NumTables());
     OP_REQUIRES_OK(context, MakeViews(tables, slots, &work));
     for (int t = 0; t < NumTables(); ++t) {
-      work[t].arguments = {rules_[t].hyperparameters, rates->flat<float>()(t)};
+      work[t].arguments = {rules_[t].hyperparameters, Rate(*step, t)};
       CollectGradients(*step, t, &work[t]);
     }
     Run(WorkerPool(context), work);
@@ -137,6 +131,15 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
 
  private:
   int NumTables() const { return rules_.size(); }
+
+  // All replicas but one hand in zeros.
+  static float Rate(const BatchQueue::Step& step, int table) {
+    float rate = 0.0f;
+    for (const BatchQueue::Part& part : step.replicas) {
+      rate += part.gradients.rates.flat<float>()(table);
+    }
+    return rate;
+  }
 
   absl::Status ReadRules(OpKernelConstruction* context) {
     std::vector<std::string> names;
@@ -206,7 +209,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     for (const BatchQueue::Part& part : step.replicas) {
       groups.push_back(&part.batch->tables[t]);
       for (int f : rules_[t].features) {
-        const auto& gradient = part.gradients[f];
+        const auto& gradient = part.gradients.features[f];
         const float* data = gradient ? gradient->flat<float>().data() : nullptr;
         const int64_t samples = part.batch->features[f].num_samples();
         for (int64_t s = 0; s < samples; ++s) {

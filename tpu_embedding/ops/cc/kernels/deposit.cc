@@ -19,6 +19,7 @@ using tensorflow::Tensor;
 REGISTER_OP("TpuEmbeddingDeposit")
     .Input("queue: resource")
     .Input("gradients: num_gradients * float")
+    .Input("rates: float")
     .Output("apply_now: bool")
     .Attr("num_gradients: int >= 0")
     .Attr("has_gradient: list(bool)")
@@ -32,6 +33,8 @@ REGISTER_OP("TpuEmbeddingDeposit")
 Hands in the gradients of the batch that a replica dequeued last.
 
 gradients: of the activations, for the features that have one.
+rates: [num_tables], this step's learning rates from the replica that completes
+  it (TpuEmbeddingCompletes), zeros from the others.
 apply_now: whether this completes the step and its update must be applied now.
 has_gradient: by feature; one without counts as zeros.
 dims: by feature the width of its table.
@@ -50,9 +53,9 @@ class DepositOp : public tensorflow::OpKernel {
     SharedBatch batch;
     OP_REQUIRES_OK(context,
                    FailedPrecondition(resource->queue.Owed(replica_, &batch)));
-    FeatureGradients gradients;
+    ReplicaGradients gradients;
     OP_REQUIRES_OK(context, gradients_.Read(context, &gradients));
-    const absl::Status status = gradients_.Check(*batch, gradients);
+    const absl::Status status = gradients_.Check(*batch, gradients.features);
     if (!status.ok()) resource->queue.FailDeposit(replica_);
     OP_REQUIRES_OK(context, status);
     bool apply_now = false;

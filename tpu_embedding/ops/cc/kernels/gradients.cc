@@ -18,13 +18,16 @@ absl::Status GradientReader::ReadAttributes(OpKernelConstruction* context) {
 }
 
 absl::Status GradientReader::Read(OpKernelContext* context,
-                                  FeatureGradients* gradients) const {
+                                  ReplicaGradients* gradients) const {
   OpInputList given;
+  const Tensor* rates = nullptr;
   TF_RETURN_IF_ERROR(context->input_list("gradients", &given));
-  gradients->resize(has_gradient_.size());
+  TF_RETURN_IF_ERROR(context->input("rates", &rates));
+  gradients->rates = *rates;
+  gradients->features.resize(has_gradient_.size());
   int next = 0;
   for (size_t f = 0; f < has_gradient_.size(); ++f) {
-    if (has_gradient_[f]) (*gradients)[f] = given[next++];
+    if (has_gradient_[f]) gradients->features[f] = given[next++];
   }
   return absl::OkStatus();
 }

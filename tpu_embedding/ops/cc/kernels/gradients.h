@@ -17,9 +17,9 @@ class GradientReader {
   // Attributes: has_gradient, paths, dims, check_numerics.
   absl::Status ReadAttributes(tensorflow::OpKernelConstruction* context);
 
-  // The input list "gradients", by feature.
+  // The input list "gradients", by feature, and the input "rates".
   absl::Status Read(tensorflow::OpKernelContext* context,
-                    FeatureGradients* gradients) const;
+                    ReplicaGradients* gradients) const;
 
   // Fails unless they have the shapes of the activations of `batch` and, if
   // asked for, are finite.

@@ -68,6 +68,27 @@ before_evaluation: true where, besides, the next batch is an evaluation, so
   that the update must be applied before its lookups.
 )doc");
 
+REGISTER_OP("TpuEmbeddingCompletes")
+    .Input("queue: resource")
+    .Output("completes: bool")
+    .Attr("replica: int")
+    .Attr("submitting: bool")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Whether the next gradients of a replica are the last that their step waits for.
+
+submitting: whether they will come by TpuEmbeddingSubmit.
+)doc");
+
+REGISTER_OP("TpuEmbeddingReset")
+    .Input("queue: resource")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Forgets all batches and gradients that are queued, owed or pending.
+)doc");
+
 class StepQueueOp : public tensorflow::OpKernel {
  public:
   explicit StepQueueOp(OpKernelConstruction* context) : OpKernel(context) {
@@ -162,6 +183,42 @@ REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingStepQueue").Device(tensorflow::DEVICE_CPU), StepQueueOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingEnqueue").Device(tensorflow::DEVICE_CPU), EnqueueOp);
+class CompletesOp : public tensorflow::OpKernel {
+ public:
+  explicit CompletesOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
+    OP_REQUIRES_OK(context, context->GetAttr("submitting", &submitting_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    Tensor* completes = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &completes));
+    completes->scalar<bool>()() =
+        resource->queue.Completes(replica_, submitting_);
+  }
+
+ private:
+  int replica_ = 0;
+  bool submitting_ = false;
+};
+
+class ResetOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    resource->queue.Reset();
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingCompletes").Device(tensorflow::DEVICE_CPU), CompletesOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingReset").Device(tensorflow::DEVICE_CPU), ResetOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingPending").Device(tensorflow::DEVICE_CPU), PendingOp);
 

@@ -18,7 +18,16 @@ namespace tpu_embedding {
 
 // By feature; a gradient that was not given counts as zeros.
 using FeatureGradients = std::vector<std::optional<tensorflow::Tensor>>;
-using BatchQueue = StepQueue<SharedBatch, FeatureGradients>;
+
+// What one replica hands in.
+struct ReplicaGradients {
+  FeatureGradients features;
+  // By table the learning rate. The replica that completes a step evaluates
+  // the rates, the others hand in zeros: their sum is the rate.
+  tensorflow::Tensor rates;
+};
+
+using BatchQueue = StepQueue<SharedBatch, ReplicaGradients>;
 
 class StepQueueResource : public tensorflow::ResourceBase {
  public:

@@ -21,6 +21,7 @@ REGISTER_OP("TpuEmbeddingSubmit")
     .Input("queue: resource")
     .Input("ticket: variant")
     .Input("gradients: num_gradients * float")
+    .Input("rates: float")
     .Output("apply_now: bool")
     .Attr("num_gradients: int >= 0")
     .Attr("has_gradient: list(bool)")
@@ -52,9 +53,10 @@ class SubmitOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context,
                    Unwrap(context->input(1), "TpuEmbeddingLookup", &variant));
     Ticket& ticket = *variant->ticket;
-    FeatureGradients gradients;
+    ReplicaGradients gradients;
     OP_REQUIRES_OK(context, gradients_.Read(context, &gradients));
-    OP_REQUIRES_OK(context, gradients_.Check(*ticket.batch, gradients));
+    OP_REQUIRES_OK(context,
+                   gradients_.Check(*ticket.batch, gradients.features));
     OP_REQUIRES(context, !ticket.used.exchange(true),
                 absl::FailedPreconditionError(
                     "The gradients of this lookup were applied already; each "

@@ -1,0 +1,90 @@
+"""Steps that fail half-way: what is kept, what can be repeated, and reset."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+
+V, D = 8, 2
+FEATURES = {"film": tf.constant([3, 5, 3])}
+GRADIENTS = {"film": tf.ones([3, D])}
+
+
+@pytest.fixture(params=["host", "portable"], autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
+    return request.param
+
+
+def make(optimizer: te.SGD, *, pipelined: bool = False) -> te.TPUEmbedding:
+    films = te.TableConfig(V, D, te.RowIdInitializer(), combiner="sum", name="films")
+    return te.TPUEmbedding({"film": te.FeatureConfig(films)}, optimizer, pipelined)
+
+
+def rows(embedding: te.TPUEmbedding) -> list[float]:
+    (table,) = embedding.embedding_tables.values()
+    return table.numpy()[:, 0].tolist()
+
+
+def train_once(embedding: te.TPUEmbedding) -> None:
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    embedding.apply_gradients(GRADIENTS)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_rate_that_fails_changes_nothing(pipelined: bool) -> None:
+    fails = [True]
+
+    def rate() -> float:
+        if fails[0]:
+            raise ArithmeticError
+        return 1.0
+
+    embedding = make(te.SGD(rate), pipelined=pipelined)
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    before = rows(embedding)
+    with pytest.raises(ArithmeticError):
+        embedding.apply_gradients(GRADIENTS)
+    assert rows(embedding) == before
+    fails[0] = False
+    embedding.apply_gradients(GRADIENTS)  # they are still owed
+    assert rows(embedding) == [0, 1, 2, 1, 4, 4, 6, 7]
+
+
+def test_a_rate_that_is_no_scalar() -> None:
+    embedding = make(te.SGD(lambda: tf.constant([1.0, 2.0])))
+    with pytest.raises(ValueError, match="must return a scalar"):
+        train_once(embedding)
+
+
+def test_a_pipelined_update_has_the_rate_of_its_own_step() -> None:
+    rate = tf.Variable(1.0)
+    embedding = make(te.SGD(lambda: rate), pipelined=True)
+    for value in (1.0, 10.0, 100.0):
+        rate.assign(value)
+        train_once(embedding)
+    rate.assign(1000.0)
+    assert rows(embedding)[5] == 5 - 111
+
+
+def test_reset_forgets_what_is_under_way() -> None:
+    embedding = make(te.SGD(1.0))
+    embedding.reset()  # before build there is nothing to forget
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()  # and here something fails
+    embedding.enqueue({"film": tf.constant([0, 1, 2])})
+    with pytest.raises(tf.errors.FailedPreconditionError, match="reset"):
+        embedding.dequeue()
+    embedding.reset()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is"):
+        embedding.dequeue()
+    before = rows(embedding)
+    embedding.enqueue(FEATURES)
+    assert embedding.dequeue()["film"].numpy()[:, 0].tolist() == [3, 5, 3]
+    assert rows(embedding) == before
+    embedding.apply_gradients(GRADIENTS)
+    assert rows(embedding) != before
