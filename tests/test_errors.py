@@ -25,6 +25,13 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "TPU stores the table. Leave it at its default here.",
     ),
     (
+        "batch_size_conflict",
+        (4, 2),
+        ValueError,
+        "A batch size of 4 per replica was given before, so build() cannot fix 2. Give "
+        "one of them, or the same twice.",
+    ),
+    (
         "rate_shape",
         (THING, [2]),
         ValueError,

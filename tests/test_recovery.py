@@ -71,6 +71,18 @@ def test_a_pipelined_update_has_the_rate_of_its_own_step() -> None:
     assert rows(embedding)[5] == 5 - 111
 
 
+def test_build_that_fails_fixes_nothing() -> None:
+    films = te.TableConfig(V, D)
+    features = [te.FeatureConfig(films), te.FeatureConfig(films, output_shape=[4])]
+    embedding = te.TPUEmbedding(features, te.SGD(1.0))
+    with pytest.raises(ValueError, match=r"\(4,\) given by FeatureConfig.output_shape"):
+        embedding.build([(3, 1), (3, 1)])
+    embedding.build([(4, 1), (4, 1)])
+    other = te.TPUEmbedding(features, te.SGD(1.0), batch_size=4)
+    with pytest.raises(ValueError, match="A batch size of 4 per replica was given"):
+        other.build(2)
+
+
 def test_reset_forgets_what_is_under_way() -> None:
     embedding = make(te.SGD(1.0))
     embedding.reset()  # before build there is nothing to forget

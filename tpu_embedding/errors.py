@@ -331,6 +331,14 @@ def batch_size_mismatch(path: str, expected: int, actual: int) -> ValueError:
     )
 
 
+def batch_size_conflict(first: int | None, second: int) -> ValueError:
+    """Two sizes were promised."""
+    return ValueError(
+        f"A batch size of {first} per replica was given before, so build() cannot fix "
+        f"{second}. Give one of them, or the same twice."
+    )
+
+
 def batch_size_not_divisible(batch_size: int, num_replicas: int) -> ValueError:
     """The global batch cannot be dealt out evenly."""
     return ValueError(

@@ -60,12 +60,28 @@ class OutputShapes:
         self._batch_size: int | None = None
 
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
-        """Takes the input shapes given to build(); a shape is (batch, ..., last)."""
-        for spec, shape in zip(self._features, shapes, strict=True):
-            self._declare(spec, from_input(spec.path, spec.config, shape), source)
+        """Takes the input shapes given to build(), all or none.
+
+        Args:
+          shapes: For each feature (batch, ..., last).
+          source: Where they came from, for messages.
+
+        Raises:
+          ValueError: If one contradicts what was declared.
+        """
+        self._declared = [
+            self._merge(spec, from_input(spec.path, spec.config, shape), source)
+            for spec, shape in zip(self._features, shapes, strict=True)
+        ]
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Fixes the rows, per replica, of every input without an output shape."""
+        """Fixes the rows, per replica, of every input without an output shape.
+
+        Raises:
+          ValueError: If another number was fixed before.
+        """
+        if self._batch_size not in (None, batch_size):
+            raise errors.batch_size_conflict(self._batch_size, batch_size)
         self._batch_size = batch_size
 
     def remember_ranks(self, shapes: Sequence[Shape]) -> None:
@@ -120,17 +136,17 @@ class OutputShapes:
         if expected is not None and size is not None and size != expected:
             raise errors.batch_size_mismatch(spec.path, expected, size)
 
-    def _declare(self, spec: FeatureSpec, shape: Shape, source: str) -> None:
+    def _merge(self, spec: FeatureSpec, shape: Shape, source: str) -> Declared:
+        """What was declared, with open axes filled from `shape`."""
         declared = self._declared[spec.index]
         if declared is None:
-            self._declared[spec.index] = Declared(shape, source)
-            return
+            return Declared(shape, source)
         if not _compatible(declared.shape, shape):
             raise self._mismatch(spec, declared, shape, source)
         merged = tuple(
             b if a is None else a for a, b in zip(declared.shape, shape, strict=True)
         )
-        self._declared[spec.index] = Declared(merged, declared.source)
+        return Declared(merged, declared.source)
 
     @staticmethod
     def _mismatch(
