@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -80,9 +80,9 @@ def _user_slots(
         made = create(parameters, names, [_filled(slot) for slot in wanted])
     for slot in wanted:
         shape = _slot_shape(slot, parameters.shape)
-        variable = made.get(slot.name) if isinstance(made, Mapping) else made
+        variable = made.get(slot.name)
         if (
-            not isinstance(variable, _ResourceVariable)
+            variable is None
             or variable.dtype != tf.float32
             or tuple(variable.shape) != shape
         ):

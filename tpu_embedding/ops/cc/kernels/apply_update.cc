@@ -106,7 +106,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, 0, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
     OP_REQUIRES_OK(context, LookUpVariables(context, "slots", &slots));

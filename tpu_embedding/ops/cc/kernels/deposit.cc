@@ -49,7 +49,7 @@ class DepositOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, replica_, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     SharedBatch batch;
     OP_REQUIRES_OK(context,
                    FailedPrecondition(resource->queue.Owed(replica_, &batch)));

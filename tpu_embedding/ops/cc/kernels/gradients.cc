@@ -1,9 +1,6 @@
 #include "kernels/gradients.h"
 
-#include <algorithm>
 #include <cmath>
-
-#include "kernels/kernel_util.h"
 
 namespace tpu_embedding {
 
@@ -17,14 +14,6 @@ absl::Status GradientReader::ReadAttributes(OpKernelConstruction* context) {
   TF_RETURN_IF_ERROR(context->GetAttr("has_gradient", &has_gradient_));
   TF_RETURN_IF_ERROR(context->GetAttr("paths", &paths_));
   TF_RETURN_IF_ERROR(context->GetAttr("dims", &dims_));
-  int num_gradients = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_gradients", &num_gradients));
-  const int64_t num_features = has_gradient_.size();
-  const auto given = std::count(has_gradient_.begin(), has_gradient_.end(), 1);
-  TF_RETURN_IF_ERROR(CheckLengths(
-      {{"gradients", num_gradients, given},
-       {"paths", static_cast<int64_t>(paths_.size()), num_features},
-       {"dims", static_cast<int64_t>(dims_.size()), num_features}}));
   return context->GetAttr("check_numerics", &check_numerics_);
 }
 
@@ -45,11 +34,6 @@ absl::Status GradientReader::Read(OpKernelContext* context,
 
 absl::Status GradientReader::Check(const PreparedBatch& batch,
                                    const FeatureGradients& gradients) const {
-  if (batch.features.size() != gradients.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("The batch has ", batch.features.size(), " features, not ",
-                     gradients.size(), "."));
-  }
   for (size_t f = 0; f < gradients.size(); ++f) {
     if (!gradients[f]) continue;
     TensorShape expected(batch.features[f].output_shape);

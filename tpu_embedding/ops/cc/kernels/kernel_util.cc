@@ -54,29 +54,6 @@ absl::Status FailedPrecondition(const Error& error) {
   return error ? absl::FailedPreconditionError(*error) : absl::OkStatus();
 }
 
-absl::Status CheckLengths(const std::vector<ListLength>& lists) {
-  for (const ListLength& list : lists) {
-    if (list.length != list.expected) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("The attribute ", list.attribute, " needs ",
-                       list.expected, " elements and has ", list.length, "."));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckFeatureTables(const std::vector<int>& feature_tables,
-                                int64_t num_tables) {
-  for (const int table : feature_tables) {
-    if (table < 0 || table >= num_tables) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("The attribute feature_tables names table ", table,
-                       " of ", num_tables, "."));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status LookUpVariables(OpKernelContext* context, const char* name,
                              std::vector<Variable>* variables) {
   tensorflow::OpInputList handles;
@@ -99,11 +76,6 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
 
 absl::Status CheckTableSizes(const std::vector<Variable>& tables,
                              const std::vector<int64_t>& vocabulary_sizes) {
-  if (tables.size() != vocabulary_sizes.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("The batch is for ", vocabulary_sizes.size(),
-                     " tables, not for ", tables.size(), "."));
-  }
   for (size_t t = 0; t < tables.size(); ++t) {
     const int64_t rows = tables[t]->tensor()->dim_size(0);
     if (rows != vocabulary_sizes[t]) {

@@ -21,18 +21,6 @@ ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 absl::Status InvalidArgument(const Error& error);
 absl::Status FailedPrecondition(const Error& error);
 
-// A list attribute and how many elements it must have.
-struct ListLength {
-  const char* attribute;
-  int64_t length;
-  int64_t expected;
-};
-absl::Status CheckLengths(const std::vector<ListLength>& lists);
-
-// Fails unless the table of each feature is one of `num_tables`.
-absl::Status CheckFeatureTables(const std::vector<int>& feature_tables,
-                                int64_t num_tables);
-
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
 // The variables behind the resource inputs of the list `name`; each must hold

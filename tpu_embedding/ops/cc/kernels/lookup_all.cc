@@ -19,16 +19,6 @@ absl::Status BatchLookup::ReadAttributes(OpKernelConstruction* context) {
   std::vector<float> numbers;
   TF_RETURN_IF_ERROR(context->GetAttr("feature_tables", &feature_tables_));
   TF_RETURN_IF_ERROR(context->GetAttr("quantization", &numbers));
-  int num_features = 0;
-  int num_tables = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
-  TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
-  TF_RETURN_IF_ERROR(CheckLengths(
-      {{"feature_tables", static_cast<int64_t>(feature_tables_.size()),
-        num_features},
-       {"quantization", static_cast<int64_t>(numbers.size()),
-        3 * num_tables}}));
-  TF_RETURN_IF_ERROR(CheckFeatureTables(feature_tables_, num_tables));
   for (size_t i = 0; i + 2 < numbers.size(); i += 3) {
     quantization_.push_back(
         {static_cast<int>(numbers[i]), numbers[i + 1], numbers[i + 2]});
@@ -40,11 +30,6 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
                               const PreparedBatch& batch,
                               const std::vector<Variable>& tables) const {
   TF_RETURN_IF_ERROR(CheckTableSizes(tables, batch.vocabulary_sizes));
-  if (batch.features.size() != feature_tables_.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("The batch has ", batch.features.size(), " features, not ",
-                     feature_tables_.size(), "."));
-  }
   const ReadLocks locks(tables);
   std::vector<float*> outputs;
   std::vector<int64_t> sizes;
@@ -75,9 +60,6 @@ absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
-  TF_RETURN_IF_ERROR(
-      CheckLengths({{"output_shapes", static_cast<int64_t>(shapes.size()),
-                     context->num_outputs() - 1}}));
   for (size_t f = 0; f < shapes.size(); ++f) {
     tensorflow::shape_inference::ShapeHandle shape;
     TF_RETURN_IF_ERROR(

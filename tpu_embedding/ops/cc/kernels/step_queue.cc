@@ -121,7 +121,7 @@ class EnqueueOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, replica_, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     std::vector<SharedBatch> batches;
     OP_REQUIRES_OK(context, ReadBatches(context, &batches));
     const int num_batches = batches.size();
@@ -146,10 +146,6 @@ class EnqueueOp : public tensorflow::OpKernel {
     for (const Tensor& variant : variants) {
       const BatchVariant* batch = nullptr;
       TF_RETURN_IF_ERROR(Unwrap(variant, "TpuEmbeddingPrepare", &batch));
-      if (training_ && batch->batch->tables.empty()) {
-        return absl::InvalidArgumentError(
-            "A batch that was prepared for evaluation cannot be trained on.");
-      }
       batches->push_back(batch->batch);
     }
     return absl::OkStatus();
@@ -167,7 +163,7 @@ class PendingOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, replica_, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     Tensor* ready = nullptr;
     Tensor* before_evaluation = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ready));
@@ -196,7 +192,7 @@ class CompletesOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, replica_, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     Tensor* completes = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &completes));
     completes->scalar<bool>()() =
@@ -214,7 +210,7 @@ class ResetOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, 0, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     resource->queue.Reset();
   }
 };

@@ -43,15 +43,11 @@ class StepQueueResource : public tensorflow::ResourceBase {
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;
 
-// The queue behind the first input, which must have the replica `replica`.
+// The queue behind the first input.
 inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
-                                int replica, QueuePtr* queue) {
-  TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-      context, tensorflow::HandleFromInput(context, 0), queue));
-  const int num_replicas = (*queue)->queue.num_replicas();
-  if (replica >= 0 && replica < num_replicas) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "There is no replica ", replica, " among ", num_replicas, "."));
+                                QueuePtr* queue) {
+  return tensorflow::LookupResource(
+      context, tensorflow::HandleFromInput(context, 0), queue);
 }
 
 }  // namespace tpu_embedding

@@ -48,14 +48,11 @@ class SubmitOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, replica_, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     const TicketVariant* variant = nullptr;
     OP_REQUIRES_OK(context,
                    Unwrap(context->input(1), "TpuEmbeddingLookup", &variant));
     Ticket& ticket = *variant->ticket;
-    OP_REQUIRES(context, !ticket.batch->tables.empty(),
-                absl::InvalidArgumentError("A batch that was prepared for "
-                                           "evaluation cannot be trained on."));
     ReplicaGradients gradients;
     OP_REQUIRES_OK(context, gradients_.Read(context, &gradients));
     OP_REQUIRES_OK(context,
