@@ -58,13 +58,14 @@ def random_call(rng: np.random.Generator, num_replicas: int, kinds: str) -> Any:
             Mixed.gradients(seed, bad=bad), replica
         ),
         "f": lambda engine, _: engine.flush(),
+        "r": lambda engine, _: engine.reset(),
         "l": look_up,
         "s": submit,
     }
     return f"{kind}{replica}{'t' * training}{'b' * bad}", calls[kind]
 
 
-@pytest.mark.parametrize("kinds", ["eEdadaf", "lssf", "Edadaels"])
+@pytest.mark.parametrize("kinds", ["eEdadadadafr", "lsslssfr", "Edadaels"])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_any_order_of_calls(

@@ -436,7 +436,7 @@ def host_engine_unavailable(variable: str, reason: str) -> RuntimeError:
 
 
 def weights_shape(path: str, expected: object, actual: object) -> ValueError:
-    """Dense weights of another shape than their ids."""
+    """Weights of another shape than their ids."""
     return ValueError(
         f"The weights of feature {path} must have the shape of its ids, {expected}. "
         f"Received: {actual}."

@@ -107,6 +107,7 @@ void TestRagged() {
   FeatureSpec spec = Spec(InputKind::kRagged);
   CheckCsr(spec, input, {4}, {0, 3, 3, 4, 4}, ids, {1, 1, 1, 1});
   spec.shape_known = true;
+  spec.declared_source = "build()";
   spec.declared_shape = {2, 2};
   CheckCsr(spec, input, {2, 2}, {0, 3, 3, 4, 4}, ids, {1, 1, 1, 1});
   spec.declared_shape = {-1, 2};
@@ -117,11 +118,11 @@ void TestRagged() {
   spec.declared_shape = {0};
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "
-               "declared output shape (0,).");
+               "output shape (0,) that build() declares.");
   spec.declared_shape = {3};
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "
-               "declared output shape (3,).");
+               "output shape (3,) that build() declares.");
 }
 
 void TestInvalidIds() {
@@ -197,10 +198,11 @@ void TestNumericsAndShapes() {
                "(inf).");
   spec = Spec(InputKind::kDense);
   spec.shape_known = true;
+  spec.declared_source = "build()";
   spec.declared_shape = {3};
   CheckRefused(spec, input,
-               "Feature user/film: the input gives output shape (2,) but (3,) "
-               "was declared.");
+               "Feature user/film: the input gives output shape (2,), not (3,) "
+               "that build() declares.");
 }
 
 }  // namespace

@@ -147,7 +147,9 @@ def _draft(feature: FeatureInput) -> _Draft:
             columns = [tf.boolean_mask(column, mask) for column in columns]
         if config.invalid_ids == "mod":
             columns[0] = tf.math.floormod(columns[0], config.vocabulary_size)
-        gains = _gains(config.combiner, columns[1], columns[2], tf.reduce_prod(shape))
+        # Not negative even where a check fails: tracing looks at constants, too.
+        num_samples = tf.maximum(tf.reduce_prod(shape), 0)
+        gains = _gains(config.combiner, columns[1], columns[2], num_samples)
         return Entries(columns[0], columns[1], gains, shape)
 
     checks = [

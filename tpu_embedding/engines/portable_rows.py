@@ -14,8 +14,11 @@ import tensorflow as tf
 
 from tpu_embedding.engines.portable_checks import Check, text
 from tpu_embedding.inputs import IdBatch, InputKind
-from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.tables import FeatureSpec, TableSpec
+
+# More samples than this are an error in the input, not a batch.
+_MOST_SAMPLES = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class FeatureInput:
     spec: FeatureSpec
     table: TableSpec
     batch: IdBatch
-    declared: Shape | None
+    declared: Declared | None
     check_numerics: bool
 
     @property
@@ -91,19 +94,20 @@ def output_shape(
         return _filled(feature, feature.declared, rows.count)
     if feature.declared is not None:
         checks.append(_check_declared(feature, feature.declared, shape))
+    checks.append(_check_size(feature, shape))
     return shape, positions, checks
 
 
 def _filled(
-    feature: FeatureInput, declared: Shape, count: tf.Tensor
+    feature: FeatureInput, declared: Declared, count: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor | None, list[Check]]:
     """How `count` ragged rows fill the declared shape.
 
     They do if its product is `count`, where one open axis may take up what the
     others leave; or if it is m times `count`: then a row is m positions.
     """
-    known = math.prod(axis for axis in declared if axis is not None)
-    num_open = sum(axis is None for axis in declared)
+    known = math.prod(axis for axis in declared.shape if axis is not None)
+    num_open = sum(axis is None for axis in declared.shape)
     divisor = max(known, 1)
     positions = None
     if num_open == 0:
@@ -112,31 +116,46 @@ def _filled(
         fills = (count == known) | ((multiple > 0) & (count * multiple == known))
     else:
         fills = (count % divisor == 0) & (known > 0) & (num_open == 1)
-    shape = tf.stack([count // divisor if a is None else a for a in declared])
+    shape = tf.stack([count // divisor if a is None else a for a in declared.shape])
     check = Check(
         fills,
         lambda: text(
             f"{feature.name}: a ragged input of ",
             count,
-            " rows does not fill the "
-            f"declared output shape {_declared_text(declared)}.",
+            f" rows does not fill the output shape {_declared_text(declared)}.",
         ),
     )
     return tf.cast(shape, tf.int64), positions, [check]
 
 
-def _check_declared(feature: FeatureInput, declared: Shape, shape: tf.Tensor) -> Check:
+def _check_declared(
+    feature: FeatureInput, declared: Declared, shape: tf.Tensor
+) -> Check:
     rank = shape.shape[0]
-    matches = tf.constant(rank == len(declared))
-    if rank == len(declared):
-        axes = [tf.constant(-1 if a is None else a, tf.int64) for a in declared]
+    matches = tf.constant(rank == len(declared.shape))
+    if rank == len(declared.shape):
+        axes = [tf.constant(-1 if a is None else a, tf.int64) for a in declared.shape]
         matches = tf.reduce_all((tf.stack(axes) < 0) | (shape == axes))
     return Check(
         matches,
         lambda: text(
             f"{feature.name}: the input gives output shape ",
             _shape_text(shape, rank),
-            f" but {_declared_text(declared)} was declared.",
+            f", not {_declared_text(declared)}.",
+        ),
+    )
+
+
+def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
+    # Products in double precision: in int64 they might wrap around.
+    products = tf.math.cumprod(tf.cast(shape, tf.float64))
+    return Check(
+        tf.reduce_all((shape >= 0) & (shape <= _MOST_SAMPLES))
+        & tf.reduce_all(products <= _MOST_SAMPLES),
+        lambda: text(
+            f"{feature.name}: the shape ",
+            _shape_text(shape, shape.shape[0]),
+            f" has a negative axis or more than {_MOST_SAMPLES} samples.",
         ),
     )
 
@@ -223,8 +242,8 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         )
         return tf.where(inside[entry], unordered, outside)
 
-    check = Check(~tf.reduce_any(bad), message)
-    return Rows(shape[:-1], row, column, [check])
+    checks = [_check_size(feature, shape[:-1]), Check(~tf.reduce_any(bad), message)]
+    return Rows(shape[:-1], row, column, checks)
 
 
 _READERS = {
@@ -236,9 +255,10 @@ _READERS = {
 
 def _shape_text(shape: tf.Tensor, rank: int | None) -> tf.Tensor:
     """The shape as Python writes a tuple."""
-    axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=", ")
+    axes = tf.where(shape < 0, "None", tf.strings.as_string(shape))
+    axes = tf.strings.reduce_join(axes, separator=", ")
     return text("(", axes, ",)" if rank == 1 else ")")
 
 
-def _declared_text(shape: Shape) -> str:
-    return str(tuple(shape))
+def _declared_text(declared: Declared) -> str:
+    return f"{tuple(declared.shape)} that {declared.source} declares"

@@ -176,7 +176,7 @@ class StepQueue:
 
     def reset(self) -> None:
         """Forgets all steps; what is left in the cells is written over."""
-        self._ledger.assign(Ledger.empty(self._num_replicas).to_matrix())
+        self._commit(self._call(Ledger.reset))
 
     def lookups_are_done(self) -> tf.Tensor:
         """Whether an update is ready and all have looked up the step after it."""

@@ -197,6 +197,11 @@ bool FillOpenAxis(int64_t count, std::vector<int64_t>* shape) {
   return true;
 }
 
+std::string DeclaredText(const FeatureSpec& spec) {
+  return Concat(ShapeText(spec.declared_shape), " that ", spec.declared_source,
+                " declares");
+}
+
 // Sets the output shape and the number of positions per row: 0 where a row is
 // one sample, else each position of a row is a sample of its own.
 Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
@@ -214,14 +219,13 @@ Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
       *positions = product / rows.count;
     } else if (!filled || product != rows.count) {
       return Concat("Feature ", spec.path, ": a ragged input of ", rows.count,
-                    " rows does not fill the declared output shape ",
-                    ShapeText(spec.declared_shape), ".");
+                    " rows does not fill the output shape ", DeclaredText(spec),
+                    ".");
     }
   }
   if (spec.shape_known && !Matches(shape, spec.declared_shape)) {
     return Concat("Feature ", spec.path, ": the input gives output shape ",
-                  ShapeText(shape), " but ", ShapeText(spec.declared_shape),
-                  " was declared.");
+                  ShapeText(shape), ", not ", DeclaredText(spec), ".");
   }
   if (Product(shape) < 0) return TooManySamples(spec, shape);
   csr->output_shape = shape;

@@ -38,6 +38,7 @@ struct FeatureSpec {
   // any size. `shape_known` is false where nothing was declared.
   std::vector<int64_t> declared_shape;
   bool shape_known = false;
+  std::string declared_source;  // who declared it, for messages
 };
 
 // A view of one batch of ids as TensorFlow holds it.

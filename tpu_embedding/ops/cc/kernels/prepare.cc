@@ -41,6 +41,7 @@ REGISTER_OP("TpuEmbeddingPrepare")
     .Attr("feature_tables: list(int)")
     .Attr("sequence_lengths: list(int)")
     .Attr("declared_shapes: list(shape)")
+    .Attr("declared_sources: list(string)")
     .Attr("table_names: list(string)")
     .Attr("vocabulary_sizes: list(int)")
     .Attr("combiners: list({'sum', 'mean', 'sqrtn'})")
@@ -137,6 +138,7 @@ class PrepareOp : public tensorflow::OpKernel {
     const auto rules = GetList<std::string>(context, "invalid_ids");
     const auto shapes =
         GetList<tensorflow::PartialTensorShape>(context, "declared_shapes");
+    const auto sources = GetList<std::string>(context, "declared_sources");
     bool check_numerics = false;
     OP_REQUIRES_OK(context,
                    context->GetAttr("check_numerics", &check_numerics));
@@ -153,6 +155,7 @@ class PrepareOp : public tensorflow::OpKernel {
       spec.check_numerics = check_numerics;
       spec.sequence_length = lengths[f];
       spec.shape_known = !shapes[f].unknown_rank();
+      spec.declared_source = sources[f];
       if (spec.shape_known) {
         for (const auto& axis : shapes[f]) {
           spec.declared_shape.push_back(axis.size);
