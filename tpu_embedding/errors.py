@@ -164,6 +164,14 @@ def located(path: str, error: Exception) -> Exception:
     return type(error)(f"Feature {path}: {error}")
 
 
+def too_many_rows(name: str, rows: int, most: int) -> ValueError:
+    """A table whose rows int32 cannot number."""
+    return ValueError(
+        f"Table {name!r} has vocabulary_size={rows}, but rows are numbered by int32 as "
+        f"on TPUs: at most {most}. Spread the ids over several tables."
+    )
+
+
 def duplicate_table_name(name: str, first: str, second: str) -> ValueError:
     """Two tables, one name."""
     return ValueError(

@@ -34,8 +34,8 @@ FeatureInput Input(const std::vector<int64_t>& ids,
   return input;
 }
 
-template <class T>
-void CheckList(const Buffer<T>& buffer, const std::vector<T>& expected) {
+template <class T, class U>
+void CheckList(const Buffer<T>& buffer, const std::vector<U>& expected) {
   CHECK_EQ(buffer.size(), static_cast<int64_t>(expected.size()));
   for (size_t i = 0; i < expected.size(); ++i) {
     CHECK_EQ(buffer[i], expected[i]);
@@ -52,7 +52,9 @@ void CheckCsr(const FeatureSpec& spec, const FeatureInput& input,
   CHECK_TRUE(csr.output_shape == shape);
   CheckList(csr.offsets, offsets);
   CheckList(csr.rows, rows);
-  CheckList(csr.gains, gains);
+  CHECK_TRUE(csr.gains.size() == 0 || csr.gains.size() == csr.rows.size());
+  CHECK_EQ(rows.size(), gains.size());
+  for (size_t i = 0; i < gains.size(); ++i) CHECK_EQ(csr.gain(i), gains[i]);
 }
 
 void CheckRefused(const FeatureSpec& spec, const FeatureInput& input,
