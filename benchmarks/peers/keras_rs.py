@@ -29,24 +29,8 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     """Makes the layer and traces the steps."""
     if optimizer not in _OPTIMIZERS:
         raise NotImplementedError(f"Keras has no {optimizer}.")
-    layers = keras_rs.layers
-    features = {
-        f"feature{i:02}": layers.FeatureConfig(
-            name=f"feature{i:02}",
-            table=layers.TableConfig(
-                name=f"table{i:02}",
-                vocabulary_size=rows,
-                embedding_dim=scenario.dim,
-                combiner="sum",
-            ),
-            input_shape=(scenario.batch_size, width),
-            output_shape=(scenario.batch_size, scenario.dim),
-        )
-        for i, (rows, width) in enumerate(
-            zip(scenario.rows, scenario.ids_per_sample, strict=True)
-        )
-    }
-    layer = layers.DistributedEmbedding(features)
+    features = _features(scenario)
+    layer = keras_rs.layers.DistributedEmbedding(features)
     batches = itertools.cycle(
         {name: tf.constant(ids) for name, ids in zip(features, batch, strict=True)}
         for batch in scenario.batches(4)
@@ -70,3 +54,22 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         "step": timed(lambda: step(next(batches))),
         "lookup": timed(lambda: lookup(next(batches))),
     }
+
+
+def _features(scenario: Scenario) -> dict[str, keras_rs.layers.FeatureConfig]:
+    """A table for each feature."""
+    features = {}
+    for i, rows in enumerate(scenario.rows):
+        table = keras_rs.layers.TableConfig(
+            name=f"table{i:02}",
+            vocabulary_size=rows,
+            embedding_dim=scenario.dim,
+            combiner="sum",
+        )
+        features[f"feature{i:02}"] = keras_rs.layers.FeatureConfig(
+            name=f"feature{i:02}",
+            table=table,
+            input_shape=(scenario.batch_size, scenario.ids_per_sample[i]),
+            output_shape=(scenario.batch_size, scenario.dim),
+        )
+    return features

@@ -203,8 +203,9 @@ class HostEngine(Engine):
     def _declared_shapes(self) -> dict[str, Any]:
         shapes = self._options.output_shapes
         declared = [shapes.declared(f.index) for f in self._plan.features]
+        axes: list[Any] = [d.shape if d else None for d in declared]
         return {
-            "declared_shapes": [tf.TensorShape(d and list(d.shape)) for d in declared],
+            "declared_shapes": [tf.TensorShape(shape) for shape in axes],
             "declared_sources": [d.source if d else "" for d in declared],
         }
 
