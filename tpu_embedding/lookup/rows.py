@@ -12,10 +12,12 @@ import math
 
 import tensorflow as tf
 
-from tpu_embedding.engines.portable_checks import Check, text
 from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.tables import FeatureSpec, TableSpec
+from tpu_embedding.lookup.checks import Check, text
+
+MOST_SAMPLES = 2**31  # More than any batch has; a hostile shape may say so.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class FeatureInput:
       batch: The ids.
       declared: The output shape that was declared, or None.
       check_numerics: Refuse weights that are not finite.
+      most_samples: Refuse more of them.
     """
 
     spec: FeatureSpec
@@ -35,6 +38,7 @@ class FeatureInput:
     batch: IdBatch
     declared: Shape | None
     check_numerics: bool
+    most_samples: int = MOST_SAMPLES
 
     @property
     def name(self) -> str:
@@ -51,12 +55,14 @@ class Rows:
       row: int64 [n], the row of each entry.
       position: int64 [n], where in its row each entry stands.
       checks: Of the input's structure.
+      one_each: Entry i is all that row i has.
     """
 
     shape: tf.Tensor
     row: tf.Tensor
     position: tf.Tensor
     checks: list[Check]
+    one_each: bool = False
 
     @property
     def count(self) -> tf.Tensor:
@@ -91,7 +97,24 @@ def output_shape(
         return _filled(feature, feature.declared, rows.count)
     if feature.declared is not None:
         checks.append(_check_declared(feature, feature.declared, shape))
+    if feature.batch.kind is InputKind.SPARSE or length:
+        checks.append(_check_size(feature, shape))
     return shape, positions, checks
+
+
+def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
+    """That a shape which no data stand for is one that memory may hold."""
+    # In double precision, as hostile axes overflow an integer.
+    product = tf.reduce_prod(tf.cast(shape, tf.float64))
+    fits = tf.reduce_all(shape >= 0) & (product <= feature.most_samples)
+    return Check(
+        fits,
+        lambda: text(
+            f"{feature.name}: the shape ",
+            _shape_text(shape, shape.shape[0]),
+            f" has a negative axis or more than {feature.most_samples} samples.",
+        ),
+    )
 
 
 def _filled(
@@ -145,7 +168,7 @@ def _dense_rows(feature: FeatureInput) -> Rows:
     batch = feature.batch
     index = tf.range(tf.size(batch.ids, tf.int64))
     if batch.static_shape.rank == 1:
-        return Rows(batch.shape, index, tf.zeros_like(index), [])
+        return Rows(batch.shape, index, tf.zeros_like(index), [], one_each=True)
     length = tf.maximum(batch.shape[-1], 1)  # Without ids nothing is divided.
     return Rows(batch.shape[:-1], index // length, index % length, [])
 
@@ -197,17 +220,17 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
     batch, name = feature.batch, feature.name
     shape, indices = batch.shape, batch.structure
     column = indices[:, -1]
-    row = tf.zeros_like(column)
+    row = indices[:, 0]
     rank = batch.static_shape.rank
-    for axis in range(rank - 1):
+    for axis in range(1, rank - 1):
         row = row * shape[axis] + indices[:, axis]
-    inside = tf.reduce_all((indices >= 0) & (indices < shape), axis=1)
-    same = row[1:] == row[:-1]
-    ascends = (row[1:] > row[:-1]) | (same & (column[1:] > column[:-1]))
-    ascends = tf.concat([tf.ones_like(inside[:1]), ascends], 0)
-    bad = ~(inside & ascends)
+    inside = (indices >= 0) & (indices < shape)
+    row_step, column_step = row[1:] - row[:-1], column[1:] - column[:-1]
+    ascends = (row_step > 0) | ((row_step == 0) & (column_step > 0))
 
     def message() -> tf.Tensor:
+        entry_inside = tf.reduce_all(inside, axis=1)
+        bad = ~(entry_inside & tf.concat([entry_inside[:1], ascends], 0))
         entry = first(bad)
         start = text(f"{name}: sparse entry ", entry)
         outside = text(
@@ -221,9 +244,9 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
             " is out of order or occurs twice. Call tf.sparse.reorder first and keep "
             "one entry per index.",
         )
-        return tf.where(inside[entry], unordered, outside)
+        return tf.where(entry_inside[entry], unordered, outside)
 
-    check = Check(~tf.reduce_any(bad), message)
+    check = Check(tf.reduce_all(inside) & tf.reduce_all(ascends), message)
     return Rows(shape[:-1], row, column, [check])
 
 
