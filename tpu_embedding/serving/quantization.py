@@ -106,6 +106,8 @@ class WholeTable(StoredTable):
 class _ConvertedTable(StoredTable):
     """A table whose slices are converted one by one."""
 
+    largest: ClassVar[float] = float(np.finfo(np.float32).max)  # that can be stored
+
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self._shape = rows, dim
@@ -140,16 +142,12 @@ class _ConvertedTable(StoredTable):
         )
 
     def _refuse(self, name: str, begin: int, values: np.ndarray) -> None:
-        bad = ~(np.abs(values) <= self._largest())
+        bad = ~(np.abs(values) <= self.largest)
         if bad.any():
             row, column = np.argwhere(bad)[0]
             raise errors.unstorable(
                 name, begin + int(row), float(values[row, column]), self.storage
             )
-
-    def _largest(self) -> float:
-        """The largest magnitude that can be stored."""
-        return float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +176,8 @@ class _HalfTable(_ConvertedTable):
     """A table of 16-bit floats."""
 
     dtype: ClassVar[tf.DType]
+    unit_roundoff: ClassVar[float]
+    smallest: ClassVar[float]  # The distance of the numbers next to 0.
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__(rows, dim)
@@ -192,14 +192,9 @@ class _HalfTable(_ConvertedTable):
 
     def _convert(self, values: np.ndarray) -> tuple[list[np.ndarray], _Decoded]:
         stored = values.astype(self.dtype.as_numpy_dtype)
-        decoded = stored.astype(np.float32)
-        # Half the distance of neighbours, and of the smallest numbers.
-        bounds = np.abs(values).max(axis=1, keepdims=True) * self._unit()
-        return [stored], _Decoded(decoded, np.maximum(bounds, 2.0**-25))
-
-    def _unit(self) -> float:
-        """The unit roundoff."""
-        return float(tf.experimental.numpy.finfo(self.dtype.as_numpy_dtype).eps) / 2
+        largest = np.abs(values).max(axis=1, keepdims=True).astype(np.float64)
+        bounds = largest * self.unit_roundoff + self.smallest / 2
+        return [stored], _Decoded(stored.astype(np.float32), bounds)
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.gather(self.table, rows), tf.float32)
@@ -210,12 +205,8 @@ class Bfloat16Table(_HalfTable):
 
     storage = "bfloat16"
     dtype = tf.bfloat16
-
-    def _unit(self) -> float:
-        return 2.0**-8
-
-    def _largest(self) -> float:
-        return float(_BFLOAT16(3.38e38))
+    unit_roundoff, smallest = 2.0**-8, 2.0**-133
+    largest = 3.38e38  # What is larger is rounded to infinity.
 
 
 class Float16Table(_HalfTable):
@@ -223,12 +214,8 @@ class Float16Table(_HalfTable):
 
     storage = "float16"
     dtype = tf.float16
-
-    def _unit(self) -> float:
-        return 2.0**-11
-
-    def _largest(self) -> float:
-        return 65504.0
+    unit_roundoff, smallest = 2.0**-11, 2.0**-24
+    largest = 65504.0
 
 
 class _CodedTable(_ConvertedTable):
@@ -330,7 +317,7 @@ def encode(
     offset = ((low + high) / 2).astype(_BFLOAT16)
     middle = (levels - 1) / 2
     spread = np.maximum(high - offset.astype(np.float64), offset - low)
-    # Made larger by more than bfloat16 takes off again: the ends stay within reach.
+    # Made larger by what bfloat16 may take off again: the ends stay within reach.
     scale = (spread * (1 + 2.0**-8) / middle).astype(_BFLOAT16)
     steps = np.divide(
         precise - offset.astype(np.float64),
