@@ -19,8 +19,8 @@ from tpu_embedding.inputs import InputKind
 from tpu_embedding.lookup.checks import (
     Change,
     Check,
+    guard,
     no_change,
-    require,
     text,
 )
 from tpu_embedding.lookup.rows import (
@@ -102,20 +102,31 @@ def select(
     Raises:
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
     """
-    sizes = [check for feature in inputs for check in _check_sizes(feature)]
-    with tf.control_dependencies(require(sizes, on_failure)):
-        drafts = [_draft(feature) for feature in inputs]
+    drafts = [_draft(feature) for feature in inputs]
     checks = [check for draft in drafts for check in draft.checks]
-    with tf.control_dependencies(require(checks, on_failure)):
-        return [draft.finish() for draft in drafts]
+    columns = [column for draft in drafts for column in (draft.ids, draft.samples)]
+    guarded = guard(checks, columns, on_failure)
+    return [
+        draft.finish(ids, samples)
+        for draft, ids, samples in zip(drafts, guarded[::2], guarded[1::2], strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """A selection that holds if the checks do."""
+    """A selection that holds if the checks do.
+
+    Attributes:
+      checks: Of the feature.
+      ids: int64 [n].
+      samples: int64 [n].
+      finish: Makes the selection of the two, as they are after the checks.
+    """
 
     checks: list[Check]
-    finish: Callable[[], Selection]
+    ids: tf.Tensor
+    samples: tf.Tensor
+    finish: Callable[[tf.Tensor, tf.Tensor], Selection]
 
 
 def _check_sizes(feature: FeatureInput) -> list[Check]:
@@ -173,10 +184,8 @@ def _draft(feature: FeatureInput) -> _Draft:
         sample = tf.where(is_sequence, sample * positions + rows.position, sample)
         kept.append(~is_sequence | (rows.position < positions))
 
-    def finish() -> Selection:
-        columns = [ids, sample] if weights is None else [ids, sample, weights]
-        # Made here, so that what uses them waits for the checks.
-        columns = [tf.identity(column) for column in columns]
+    def finish(ids: tf.Tensor, samples: tf.Tensor) -> Selection:
+        columns = [ids, samples] if weights is None else [ids, samples, weights]
         if kept:
             mask = tf.reduce_all(tf.stack(kept), axis=0)
             columns = [tf.boolean_mask(column, mask) for column in columns]
@@ -192,12 +201,13 @@ def _draft(feature: FeatureInput) -> _Draft:
         )
 
     checks = [
+        *_check_sizes(feature),
         *rows.checks,
         *_check_weight_structure(feature),
         *shape_checks,
         *_check_entries(feature, rows.row, ids, weights),
     ]
-    return _Draft(checks, finish)
+    return _Draft(checks, ids, sample, finish)
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:
@@ -239,12 +249,9 @@ def _check_entries(
     if config.invalid_ids == "error":
         valid = _in_range(ids, config.vocabulary_size)
     masks = [mask for mask in (finite, valid) if mask is not None]
-    if not masks:
-        return []
-    good = masks[0] if len(masks) == 1 else masks[0] & masks[1]
 
     def message() -> tf.Tensor:
-        entry = first(~good)
+        entry = first(~tf.reduce_all(tf.stack(masks), axis=0))
         invalid = text(
             f"{feature.name}, table {feature.table.name}: sample ",
             row[entry],
@@ -264,7 +271,8 @@ def _check_entries(
         )
         return tf.where(finite[entry], invalid, infinite)
 
-    return [Check(tf.reduce_all(good), message)]
+    # Each by itself: where sizes differ, an earlier check says so.
+    return [Check(tf.reduce_all(mask), message) for mask in masks]
 
 
 def _gains(

@@ -104,15 +104,18 @@ def output_shape(
 
 def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
     """That a shape which no data stand for is one that memory may hold."""
-    # In double precision, as hostile axes overflow an integer.
-    product = tf.reduce_prod(tf.cast(shape, tf.float64))
-    fits = tf.reduce_all(shape >= 0) & (product <= feature.most_samples)
+    most = feature.most_samples
+    if shape.shape[0] == 1:
+        fits = tf.reduce_all(tf.bitcast(shape, tf.uint64) <= most)
+    else:  # In double precision, as hostile axes overflow an integer.
+        product = tf.reduce_prod(tf.cast(shape, tf.float64))
+        fits = tf.reduce_all(shape >= 0) & (product <= most)
     return Check(
         fits,
         lambda: text(
             f"{feature.name}: the shape ",
             _shape_text(shape, shape.shape[0]),
-            f" has a negative axis or more than {feature.most_samples} samples.",
+            f" has a negative axis or more than {most} samples.",
         ),
     )
 
@@ -219,14 +222,19 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
 def _sparse_rows(feature: FeatureInput) -> Rows:
     batch, name = feature.batch, feature.name
     shape, indices = batch.shape, batch.structure
-    column = indices[:, -1]
-    row = indices[:, 0]
     rank = batch.static_shape.rank
-    for axis in range(1, rank - 1):
-        row = row * shape[axis] + indices[:, axis]
-    inside = (indices >= 0) & (indices < shape)
-    row_step, column_step = row[1:] - row[:-1], column[1:] - column[:-1]
-    ascends = (row_step > 0) | ((row_step == 0) & (column_step > 0))
+    row, *middle, column = tf.unstack(indices, num=rank, axis=1)
+    for axis, index in enumerate(middle, 1):
+        row = row * shape[axis] + index
+    # Without a sign, negative numbers are the largest: one comparison.
+    inside = tf.bitcast(indices, tf.uint64) < tf.bitcast(shape, tf.uint64)
+    # An index comes after the one before if its last axis grows and no other falls;
+    # each axis that does not suffice wants a step of 1 from the one before it.
+    first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=rank, axis=1)
+    wanted = tf.constant(1, tf.int64)
+    for step in reversed(steps):
+        wanted = tf.cast(step < wanted, tf.int64)
+    ascends = first_steps >= wanted
 
     def message() -> tf.Tensor:
         entry_inside = tf.reduce_all(inside, axis=1)

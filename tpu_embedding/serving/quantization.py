@@ -24,7 +24,7 @@ from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.report import TableReport
 
-SLICE_BYTES = 4 << 20  # of float32 values that are converted at once
+SLICE_BYTES = 1 << 20  # of float32 values that are converted at once
 _BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 
 
@@ -96,11 +96,15 @@ class WholeTable(StoredTable):
         )
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        return tf.gather(self.table, rows)
+        return tf.gather(self._values(), rows)
 
     def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # In the exported model nothing updates the variable: reading copies nothing.
-        return self.table.read_value(), rows
+        return self._values(), rows
+
+    def _values(self) -> tf.Tensor:
+        # Nothing updates a served table, so that this copies nothing. But one gather
+        # from the variable itself, and from then on each reading of it does.
+        return self.table.read_value()
 
 
 class _ConvertedTable(StoredTable):
@@ -126,7 +130,7 @@ class _ConvertedTable(StoredTable):
             self._refuse(source.name, begin, values)
             parts, decoded = self._convert(values)
             for variable, part in zip(self._parts(), parts, strict=True):
-                variable[begin : begin + len(part)].assign(part)
+                _assign_rows(variable, begin, part)
             errors_found.add(values, decoded)
         rows, dim = self._shape
         return TableReport(
@@ -336,6 +340,17 @@ def decode(
     step = scale.astype(np.float64)
     values = (codes - (levels - 1) / 2) * step + offset.astype(np.float64)
     return _Decoded(values, step / 2)
+
+
+def _assign_rows(variable: tf.Variable, begin: int, rows: np.ndarray) -> None:
+    """variable[begin:...].assign(rows), which would read and copy all of it first."""
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=variable.handle,
+        begin=[begin],
+        end=[begin + len(rows)],
+        strides=[1],
+        value=tf.constant(rows, variable.dtype),
+    )
 
 
 def _zeros(shape: list[int], dtype: tf.DType) -> tf.Variable:
