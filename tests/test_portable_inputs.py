@@ -140,6 +140,17 @@ REFUSED = [
         "axes_huge", sparse(np.zeros([0, 3]), [2**31, 2**31, 3]), "the shape (2147"
     ),
     Refused(
+        "shape_too_large",
+        sparse(np.zeros([0, 2]), [2**40, 2]),
+        "Feature f0: the shape (1099511627776,) has a negative axis or more than "
+        "2147483648 samples.",
+    ),
+    Refused(
+        "shape_overflows",
+        sparse(np.zeros([0, 3]), [2**32, 2**32, 2]),
+        "Feature f0: the shape (4294967296, 4294967296) has a negative axis or more",
+    ),
+    Refused(
         "index_count",
         sparse([[0, 1], [0, 2]], [2, 3], [1, 1, 1]),
         "Feature f0: a sparse input of 3 values and rank 2 has 4 numbers in its "
