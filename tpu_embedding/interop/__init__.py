@@ -3,6 +3,10 @@
 import tensorflow as _tf
 
 from tpu_embedding.interop.adapter import AdaptedSpec as AdaptedSpec
+from tpu_embedding.interop.checkpoint_import import ImportedTables as ImportedTables
+from tpu_embedding.interop.checkpoint_import import (
+    import_estimator_checkpoint as import_estimator_checkpoint,
+)
 from tpu_embedding.interop.columns import EmbeddingColumn as EmbeddingColumn
 from tpu_embedding.interop.columns import (
     get_configs_from_feature_columns as get_configs_from_feature_columns,
