@@ -20,8 +20,8 @@ def dense(values: Any) -> Any:
     return np.array(values, np.int64)
 
 
-def sparse(rows: Any, dtype: Any = np.int64) -> tf.SparseTensor:
-    """A SparseTensor of rank 2 or 3 from nested lists; None leaves a gap."""
+def sparse(rows: Any, dtype: Any = np.int64) -> Any:
+    """A SparseTensorValue of rank 2 or 3 from nested lists; None leaves a gap."""
     entries: list[tuple[tuple[int, ...], Any]] = []
 
     def visit(value: Any, at: tuple[int, ...]) -> None:
@@ -35,13 +35,15 @@ def sparse(rows: Any, dtype: Any = np.int64) -> tf.SparseTensor:
     rank = len(entries[0][0])
     indices = np.array([at for at, _ in entries], np.int64).reshape(-1, rank)
     shape = np.maximum(indices.max(axis=0) + 1, [len(rows), *[1] * (rank - 1)])
-    return tf.SparseTensor(indices, np.array([v for _, v in entries], dtype), shape)
+    return v1.SparseTensorValue(
+        indices, np.array([v for _, v in entries], dtype), shape
+    )
 
 
 def batches(features: Mapping[str, Any], labels: Any = None) -> Callable[..., Any]:
     """An input_fn that repeats one batch without end.
 
-    Features are NumPy arrays, or SparseTensors that were made eagerly.
+    Features are NumPy arrays or SparseTensorValues.
     """
 
     def input_fn() -> Any:

@@ -100,7 +100,7 @@ class VariableRate:
 
     Attributes:
       function: Takes the step, gives the rate.
-      step: What it is called with.
+      step: What it is called with, or a function without arguments that gives it.
     """
 
     function: Callable[[Any], Any]
@@ -108,7 +108,8 @@ class VariableRate:
 
     def __call__(self) -> Any:
         """The rate at the step's value of the moment."""
-        return self.function(self.step)
+        step = self.step() if callable(self.step) else self.step
+        return self.function(step)
 
 
 def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
@@ -123,8 +124,9 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
 
     Args:
       spec: An EmbeddingConfigSpec.
-      global_step: What learning rate functions are called with. None: the number of
-        updates already applied, which is what the global step was.
+      global_step: What learning rate functions are called with, or a function without
+        arguments that gives it. None: the number of updates already applied, which
+        is what the global step was.
 
     Raises:
       NotImplementedError: If the rule of a table's optimizer, a column of the tensor

@@ -288,21 +288,8 @@ class TPUEstimator:
             receiver = serving_input_receiver_fn()
             graph = estimator_graph.build(self._model_fn, mode, receiver.features, None)
             signatures = export.signatures(receiver, graph.spec)
-            scaffold = graph.scaffold().finalize()
-            with _v1.Session(config=self._config.session_config) as session:
-                scaffold.saver.restore(session, checkpoint)
-                session.run(scaffold.local_init_op)
-                builder = _v1.saved_model.Builder(folder)
-                builder.add_meta_graph_and_variables(
-                    session,
-                    [tf.saved_model.SERVING],
-                    signature_def_map=signatures,
-                    assets_collection=_v1.get_collection(_v1.GraphKeys.ASSET_FILEPATHS),
-                    main_op=scaffold.local_init_op,
-                    saver=scaffold.saver,
-                    strip_default_attrs=True,
-                )
-                builder.save(as_text)
+            options = (self._config.session_config, as_text)
+            export.write(folder, graph, checkpoint, signatures, options)
         export.copy_assets(folder, assets_extra or {})
         return folder
 

@@ -165,7 +165,7 @@ class _EveryNSteps(_v1.train.SessionRunHook):
         """Adds the ops to the first of n calls."""
         del run_context
         self._calls += 1
-        if self._ops and (self._calls - 1) % self._steps == 0:
+        if self._ops is not None and (self._calls - 1) % self._steps == 0:
             return _v1.train.SessionRunArgs(self._ops)
         return None
 

@@ -130,6 +130,37 @@ def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
     return {name: output.signature(inputs) for name, output in outputs.items()}
 
 
+def write(
+    folder: str, graph: Any, checkpoint: str, signature_defs: Any, options: Any
+) -> None:
+    """Writes the default graph with the values of a checkpoint.
+
+    Args:
+      folder: A new one.
+      graph: An `estimator_graph.Graph`.
+      checkpoint: The prefix.
+      signature_defs: By name.
+      options: (session config, whether to write text).
+    """
+    scaffold, (config, as_text) = graph.scaffold(), options
+    saver = scaffold.saver or _v1.get_collection(_v1.GraphKeys.SAVERS)[0]
+    local_init = scaffold.local_init_op or _v1.train.Scaffold.default_local_init_op()
+    with _v1.Session(config=config) as session:
+        saver.restore(session, checkpoint)
+        session.run(local_init)
+        builder = _v1.saved_model.Builder(folder)
+        builder.add_meta_graph_and_variables(
+            session,
+            [tf.saved_model.SERVING],
+            signature_def_map=signature_defs,
+            assets_collection=_v1.get_collection(_v1.GraphKeys.ASSET_FILEPATHS),
+            main_op=local_init,
+            saver=saver,
+            strip_default_attrs=True,
+        )
+        builder.save(as_text)
+
+
 def new_folder(base: str | os.PathLike[str]) -> str:
     """A folder below `base` that is called by the time in seconds and is not there."""
     stamp = int(time.time())
