@@ -97,8 +97,11 @@ def _mae(labels: Any, out: Any) -> dict[str, Any]:
     return {"mae": v1.metrics.mean_absolute_error(labels, out)}
 
 
-def linear_model(columns: list[Any], layer: Any = None) -> Any:
-    """A model_fn whose loss is the sum of its activations: each gradient is 1."""
+def linear_model(columns: list[Any], layer: Any = None, bias: str = "bias") -> Any:
+    """A model_fn whose loss is the sum of its activations: each gradient is 1.
+
+    The loss has a variable of the model's own too, called `bias`.
+    """
 
     def model_fn(features: Any, labels: Any, mode: str) -> Any:
         del labels
@@ -106,8 +109,8 @@ def linear_model(columns: list[Any], layer: Any = None) -> Any:
             out = (layer or interop.dense_features)(features, columns)
         else:
             out = features["f"]
-        bias = v1.get_variable("bias", [], initializer=v1.zeros_initializer())
-        loss = tf.reduce_sum(out) + bias
+        own = v1.get_variable(bias, [], initializer=v1.zeros_initializer())
+        loss = tf.reduce_sum(out) + own
         optimizer = v1.train.GradientDescentOptimizer(1.0)
         return interop.TPUEstimatorSpec(
             mode,

@@ -20,6 +20,7 @@ from interop.estimator_models import (
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, shared, weighted
 
 from tpu_embedding import interop
+from tpu_embedding.interop.estimator_tables import EmbeddingTables
 
 A = "dense_features/a_embedding/embedding_weights"
 ZEROS = {"initializer": v1.zeros_initializer()}
@@ -230,8 +231,8 @@ def test_sequences_train(tmp_path: pathlib.Path):
 def test_tables_by_dict(tmp_path: pathlib.Path):
     table = interop.TableConfig(8, 1, v1.zeros_initializer(), "sum")
     spec = dict_spec(
-        tables={"bias": table},  # As a variable of the model is called.
-        features={"f": interop.FeatureConfig("bias")},
+        tables={"t": table},
+        features={"f": interop.FeatureConfig("t")},
         optimization_parameters=interop.AdagradParameters(0.5),
     )
 
@@ -244,9 +245,9 @@ def test_tables_by_dict(tmp_path: pathlib.Path):
     trained = estimator(model_fn, tmp_path, spec)
     trained.train(batches({"f": sparse([[3]])}), steps=1)
     found = variables(trained)
-    assert set(found) == {"bias", "bias/Adagrad", "global_step"}
+    assert set(found) == {"t", "t/Adagrad", "global_step"}
     # float32: 0.1 + 1, its root, a quotient; three roundings.
-    np.testing.assert_allclose(found["bias"][3, 0], -0.5 / 1.1**0.5, rtol=4e-7)
+    np.testing.assert_allclose(found["t"][3, 0], -0.5 / 1.1**0.5, rtol=4e-7)
 
 
 def test_one_id_without_a_combiner(tmp_path: pathlib.Path):
@@ -278,3 +279,43 @@ def test_checkpoints_go_to_and_fro(tmp_path: pathlib.Path):
     for name, value in found[False].items():
         # Three steps of a root and a quotient in float32.
         np.testing.assert_allclose(found[True][name], value, rtol=1e-6)
+
+
+def test_tables_take_no_name_from_the_model(tmp_path: pathlib.Path):
+    columns = [embedding("a", 1, **SUM)]
+    spec = interop.EmbeddingConfigSpec(columns, SGD)
+    trained = estimator(linear_model(columns, bias="tbl_a"), tmp_path, spec)
+    trained.train(batches(ONE_ID), steps=1)
+    assert set(variables(trained)) == {A, "tbl_a", "global_step"}
+    assert trained.get_variable_value("tbl_a") == -1.0
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_order_of_the_ops(pipelined: bool):
+    """What would otherwise be a race: it is in the graph, whoever wins on the day."""
+    with tf.Graph().as_default():
+        v1.train.get_or_create_global_step()
+        options = {"pipeline_execution_with_tensor_core": pipelined}
+        tables = EmbeddingTables(dict_spec(**options), training=True)
+        train_op = tf.no_op()
+        activations = tables.activations({"f": tf.constant([[1]])})["f"]
+        read = tables._read_step.op
+        assert read in before(activations.op)
+        update = tables.train_op(train_op)
+        assert {read, train_op, tables._ticket.op} <= before(update)
+        assert (tables.flush is not None) is pipelined
+        if pipelined:
+            applied = [op for op in before(update) if op.type in ("If", "StatelessIf")]
+            assert tables._ticket.op in before(applied[0])
+
+
+def before(op: Any) -> set[Any]:
+    """All ops that come before one, by data or by control."""
+    found: set[Any] = set()
+    waiting = [op]
+    while waiting:
+        current = waiting.pop()
+        inputs = {*current.control_inputs, *(t.op for t in current.inputs)}
+        waiting += inputs - found
+        found |= inputs
+    return found
