@@ -143,7 +143,7 @@ def move(estimator: Any, data: Any) -> te.TPUEmbedding:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, evaluates, and moves on."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
     parser.add_argument("--out", help="a new folder for checkpoints")
     options = parser.parse_args(arguments)

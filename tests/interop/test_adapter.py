@@ -337,4 +337,4 @@ def test_no_combiner_is_a_sum_of_one():
 
 def test_a_profile_directory_is_refused():
     with pytest.raises(NotImplementedError, match="`profile_data_directory`"):
-        spec(profile_data_directory="profiles", parameters=SGD).adapt()
+        spec(profile_data_directory="profiles", parameters=SGD).to_tpu_embedding()

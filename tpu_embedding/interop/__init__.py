@@ -41,6 +41,9 @@ from tpu_embedding.interop.parameters import RMSPropParameters as RMSPropParamet
 from tpu_embedding.interop.parameters import (
     StochasticGradientDescentParameters as StochasticGradientDescentParameters,
 )
+from tpu_embedding.interop.profile import EmbeddingProfiler as EmbeddingProfiler
+from tpu_embedding.interop.profile import ProfileOptions as ProfileOptions
+from tpu_embedding.interop.profile import TableStatistics as TableStatistics
 from tpu_embedding.interop.table_config import FeatureConfig as FeatureConfig
 from tpu_embedding.interop.table_config import TableConfig as TableConfig
 

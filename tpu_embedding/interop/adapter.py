@@ -129,8 +129,8 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
         is what the global step was.
 
     Raises:
-      NotImplementedError: If the rule of a table's optimizer, a column of the tensor
-        core or `profile_data_directory` cannot be carried.
+      NotImplementedError: If the rule of a table's optimizer or a column of the tensor
+        core cannot be carried.
       ValueError: If a table has no features or no optimizer, or a limit of gradients
         is given twice.
     """
@@ -138,8 +138,6 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
         raise errors.tensor_core_columns(
             spec.tensor_core_feature_columns, "EmbeddingConfigSpec"
         )
-    if spec.profile_data_directory is not None:
-        raise errors.profile_not_carried()
     old_tables, old_features = spec.table_to_config(), spec.feature_to_config()
     used = {feature.table_id for feature in old_features.values()}
     for key in old_tables:
@@ -180,11 +178,14 @@ def to_tpu_embedding(spec: Any, global_step: Any, **options: Any) -> TPUEmbeddin
 
     Raises:
       The errors of `adapt`.
-      NotImplementedError: If the spec has a gradient multiplier.
+      NotImplementedError: If the spec has a gradient multiplier or a folder for
+        profiles.
     """
     adapted = adapt(spec, global_step)
     if adapted.gradient_multiplier is not None:
         raise errors.multiplier_not_carried()
+    if spec.profile_data_directory is not None:
+        raise errors.profile_not_carried()
     return TPUEmbedding(
         adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
     )

@@ -255,11 +255,24 @@ def tensor_core_columns(columns: Iterable[Any], where: str) -> NotImplementedErr
 
 
 def profile_not_carried() -> NotImplementedError:
-    """No profile is written yet."""
+    """A TPUEmbedding takes no profile."""
     return NotImplementedError(
-        "`profile_data_directory` cannot be carried: this release writes no profile. "
-        "Leave it at None; no number depends on it."
+        "`profile_data_directory` cannot be carried into a TPUEmbedding. Give batches "
+        "to an interop.EmbeddingProfiler(spec), or leave the option at None; no number "
+        "depends on it."
     )
+
+
+def no_profile_directory() -> ValueError:
+    """A profiler without a place to write to."""
+    return ValueError(
+        "An EmbeddingProfiler needs a spec with `profile_data_directory`."
+    )
+
+
+def profile_directory_is_file(path: str) -> ValueError:
+    """A file where a folder is wanted."""
+    return ValueError(f"`profile_data_directory` {path!r} is a file, not a folder.")
 
 
 def unused_table(table: str) -> ValueError:
@@ -582,4 +595,14 @@ def input_fn_result(value: object) -> ValueError:
     return ValueError(
         "An input_fn must return a tf.data.Dataset of (features, labels) or of "
         f"features, or one such pair of tensors. Received: {value!r}."
+    )
+
+
+def engine_outside_of_functions(engine: str) -> RuntimeError:
+    """The compiled library is not there, or another engine was asked for."""
+    return RuntimeError(
+        "TPUEstimator with use_tpu=True needs the host engine, and this process has "
+        f"the {engine} one. Build the compiled library for this TensorFlow and leave "
+        "TPU_EMBEDDING_ENGINE unset, or use use_tpu=False, or a TPUEmbedding of "
+        "`spec.to_tpu_embedding()`, which runs on either."
     )

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tpu_embedding.interop import errors
 from tpu_embedding.interop.estimator_graph import Graph
+from tpu_embedding.interop.profile import EmbeddingProfiler, observe_batch
 from tpu_embedding.interop.run_config import RunConfig
 
 _v1 = tf.compat.v1
@@ -158,6 +159,29 @@ class _Flush(_v1.train.CheckpointSaverListener):
         """Runs the op."""
         del global_step_value
         session.run(self._op)
+
+
+class ProfileHook(_v1.train.SessionRunHook):
+    """Shows the ids of each step to a profiler, which writes at the end."""
+
+    def __init__(self, spec: Any, ids: Mapping[str, Any]) -> None:
+        self._profiler = EmbeddingProfiler(spec)
+        self._ids = dict(ids)
+
+    def before_run(self, run_context: Any) -> Any:
+        """Asks for the ids."""
+        del run_context
+        return _v1.train.SessionRunArgs(self._ids)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Hands them over."""
+        del run_context
+        observe_batch(self._profiler, run_values.results)
+
+    def end(self, session: Any) -> None:
+        """Writes."""
+        del session
+        self._profiler.flush()
 
 
 class _StopAfter(_v1.train.SessionRunHook):

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tpu_embedding import topology
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.interop import columns, errors, private_tensorflow
@@ -24,6 +25,8 @@ from tpu_embedding.interop.slot_names import slot_sources
 
 _v1 = tf.compat.v1
 DUMMY_PREFIX = "tpu_embedding_dummy_table_variable_"
+# The portable engine compares tensors by `==`, which sessions do not have.
+_ENGINE = "host"
 _SCOPE = "tpu_embedding_tables"  # Keeps names of tables and of the model apart.
 
 
@@ -41,10 +44,18 @@ class EmbeddingTables:
 
     Attributes:
       flush: An op that applies what pipelining left pending, or None.
+      ids: In training the ids of the step, by feature.
     """
 
     def __init__(self, spec: Any, *, training: bool) -> None:
-        """Makes the tables, and the slots if training; in the default graph."""
+        """Makes the tables, and the slots if training; in the default graph.
+
+        Raises:
+          RuntimeError: If the compiled library cannot be loaded.
+        """
+        engine = topology.current().engine
+        if engine != _ENGINE:
+            raise errors.engine_outside_of_functions(engine)
         self._spec = spec
         self._training = training
         self._step = _Step()
@@ -70,12 +81,14 @@ class EmbeddingTables:
         self._ticket: Any = None
         self._read_step: Any = None
         self.flush: tf.Operation | None = None
+        self.ids: dict[str, Any] = {}
 
     def activations(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """The features for the model_fn: activations in place of ids and weights."""
         combiners = {key: table.combiner for key, table in self._old_tables.items()}
         inputs = split_inputs(features, self._configs, combiners)
         if self._training:
+            self.ids = inputs.ids
             inputs = inputs.naming_row_0(self._safe_features())
         # The step is read before anything that depends on the lookups can raise it.
         self._read_step = tf.identity(_v1.train.get_global_step().read_value())
