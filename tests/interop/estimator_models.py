@@ -1,0 +1,163 @@
+"""Model functions, input functions and estimators that several tests share."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from interop.oracle import Run
+
+from tpu_embedding import interop
+
+v1 = tf.compat.v1
+
+
+def dense(values: Any) -> Any:
+    """A batch's dense ids."""
+    return np.array(values, np.int64)
+
+
+def sparse(rows: Any, dtype: Any = np.int64) -> Any:
+    """A SparseTensorValue of rank 2 or 3 from nested lists; None leaves a gap."""
+    entries: list[tuple[tuple[int, ...], Any]] = []
+
+    def visit(value: Any, at: tuple[int, ...]) -> None:
+        if isinstance(value, list):
+            for index, child in enumerate(value):
+                visit(child, (*at, index))
+        elif value is not None:
+            entries.append((at, value))
+
+    visit(rows, ())
+    rank = len(entries[0][0])
+    indices = np.array([at for at, _ in entries], np.int64).reshape(-1, rank)
+    shape = np.maximum(indices.max(axis=0) + 1, [len(rows), *[1] * (rank - 1)])
+    return v1.SparseTensorValue(
+        indices, np.array([v for _, v in entries], dtype), shape
+    )
+
+
+def batches(features: Mapping[str, Any], labels: Any = None) -> Callable[..., Any]:
+    """An input_fn that repeats one batch without end.
+
+    Features are NumPy arrays or SparseTensorValues.
+    """
+
+    def input_fn() -> Any:
+        data = dict(features) if labels is None else (dict(features), labels)
+        return tf.data.Dataset.from_tensors(data).repeat()
+
+    return input_fn
+
+
+def reference_inputs(run: Run) -> Callable[..., Any]:
+    """The input_fn of a reference run."""
+
+    def input_fn() -> Any:
+        samples = len(run.arrays["labels"])
+        steps = [run.batch(step) for step in range(samples // run.meta["batch_size"])]
+        datasets = [tf.data.Dataset.from_tensors(batch) for batch in steps]
+        data = datasets[0]
+        for other in datasets[1:]:
+            data = data.concatenate(other)
+        return data.repeat()
+
+    return input_fn
+
+
+def reference_model(run: Run, columns: list[Any], *, cross_shard: bool = False) -> Any:
+    """The model_fn of a reference run."""
+
+    def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
+        start = run.arrays["init_head"]
+        head = v1.get_variable(
+            "head", start.shape, initializer=v1.constant_initializer(start)
+        )
+        out = tf.tanh(interop.dense_features(features, columns) @ head)
+        if mode == interop.ModeKeys.PREDICT:
+            return interop.TPUEstimatorSpec(mode, predictions={"out": out[:, 0]})
+        loss = v1.losses.mean_squared_error(labels, out)
+        optimizer = run.optimizer()
+        if cross_shard and params["use_tpu"]:
+            optimizer = v1.tpu.CrossShardOptimizer(optimizer)
+        return interop.TPUEstimatorSpec(
+            mode,
+            loss=loss,
+            train_op=optimizer.minimize(loss, v1.train.get_global_step()),
+            eval_metrics=(_mae, [labels, out]),
+        )
+
+    return model_fn
+
+
+def _mae(labels: Any, out: Any) -> dict[str, Any]:
+    return {"mae": v1.metrics.mean_absolute_error(labels, out)}
+
+
+def linear_model(columns: list[Any], layer: Any = None, bias: str = "bias") -> Any:
+    """A model_fn whose loss is the sum of its activations: each gradient is 1.
+
+    The loss has a variable of the model's own too, called `bias`.
+    """
+
+    def model_fn(features: Any, labels: Any, mode: str) -> Any:
+        del labels
+        if columns:
+            out = (layer or interop.dense_features)(features, columns)
+        else:
+            out = features["f"]
+        own = v1.get_variable(bias, [], initializer=v1.zeros_initializer())
+        loss = tf.reduce_sum(out) + own
+        optimizer = v1.train.GradientDescentOptimizer(1.0)
+        return interop.TPUEstimatorSpec(
+            mode,
+            predictions={"out": out},
+            loss=loss,
+            train_op=optimizer.minimize(loss, v1.train.get_global_step()),
+        )
+
+    return model_fn
+
+
+def estimator(
+    model_fn: Any, folder: pathlib.Path, spec: Any = None, **options: Any
+) -> Any:
+    """An estimator that saves at its end only; batch sizes 4."""
+    config = interop.RunConfig(
+        save_checkpoints_steps=1000,
+        save_summary_steps=None,
+        log_step_count_steps=None,
+        checkpoint_save_graph_def=False,
+        **options.pop("config", {}),
+    )
+    return interop.TPUEstimator(
+        model_fn,
+        str(folder),
+        config,
+        **{
+            "train_batch_size": 4,
+            "eval_batch_size": 4,
+            "predict_batch_size": 4,
+            "embedding_config_spec": spec,
+            **options,
+        },
+    )
+
+
+def reference_estimator(
+    run: Run, folder: pathlib.Path, *, use_tpu: bool, **options: Any
+) -> Any:
+    """The estimator of a reference run."""
+    spec = run.spec()
+    model_fn = reference_model(run, spec.feature_columns, **options)
+    return estimator(model_fn, folder, spec, use_tpu=use_tpu)
+
+
+def variables(trained: Any) -> dict[str, np.ndarray]:
+    """All variables of the latest checkpoint, by name."""
+    return {
+        name: trained.get_variable_value(name) for name in trained.get_variable_names()
+    }

@@ -1,0 +1,340 @@
+"""From an EmbeddingConfigSpec to TPUEmbedding: each option carried or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from interop.spec_cases import (
+    SGD,
+    dict_spec,
+    embedding,
+    shared,
+    spec,
+    weighted,
+)
+
+import tpu_embedding as te
+from tpu_embedding import interop
+
+COMMON = {
+    "use_gradient_accumulation": False,
+    "clip_weight_min": -3.0,
+    "clip_weight_max": 4.0,
+    "weight_decay_factor": 0.25,
+    "multiply_weight_decay_factor_by_learning_rate": True,
+}
+CARRIED = [
+    (interop.StochasticGradientDescentParameters(0.5), te.SGD(0.5)),
+    (
+        interop.StochasticGradientDescentParameters(0.5, **COMMON),
+        te.SGD(0.5, **COMMON),
+    ),
+    (
+        interop.StochasticGradientDescentParameters(
+            0.5, clip_gradient_min=-1.0, clip_gradient_max=2.0
+        ),
+        te.SGD(0.5, clipvalue=(-1.0, 2.0)),
+    ),
+    (interop.AdagradParameters(0.5), te.Adagrad(0.5)),
+    (
+        interop.AdagradParameters(0.5, 0.3, **COMMON),
+        te.Adagrad(0.5, initial_accumulator_value=0.3, **COMMON),
+    ),
+    (
+        interop.AdagradMomentumParameters(0.5, 0.9, True, 3, 0.8, 1e-3, **COMMON),
+        te.AdagradMomentum(0.5, 0.9, True, 3, 0.8, 1e-3, **COMMON),
+    ),
+    (interop.AdamParameters(0.5), te.Adam(0.5, epsilon=1e-8)),
+    (
+        interop.AdamParameters(0.5, 0.1, 0.2, 0.3, False, False),
+        te.Adam(0.5, 0.1, 0.2, 0.3, False, False),
+    ),
+    (interop.FtrlParameters(0.5), te.FTRL(0.5)),
+    (
+        interop.FtrlParameters(
+            0.5,
+            -0.4,
+            0.2,
+            0.3,
+            0.6,
+            multiply_linear_by_learning_rate=True,
+            beta=0.7,
+            allow_zero_accumulator=True,
+        ),
+        te.FTRL(
+            0.5,
+            -0.4,
+            0.3,
+            0.6,
+            0.7,
+            0.2,
+            multiply_linear_by_learning_rate=True,
+            allow_zero_accumulator=True,
+        ),
+    ),
+    (
+        interop.FtrlParameters(0.5, initial_accumulator_value=0),
+        te.FTRL(0.5, initial_accumulator_value=0, allow_zero_accumulator=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("parameters", "optimizer"), CARRIED)
+def test_parameters_become_the_optimizer_of_the_same_rule(
+    parameters: Any, optimizer: Any
+):
+    assert spec(parameters=parameters).adapt().optimizer == optimizer
+
+
+@pytest.mark.parametrize(
+    "cls", sorted({type(p) for p, _ in CARRIED}, key=lambda c: c.__name__)
+)
+def test_no_argument_of_the_parameters_is_dropped(cls: type):
+    """Each argument, set to another value, gives another optimizer."""
+    plain = cls(0.5, 0.9) if cls is interop.AdagradMomentumParameters else cls(0.5)
+    other = {bool: lambda v: not v, type(None): lambda v: 0.125}
+    for field in dataclasses.fields(plain):
+        value = getattr(plain, field.name)
+        change = other.get(type(value), lambda v: v / 2 if v else 0.125)
+        if field.name == "multiply_weight_decay_factor_by_learning_rate":
+            changed = dataclasses.replace(plain, **{field.name: True})
+        else:
+            changed = dataclasses.replace(plain, **{field.name: change(value)})
+        before = spec(parameters=plain).adapt().optimizer
+        assert spec(parameters=changed).adapt().optimizer != before, field.name
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    **{
+        cls.__name__: (
+            lambda cls=cls, n=n: spec(parameters=cls(*[0.5] * n)),
+            NotImplementedError,
+            f"EmbeddingConfigSpec: {cls.__name__} cannot be carried over",
+        )
+        for cls, n in (
+            (interop.MomentumParameters, 2),
+            (interop.RMSPropParameters, 4),
+            (interop.ProximalAdagradParameters, 1),
+            (interop.ProximalYogiParameters, 1),
+            (interop.FrequencyEstimatorParameters, 4),
+        )
+    },
+    "of one table": (
+        lambda: dict_spec(
+            tables={
+                "t": interop.TableConfig(
+                    8, 2, optimization_parameters=interop.MomentumParameters(0.1, 0.9)
+                )
+            }
+        ),
+        NotImplementedError,
+        "Table 't': MomentumParameters cannot be carried over",
+    ),
+    "tensor core": (
+        lambda: spec(
+            embedding(
+                "a",
+                embedding_lookup_device="tpu_tensor_core",
+                tensor_core_shape=[None, 3],
+            )
+        ),
+        NotImplementedError,
+        "columns 'a_embedding' have embedding_lookup_device",
+    ),
+    "unused table": (
+        lambda: dict_spec(
+            tables={"t": interop.TableConfig(8, 2), "u": interop.TableConfig(8, 2)}
+        ),
+        ValueError,
+        "Table 'u' of `table_to_config_dict` is used by no feature.",
+    ),
+    "no parameters": (
+        lambda: dict_spec(optimization_parameters=None),
+        ValueError,
+        "Table 't' has no `optimization_parameters`",
+    ),
+    "two limits": (
+        lambda: spec(
+            parameters=interop.AdagradParameters(0.1, clip_gradient_max=1.0),
+            clipping_limit=1.0,
+        ),
+        ValueError,
+        "`clipping_limit` of the spec and clip_gradient_min/max",
+    ),
+    "limit without accumulation": (
+        lambda: spec(
+            parameters=interop.AdagradParameters(0.1, use_gradient_accumulation=False),
+            clipping_limit=1.0,
+        ),
+        ValueError,
+        "`clipping_limit` limits the summed gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_carried_is_refused_by_name(case: str):
+    make, error, text = REFUSED[case]
+    made = make()
+    with pytest.raises(error, match=re.escape(text)):
+        made.to_tpu_embedding()
+
+
+def test_a_multiplier_needs_the_parts():
+    made = spec(experimental_gradient_multiplier_fn=lambda step: step * 2.0)
+    with pytest.raises(NotImplementedError, match=r"spec\.adapt\(\)"):
+        made.to_tpu_embedding()
+    scaled = made.adapt().scale({"a": tf.ones([2]), "b": None}, 3.0)
+    assert scaled["a"].numpy().tolist() == [6.0, 6.0]
+    assert scaled["b"] is None
+
+
+def constant(columns: int, rows: int = 8) -> Any:
+    values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    return tf.compat.v1.constant_initializer(values), values
+
+
+def test_a_spec_of_columns_trains():
+    start, a = constant(2)
+    made = spec(
+        embedding("a", initializer=start),
+        interop.embedding_column(
+            weighted("w", "wt"), 2, combiner="sum", initializer=start
+        ),
+        *shared("y", "z", combiner="sqrtn", initializer=start),
+    )
+    adapted, trained = made.adapt(), made.to_tpu_embedding()
+    features = {
+        "a": tf.constant([[0, 1], [2, 2]]),
+        "w": tf.constant([[0, 1], [2, 2]]),
+        "wt": tf.constant([[0.5, 1.0], [0.0, 2.0]]),
+        "y": tf.constant([[0, 1], [2, 2]]),
+        "z": tf.constant([3, 4]),
+    }
+    ids = {key: features[key] for key in adapted.features}
+    trained.enqueue(ids, adapted.weights(features))
+    activations = {k: v.numpy() for k, v in trained.dequeue().items()}
+    np.testing.assert_allclose(activations["a"], [(a[0] + a[1]) / 2, a[2]])
+    np.testing.assert_allclose(activations["w"], [a[0] / 2 + a[1], 2 * a[2]])
+    root = np.sqrt(np.float32(2))
+    # Two roundings: of the root's inverse and of the product.
+    np.testing.assert_allclose(
+        activations["y"], [(a[0] + a[1]) / root, 2 * a[2] / root], rtol=3e-7
+    )
+    trained.apply_gradients({k: tf.ones([2, 2]) for k in activations})
+    tables = {t.name: v.numpy() for t, v in trained.embedding_tables.items()}
+    moved = {0: 0.25, 1: 0.25, 2: 0.5}
+    expected = a - [[moved.get(row, 0.0)] for row in range(8)]
+    np.testing.assert_array_equal(tables["tbl_a"], expected)
+    moved = {0: 0.25, 1: 0.5, 2: 1.0}
+    expected = a - [[moved.get(row, 0.0)] for row in range(8)]
+    np.testing.assert_array_equal(tables["tbl_w_weighted_by_wt"], expected)
+    assert tables["tbl_y_z_shared_embedding"][3, 0] == 6 - 0.5
+
+
+def step(trained: Any, ids: Any, gradient: Any) -> np.ndarray:
+    """One step of the one feature "f"; its table."""
+    trained.enqueue({"f": tf.constant(ids)})
+    trained.dequeue()
+    trained.apply_gradients({"f": tf.constant(gradient)})
+    (table,) = trained.embedding_tables.values()
+    return table.numpy()
+
+
+def table(**options: Any) -> Any:
+    start, _ = constant(1)
+    return {"t": interop.TableConfig(8, 1, start, "sum", **options)}
+
+
+def test_the_clipping_limit_acts_on_the_sum():
+    made = dict_spec(tables=table(), clipping_limit=1.5).to_tpu_embedding()
+    found = step(made, [3, 3, 4], [[1.0], [1.0], [-1.0]])
+    assert found[:6, 0].tolist() == [0, 1, 2, 3 - 0.75, 4.5, 5]
+
+
+def test_rates_of_one_table():
+    made = dict_spec(tables=table(learning_rate=0.0)).to_tpu_embedding()
+    assert step(made, [3], [[1.0]])[3, 0] == 3.0
+    own = interop.StochasticGradientDescentParameters(2.0)
+    made = dict_spec(
+        tables=table(optimization_parameters=own), optimization_parameters=None
+    )
+    assert step(made.to_tpu_embedding(), [3], [[1.0]])[3, 0] == 1.0
+
+
+def test_a_rate_function_gets_the_step_before_the_update():
+    def rate(global_step: Any = None) -> Any:
+        return tf.where(tf.equal(global_step, 0), 2.0, 0.0)
+
+    made = dict_spec(tables=table(learning_rate_fn=rate)).to_tpu_embedding()
+    assert step(made, [3], [[1.0]])[3, 0] == 1.0
+    assert step(made, [3], [[1.0]])[3, 0] == 1.0
+    variable = tf.Variable(0, trainable=False)
+    made = dict_spec(tables=table(learning_rate_fn=rate)).to_tpu_embedding(variable)
+    assert step(made, [3], [[1.0]])[3, 0] == 1.0
+    assert step(made, [3], [[1.0]])[3, 0] == -1.0
+    variable.assign(1)
+    assert step(made, [3], [[1.0]])[3, 0] == -1.0
+
+
+def test_one_function_of_two_tables_is_one_rate():
+    calls = []
+
+    def rate(global_step: Any) -> Any:
+        calls.append(global_step)
+        return 0.5
+
+    made = spec(
+        embedding("a", learning_rate_fn=rate), embedding("b", learning_rate_fn=rate)
+    )
+    trained = made.to_tpu_embedding()
+    trained.enqueue({"a": tf.constant([1]), "b": tf.constant([1])})
+    trained.apply_gradients(trained.dequeue())
+    assert len(calls) == 1
+
+
+def test_sequences_pipelining_and_options_arrive():
+    made = dict_spec(
+        features={"f": interop.FeatureConfig("t", 3)},
+        tables=table(),
+        pipeline_execution_with_tensor_core=True,
+        partition_strategy="mod",
+    )
+    adapted = made.adapt()
+    assert adapted.pipelined
+    assert adapted.partition_strategy == "mod"
+    trained = made.to_tpu_embedding(check_numerics=True)
+    for expected in (3.0, 3.0, 1.5):  # One step old; the first is fresh.
+        trained.enqueue({"f": tf.ragged.constant([[3]])})
+        activations = trained.dequeue()["f"].numpy()
+        assert activations.tolist() == [[[expected], [0.0], [0.0]]]
+        trained.apply_gradients({"f": 3 * tf.ones([1, 3, 1])})
+    with pytest.raises(tf.errors.InvalidArgumentError, match="finite"):
+        step(trained, [[3]], [[[np.nan]] * 3])
+
+
+def test_initializers_of_the_shape_alone():
+    made = dict_spec(
+        tables={"t": interop.TableConfig(4, 1, lambda shape: np.ones(shape) + 0)}
+    )
+    trained = made.to_tpu_embedding()
+    trained.build()
+    (found,) = trained.embedding_tables.values()
+    assert found.numpy().tolist() == [[1.0]] * 4
+
+
+def test_no_combiner_is_a_sum_of_one():
+    made = dict_spec(tables={"t": interop.TableConfig(4, 1, None, None)})
+    (config,) = made.adapt().tables.values()
+    assert config.combiner == "sum"
+
+
+def test_a_profile_directory_is_refused():
+    with pytest.raises(NotImplementedError, match="`profile_data_directory`"):
+        spec(profile_data_directory="profiles", parameters=SGD).to_tpu_embedding()

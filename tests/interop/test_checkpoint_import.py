@@ -1,0 +1,252 @@
+"""Checkpoints of the removed TPUEstimator: read, looked up, trained on."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+from interop import oracle
+from interop.spec_cases import dict_spec, embedding, shared, spec
+
+from tpu_embedding import interop
+from tpu_embedding.interop.checkpoint_import import rows_by_id
+
+read = interop.import_estimator_checkpoint
+VARIABLES = {
+    "tbl_x": "dense_features/x_embedding/embedding_weights",
+    "tbl_w_weighted_by_wt": "dense_features/w_weighted_by_wt_embedding/"
+    "embedding_weights",
+    "tbl_y_z_shared_embedding": "y_z_shared_embedding",
+}
+
+
+@pytest.mark.parametrize("folder", oracle.RUNS, ids=oracle.RUN_IDS)
+def test_reference_checkpoint_is_read(folder: pathlib.Path):
+    run = oracle.load(folder)
+    imported = read(run.checkpoint, run.spec())
+    assert imported.global_step == run.meta["steps"]
+    found = {name: 0 for name in run.variables if not name.startswith("head")}
+    del found["global_step"]
+    for table, parts in imported.items():
+        slots = {
+            "accumulators": "/" + run.meta["optimizer"].title(),
+            "linears": "/Ftrl_1",
+        }
+        for part, value in parts.items():
+            name = VARIABLES[table] + {"parameters": "", **slots}[part]
+            np.testing.assert_array_equal(value, run.variables[name])
+            found[name] += 1
+    assert set(found.values()) == {1}  # Everything was taken, and once.
+
+
+@pytest.mark.parametrize("folder", oracle.RUNS, ids=oracle.RUN_IDS)
+def test_reference_checkpoint_predicts_and_trains_on(folder: pathlib.Path):
+    run = oracle.load(folder)
+    made = run.spec()
+    embedding, adapted = made.to_tpu_embedding(), made.adapt()
+    read(run.checkpoint, made).assign(embedding)
+    head = tf.Variable(run.variables["head"])
+
+    def forward(features: Any, *, training: bool) -> Any:
+        ids = {key: features[key] for key in adapted.features}
+        embedding.enqueue(ids, adapted.weights(features), training=training)
+        return embedding.dequeue()
+
+    features, labels = run.batch(0)
+    predictions = oracle.predict(forward(features, training=False), head)[:, 0]
+    np.testing.assert_allclose(
+        predictions, run.arrays["predictions"], rtol=0, atol=oracle.TOLERANCE
+    )
+    loss = float(tf.reduce_mean((predictions[:, tf.newaxis] - labels) ** 2))
+    assert abs(loss - run.meta["eval"]["loss"]) < oracle.TOLERANCE
+    before = {t.name: v.numpy() for t, v in embedding.embedding_tables.items()}
+    activations = forward(features, training=True)
+    with tf.GradientTape() as tape:
+        tape.watch(activations)
+        error = (oracle.predict(activations, head) - labels) ** 2
+        loss = tf.reduce_mean(error)
+    embedding.apply_gradients(tape.gradient(loss, activations))
+    for table, variable in embedding.embedding_tables.items():
+        changed = (variable.numpy() != before[table.name]).any(axis=1)
+        assert changed.any(), table.name
+
+
+def save(folder: pathlib.Path, variables: dict[str, Any], step: int = 7) -> str:
+    """A checkpoint of TensorFlow 1 with these variables; its prefix."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        for name, value in variables.items():
+            v1.get_variable(name, initializer=np.float32(value))
+        set_step = v1.assign(v1.train.get_or_create_global_step(), step)
+        session.run(v1.global_variables_initializer())
+        session.run(set_step)
+        return v1.train.Saver().save(session, str(folder / "model.ckpt"), step)
+
+
+A = np.arange(16, dtype=np.float32).reshape(8, 2)
+ADAM = interop.AdamParameters(0.1)
+TABLE_A = "input_layer/a_embedding/embedding_weights"
+
+
+def test_adam_of_tpu_and_cpu_runs(tmp_path: pathlib.Path):
+    tpu = save(
+        tmp_path, {TABLE_A: A, TABLE_A + "/Adam/m": A + 1, TABLE_A + "/Adam/v": A}
+    )
+    parts = read(tpu, spec(parameters=ADAM))["tbl_a"]
+    np.testing.assert_array_equal(parts["momenta"], A + 1)
+    (tmp_path / "cpu").mkdir()
+    cpu = save(
+        tmp_path / "cpu", {TABLE_A: A, TABLE_A + "/Adam": A + 1, TABLE_A + "/Adam_1": A}
+    )
+    parts = read(cpu, spec(parameters=ADAM))["tbl_a"]
+    np.testing.assert_array_equal(parts["momenta"], A + 1)
+    np.testing.assert_array_equal(parts["velocities"], A)
+
+
+def test_tables_by_key_and_slots_of_rules_we_lack(tmp_path: pathlib.Path):
+    parameters = interop.RMSPropParameters(0.1, 0.9, 0.9, 1e-8)
+    path = save(tmp_path, {"t": A, "t/RMSProp/ms": A + 1, "t/RMSProp/mom": A + 2})
+    table = interop.TableConfig(8, 2, optimization_parameters=parameters)
+    parts = read(path, dict_spec(tables={"t": table}))["t"]
+    assert {name: value[0, 0] for name, value in parts.items()} == {
+        "parameters": 0.0,
+        "ms": 1.0,
+        "mom": 2.0,
+    }
+
+
+def test_missing_slots_keep_their_initial_values(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+):
+    path = save(tmp_path, {TABLE_A: A})
+    made = spec(parameters=interop.AdagradParameters(0.1, 0.25))
+    imported = read(tmp_path, made)  # A folder stands for its latest checkpoint.
+    assert list(read(path, made)["tbl_a"]) == list(imported["tbl_a"]) == ["parameters"]
+    trained = made.to_tpu_embedding()
+    imported.assign(trained)
+    (parts,) = trained.variables.values()
+    np.testing.assert_array_equal(parts["parameters"], A)
+    assert set(parts["accumulators"].numpy().flat) == {0.25}
+
+
+def test_the_step_goes_on_for_rate_functions(tmp_path: pathlib.Path):
+    path = save(tmp_path, {TABLE_A: A}, step=7)
+    made = spec(embedding("a", learning_rate_fn=lambda step: tf.cast(step, tf.float32)))
+    trained = made.to_tpu_embedding()
+    read(path, made).assign(trained)
+    trained.enqueue({"a": tf.constant([1])})
+    trained.dequeue()
+    trained.apply_gradients({"a": tf.ones([1, 2])})
+    (table,) = trained.embedding_tables.values()
+    assert table.numpy()[1].tolist() == [2.0 - 7, 3.0 - 7]
+
+
+def test_names_that_the_rules_do_not_find(tmp_path: pathlib.Path):
+    path = save(tmp_path, {"one": A, "two": A + 1, TABLE_A: A, "b/" + TABLE_A: A})
+    made = spec(parameters=interop.AdagradParameters(0.1))
+    names = {"tbl_a": "one", "tbl_a/accumulators": "two"}
+    parts = read(path, made, name_map=names)["tbl_a"]
+    np.testing.assert_array_equal(parts["accumulators"], parts["parameters"] + 1)
+
+
+@hypothesis.given(st.integers(1, 40), st.integers(1, 7))
+def test_rows_by_id_undoes_mod(rows: int, hosts: int):
+    """Row j of host h is id j * hosts + h, written host after host."""
+    written = [i for h in range(hosts) for i in range(rows) if i % hosts == h]
+    values = np.array(written)[:, np.newaxis] * [1, 10]
+    np.testing.assert_array_equal(rows_by_id(values, hosts)[:, 0], np.arange(rows))
+
+
+@pytest.mark.parametrize("strategy", ["mod", "div"])
+def test_files_of_three_hosts(tmp_path: pathlib.Path, strategy: str):
+    order = [0, 3, 6, 1, 4, 7, 2, 5] if strategy == "mod" else list(range(8))
+    path = save(tmp_path, {"t": A[order], "t/Adagrad": A[order] + 1})
+    made = dict_spec(
+        optimization_parameters=interop.AdagradParameters(0.1),
+        partition_strategy=strategy,
+    )
+    parts = read(path, made, num_hosts=3)["t"]
+    np.testing.assert_array_equal(parts["parameters"], A)
+    np.testing.assert_array_equal(parts["accumulators"], A + 1)
+    other = read(path, made, num_hosts=3, partition_strategy="div")["t"]
+    np.testing.assert_array_equal(other["parameters"], A[order])
+
+
+def test_small_tables_are_padded_to_the_hosts(tmp_path: pathlib.Path):
+    path = save(tmp_path, {"t": A})
+    tables = {"t": interop.TableConfig(3, 2)}
+    parts = read(path, dict_spec(tables=tables), num_hosts=8)["t"]
+    np.testing.assert_array_equal(parts["parameters"], A[:3])
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no file": (
+        lambda path: read("nowhere/model.ckpt", spec()),
+        "There is no checkpoint at 'nowhere/model.ckpt'.",
+    ),
+    "hosts": (
+        lambda path: read(path, spec(), num_hosts=0),
+        "Argument `num_hosts` must be an int >= 1. Received: 0.",
+    ),
+    "strategy": (
+        lambda path: read(path, spec(), partition_strategy="row"),
+        "`partition_strategy` must be",
+    ),
+    "none": (
+        lambda path: read(path, spec(embedding("q"))),
+        "must belong to 'tbl_q', and none matches. The checkpoint has 'c_embedding/",
+    ),
+    "two": (
+        lambda path: read(path, spec(embedding("c"))),
+        "2 match: 'c_embedding/embedding_weights', 'top/c_embedding/embedding_weights'",
+    ),
+    "shared": (
+        lambda path: read(path, spec(*shared("b", "c"))),
+        "must belong to 'tbl_b_c_shared_embedding', and none matches",
+    ),
+    "key of the map": (
+        lambda path: read(path, spec(), name_map={"a": "t"}),
+        "`name_map` has the key 'a', but the spec has 'tbl_a'.",
+    ),
+    "value of the map": (
+        lambda path: read(path, spec(), name_map={"tbl_a": "nothing"}),
+        "must belong to 'tbl_a', and none matches",
+    ),
+    "shape": (
+        lambda path: read(path, dict_spec(tables={"t": interop.TableConfig(9, 2)})),
+        "Table 't', parameters: the checkpoint's variable 't' has shape (8, 2), and by "
+        "the spec it would be (9, 2).",
+    ),
+    "other tables": (
+        lambda path: read(path, dict_spec()).assign(spec().to_tpu_embedding()),
+        "The imported tables are 't', and those of the embedding are 'tbl_a'.",
+    ),
+    "other slots": (
+        lambda path: read(
+            path, dict_spec(optimization_parameters=interop.AdagradParameters(0.1))
+        ).assign(dict_spec(optimization_parameters=ADAM).to_tpu_embedding()),
+        "Table 't': the imported slot 'accumulators' has no counterpart among",
+    ),
+    "other size": (
+        lambda path: read(path, dict_spec()).assign(
+            dict_spec(tables={"t": interop.TableConfig(9, 2)}).to_tpu_embedding()
+        ),
+        "Table 't', parameters: the imported array has shape (8, 2), the embedding's "
+        "variable (9, 2).",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_calls(case: str, tmp_path: pathlib.Path):
+    table = "c_embedding/embedding_weights"
+    path = save(tmp_path, {"t": A, "t/Adagrad": A, table: A, f"top/{table}": A})
+    call, text = BAD[case]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call(path)

@@ -1,0 +1,182 @@
+"""TPUEstimator: what its constructor and configurations refuse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from interop.estimator_models import (
+    estimator,
+    linear_model,
+)
+from interop.spec_cases import SGD, embedding, ids
+
+from tpu_embedding import interop
+
+I = interop  # noqa: E741 - short, for the tables.
+SPEC = I.EmbeddingConfigSpec([embedding("a", 1)], SGD)
+MOD = SPEC._replace(partition_strategy="mod")
+RUN = I.RunConfig()
+
+
+def model_fn(features: Any, labels: Any, mode: str) -> Any:
+    return linear_model(SPEC.feature_columns)(features, labels, mode)
+
+
+def make(
+    folder: Any = "unused", spec: Any = SPEC, model: Any = model_fn, **options: Any
+):
+    return estimator(model, folder, spec, **options)
+
+
+def tpu(**options: Any) -> Any:
+    return {"config": {"tpu_config": I.TPUConfig(**options)}}
+
+
+CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no config": (
+        lambda: I.TPUEstimator(model_fn, train_batch_size=4),
+        ValueError,
+        "Argument `config` must be a RunConfig. Received: None.",
+    ),
+    "reserved": (
+        lambda: make(params={"batch_size": 4, "context": 1}),
+        ValueError,
+        "`params` must not contain 'batch_size', 'context'",
+    ),
+    "no batch size": (
+        lambda: make(train_batch_size=None),
+        ValueError,
+        "Argument `train_batch_size` must be an int >= 1 with use_tpu=True.",
+    ),
+    "batch size": (
+        lambda: make(eval_batch_size=0),
+        ValueError,
+        "Argument `eval_batch_size` must be an int >= 1",
+    ),
+    "spec": (
+        lambda: make(spec=3),
+        TypeError,
+        "`embedding_config_spec` must be an EmbeddingConfigSpec or None.",
+    ),
+    "pipeline": (
+        lambda: make(**tpu(per_host_input_for_training=False)),
+        ValueError,
+        "must be PER_HOST_V1 or PER_HOST_V2. Received: PER_SHARD_V1.",
+    ),
+    "mod": (
+        lambda: make(spec=MOD, use_tpu=False),
+        ValueError,
+        'partition_strategy="mod" is for tables on a TPU.',
+    ),
+    "mod in evaluation": (
+        lambda: make(spec=MOD, eval_on_tpu=False),
+        ValueError,
+        'partition_strategy="mod" is for tables on a TPU.',
+    ),
+    "not carried": (
+        lambda: make(
+            spec=SPEC._replace(optimization_parameters=I.MomentumParameters(0.1, 0.9))
+        ),
+        NotImplementedError,
+        "MomentumParameters cannot be carried over",
+    ),
+    "batch axis": (
+        lambda: make(batch_axis=[0, 0]),
+        NotImplementedError,
+        "TPUEstimator: `batch_axis=[0, 0]` cannot be carried",
+    ),
+    "no export": (
+        lambda: make(export_to_cpu=False),
+        NotImplementedError,
+        "TPUEstimator: `export_to_cpu=False` cannot be carried",
+    ),
+    "two folders": (
+        lambda: make("one", config={"model_dir": "two"}),
+        ValueError,
+        "`model_dir` is given twice, as 'one' and by the RunConfig as 'two'.",
+    ),
+    "warm start": (
+        lambda: make(warm_start_from=3),
+        TypeError,
+        "`warm_start_from` must be a path or WarmStartSettings.",
+    ),
+    "loop": (
+        lambda: I.TPUConfig(iterations_per_loop=0),
+        ValueError,
+        "Argument `iterations_per_loop` must be an int >= 1. Received: 0.",
+    ),
+    "shards": (lambda: I.TPUConfig(num_shards=0), ValueError, "`num_shards`"),
+    "split model": (
+        lambda: I.TPUConfig(num_cores_per_replica=2),
+        NotImplementedError,
+        "TPUConfig: `num_cores_per_replica=2` cannot be carried",
+    ),
+    "input kind": (
+        lambda: I.TPUConfig(per_host_input_for_training="host"),
+        TypeError,
+        "must be an InputPipelineConfig or a bool.",
+    ),
+    "tpu config": (
+        lambda: I.RunConfig(tpu_config=3),
+        TypeError,
+        "Argument `tpu_config` must be a TPUConfig.",
+    ),
+    "cluster": (
+        lambda: I.RunConfig(master="grpc://host"),
+        NotImplementedError,
+        "RunConfig: `master='grpc://host'` cannot be carried",
+    ),
+    "two intervals": (
+        lambda: I.RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1),
+        ValueError,
+        "RunConfig takes `save_checkpoints_steps` or `save_checkpoints_secs`, not",
+    ),
+    "mode": (
+        lambda: I.TPUEstimatorSpec("fit"),
+        ValueError,
+        "Argument `mode` must be one of ('train', 'eval', 'infer'). Received: 'fit'.",
+    ),
+    "no train_op": (
+        lambda: I.TPUEstimatorSpec("train", loss=1.0),
+        ValueError,
+        "for mode 'train' must have `train_op`.",
+    ),
+    "no loss": (lambda: I.EstimatorSpec("eval"), ValueError, "must have `loss`."),
+    "no predictions": (
+        lambda: I.EstimatorSpec("infer"),
+        ValueError,
+        "must have `predictions`.",
+    ),
+    "metrics": (
+        lambda: I.TPUEstimatorSpec("eval", loss=1.0, eval_metrics=[1]),
+        ValueError,
+        "Argument `eval_metrics` must be None or a tuple",
+    ),
+    "hooks of a spec": (
+        lambda: I.EstimatorSpec("infer", predictions=1, prediction_hooks=[1]),
+        TypeError,
+        "Argument `hooks` must be SessionRunHooks. Received: 1",
+    ),
+    "layer": (
+        lambda: I.dense_features({}, [ids("a")]),
+        ValueError,
+        "dense_features takes columns with a tensor of that kind.",
+    ),
+    "sequence layer": (
+        lambda: I.sequence_features({}, [tf.feature_column.numeric_column("n")]),
+        ValueError,
+        "sequence_features takes columns",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTORS)
+def test_constructors(case: str):
+    call, error, text = CONSTRUCTORS[case]
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        call()
+    assert type(caught.value) is error

@@ -1,0 +1,330 @@
+"""TPUEstimator: what its calls refuse, by type and words."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from interop.estimator_models import (
+    batches,
+    dense,
+    estimator,
+    linear_model,
+    sparse,
+    v1,
+)
+from interop.spec_cases import SGD, dict_spec, embedding, sequence, weighted
+
+from tpu_embedding import interop
+from tpu_embedding.interop import private_tensorflow
+
+I = interop  # noqa: E741 - short, for the tables.
+SPEC = I.EmbeddingConfigSpec([embedding("a", 1)], SGD)
+MOD = SPEC._replace(partition_strategy="mod")
+RUN = I.RunConfig()
+
+
+def model_fn(features: Any, labels: Any, mode: str) -> Any:
+    return linear_model(SPEC.feature_columns)(features, labels, mode)
+
+
+def make(
+    folder: Any = "unused", spec: Any = SPEC, model: Any = model_fn, **options: Any
+):
+    return estimator(model, folder, spec, **options)
+
+
+def input_fn() -> Any:
+    raise AssertionError("not to be called")
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "both": (
+        lambda e: e.train(input_fn, steps=1, max_steps=1),
+        ValueError,
+        "train takes `steps` or `max_steps`, not both.",
+    ),
+    "steps": (
+        lambda e: e.train(input_fn, steps=0),
+        ValueError,
+        "Argument `steps` must be an int >= 1. Received: 0.",
+    ),
+    "max_steps": (
+        lambda e: e.train(input_fn, max_steps=-1),
+        ValueError,
+        "Argument `max_steps` must be an int >= 1. Received: -1.",
+    ),
+    "eval steps": (
+        lambda e: e.evaluate(input_fn, steps=0),
+        ValueError,
+        "Argument `steps` must be an int >= 1.",
+    ),
+    "hooks": (
+        lambda e: e.train(input_fn, [3], 1),
+        TypeError,
+        "Argument `hooks` must be SessionRunHooks. Received: 3 of type int.",
+    ),
+    "keys": (
+        lambda e: next(e.predict(batches({"a": dense([[1]])}), ["colour"])),
+        ValueError,
+        "`predict_keys` 'colour' name none of the predictions 'out'.",
+    ),
+    "input": (
+        lambda e: e.train(lambda: (1, 2, 3), steps=1),
+        ValueError,
+        "An input_fn must return a tf.data.Dataset",
+    ),
+    "no checkpoint": (
+        lambda e: e.get_variable_names(),
+        ValueError,
+        "There is no checkpoint in ",
+    ),
+    "no export": (
+        lambda e: e.export_saved_model("unused", input_fn),
+        ValueError,
+        "There is no checkpoint in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls(case: str, tmp_path: pathlib.Path):
+    call, error, text = CALLS[case]
+    with pytest.raises(error, match=re.escape(text)):
+        call(make(tmp_path))
+
+
+def returning(value: Any) -> Any:
+    return lambda features, labels, mode: value
+
+
+A = {"a": dense([[1]])}
+COLUMN_W = I.embedding_column(weighted("w", "wt"), 1)
+SPEC_W = I.EmbeddingConfigSpec([COLUMN_W], SGD)
+SHARED_W = I.EmbeddingConfigSpec(
+    [COLUMN_W, I.embedding_column(weighted("v", "wt"), 1)], SGD
+)
+SEQUENCE = I.EmbeddingConfigSpec(
+    [I.embedding_column(sequence("s"), 1, max_sequence_length=2)], SGD
+)
+WEIGHTS = {"w": sparse([[1]]), "wt": sparse([[1.0]], np.float32)}
+NO_COMBINER = dict_spec(tables={"t": I.TableConfig(8, 2, None, None)})
+
+
+def twice(features: Any, labels: Any, mode: str) -> Any:
+    spec = model_fn(features, labels, mode)
+    v1.gradients(spec.loss, v1.trainable_variables())
+    return spec
+
+
+def unused(features: Any, labels: Any, mode: str) -> Any:
+    step = v1.assign_add(v1.train.get_global_step(), 1)
+    return I.TPUEstimatorSpec(mode, loss=tf.constant(0.0), train_op=step)
+
+
+FEATURES: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
+    "missing": (
+        SPEC,
+        {"b": dense([[1]])},
+        model_fn,
+        ValueError,
+        "Feature 'a' of the EmbeddingConfigSpec is not among the features of the "
+        "input_fn: 'b'.",
+    ),
+    "strings": (
+        SPEC,
+        {"a": sparse([["x"]], object)},
+        model_fn,
+        ValueError,
+        "Feature 'a' holds strings.",
+    ),
+    "missing weights": (
+        SPEC_W,
+        {"w": sparse([[1]])},
+        model_fn,
+        ValueError,
+        "Cannot find the weights 'wt' of feature 'w' among the features.",
+    ),
+    "shared weights": (
+        SHARED_W,
+        {**WEIGHTS, "v": sparse([[1]])},
+        model_fn,
+        ValueError,
+        "Cannot find the weights 'wt' of feature 'w'",
+    ),
+    "dense weights": (
+        SPEC_W,
+        {"w": sparse([[1]]), "wt": np.float32([[1.0]])},
+        model_fn,
+        ValueError,
+        "Feature 'w' and its weights 'wt' must both be SparseTensors",
+    ),
+    "sequence": (
+        SEQUENCE,
+        {"s": sparse([[[[1]]]])},
+        model_fn,
+        ValueError,
+        "Sequence feature 's' must be of rank 2",
+    ),
+    "no combiner": (
+        NO_COMBINER,
+        {"f": dense([[1, 2]])},
+        model_fn,
+        ValueError,
+        "Feature 'f': a table without combiner takes one id for each sample",
+    ),
+    "twice": (
+        SPEC,
+        A,
+        twice,
+        RuntimeError,
+        "The gradients of feature 'a' were computed twice.",
+    ),
+    "unused": (
+        SPEC,
+        A,
+        unused,
+        RuntimeError,
+        "The model_fn did not use column 'a_embedding' of the EmbeddingConfigSpec.",
+    ),
+    "result": (
+        SPEC,
+        A,
+        returning(3),
+        ValueError,
+        "The model_fn must return a TPUEstimatorSpec. Received: 3 of type int.",
+    ),
+    "other mode": (
+        SPEC,
+        A,
+        returning(I.TPUEstimatorSpec("infer", predictions=1)),
+        ValueError,
+        "The model_fn must return a spec of mode 'train'. Received: 'infer'",
+    ),
+    "id": (
+        SPEC,
+        {"a": sparse([[8]])},
+        model_fn,
+        tf.errors.InvalidArgumentError,
+        "8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FEATURES)
+def test_training(case: str, tmp_path: pathlib.Path):
+    spec, features, model, error, text = FEATURES[case]
+    trained = make(tmp_path, spec, model)
+    with pytest.raises(error, match=re.escape(text)):
+        trained.train(batches(features), steps=1)
+    assert tf.executing_eagerly()
+
+
+def test_ragged_and_other_features(tmp_path: pathlib.Path):
+    def ragged() -> Any:
+        return tf.data.Dataset.from_tensors({"a": tf.ragged.constant([[1], [2, 3]])})
+
+    with pytest.raises(ValueError, match="Feature 'a' is a RaggedTensor"):
+        make(tmp_path).train(ragged, steps=1)
+    with pytest.raises(TypeError, match="`features` must be a dict"):
+        make(tmp_path).train(lambda: (tf.constant([1]), None), steps=1)
+
+
+def test_arguments_of_the_model_fn(tmp_path: pathlib.Path):
+    without = make(tmp_path, model=lambda features, mode: None)
+    with pytest.raises(ValueError, match="must take `labels`"):
+        without.train(batches(A, dense([1])), steps=1)
+    without = make(tmp_path, params={"p": 1})
+    with pytest.raises(ValueError, match="model_fn must take `params`"):
+        without.train(batches(A), steps=1)
+
+
+def test_dicts_have_no_cpu_path(tmp_path: pathlib.Path):
+    made = make(tmp_path, dict_spec(), use_tpu=False)
+    with pytest.raises(NotImplementedError, match="use_tpu=False or eval_on_tpu=False"):
+        made.train(batches({"f": dense([1])}), steps=1)
+    with pytest.raises(NotImplementedError, match="export_saved_model looks"):
+        made.export_saved_model(tmp_path, input_fn)
+
+
+def test_export_outputs(tmp_path: pathlib.Path):
+    outputs: dict[str, Any] = {}
+
+    def model(features: Any, labels: Any, mode: str) -> Any:
+        out = interop.dense_features(features, SPEC.feature_columns)
+        step = v1.assign_add(v1.train.get_global_step(), 1)
+        more = {"export_outputs": outputs} if mode == "infer" else {}
+        return I.TPUEstimatorSpec(mode, out, tf.reduce_sum(out), step, **more)
+
+    trained = make(tmp_path, model=model).train(batches(A), steps=1)
+    receiver = I.build_raw_serving_input_receiver_fn({"a": tf.zeros([1, 1], tf.int64)})
+    bad = (
+        ({"x": 3}, TypeError, "export_outputs['x'] must be a PredictOutput"),
+        (
+            {"x": I.PredictOutput(1), "y": I.PredictOutput(1)},
+            ValueError,
+            "must be called \"serving_default\". Received: 'x', 'y'.",
+        ),
+    )
+    for given, error, text in bad:
+        outputs.clear()
+        outputs.update(given)
+        with pytest.raises(error, match=re.escape(text)):
+            trained.export_saved_model(tmp_path / "export", receiver)
+
+
+def test_single_input_of_classic_signatures():
+    inputs = {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match="RegressionOutput takes one receiver tensor"):
+        I.RegressionOutput(1).signature(inputs)
+
+
+def test_samples_need_one_first_axis(tmp_path: pathlib.Path):
+    def model(features: Any, labels: Any, mode: str) -> Any:
+        out = interop.dense_features(features, SPEC.feature_columns)
+        return I.TPUEstimatorSpec(mode, {"out": out, "sum": tf.reduce_sum(out)})
+
+    found = make(tmp_path, model=model).predict(batches(A))
+    with pytest.raises(ValueError, match="with one first axis, the batch"):
+        next(found)
+
+
+def test_another_tensorflow_is_refused_by_name():
+    used = {
+        "tensorflow.python.tpu.tpu_function": ("tpu_shard_context", "no_such_name"),
+        "tensorflow.python.no_such_module": ("anything",),
+    }
+    assert private_tensorflow.missing(used) == [
+        "tensorflow.python.tpu.tpu_function.no_such_name",
+        "tensorflow.python.no_such_module",
+    ]
+    error = interop.errors.private_tensorflow(private_tensorflow.missing(used), "9.9")
+    assert type(error) is ImportError
+    assert (
+        "no_such_name, tensorflow.python.no_such_module, which TensorFlow 9.9"
+        in str(error)
+    )
+
+
+def test_only_one_file_imports_private_modules():
+    folder = pathlib.Path(interop.__file__).parent
+    private = [
+        p.name for p in folder.glob("*.py") if "tensorflow.python" in p.read_text()
+    ]
+    assert private == ["private_tensorflow.py"]
+    assert dir(interop).count("TPUEstimator") == 1
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = interop.no_such_name
+
+
+def test_the_portable_engine_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
+    with pytest.raises(RuntimeError, match="this process has the portable one"):
+        make(tmp_path).train(batches(A), steps=1)

@@ -1,0 +1,171 @@
+"""Profiles: what is sampled, merged and read back."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from absl import logging
+from interop.estimator_models import batches, estimator, linear_model, sparse, variables
+from interop.spec_cases import SGD, dict_spec, embedding, shared, spec
+
+from tpu_embedding import interop
+from tpu_embedding.interop import profile
+
+ALL = interop.ProfileOptions(sample_fraction=1.0, min_samples=1, num_shards=2)
+Options = interop.ProfileOptions
+
+
+def profiler(folder: pathlib.Path, options: Any = ALL, **more: Any) -> Any:
+    made = dict_spec(profile_data_directory=str(folder), **more)
+    return interop.EmbeddingProfiler(made, options)
+
+
+def test_statistics_of_one_batch(tmp_path: pathlib.Path):
+    found = profiler(tmp_path / "new")
+    found.observe("f", [1, 2, 7, 3], [0, 0, 0, 2], 3)
+    found.flush()
+    (table,) = profiler(tmp_path / "new").load().values()
+    assert table == interop.TableStatistics(3, 4, 3, (3, 1))  # Rows 0 to 3, 4 to 7.
+    assert (table.mean_ids, table.imbalance) == (4 / 3, 1.5)
+    mod = profiler(tmp_path, partition_strategy="mod")
+    mod.observe("f", [1, 2, 7, 3], [0, 0, 0, 2], 3)
+    mod.flush()
+    assert mod.load()["t"].shard_ids == (1, 3)
+
+
+def test_runs_are_merged(tmp_path: pathlib.Path):
+    for ids in ([1, 2], [5]):
+        run = profiler(tmp_path)
+        run.observe("f", ids, [0] * len(ids), 1)
+        run.flush()
+        run.flush()  # Nothing new.
+    assert run.load()["t"] == interop.TableStatistics(2, 3, 2, (2, 1))
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(r"[0-9a-f]{32}\.json", file.name)
+    assert json.loads(file.read_text())["vocabulary_size"] == 8
+
+
+def test_three_percent_by_a_hash(tmp_path: pathlib.Path):
+    count = 100_000
+
+    def sampled(options: Any) -> np.ndarray:
+        made = profiler(tmp_path, options)
+        return made._chosen("f", np.arange(count))
+
+    first = sampled(Options())
+    # Binomial: 3,000 with a standard deviation of 54; five of them.
+    assert abs(first.sum() - 0.03 * count) < 270
+    np.testing.assert_array_equal(first, sampled(Options()))
+    assert (first != sampled(Options(seed=1))).any()
+    # Halves are as full: no example's number decides.
+    assert abs(first[: count // 2].sum() - first[count // 2 :].sum()) < 270
+    run = profiler(tmp_path, Options(min_samples=1))
+    for start in range(0, 1000, 100):  # In batches as in one.
+        run.observe("f", np.zeros(100, int), np.arange(100), 100)
+        assert run._seen["f"] == start + 100
+    run.flush()
+    assert run.load()["t"].examples == first[:1000].sum()
+
+
+def test_few_samples_leave_the_file(tmp_path: pathlib.Path):
+    run = profiler(tmp_path, Options(sample_fraction=1.0, min_samples=2))
+    run.observe("f", [1], [0], 1)
+    run.flush()
+    assert run.load() == {}
+    run.observe("f", [1], [0], 1)
+    run.flush()
+    assert run.load()["t"].examples == 2
+
+
+@pytest.mark.parametrize("change", ["table", "run", "strategy"])
+def test_other_parameters_have_other_files(tmp_path: pathlib.Path, change: str):
+    options = Options(sample_fraction=1.0, min_samples=1, num_shards=2, task_count=3)
+    other = {
+        "table": lambda: profiler(tmp_path, tables={"t": interop.TableConfig(9, 2)}),
+        "run": lambda: profiler(tmp_path, options),
+        "strategy": lambda: profiler(tmp_path, partition_strategy="mod"),
+    }[change]()
+    for run in (profiler(tmp_path), other):
+        run.observe("f", [1], [0], 1)
+        run.flush()
+        assert run.load()["t"].examples == 1
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"version": 0}'])
+def test_other_files_are_begun_anew(
+    tmp_path: pathlib.Path, content: str, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
+    run = profiler(tmp_path)
+    pathlib.Path(run._paths["t"]).write_text(content)
+    run.observe("f", [1], [0], 1)
+    run.flush()
+    assert run.load()["t"].examples == 1
+    assert "is no profile, and is begun anew" in said[0]
+
+
+def test_a_folder_that_fails_is_a_warning(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    run = profiler(tmp_path)
+    run.observe("f", [1], [0], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(profile.os, "replace", full)
+        run.flush()
+    assert said == ["The profile of table 't' was not written: no space left"]
+    assert not list(tmp_path.iterdir())
+    run.flush()  # Nothing was lost.
+    assert run.load()["t"].examples == 1
+
+
+def test_bad_arguments(tmp_path: pathlib.Path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        profiler(file)
+    with pytest.raises(ValueError, match="needs a spec with `profile_data_directory`"):
+        interop.EmbeddingProfiler(dict_spec())
+    with pytest.raises(ValueError, match="`num_shards` must be an int >= 1"):
+        Options(num_shards=0)
+    with pytest.raises(ValueError, match="`sample_fraction` must be above 0"):
+        Options(sample_fraction=1.5)
+
+
+def test_the_trainer_writes_and_computes_the_same(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        profile.ProfileOptions.__init__, "__defaults__", (1, 1, 1.0, 1, 0)
+    )
+    columns = [embedding("a", 1), *shared("b", "c", dimension=1)]
+    features = {key: sparse([[1, 2], [3], []]) for key in "abc"}
+    found = {}
+    for folder in (None, str(tmp_path / "profile")):
+        made = spec(*columns, parameters=SGD, profile_data_directory=folder)
+        trained = estimator(
+            linear_model(columns),
+            tmp_path / str(folder is None),
+            made,
+            config={"tf_random_seed": 1},
+        )
+        found[folder] = variables(trained.train(batches(features), steps=2))
+    off, on = found.values()
+    for name, value in off.items():
+        np.testing.assert_array_equal(on[name], value)
+    loaded = interop.EmbeddingProfiler(made).load()
+    assert loaded == {
+        "tbl_a": interop.TableStatistics(6, 6, 2, (6,)),
+        "tbl_b_c_shared_embedding": interop.TableStatistics(12, 12, 2, (12,)),
+    }

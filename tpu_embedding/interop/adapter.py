@@ -1,0 +1,256 @@
+"""From an EmbeddingConfigSpec to the classes of this library.
+
+Every option of the spec is carried or refused by name. `carried.py` holds the
+table of optimizers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.interop import carried, errors
+from tpu_embedding.interop import table_config as v1
+from tpu_embedding.optimizers import Optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedSpec:
+    """What an EmbeddingConfigSpec says, in the classes of this library.
+
+    Attributes:
+      feature_config: For TPUEmbedding: FeatureConfigs by feature key.
+      optimizer: For tables without one of their own; None if every table has one.
+      tables: The TableConfigs by their keys in the spec.
+      weight_keys: For each weighted feature the key of its weights.
+      gradient_multiplier: A function of the global step, or None.
+      pipelined: For TPUEmbedding, `pipeline_execution_with_tensor_core`.
+      partition_strategy: "div" or "mod"; of use to `import_estimator_checkpoint`
+        only, since one process sees whole tables.
+    """
+
+    feature_config: dict[str, FeatureConfig]
+    optimizer: Optimizer | None
+    tables: dict[str, TableConfig]
+    weight_keys: dict[str, str]
+    gradient_multiplier: Callable[[Any], Any] | None
+    pipelined: bool
+    partition_strategy: str
+
+    def weights(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The weights for TPUEmbedding.enqueue, out of all of a batch's features.
+
+        Args:
+          features: The features of a TensorFlow 1 model, the weights among them.
+
+        Returns:
+          For each feature of `feature_config` its weights or None; None where no
+          feature is weighted.
+        """
+        if not self.weight_keys:
+            return None
+        keys = self.weight_keys
+        return {f: features[keys[f]] if f in keys else None for f in self.features}
+
+    @property
+    def features(self) -> list[str]:
+        """The keys of `feature_config`."""
+        return list(self.feature_config)
+
+    def scale(self, gradients: Mapping[str, Any], step: Any) -> dict[str, Any]:
+        """The gradients times `experimental_gradient_multiplier_fn(step)`.
+
+        Args:
+          gradients: For each feature a tensor or None.
+          step: The global step before the update.
+        """
+        if self.gradient_multiplier is None:
+            return dict(gradients)
+        factor = tf.cast(self.gradient_multiplier(step), tf.float32)
+        return {
+            feature: None if gradient is None else gradient * factor
+            for feature, gradient in gradients.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRate:
+    """A learning rate out of a function of the global step.
+
+    Attributes:
+      function: Takes the step, gives the rate.
+    """
+
+    function: Callable[[Any], Any]
+
+    def __call__(self, step: Any) -> Any:
+        """The rate after `step` updates."""
+        return self.function(step)
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableRate:
+    """A learning rate out of a function of a given step variable.
+
+    Attributes:
+      function: Takes the step, gives the rate.
+      step: What it is called with, or a function without arguments that gives it.
+    """
+
+    function: Callable[[Any], Any]
+    step: Any
+
+    def __call__(self) -> Any:
+        """The rate at the step's value of the moment."""
+        step = self.step() if callable(self.step) else self.step
+        return self.function(step)
+
+
+def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
+    """Turns a spec into this library's configuration.
+
+    - Parameters become the optimizer of the same rule, argument by argument.
+      FtrlParameters(initial_accumulator_value=0) gets allow_zero_accumulator=True.
+    - clipping_limit becomes clipvalue, for every table.
+    - A table's learning_rate or learning_rate_fn, and its own parameters, become an
+      optimizer of the table. One function object stays one rate.
+    - combiner None becomes "sum".
+
+    Args:
+      spec: An EmbeddingConfigSpec.
+      global_step: What learning rate functions are called with, or a function without
+        arguments that gives it. None: the number of updates already applied, which
+        is what the global step was.
+
+    Raises:
+      NotImplementedError: If the rule of a table's optimizer or a column of the tensor
+        core cannot be carried.
+      ValueError: If a table has no features or no optimizer, or a limit of gradients
+        is given twice.
+    """
+    if spec.tensor_core_feature_columns:
+        raise errors.tensor_core_columns(
+            spec.tensor_core_feature_columns, "EmbeddingConfigSpec"
+        )
+    old_tables, old_features = spec.table_to_config(), spec.feature_to_config()
+    used = {feature.table_id for feature in old_features.values()}
+    for key in old_tables:
+        if key not in used:
+            raise errors.unused_table(key)
+    optimizers = _Optimizers(spec, global_step)
+    tables = {
+        key: _table(key, table, optimizers.of_table(key, table))
+        for key, table in sorted(old_tables.items())
+    }
+    return AdaptedSpec(
+        feature_config={
+            key: FeatureConfig(
+                tables[feature.table_id],
+                max_sequence_length=feature.max_sequence_length,
+                name=key,
+            )
+            for key, feature in sorted(old_features.items())
+        },
+        optimizer=optimizers.common,
+        tables=tables,
+        weight_keys={
+            key: feature.weight_key
+            for key, feature in sorted(old_features.items())
+            if feature.weight_key is not None
+        },
+        gradient_multiplier=spec.experimental_gradient_multiplier_fn,
+        pipelined=spec.pipeline_execution_with_tensor_core,
+        partition_strategy=spec.partition_strategy,
+    )
+
+
+def to_tpu_embedding(spec: Any, global_step: Any, **options: Any) -> TPUEmbedding:
+    """A TPUEmbedding with the spec's tables, features and optimizers.
+
+    Weights are a second argument of enqueue there, and no feature: see
+    `AdaptedSpec.weights`.
+
+    Raises:
+      The errors of `adapt`.
+      NotImplementedError: If the spec has a gradient multiplier or a folder for
+        profiles.
+    """
+    adapted = adapt(spec, global_step)
+    if adapted.gradient_multiplier is not None:
+        raise errors.multiplier_not_carried()
+    if spec.profile_data_directory is not None:
+        raise errors.profile_not_carried()
+    return TPUEmbedding(
+        adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
+    )
+
+
+class _Optimizers:
+    """The optimizers of one spec.
+
+    Attributes:
+      common: That of the spec's own parameters, or None.
+    """
+
+    def __init__(self, spec: Any, global_step: Any) -> None:
+        self._limit = spec.clipping_limit
+        self._step = global_step
+        self._rates: dict[int, StepRate | VariableRate] = {}
+        self.common: Optimizer | None = None
+        if spec.optimization_parameters is not None:
+            self.common = carried.to_optimizer(
+                "EmbeddingConfigSpec", spec.optimization_parameters, self._limit
+            )
+
+    def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
+        """The table's own optimizer, or None where it has the common one."""
+        own = self.common
+        if table.optimization_parameters is not None:
+            own = carried.to_optimizer(
+                f"Table {key!r}", table.optimization_parameters, self._limit
+            )
+        if own is None:
+            raise errors.parameters_missing(key)
+        if table.learning_rate_fn is not None:
+            rate = self._rate(table.learning_rate_fn)
+            return dataclasses.replace(own, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if table.learning_rate is not None:
+            return dataclasses.replace(own, learning_rate=table.learning_rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return None if own is self.common else own
+
+    def _rate(self, function: Callable[[Any], Any]) -> StepRate | VariableRate:
+        """One object for each function, which is then called once per update."""
+        if id(function) not in self._rates:
+            self._rates[id(function)] = (
+                StepRate(function)
+                if self._step is None
+                else VariableRate(function, self._step)
+            )
+        return self._rates[id(function)]
+
+
+def _table(key: str, table: v1.TableConfig, optimizer: Optimizer | None) -> TableConfig:
+    return TableConfig(
+        vocabulary_size=table.vocabulary_size,
+        dim=table.dimension,
+        initializer=_initializer(table.initializer),
+        optimizer=optimizer,
+        combiner=table.combiner or "sum",
+        name=key,
+    )
+
+
+def _initializer(initializer: Callable[..., Any] | None) -> Any:
+    """One of (shape, dtype); functions for TensorFlow 1 may take the shape alone."""
+    if initializer is None:
+        return None
+    parameters = inspect.signature(initializer).parameters.values()
+    if any(p.name == "dtype" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return initializer
+    return lambda shape, dtype: tf.cast(initializer(shape), dtype)

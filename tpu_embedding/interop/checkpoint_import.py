@@ -1,0 +1,257 @@
+"""Tables and slots out of checkpoints that TPUEstimator wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.interop import columns, errors
+from tpu_embedding.interop.slot_names import SlotSource, slot_sources
+from tpu_embedding.interop.table_config import TableConfig
+from tpu_embedding.layout.tables import UPDATES
+
+PARAMETERS = "parameters"
+_GLOBAL_STEP = "global_step"
+
+
+class EstimatorCheckpoint:
+    """The variables of one checkpoint file, by name.
+
+    Attributes:
+      path: The file's prefix.
+      shapes: The shape of each variable.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens a prefix, or the latest checkpoint of a folder."""
+        self.path = tf.train.latest_checkpoint(path) or os.fspath(path)
+        if not tf.io.gfile.exists(self.path + ".index"):
+            raise errors.no_checkpoint(os.fspath(path))
+        self._reader = tf.train.load_checkpoint(self.path)
+        self.shapes: dict[str, list[int]] = self._reader.get_variable_to_shape_map()
+
+    def read(self, name: str) -> np.ndarray:
+        """The whole variable; slices are put together."""
+        return self._reader.get_tensor(name)
+
+
+class ImportedTables(dict[str, dict[str, np.ndarray]]):
+    """For each table "parameters" and the slots that the checkpoint holds.
+
+    Attributes:
+      global_step: That of the checkpoint, or None.
+    """
+
+    global_step: int | None = None
+
+    def assign(self, embedding: TPUEmbedding) -> None:
+        """Puts the tables and slots into an embedding, all of them or none.
+
+        The embedding's tables must have the names of these, as those of
+        `spec.to_tpu_embedding()` do. Slots that the checkpoint lacks keep their
+        initial values, with a warning; an embedding without optimizers takes the
+        tables alone.
+
+        Raises:
+          ValueError: If a table, slot or shape has no counterpart.
+        """
+        embedding.build()
+        variables = embedding.variables
+        ours = {table.name: parts for table, parts in variables.items()}
+        if set(ours) != set(self):
+            raise errors.other_tables(self, [str(name) for name in ours])
+        pairs = []
+        for table, arrays in self.items():
+            lookups_only = set(ours[table]) == {PARAMETERS}
+            for name, value in arrays.items():
+                if name != PARAMETERS and lookups_only:
+                    continue
+                pairs.append((_variable(table, name, value, ours[table]), value))
+            _warn_of_missing(table, set(ours[table]) - set(arrays))
+        updates = embedding.checkpoint_variables().get(UPDATES)
+        if updates is not None and self.global_step is not None:
+            pairs.append((updates, np.int64(self.global_step)))
+        for variable, value in pairs:
+            variable.assign(value)
+
+
+def import_estimator_checkpoint(
+    path: str | os.PathLike[str],
+    spec: Any,
+    *,
+    num_hosts: int = 1,
+    partition_strategy: str | None = None,
+    name_map: Mapping[str, str] | None = None,
+) -> ImportedTables:
+    """Reads the tables and slots of a spec from a TPUEstimator's checkpoint.
+
+    A table of a column is the variable "<scope>/<column name>/embedding_weights", one
+    of shared columns "<scope>/<collection name>", one of `table_to_config_dict` has
+    its key as name. Slots stand below, as TPU or CPU runs called them.
+
+    Runs on several hosts with "mod" wrote row i of host h for id i * num_hosts + h, one
+    host after the other; here rows are put in the order of ids. (Derived from
+    the documentation of TensorFlow's protos; no such file of real hardware was seen.)
+
+    Args:
+      path: A checkpoint's prefix, or a folder, of which the latest is read.
+      spec: The EmbeddingConfigSpec of the model.
+      num_hosts: Of the TPU that wrote the file.
+      partition_strategy: "div" or "mod"; None: that of the spec.
+      name_map: Names in the file, by "<table>" or "<table>/<slot>", for those that
+        the rules above do not find. Table and slot are called as in the result.
+
+    Returns:
+      For each table of the spec "parameters", float32 [V, D], and the slots of its
+      optimization parameters that the file holds.
+
+    Raises:
+      ValueError: If there is no checkpoint, a table has no variable or more than one, a
+        shape does not fit, or an argument is wrong.
+    """
+    if not isinstance(num_hosts, int) or num_hosts < 1:
+        raise errors.argument_value("num_hosts", num_hosts, "an int >= 1")
+    strategy = partition_strategy or spec.partition_strategy
+    if strategy not in ("div", "mod"):
+        raise errors.partition_strategy(strategy)
+    checkpoint = EstimatorCheckpoint(path)
+    wanted = [
+        _Wanted(key, config, _pattern(key, spec), _sources(config, spec))
+        for key, config in spec.table_to_config().items()
+    ]
+    names = _NameMap(dict(name_map or {}), wanted)
+    hosts = num_hosts if strategy == "mod" else 1
+    result = ImportedTables()
+    for table in wanted:
+        result[table.key] = _read_table(checkpoint, table, names, (num_hosts, hosts))
+    if _GLOBAL_STEP in checkpoint.shapes:
+        result.global_step = int(checkpoint.read(_GLOBAL_STEP))
+    return result
+
+
+def rows_by_id(rows: np.ndarray, num_hosts: int) -> np.ndarray:
+    """Rows of a "mod" checkpoint, host after host, in the order of their ids.
+
+    >>> rows_by_id(np.array([0, 2, 4, 1, 3]), num_hosts=2).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    ids = np.concatenate([np.arange(h, len(rows), num_hosts) for h in range(num_hosts)])
+    ordered = np.empty_like(rows)
+    ordered[ids] = rows
+    return ordered
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """One table that is looked for.
+
+    Attributes:
+      key: Its key in the spec.
+      config: What the spec says about it.
+      pattern: Matches the whole name of its variable.
+      sources: Its slots.
+    """
+
+    key: str
+    config: TableConfig
+    pattern: str
+    sources: tuple[SlotSource, ...]
+
+
+class _NameMap:
+    """Names that the user gives, for tables and slots that are wanted."""
+
+    def __init__(self, names: dict[str, str], wanted: list[_Wanted]) -> None:
+        known = [table.key for table in wanted]
+        known += [f"{t.key}/{source.name}" for t in wanted for source in t.sources]
+        for key in names:
+            if key not in known:
+                raise errors.unknown_name(key, known)
+        self._names = names
+
+    def get(self, key: str, checkpoint: EstimatorCheckpoint) -> str | None:
+        """The given name, which must be there, or None."""
+        name = self._names.get(key)
+        if name is not None and name not in checkpoint.shapes:
+            raise errors.no_variable(key, [], checkpoint.shapes, checkpoint.path)
+        return name
+
+
+def _pattern(key: str, spec: Any) -> str:
+    for column in spec.embedding_columns():
+        if columns.table_key(column) == key:
+            name = re.escape(column.get_embedding_var_name())
+            if columns.is_shared(column):
+                return f"(.*/)?{name}"
+            return f"(.*/)?{re.escape(column.name)}/embedding_weights"
+    return re.escape(key)
+
+
+def _sources(config: TableConfig, spec: Any) -> tuple[SlotSource, ...]:
+    own = config.optimization_parameters
+    return slot_sources(spec.optimization_parameters if own is None else own)
+
+
+def _read_table(
+    checkpoint: EstimatorCheckpoint,
+    table: _Wanted,
+    names: _NameMap,
+    hosts: tuple[int, int],
+) -> dict[str, np.ndarray]:
+    """The parts of one table; `hosts`: how many padded it, how many permuted it."""
+    variable = names.get(table.key, checkpoint)
+    variable = variable or _find(checkpoint, table.key, table.pattern)
+    found = {PARAMETERS: variable}
+    for source in table.sources:
+        key = f"{table.key}/{source.name}"
+        given = names.get(key, checkpoint)
+        spellings = [f"{variable}/{spelling}" for spelling in source.spellings]
+        there = [name for name in spellings if name in checkpoint.shapes]
+        if given or there:
+            found[source.name] = given or there[0]
+    _warn_of_missing(table.key, {s.name for s in table.sources} - set(found))
+    size, dimension = table.config.vocabulary_size, table.config.dimension
+    padded = (max(size, hosts[0]), dimension)  # Each host has one row at least.
+    parts = {}
+    for part, name in found.items():
+        shape = tuple(checkpoint.shapes[name])
+        if shape not in (padded, (size, dimension)):
+            raise errors.imported_shape(table.key, part, name, shape, padded)
+        parts[part] = rows_by_id(checkpoint.read(name), hosts[1])[:size]
+    return parts
+
+
+def _find(checkpoint: EstimatorCheckpoint, key: str, pattern: str) -> str:
+    found = [name for name in checkpoint.shapes if re.fullmatch(pattern, name)]
+    if len(found) != 1:
+        raise errors.no_variable(key, found, checkpoint.shapes, checkpoint.path)
+    return found[0]
+
+
+def _variable(
+    table: str, name: str, value: np.ndarray, variables: Mapping[str, tf.Variable]
+) -> tf.Variable:
+    """The variable that `value` goes into."""
+    if name not in variables:
+        raise errors.other_slots(table, name, list(variables))
+    shape = tuple(variables[name].shape)
+    if shape != value.shape:
+        raise errors.assigned_shape(table, name, value.shape, shape)
+    return variables[name]
+
+
+def _warn_of_missing(table: str, slots: set[str]) -> None:
+    for slot in sorted(slots):
+        logging.warning(
+            "Table %r: the checkpoint has no slot %r; it starts at its initial value.",
+            table,
+            slot,
+        )

@@ -1,0 +1,181 @@
+"""Feature columns, told apart by what they can do and not by their class.
+
+TensorFlow's own columns have these methods and fields, and so may anyone's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+from absl import logging
+
+from tpu_embedding.interop import errors
+from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
+
+TABLE_PREFIX = "tbl_"
+SEQUENCE_LENGTH_SUFFIX = "_seq_length_"
+
+# The fields of columns without a TPU table that a spec may hold beside others.
+_NUMERIC_FIELDS = ("key", "shape", "default_value", "normalizer_fn")
+_EMBEDDING_FIELDS = ("categorical_column", "dimension", "combiner", "initializer")
+_LOST = "use_safe_embedding_lookup"
+
+
+@runtime_checkable
+class EmbeddingColumn(Protocol):
+    """What a column of tf.compat.v1.tpu.experimental tells about its table."""
+
+    @property
+    def name(self) -> str: ...
+    def get_feature_key_name(self) -> str:
+        """The key of the ids among the features."""
+        ...
+
+    def get_embedding_var_name(self) -> str:
+        """The name of the table; shared columns have one."""
+        ...
+
+    def get_embedding_table_size(self) -> tuple[int, int]:
+        """(vocabulary size, dimension)."""
+        ...
+
+    def get_combiner(self) -> str | None: ...
+    def get_initializer(self) -> Callable[..., Any]: ...
+    def get_weight_key_name(self) -> str | None:
+        """The key of the weights among the features, or None."""
+        ...
+
+    def get_max_sequence_length(self) -> int: ...
+    def get_learning_rate_fn(self) -> Callable[..., Any] | None: ...
+    def is_sequence_column(self) -> bool: ...
+
+
+def is_embedding_column(column: Any) -> bool:
+    """Whether the column describes a TPU embedding table."""
+    return isinstance(column, EmbeddingColumn)
+
+
+def is_accepted(column: Any) -> bool:
+    """Whether a spec takes the column, with a TPU table or without."""
+    return (
+        is_embedding_column(column)
+        or _has_all(column, _NUMERIC_FIELDS)
+        or _has_all(column, _EMBEDDING_FIELDS)
+    )
+
+
+def on_tensor_core(column: Any) -> bool:
+    """Whether the column asks to be looked up on the tensor core."""
+    device = getattr(column, "_embedding_lookup_device", None)
+    return getattr(device, "name", "") == "TPU_TENSOR_CORE"
+
+
+def is_shared(column: Any) -> bool:
+    """Whether the column shares a table with others by a common name."""
+    return hasattr(column, "shared_embedding_column_creator") or hasattr(
+        column, "shared_embedding_collection_name"
+    )
+
+
+def table_key(column: EmbeddingColumn) -> str:
+    """The key of the column's table in `table_to_config`."""
+    return TABLE_PREFIX + column.get_embedding_var_name()
+
+
+def get_configs_from_feature_columns(
+    columns: Iterable[Any],
+) -> tuple[dict[str, TableConfig], dict[str, FeatureConfig]]:
+    """The tables and features that TPU embedding columns describe.
+
+    A table is called "tbl_" and the column's variable name; a feature has the key
+    of the ids among the features.
+
+    Args:
+      columns: Columns of tf.compat.v1.tpu.experimental, or with the same methods.
+
+    Returns:
+      (table_to_config, feature_to_config).
+
+    Raises:
+      TypeError: If a column describes no TPU table.
+      ValueError: If one feature is in two columns, or two groups of shared columns
+        have one name and differ.
+    """
+    tables: dict[str, TableConfig] = {}
+    features: dict[str, FeatureConfig] = {}
+    for column in columns:
+        if not is_embedding_column(column):
+            raise errors.unsupported_column(column)
+        key, feature = table_key(column), column.get_feature_key_name()
+        if feature in features:
+            raise errors.feature_in_two_embeddings(
+                feature, (features[feature].table_id, key)
+            )
+        table = _table(column)
+        if key in tables:
+            _check_same(key, tables[key], table)
+        tables[key] = table
+        features[feature] = FeatureConfig(
+            table_id=key,
+            max_sequence_length=column.get_max_sequence_length(),
+            weight_key=column.get_weight_key_name(),
+        )
+    return tables, features
+
+
+def _table(column: EmbeddingColumn) -> TableConfig:
+    vocabulary_size, dimension = column.get_embedding_table_size()
+    return TableConfig(
+        vocabulary_size=vocabulary_size,
+        dimension=dimension,
+        initializer=column.get_initializer(),
+        combiner=column.get_combiner(),
+        learning_rate_fn=column.get_learning_rate_fn(),
+    )
+
+
+def _check_same(key: str, first: TableConfig, second: TableConfig) -> None:
+    differing = [
+        field
+        for field in ("vocabulary_size", "dimension", "combiner", "learning_rate_fn")
+        if getattr(first, field) != getattr(second, field)
+    ]
+    if differing:
+        raise errors.shared_tables_differ(key, " and ".join(differing))
+
+
+def lost_fields(columns: list[Any] | None) -> list[Any]:
+    """What TensorFlow's shared columns lose when pickled, for each column."""
+    return [getattr(column, _LOST, None) for column in columns or []]
+
+
+def with_lost_fields(columns: list[Any] | None, lost: list[Any]) -> list[Any] | None:
+    """The columns, each with what `lost_fields` gave for it."""
+    if columns is None:
+        return None
+    return [
+        _with_lost(column, value) for column, value in zip(columns, lost, strict=True)
+    ]
+
+
+def _with_lost(column: Any, value: Any) -> Any:
+    if value is None or getattr(column, _LOST) == value:
+        return column
+    # Columns are namedtuples with attributes, which their _replace would drop.
+    fields = {**column._asdict(), _LOST: value}
+    mended = tuple.__new__(type(column), fields.values())
+    vars(mended).update(vars(column))
+    return mended
+
+
+def _has_all(column: Any, fields: Iterable[str]) -> bool:
+    return all(hasattr(column, field) for field in fields)
+
+
+def warn_of_ignored_dict(name: str) -> None:
+    """Says that a dict without its partner does nothing beside feature columns."""
+    logging.warning(
+        "EmbeddingConfigSpec: `%s` is kept but has no effect beside `feature_columns`.",
+        name,
+    )

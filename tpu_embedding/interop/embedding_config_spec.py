@@ -1,0 +1,275 @@
+"""EmbeddingConfigSpec: which features are embeddings, and how they are trained."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import math
+import numbers
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from tpu_embedding.interop import adapter, columns, errors
+from tpu_embedding.interop.parameters import check_parameters
+from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
+
+PARTITION_STRATEGIES = ("div", "mod")
+_DERIVED = "tensor_core_feature_columns"
+# In upstream's order; the derived field is the second.
+_FIELDS = (
+    "feature_columns",
+    _DERIVED,
+    "optimization_parameters",
+    "clipping_limit",
+    "pipeline_execution_with_tensor_core",
+    "experimental_gradient_multiplier_fn",
+    "feature_to_config_dict",
+    "table_to_config_dict",
+    "partition_strategy",
+    "profile_data_directory",
+)
+
+
+class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)):
+    """The embeddings of a TPUEstimator, or of `to_tpu_embedding`.
+
+    Arguments, their order, defaults and checks are those of
+    tf.estimator.tpu.experimental.EmbeddingConfigSpec of TensorFlow 2.15. Other
+    than there, everything acts off a TPU too, and copy, deepcopy and pickle work:
+
+    >>> import tensorflow as tf
+    >>> from tpu_embedding import interop
+    >>> film = tf.feature_column.categorical_column_with_identity("film", 8)
+    >>> spec = interop.EmbeddingConfigSpec(
+    ...     feature_columns=[interop.embedding_column(film, 4)],
+    ...     optimization_parameters=interop.AdagradParameters(0.1),
+    ... )
+    >>> sorted(spec.table_to_config())
+    ['tbl_film']
+    >>> embedding = spec.to_tpu_embedding()
+
+    Attributes:
+      feature_columns: Columns of tf.compat.v1.tpu.experimental (embedding_column,
+        shared_embedding_columns), and numeric or plain embedding columns, which
+        have no TPU table. In a new list.
+      tensor_core_feature_columns: Those that are looked up on the tensor core;
+        taken out of `feature_columns`, no argument.
+      optimization_parameters: One of the *Parameters; for tables with none.
+      clipping_limit: c > 0 limits each element of a row's summed gradient to
+        [-c, c]. (Upstream keeps it and never reads it.)
+      pipeline_execution_with_tensor_core: Looks each step up before the update of
+        the step before.
+      experimental_gradient_multiplier_fn: A function of the global step whose
+        value multiplies the gradients of all tables, before clipping.
+      feature_to_config_dict: FeatureConfigs by feature, instead of the columns.
+      table_to_config_dict: TableConfigs by table, together with it.
+      partition_strategy: "div" or "mod": how checkpoints of several hosts are cut.
+      profile_data_directory: Where statistics of the features are kept, or None.
+
+    Raises:
+      ValueError: If neither or both ways of describing the features are given, or an
+        argument has a wrong value.
+      TypeError: If a column, a config or an argument is of the wrong class.
+    """
+
+    __slots__ = ()
+
+    def __new__(  # noqa: PLR0913 - TensorFlow's arguments.
+        cls,
+        feature_columns: Iterable[Any] | None = None,
+        optimization_parameters: Any = None,
+        clipping_limit: float | None = None,
+        pipeline_execution_with_tensor_core: bool = False,
+        experimental_gradient_multiplier_fn: Any = None,
+        feature_to_config_dict: dict[str, FeatureConfig] | None = None,
+        table_to_config_dict: dict[str, TableConfig] | None = None,
+        partition_strategy: str = "div",
+        profile_data_directory: str | None = None,
+        *,
+        column: Iterable[Any] | None = None,
+    ) -> EmbeddingConfigSpec:
+        """Checks everything; `column` is an old name of `feature_columns`."""
+        if column is not None:
+            feature_columns = _from_alias(feature_columns, column)
+        if isinstance(feature_columns, Iterable) and not _is_single(feature_columns):
+            feature_columns = list(feature_columns)
+        dicts = (feature_to_config_dict, table_to_config_dict)
+        _check_exactly_one(feature_columns, dicts)
+        if partition_strategy not in PARTITION_STRATEGIES:
+            raise errors.partition_strategy(partition_strategy)
+        tensor_core = None
+        if feature_columns:
+            feature_columns, tensor_core = _check_columns(feature_columns)
+            check_parameters(optimization_parameters)
+            _warn_of_single_dict(*dicts)
+        else:
+            feature_columns = None
+            _check_dicts(feature_to_config_dict or {}, table_to_config_dict or {})
+        _check_clipping_limit(clipping_limit)
+        _check_options(
+            pipeline_execution_with_tensor_core,
+            experimental_gradient_multiplier_fn,
+            profile_data_directory,
+        )
+        return cls._make(
+            (
+                feature_columns,
+                tensor_core,
+                optimization_parameters,
+                clipping_limit,
+                pipeline_execution_with_tensor_core,
+                experimental_gradient_multiplier_fn,
+                feature_to_config_dict,
+                table_to_config_dict,
+                partition_strategy,
+                profile_data_directory,
+            )
+        )
+
+    def __reduce__(self) -> Any:
+        return (_unpickle, (type(self), tuple(self), columns.lost_fields(self[0])))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingConfigSpec:
+        # Columns are values. Copying TensorFlow's shared ones would lose their
+        # use_safe_embedding_lookup, and part them from the columns of the model.
+        kept = {_FIELDS[0], _DERIVED}
+        return type(self)._make(
+            copy.copy(value) if field in kept else copy.deepcopy(value, memo)
+            for field, value in zip(_FIELDS, self, strict=True)
+        )
+
+    def _replace(self, /, **changes: Any) -> EmbeddingConfigSpec:
+        """A spec with other fields, checked like a new one.
+
+        Raises:
+          TypeError: For `tensor_core_feature_columns`, which is derived.
+          ValueError: For names that are no fields.
+        """
+        if _DERIVED in changes:
+            raise errors.derived_field(_DERIVED)
+        unknown = set(changes) - set(_FIELDS)
+        if unknown:
+            raise errors.unknown_fields(sorted(unknown))
+        arguments = self._asdict()
+        tensor_core = arguments.pop(_DERIVED)
+        if arguments["feature_columns"] is not None:
+            arguments["feature_columns"] = [*arguments["feature_columns"], *tensor_core]
+        return type(self)(**{**arguments, **changes})
+
+    def table_to_config(self) -> dict[str, TableConfig]:
+        """The tables by their keys; columns' tables are called "tbl_<variable>".
+
+        Columns without a TPU table are left out.
+        """
+        return self._configs()[0]
+
+    def feature_to_config(self) -> dict[str, FeatureConfig]:
+        """The features by the keys of their ids."""
+        return self._configs()[1]
+
+    def adapt(self, global_step: Any = None) -> adapter.AdaptedSpec:
+        """The spec in the classes of this library; see `adapter.adapt`."""
+        return adapter.adapt(self, global_step)
+
+    def to_tpu_embedding(self, global_step: Any = None, **options: Any) -> Any:
+        """A `tpu_embedding.TPUEmbedding` of the spec; see `adapter.to_tpu_embedding`.
+
+        Args:
+          global_step: What the learning rate functions get: a variable, or None for
+            the number of updates already applied.
+          **options: Keyword arguments of TPUEmbedding, e.g. `invalid_ids`.
+        """
+        return adapter.to_tpu_embedding(self, global_step, **options)
+
+    def embedding_columns(self) -> list[columns.EmbeddingColumn]:
+        """The columns that have TPU embedding tables."""
+        return [c for c in self.feature_columns or [] if columns.is_embedding_column(c)]
+
+    def _configs(self) -> tuple[dict[str, TableConfig], dict[str, FeatureConfig]]:
+        if self.feature_columns is None:
+            return dict(self.table_to_config_dict), dict(self.feature_to_config_dict)
+        return columns.get_configs_from_feature_columns(self.embedding_columns())
+
+
+def _unpickle(
+    cls: type[EmbeddingConfigSpec], fields: tuple[Any, ...], lost: list[Any]
+) -> EmbeddingConfigSpec:
+    """What `__reduce__` names; the fields were checked before."""
+    return cls._make((columns.with_lost_fields(fields[0], lost), *fields[1:]))
+
+
+def _from_alias(feature_columns: Any, column: Any) -> Any:
+    if feature_columns is not None:
+        raise errors.argument_type("column", column, "left out with `feature_columns`")
+    warnings.warn(
+        "`column` of EmbeddingConfigSpec is called `feature_columns`.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return column
+
+
+def _is_single(feature_columns: Any) -> bool:
+    """Whether it is one column; columns are tuples, and so can be iterated over."""
+    return isinstance(feature_columns, str) or hasattr(feature_columns, "name")
+
+
+def _check_exactly_one(feature_columns: Any, dicts: tuple[Any, Any]) -> None:
+    if bool(feature_columns) == all(dicts):
+        raise errors.columns_and_dicts(bool(feature_columns), *map(bool, dicts))
+
+
+def _check_columns(feature_columns: Any) -> tuple[list[Any], list[Any]]:
+    """(those looked up as TPU embeddings, those of the tensor core)."""
+    if not isinstance(feature_columns, list):
+        raise errors.single_feature_column(feature_columns)
+    split: tuple[list[Any], list[Any]] = ([], [])
+    for column in feature_columns:
+        if not columns.is_accepted(column):
+            raise errors.feature_column(column)
+        split[columns.on_tensor_core(column)].append(column)
+    return split
+
+
+def _warn_of_single_dict(feature_to_config: Any, table_to_config: Any) -> None:
+    if feature_to_config:
+        columns.warn_of_ignored_dict("feature_to_config_dict")
+    if table_to_config:
+        columns.warn_of_ignored_dict("table_to_config_dict")
+
+
+def _check_dicts(features: dict[str, Any], tables: dict[str, Any]) -> None:
+    for feature, config in features.items():
+        if not isinstance(config, FeatureConfig):
+            raise errors.feature_config(feature, config)
+        if config.table_id not in tables:
+            raise errors.unknown_table(feature, config.table_id, tables)
+    for table, config in tables.items():
+        if not isinstance(config, TableConfig):
+            raise errors.table_config(table, config)
+
+
+def _check_clipping_limit(limit: Any) -> None:
+    if limit is None:
+        return
+    if not isinstance(limit, numbers.Real) or isinstance(limit, bool):
+        raise errors.argument_type("clipping_limit", limit, "a number or None")
+    if not limit > 0 or math.isnan(limit):
+        raise errors.argument_value("clipping_limit", limit, "above 0, or None")
+
+
+def _check_options(pipelined: Any, multiplier: Any, directory: Any) -> None:
+    if not isinstance(pipelined, bool):
+        raise errors.argument_type(
+            "pipeline_execution_with_tensor_core", pipelined, "a bool"
+        )
+    if multiplier is not None and not callable(multiplier):
+        raise errors.argument_type(
+            "experimental_gradient_multiplier_fn", multiplier, "a callable or None"
+        )
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        raise errors.argument_type(
+            "profile_data_directory", directory, "a path or None"
+        )

@@ -1,0 +1,382 @@
+"""TPUEstimator: trains, evaluates, predicts and exports a TensorFlow 1 model_fn."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding.interop import errors, estimator_graph, estimator_sessions, export
+from tpu_embedding.interop.embedding_config_spec import EmbeddingConfigSpec
+from tpu_embedding.interop.estimator_graph import Mode
+from tpu_embedding.interop.estimator_spec import ModeKeys, check_hooks
+from tpu_embedding.interop.run_config import InputPipelineConfig, RunConfig
+from tpu_embedding.interop.warm_start import WarmStartSettings, warm_start
+
+_v1 = tf.compat.v1
+_RESERVED = ("batch_size", "context", "use_tpu")
+_PER_HOST = (InputPipelineConfig.PER_HOST_V1, InputPipelineConfig.PER_HOST_V2)
+
+
+class TPUEstimator:
+    """A model_fn with its checkpoints, as in TensorFlow 1.
+
+    With use_tpu=False embedding columns are variables that the model's optimizer
+    trains. With use_tpu=True they are TPU embedding tables that the optimizer of
+    `embedding_config_spec` trains, on this machine's CPU. Both read and write the
+    checkpoints of TensorFlow 2.15's TPUEstimator (docs/estimator.md).
+    """
+
+    def __init__(  # noqa: PLR0913 - TensorFlow's arguments.
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+        use_tpu: bool = True,
+        train_batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        predict_batch_size: int | None = None,
+        batch_axis: Any = None,
+        eval_on_tpu: bool = True,
+        export_to_tpu: bool = True,
+        export_to_cpu: bool = True,
+        warm_start_from: str | WarmStartSettings | None = None,
+        embedding_config_spec: EmbeddingConfigSpec | None = None,
+        export_saved_model_api_version: Any = None,
+    ) -> None:
+        """Checks the arguments; nothing is built before it is needed.
+
+        Args:
+          model_fn: Takes features, and those of labels, mode, params and config that
+            it names; returns a TPUEstimatorSpec.
+          model_dir: Where checkpoints are kept; None: that of the config, or a new
+            temporary folder.
+          config: A RunConfig.
+          params: For the input_fn and model_fn, which get "batch_size" and "use_tpu"
+            besides.
+          use_tpu: Whether the spec's tables are TPU embedding tables.
+          train_batch_size: For params["batch_size"] in training.
+          eval_batch_size: The same in evaluation.
+          predict_batch_size: The same in prediction.
+          batch_axis: Must be None: no batch is split.
+          eval_on_tpu: False evaluates as with use_tpu=False.
+          export_to_tpu: Has no effect; exports are for CPUs.
+          export_to_cpu: Must be True.
+          warm_start_from: A checkpoint, or WarmStartSettings, to begin with.
+          embedding_config_spec: The embeddings.
+          export_saved_model_api_version: Has no effect.
+
+        Raises:
+          ValueError: If an argument is wrong.
+          NotImplementedError: If an argument cannot be carried.
+        """
+        del export_to_tpu, export_saved_model_api_version
+        if not isinstance(config, RunConfig):
+            raise errors.argument_value("config", config, "a RunConfig")
+        reserved = [name for name in _RESERVED if name in (params or {})]
+        if reserved:
+            raise errors.reserved_params(reserved)
+        for name, value, default in (
+            ("batch_axis", batch_axis, None),
+            ("export_to_cpu", export_to_cpu, True),
+        ):
+            if value is not default:
+                raise errors.refused_option("TPUEstimator", name, value)
+        self._use_tpu = use_tpu
+        self._eval_on_tpu = use_tpu and eval_on_tpu
+        self._batch_sizes = {
+            ModeKeys.TRAIN: train_batch_size,
+            ModeKeys.EVAL: eval_batch_size,
+            ModeKeys.PREDICT: predict_batch_size,
+        }
+        self._check_batch_sizes()
+        self._embedding_spec = embedding_config_spec
+        if embedding_config_spec is not None:
+            self._check_embedding_spec(config)
+        self._model_fn = model_fn
+        self._config = config
+        self._params = copy.deepcopy(dict(params or {}))
+        self._warm_start = WarmStartSettings.of(warm_start_from)
+        self._model_dir = _model_dir(model_dir, config)
+
+    @property
+    def model_dir(self) -> str:
+        """Where checkpoints are kept."""
+        return self._model_dir
+
+    @property
+    def config(self) -> RunConfig:
+        """The RunConfig."""
+        return self._config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the params."""
+        return copy.deepcopy(self._params)
+
+    @property
+    def model_fn(self) -> Callable[..., Any]:
+        """The model_fn."""
+        return self._model_fn
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Where the metrics of an evaluation are written for TensorBoard."""
+        return estimator_sessions.event_folder(self._model_dir, name)
+
+    def latest_checkpoint(self) -> str | None:
+        """The prefix of the latest checkpoint, or None."""
+        return tf.train.latest_checkpoint(self._model_dir)
+
+    def get_variable_names(self) -> list[str]:
+        """The names in the latest checkpoint."""
+        return sorted(self._reader().get_variable_to_shape_map())
+
+    def get_variable_value(self, name: str) -> Any:
+        """A variable of the latest checkpoint."""
+        return self._reader().get_tensor(name)
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Any = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Any = None,
+    ) -> TPUEstimator:
+        """Trains, from the latest checkpoint if there is one.
+
+        Args:
+          input_fn: Gives a Dataset of (features, labels) or such a pair of tensors;
+            takes those of mode, params and config that it names.
+          hooks: SessionRunHooks.
+          steps: How many steps more; None: to the end of the input.
+          max_steps: The global step to stop at, instead.
+          saving_listeners: CheckpointSaverListeners.
+
+        Returns:
+          This estimator.
+
+        Raises:
+          ValueError: If both numbers are given, or one is below 1.
+          TypeError: If a hook is of another class.
+        """
+        if steps is not None and max_steps is not None:
+            raise errors.steps_twice(steps, max_steps)
+        _check_steps(steps=steps, max_steps=max_steps)
+        hooks = list(check_hooks(hooks))
+        if max_steps is not None and self._step() >= max_steps:
+            logging.info("The global step has reached %d: nothing to do.", max_steps)
+            return self
+        if steps is not None or max_steps is not None:
+            stop = _v1.train.StopAtStepHook(num_steps=steps, last_step=max_steps)
+            hooks.append(stop)
+        with self._new_graph():
+            mode = self._mode(ModeKeys.TRAIN, on_tpu=self._use_tpu)
+            features, labels = estimator_graph.call_input_fn(input_fn, mode)
+            graph = estimator_graph.build(self._model_fn, mode, features, labels)
+            spec = self._embedding_spec
+            if graph.tables and spec and spec.profile_data_directory is not None:
+                hooks.append(estimator_sessions.ProfileHook(spec, graph.tables.ids))
+            if self._warm_start is not None:
+                warm_start(self._warm_start, graph.table_variables)
+            estimator_sessions.train(
+                graph, self._model_dir, self._config, hooks, saving_listeners
+            )
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Any = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluates a checkpoint; without one, the initial values.
+
+        Args:
+          input_fn: As for train.
+          steps: How many batches; None: all.
+          hooks: SessionRunHooks.
+          checkpoint_path: Instead of the latest one.
+          name: For `eval_dir`.
+
+        Returns:
+          The metrics by name, with "loss" and "global_step".
+        """
+        _check_steps(steps=steps)
+        hooks = check_hooks(hooks)
+        checkpoint = checkpoint_path or self.latest_checkpoint()
+        with self._new_graph():
+            mode = self._mode(ModeKeys.EVAL, on_tpu=self._eval_on_tpu)
+            features, labels = estimator_graph.call_input_fn(input_fn, mode)
+            graph = estimator_graph.build(self._model_fn, mode, features, labels)
+            metrics = estimator_sessions.evaluate(
+                graph, checkpoint, self._config, hooks, steps
+            )
+        estimator_sessions.write_metrics(self.eval_dir(name), metrics)
+        return metrics
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Any = None,
+        hooks: Any = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Predicts with a checkpoint; without one, with the initial values.
+
+        Args:
+          input_fn: As for train; labels are left out.
+          predict_keys: Which of the predictions; None: all.
+          hooks: SessionRunHooks.
+          checkpoint_path: Instead of the latest one.
+          yield_single_examples: Cut batches into samples.
+
+        Yields:
+          The predictions, as NumPy arrays in the structure that the model_fn has.
+        """
+        hooks = check_hooks(hooks)
+        checkpoint = checkpoint_path or self.latest_checkpoint()
+        with self._new_graph():
+            mode = self._mode(ModeKeys.PREDICT, on_tpu=self._use_tpu)
+            features, _ = estimator_graph.call_input_fn(input_fn, mode)
+            graph = estimator_graph.build(self._model_fn, mode, features, None)
+            predictions = _chosen(graph.spec.predictions, predict_keys)
+            session = estimator_sessions.prediction_session(
+                graph, checkpoint, self._config, hooks
+            )
+        yield from estimator_sessions.predict(
+            session, predictions, yield_single_examples=yield_single_examples
+        )
+
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: Callable[[], export.ServingInputReceiver],
+        assets_extra: Mapping[str, str] | None = None,
+        as_text: bool = False,
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Writes a SavedModel for CPUs, in which columns look embeddings up.
+
+        Args:
+          export_dir_base: A folder named by the time is made below it.
+          serving_input_receiver_fn: Gives the features and what is fed for them.
+          assets_extra: Files to copy, by their new paths below assets.extra.
+          as_text: Write saved_model.pbtxt.
+          checkpoint_path: Instead of the latest one.
+
+        Returns:
+          The folder.
+
+        Raises:
+          ValueError: If there is no checkpoint.
+          NotImplementedError: If the spec has dicts and no columns.
+        """
+        self._refuse_dicts("export_saved_model")
+        checkpoint = checkpoint_path or self.latest_checkpoint()
+        if checkpoint is None:
+            raise errors.no_trained_model(self._model_dir)
+        folder = export.new_folder(export_dir_base)
+        with self._new_graph():
+            mode = self._mode(ModeKeys.PREDICT, on_tpu=False)
+            receiver = serving_input_receiver_fn()
+            graph = estimator_graph.build(self._model_fn, mode, receiver.features, None)
+            signatures = export.signatures(receiver, graph.spec)
+            options = (self._config.session_config, as_text)
+            export.write(folder, graph, checkpoint, signatures, options)
+        export.copy_assets(folder, assets_extra or {})
+        return folder
+
+    def _new_graph(self) -> Any:
+        graph = tf.Graph()
+        with graph.as_default():
+            _v1.set_random_seed(self._config.tf_random_seed)
+            _v1.train.get_or_create_global_step()
+        return graph.as_default()
+
+    def _mode(self, key: str, *, on_tpu: bool) -> Mode:
+        params = {**self._params, "use_tpu": on_tpu}
+        if self._batch_sizes[key] is not None:
+            params["batch_size"] = self._batch_sizes[key]
+        spec = self._embedding_spec
+        if spec is not None and not on_tpu:
+            self._refuse_dicts("use_tpu=False or eval_on_tpu=False")
+            logging.log_first_n(
+                logging.WARNING,
+                "With use_tpu=False the model's own optimizer trains the embedding "
+                "tables. These options of the EmbeddingConfigSpec have no effect: %s.",
+                1,
+                ", ".join(estimator_graph.ignored_options(spec)),
+            )
+        return Mode(key, on_tpu, params, self._config, spec)
+
+    def _refuse_dicts(self, where: str) -> None:
+        spec = self._embedding_spec
+        if spec is not None and spec.feature_columns is None:
+            raise errors.dicts_on_cpu(where)
+
+    def _check_batch_sizes(self) -> None:
+        names = dict(zip(self._batch_sizes, ("train", "eval", "predict"), strict=True))
+        for mode, size in self._batch_sizes.items():
+            required = self._use_tpu and mode == ModeKeys.TRAIN
+            if size is None and not required:
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise errors.batch_size(f"{names[mode]}_batch_size", size)
+
+    def _check_embedding_spec(self, config: RunConfig) -> None:
+        spec = self._embedding_spec
+        if not isinstance(spec, EmbeddingConfigSpec):
+            raise errors.argument_type(
+                "embedding_config_spec", spec, "an EmbeddingConfigSpec or None"
+            )
+        kind = config.tpu_config.per_host_input_for_training
+        if self._use_tpu and kind not in _PER_HOST:
+            raise errors.input_pipeline(kind)
+        if not self._eval_on_tpu and spec.partition_strategy == "mod":
+            raise errors.mod_on_cpu()
+        if self._use_tpu:
+            spec.adapt()  # What cannot be carried is refused here.
+
+    def _reader(self) -> Any:
+        checkpoint = self.latest_checkpoint()
+        if checkpoint is None:
+            raise errors.no_trained_model(self._model_dir)
+        return tf.train.load_checkpoint(checkpoint)
+
+    def _step(self) -> int:
+        if self.latest_checkpoint() is None:
+            return 0
+        return int(self.get_variable_value(estimator_sessions.GLOBAL_STEP))
+
+
+def _model_dir(model_dir: Any, config: RunConfig) -> str:
+    given = None if model_dir is None else os.fspath(model_dir)
+    if given and config.model_dir and given != config.model_dir:
+        raise errors.two_model_dirs(given, config.model_dir)
+    return given or config.model_dir or tempfile.mkdtemp()
+
+
+def _check_steps(**steps: int | None) -> None:
+    for name, value in steps.items():
+        if value is not None and value < 1:
+            raise errors.argument_value(name, value, "an int >= 1")
+
+
+def _chosen(predictions: Any, keys: Any) -> Any:
+    if keys is None:
+        return predictions
+    names = [keys] if isinstance(keys, str) else list(keys)
+    found = predictions if isinstance(predictions, Mapping) else {}
+    if not set(names) & set(found):
+        raise errors.predict_keys(names, found)
+    return {name: value for name, value in found.items() if name in names}

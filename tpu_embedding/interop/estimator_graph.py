@@ -1,0 +1,189 @@
+"""The graph of one mode: input_fn and model_fn called, tables beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding.interop import errors, private_tensorflow
+from tpu_embedding.interop.estimator_spec import (
+    EstimatorSpec,
+    ModeKeys,
+    TPUEstimatorSpec,
+)
+from tpu_embedding.interop.estimator_tables import EmbeddingTables
+from tpu_embedding.interop.run_config import RunConfig
+
+_v1 = tf.compat.v1
+# What acts on the tables only where they are TPU embedding tables.
+_TPU_OPTIONS = (
+    "optimization_parameters",
+    "clipping_limit",
+    "pipeline_execution_with_tensor_core",
+    "experimental_gradient_multiplier_fn",
+    "profile_data_directory",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How one graph is to be built.
+
+    Attributes:
+      key: One of ModeKeys.
+      on_tpu: Whether the spec's tables are TPU embedding tables.
+      params: For the input_fn and model_fn.
+      config: The RunConfig.
+      embedding_spec: The EmbeddingConfigSpec, or None.
+    """
+
+    key: str
+    on_tpu: bool
+    params: dict[str, Any]
+    config: RunConfig
+    embedding_spec: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """What was built.
+
+    Attributes:
+      spec: What the model_fn returned; its train_op updates the tables too.
+      tables: The TPU embedding tables, or None.
+      table_variables: The variables of `tables` by their names in checkpoints.
+    """
+
+    spec: EstimatorSpec
+    tables: EmbeddingTables | None
+    table_variables: dict[str, tf.Variable]
+
+    def scaffold(self) -> Any:
+        """The Scaffold of the session, with a Saver that names the tables."""
+        config_saver = self.spec.scaffold is not None and self.spec.scaffold.saver
+        if self.tables is not None and config_saver:
+            logging.warning(
+                "The Scaffold's own Saver is used. It names the embedding tables as "
+                "this process does; leave it out for names that fit other runs."
+            )
+        return self.spec.scaffold or _v1.train.Scaffold()
+
+
+def call_input_fn(input_fn: Callable[..., Any], mode: Mode) -> tuple[Any, Any]:
+    """(features, labels) of the next batch; labels are None where there are none."""
+    with tf.device("/cpu:0"):
+        found = _call(input_fn, mode, {})
+        if isinstance(found, tf.data.Dataset):
+            iterator = _v1.data.make_initializable_iterator(found)
+            initializers = _v1.GraphKeys.TABLE_INITIALIZERS
+            _v1.add_to_collection(initializers, iterator.initializer)
+            found = iterator.get_next()
+    if isinstance(found, tuple):
+        if len(found) != 2:
+            raise errors.input_fn_result(found)
+        return found
+    return found, None
+
+
+def build(
+    model_fn: Callable[..., Any], mode: Mode, features: Any, labels: Any
+) -> Graph:
+    """Calls the model_fn, with activations in place of ids if `mode.on_tpu`.
+
+    Raises:
+      ValueError: If the model_fn takes or returns something else.
+    """
+    if mode.embedding_spec is None or not mode.on_tpu:
+        spec = _call_model_fn(model_fn, mode, features, labels)
+        return _with_saver(Graph(spec, None, {}), mode.config)
+    training = mode.key == ModeKeys.TRAIN
+    tables = EmbeddingTables(mode.embedding_spec, training=training)
+    with private_tensorflow.one_tpu_core():
+        activations = tables.activations(features)
+        spec = _call_model_fn(model_fn, mode, activations, labels)
+    named = tables.named_variables()
+    if training:
+        tables.hide_dummies()
+        spec = dataclasses.replace(spec, train_op=tables.train_op(spec.train_op))
+    return _with_saver(Graph(spec, tables, named), mode.config)
+
+
+def ignored_options(embedding_spec: Any) -> list[str]:
+    """The options of a spec that have no effect with use_tpu=False."""
+    defaults = (None, False)
+    return [o for o in _TPU_OPTIONS if getattr(embedding_spec, o) not in defaults]
+
+
+def _call_model_fn(
+    model_fn: Callable[..., Any], mode: Mode, features: Any, labels: Any
+) -> EstimatorSpec:
+    more = {} if labels is None else {"labels": labels}
+    spec = _call(model_fn, mode, {"features": features, **more})
+    allowed = (TPUEstimatorSpec,) if mode.on_tpu else (TPUEstimatorSpec, EstimatorSpec)
+    if not isinstance(spec, allowed):
+        names = " or ".join(f"a {cls.__name__}" for cls in allowed)
+        raise errors.model_fn_result(spec, names)
+    if spec.mode != mode.key:
+        raise errors.model_fn_result(spec.mode, f"a spec of mode {mode.key!r}")
+    if isinstance(spec, TPUEstimatorSpec):
+        steps = mode.config.tpu_config.experimental_host_call_every_n_steps
+        return spec.as_estimator_spec(steps)
+    return spec
+
+
+def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) -> Any:
+    """Calls with those of mode, params, config (and labels=None) that it takes."""
+    name = getattr(function, "__name__", repr(function))
+    taken = inspect.signature(function).parameters
+    everything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    for argument in given:
+        if argument == "labels" and argument not in taken and not everything:
+            raise errors.model_fn_arguments(name, argument)
+    own = [key for key in mode.params if key not in ("batch_size", "use_tpu")]
+    if own and "params" not in taken and not everything and given:
+        raise errors.model_fn_arguments(name, "params")
+    offered: dict[str, Any] = {
+        "mode": mode.key,
+        "params": dict(mode.params),
+        "config": mode.config,
+    }
+    if given:
+        offered["labels"] = None
+    features = [given["features"]] if given else []
+    arguments = {**offered, **{k: v for k, v in given.items() if k != "features"}}
+    wanted = {k: v for k, v in arguments.items() if k in taken}
+    return function(*features, **wanted)
+
+
+def _with_saver(graph: Graph, config: RunConfig) -> Graph:
+    """The graph, with the Saver that a Scaffold without one takes."""
+    keys = _v1.GraphKeys
+    if not _v1.get_collection(keys.SAVERS) and not (
+        graph.spec.scaffold and graph.spec.scaffold.saver
+    ):
+        _v1.add_to_collection(keys.SAVERS, _saver(graph.table_variables, config))
+    return graph
+
+
+def _saver(tables: dict[str, tf.Variable], config: RunConfig) -> Any:
+    ours = {id(variable) for variable in tables.values()}
+    others = [
+        variable
+        for variable in (
+            *_v1.global_variables(),
+            *_v1.get_collection(_v1.GraphKeys.SAVEABLE_OBJECTS),
+        )
+        if id(variable) not in ours
+    ]
+    named = [private_tensorflow.saveable(v, name) for name, v in tables.items()]
+    return _v1.train.Saver(
+        [*others, *named],
+        max_to_keep=config.keep_checkpoint_max,
+        keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
+        save_relative_paths=True,
+    )

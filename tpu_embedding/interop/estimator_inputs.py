@@ -1,0 +1,158 @@
+"""How a TPUEstimator's features come in: TensorFlow 1's rules, at its door only.
+
+A dense id of 0 stands for no entry (unless the table has no combiner), sequences are
+cut and padded, ids and weights leave the features. What lies behind has the rules of
+docs/semantics.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.interop import errors
+from tpu_embedding.interop.columns import SEQUENCE_LENGTH_SUFFIX
+from tpu_embedding.interop.table_config import FeatureConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingInputs:
+    """One batch, ready to be looked up.
+
+    Attributes:
+      ids: For each feature a SparseTensor [rows, n], or a Tensor [rows]. The rows of a
+        sequence are its positions, sample after sample.
+      weights: For each feature a SparseTensor of the same layout, or None.
+      others: The features that are left, and the lengths of sequences.
+    """
+
+    ids: dict[str, Any]
+    weights: dict[str, Any]
+    others: dict[str, Any]
+
+    def naming_row_0(self, features: Sequence[str]) -> EmbeddingInputs:
+        """The same, where each empty sample of `features` names row 0 with weight 0.
+
+        So do safe_embedding_lookup_sparse, and with it the columns on a CPU. It adds
+        nothing to an activation or gradient, but the row counts as touched: FTRL and
+        Adam then move it, and the reference runs show it.
+        """
+        ids, weights = dict(self.ids), dict(self.weights)
+        for key in features:
+            if isinstance(ids[key], tf.SparseTensor):
+                ids[key], weights[key] = _filled(ids[key], weights[key])
+        return EmbeddingInputs(ids, weights, self.others)
+
+
+def split_inputs(
+    features: Mapping[str, Any],
+    configs: Mapping[str, FeatureConfig],
+    combiners: Mapping[str, str | None],
+) -> EmbeddingInputs:
+    """Takes the ids and weights of embeddings out of a batch's features.
+
+    Args:
+      features: What the input_fn gave.
+      configs: The features that are embeddings.
+      combiners: By table.
+
+    Raises:
+      ValueError: If a feature or weight is missing or of a kind that a TPU does not
+        take.
+      TypeError: If the features are no dict.
+    """
+    if not isinstance(features, Mapping):
+        raise errors.argument_type("features", features, "a dict")
+    others = dict(features)
+    ids: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
+    for key in sorted(configs):
+        config = configs[key]
+        if key not in others:
+            raise errors.missing_feature(key, others)
+        value = _ids(key, others.pop(key), config, combiners[config.table_id])
+        weight = None
+        if config.weight_key is not None:
+            weight = _weights(key, config.weight_key, others, value)
+        length = config.max_sequence_length
+        if length:
+            others[key + SEQUENCE_LENGTH_SUFFIX] = _lengths(value, length)
+            positions = _Positions(key, value, length)
+            value = positions.of(value)
+            weight = None if weight is None else positions.of(weight)
+        ids[key], weights[key] = value, weight
+    return EmbeddingInputs(ids, weights, others)
+
+
+def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        raise errors.ragged_feature(key)
+    if value.dtype == tf.string:
+        raise errors.string_feature(key)
+    if isinstance(value, tf.SparseTensor):
+        return value
+    value = tf.convert_to_tensor(value)
+    if combiner is None and not config.max_sequence_length:
+        if value.shape.rank != 1 and value.shape[-1] != 1:
+            raise errors.one_id_each(key, value.shape)
+        return tf.reshape(value, [-1])
+    if value.shape.rank == 1:
+        value = value[:, tf.newaxis]
+    return tf.sparse.from_dense(value)  # Without the zeros.
+
+
+def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any:
+    if weight_key not in others:
+        raise errors.missing_weights(key, weight_key)
+    weights = others.pop(weight_key)
+    if not isinstance(weights, tf.SparseTensor) or not isinstance(ids, tf.SparseTensor):
+        raise errors.dense_weights(key, weight_key)
+    return tf.cast(weights, tf.float32)
+
+
+def _filled(
+    ids: tf.SparseTensor, weights: tf.SparseTensor | None
+) -> tuple[tf.SparseTensor, tf.SparseTensor]:
+    """Ids and weights with the entry (id 0, weight 0) in each empty row."""
+    shape = tf.maximum(ids.dense_shape, [0, 1])  # Room for the entry.
+    values = tf.ones_like(ids.values, tf.float32) if weights is None else weights.values
+    indices = ids.indices if weights is None else weights.indices
+    ids = tf.SparseTensor(ids.indices, ids.values, shape)
+    weights = tf.SparseTensor(indices, values, shape)
+    zero = tf.zeros([], ids.dtype)
+    return (
+        tf.sparse.fill_empty_rows(ids, zero)[0],
+        tf.sparse.fill_empty_rows(weights, 0.0)[0],
+    )
+
+
+def _lengths(ids: tf.SparseTensor, max_length: int) -> tf.Tensor:
+    """For each sample the last position that has an entry, plus 1; int64 [B]."""
+    ends = tf.math.unsorted_segment_max(
+        ids.indices[:, 1] + 1, ids.indices[:, 0], ids.dense_shape[0]
+    )
+    return tf.clip_by_value(ends, 0, max_length)  # No entry: the lowest int64.
+
+
+class _Positions:
+    """The entries of sequences as samples of their own, those too far out left out."""
+
+    def __init__(self, key: str, ids: tf.SparseTensor, max_length: int) -> None:
+        rank = ids.shape.rank
+        if rank not in (2, 3):
+            raise errors.sequence_rank(key, rank)
+        sample, position = ids.indices[:, 0], ids.indices[:, 1]
+        self._kept = position < max_length
+        column = ids.indices[:, 2] if rank == 3 else tf.zeros_like(position)
+        indices = tf.stack([sample * max_length + position, column], axis=1)
+        self._indices = tf.boolean_mask(indices, self._kept)
+        columns = ids.dense_shape[2] if rank == 3 else tf.constant(1, tf.int64)
+        self._shape = tf.stack([ids.dense_shape[0] * max_length, columns])
+
+    def of(self, values: tf.SparseTensor) -> tf.SparseTensor:
+        """Ids or weights, [samples * positions, entries]."""
+        kept = tf.boolean_mask(values.values, self._kept)
+        return tf.SparseTensor(self._indices, kept, self._shape)

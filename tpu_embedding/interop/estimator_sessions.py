@@ -1,0 +1,210 @@
+"""Running a graph: training, evaluation, prediction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.interop import errors
+from tpu_embedding.interop.estimator_graph import Graph
+from tpu_embedding.interop.profile import EmbeddingProfiler, observe_batch
+from tpu_embedding.interop.run_config import RunConfig
+
+_v1 = tf.compat.v1
+LOSS = "loss"
+GLOBAL_STEP = "global_step"
+
+
+def train(
+    graph: Graph, model_dir: str, config: RunConfig, hooks: Sequence[Any], saving: Any
+) -> None:
+    """Runs training steps until a hook or the end of the input stops them.
+
+    Args:
+      graph: In the default graph.
+      model_dir: Where checkpoints and summaries go.
+      config: How often.
+      hooks: With the one that stops.
+      saving: CheckpointSaverListeners.
+    """
+    spec, scaffold = graph.spec, graph.scaffold()
+    hooks = [
+        *hooks,
+        _v1.train.NanTensorHook(spec.loss),
+        *spec.training_hooks,
+        *spec.training_chief_hooks,
+    ]
+    if config.log_step_count_steps:
+        logged = {LOSS: spec.loss, "step": _v1.train.get_global_step()}
+        every = config.log_step_count_steps
+        hooks.append(_v1.train.LoggingTensorHook(logged, every_n_iter=every))
+    if _v1.get_collection(_v1.GraphKeys.SUMMARIES) and config.save_summary_steps:
+        _v1.summary.scalar(LOSS, spec.loss)
+    hooks += _savers(graph, model_dir, config, scaffold, (hooks, saving))
+    with _v1.train.MonitoredTrainingSession(
+        checkpoint_dir=model_dir,
+        scaffold=scaffold,
+        hooks=hooks,
+        save_checkpoint_secs=None,
+        save_checkpoint_steps=None,
+        save_summaries_steps=config.save_summary_steps or None,
+        save_summaries_secs=None,
+        config=config.session_config,
+        log_step_count_steps=config.log_step_count_steps,
+    ) as session:
+        while not session.should_stop():
+            session.run([spec.train_op, spec.loss])
+
+
+def evaluate(
+    graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any, steps: Any
+) -> dict[str, Any]:
+    """The metrics over `steps` batches, or over all of the input."""
+    spec = graph.spec
+    metrics = dict(spec.eval_metric_ops or {})
+    metrics.setdefault(LOSS, _v1.metrics.mean(spec.loss))
+    values = {name: metric[0] for name, metric in metrics.items()}
+    values[GLOBAL_STEP] = _v1.train.get_global_step()
+    updates = tf.group(*[metric[1] for metric in metrics.values()])
+    final = _v1.train.FinalOpsHook(values)
+    stop = [] if steps is None else [_StopAfter(steps)]
+    creator = _v1.train.ChiefSessionCreator(
+        graph.scaffold(),
+        config=config.session_config,
+        checkpoint_filename_with_path=checkpoint,
+    )
+    all_hooks = [*(hooks or ()), *spec.evaluation_hooks, *stop, final]
+    with _v1.train.MonitoredSession(creator, all_hooks) as session:
+        while not session.should_stop():
+            session.run(updates)
+    return dict(sorted(final.final_ops_values.items()))
+
+
+def predict(
+    session: Any, predictions: Any, *, yield_single_examples: bool
+) -> Iterator[Any]:
+    """Yields what the model predicts, until the input ends; closes the session."""
+    with session:
+        while not session.should_stop():
+            batch = session.run(predictions)
+            if not yield_single_examples:
+                yield batch
+            elif isinstance(batch, Mapping):
+                for sample in range(_batch_size(batch.values())):
+                    yield {name: value[sample] for name, value in batch.items()}
+            else:
+                yield from batch
+
+
+def prediction_session(
+    graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any
+) -> Any:
+    """A session for `predict`; to be made where the graph is the default."""
+    creator = _v1.train.ChiefSessionCreator(
+        graph.scaffold(),
+        config=config.session_config,
+        checkpoint_filename_with_path=checkpoint,
+    )
+    hooks = [*(hooks or ()), *graph.spec.prediction_hooks]
+    return _v1.train.MonitoredSession(creator, hooks)
+
+
+def write_metrics(folder: str, metrics: Mapping[str, Any]) -> None:
+    """Writes scalar metrics for TensorBoard."""
+    summary = _v1.Summary()
+    for name, value in metrics.items():
+        if name != GLOBAL_STEP and np.ndim(value) == 0:
+            summary.value.add(tag=name, simple_value=float(value))
+    with tf.Graph().as_default():
+        writer = _v1.summary.FileWriter(folder)
+        writer.add_summary(summary, int(metrics[GLOBAL_STEP]))
+        writer.close()
+
+
+def _savers(
+    graph: Graph, model_dir: str, config: RunConfig, scaffold: Any, given: Any
+) -> list[Any]:
+    """The hooks that save, and that bring pipelined updates home before."""
+    hooks, listeners = given
+    flush = graph.tables.flush if graph.tables is not None else None
+    listeners = [*([_Flush(flush)] if flush is not None else []), *(listeners or ())]
+    own = [h for h in hooks if isinstance(h, _v1.train.CheckpointSaverHook)]
+    for hook in own:
+        hook._listeners.extend(listeners)
+    if own:
+        return []
+    return [
+        _v1.train.CheckpointSaverHook(
+            model_dir,
+            save_secs=config.save_checkpoints_secs,
+            save_steps=config.save_checkpoints_steps,
+            scaffold=scaffold,
+            listeners=listeners,
+            save_graph_def=config.checkpoint_save_graph_def,
+        )
+    ]
+
+
+class _Flush(_v1.train.CheckpointSaverListener):
+    """Applies the update that pipelining left pending before each checkpoint."""
+
+    def __init__(self, op: tf.Operation) -> None:
+        self._op = op
+
+    def before_save(self, session: Any, global_step_value: int) -> None:
+        """Runs the op."""
+        del global_step_value
+        session.run(self._op)
+
+
+class ProfileHook(_v1.train.SessionRunHook):
+    """Shows the ids of each step to a profiler, which writes at the end."""
+
+    def __init__(self, spec: Any, ids: Mapping[str, Any]) -> None:
+        self._profiler = EmbeddingProfiler(spec)
+        self._ids = dict(ids)
+
+    def before_run(self, run_context: Any) -> Any:
+        """Asks for the ids."""
+        del run_context
+        return _v1.train.SessionRunArgs(self._ids)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Hands them over."""
+        del run_context
+        observe_batch(self._profiler, run_values.results)
+
+    def end(self, session: Any) -> None:
+        """Writes."""
+        del session
+        self._profiler.flush()
+
+
+class _StopAfter(_v1.train.SessionRunHook):
+    """Stops after a number of batches."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Counts one."""
+        del run_values
+        self._left -= 1
+        if self._left <= 0:
+            run_context.request_stop()
+
+
+def _batch_size(values: Any) -> int:
+    sizes = {np.shape(value)[:1] for value in values}
+    if len(sizes) != 1 or sizes == {()}:
+        raise errors.batches_differ()
+    return sizes.pop()[0]
+
+
+def event_folder(model_dir: str, name: str | None) -> str:
+    """Where the metrics of an evaluation go."""
+    return os.path.join(model_dir, f"eval_{name}" if name else "eval")

@@ -1,0 +1,231 @@
+"""The tables of a TPUEstimator with use_tpu=True, in the graph of one mode.
+
+As on a TPU the model's own optimizer does not train them: it differentiates with
+respect to one dummy variable for each table, and what then arrives at the activations
+is the gradient that the spec's optimizer gets.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding import topology
+from tpu_embedding.config import FeatureConfig
+from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.interop import columns, errors, private_tensorflow
+from tpu_embedding.interop.estimator_inputs import split_inputs
+from tpu_embedding.interop.pending_update import PendingUpdate
+from tpu_embedding.interop.slot_names import slot_sources
+
+_v1 = tf.compat.v1
+DUMMY_PREFIX = "tpu_embedding_dummy_table_variable_"
+# The portable engine compares tensors by `==`, which sessions do not have.
+_ENGINE = "host"
+_SCOPE = "tpu_embedding_tables"  # Keeps names of tables and of the model apart.
+
+
+class _Step:
+    """The global step before the update, for learning rate functions."""
+
+    value: Any = None
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+class EmbeddingTables:
+    """The embedding part of one graph.
+
+    Attributes:
+      flush: An op that applies what pipelining left pending, or None.
+      ids: In training the ids of the step, by feature.
+    """
+
+    def __init__(self, spec: Any, *, training: bool) -> None:
+        """Makes the tables, and the slots if training; in the default graph.
+
+        Raises:
+          RuntimeError: If the compiled library cannot be loaded.
+        """
+        engine = topology.current().engine
+        if engine != _ENGINE:
+            raise errors.engine_outside_of_functions(engine)
+        self._spec = spec
+        self._training = training
+        self._step = _Step()
+        self._adapted = spec.adapt(self._step)
+        self._configs = spec.feature_to_config()
+        self._old_tables = spec.table_to_config()
+        tables = self._adapted.tables
+        if not training:
+            tables = {
+                key: dataclasses.replace(table, optimizer=None)
+                for key, table in tables.items()
+            }
+        features = {
+            key: FeatureConfig(tables[config.table_id], name=key)
+            for key, config in sorted(self._configs.items())
+        }
+        optimizer = self._adapted.optimizer if training else None
+        with tf.name_scope(_SCOPE):
+            self._embedding = TPUEmbedding(features, optimizer)
+            self._embedding.build()
+        self._dummies = {key: _dummy(key) for key in tables} if training else {}
+        self._gradients: dict[str, tf.Tensor] = {}
+        self._ticket: Any = None
+        self._read_step: Any = None
+        self.flush: tf.Operation | None = None
+        self.ids: dict[str, Any] = {}
+
+    def activations(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """The features for the model_fn: activations in place of ids and weights."""
+        combiners = {key: table.combiner for key, table in self._old_tables.items()}
+        inputs = split_inputs(features, self._configs, combiners)
+        if self._training:
+            self.ids = inputs.ids
+            inputs = inputs.naming_row_0(self._safe_features())
+        # The step is read before anything that depends on the lookups can raise it.
+        self._read_step = tf.identity(_v1.train.get_global_step().read_value())
+        with tf.control_dependencies([self._read_step]):
+            found, self._ticket = _function(self._embedding.lookup)(
+                inputs.ids, inputs.weights
+            )
+        shaped = {key: self._shaped(key, value) for key, value in found.items()}
+        if self._training:
+            shaped = {key: self._hooked(key, value) for key, value in shaped.items()}
+        return {**inputs.others, **shaped}
+
+    def train_op(self, train_op: Any) -> tf.Operation:
+        """The model's train_op, followed by the update of the tables."""
+        for key in self._configs:
+            if key not in self._gradients:
+                logging.warning(
+                    "Feature %r: the train_op computed no gradient of its activations, "
+                    "so it counts as zeros.",
+                    key,
+                )
+        gradients = {key: self._gradients.get(key) for key in sorted(self._configs)}
+        with tf.control_dependencies([train_op]):
+            if self._adapted.pipelined:
+                pending = PendingUpdate(
+                    self._update, (self._ticket, gradients, self._read_step)
+                )
+                self.flush = pending.flush
+                return tf.group(train_op, pending.step)
+            updated = _function(self._update)(self._ticket, gradients, self._read_step)
+            return tf.group(train_op, updated)
+
+    def named_variables(self) -> dict[str, tf.Variable]:
+        """Tables and slots by their names in checkpoints of the removed software.
+
+        To be called after the model_fn, in its graph.
+        """
+        names = self._names()
+        named = {}
+        for table, parts in self._embedding.variables.items():
+            own = self._old_tables[table.name].optimization_parameters
+            sources = slot_sources(own or self._spec.optimization_parameters)
+            suffixes = {source.name: "/" + source.spellings[0] for source in sources}
+            for part, variable in parts.items():
+                named[names[table.name] + suffixes.get(part, "")] = variable
+        return named
+
+    def hide_dummies(self) -> None:
+        """Makes local variables of what the model's optimizer keeps for the dummies.
+
+        So they are in no checkpoint, which then fits runs with use_tpu=False.
+        """
+        variables = _v1.get_collection_ref(_v1.GraphKeys.GLOBAL_VARIABLES)
+        hidden = [v for v in variables if DUMMY_PREFIX in v.op.name]
+        variables[:] = [v for v in variables if DUMMY_PREFIX not in v.op.name]
+        for variable in hidden:
+            _v1.add_to_collection(_v1.GraphKeys.LOCAL_VARIABLES, variable)
+
+    def _safe_features(self) -> list[str]:
+        """The features whose columns look empty samples up as row 0 on a CPU."""
+        return [
+            column.get_feature_key_name()
+            for column in self._spec.embedding_columns()
+            if getattr(column, "use_safe_embedding_lookup", False)
+            and not column.is_sequence_column()
+        ]
+
+    def _update(self, ticket: Any, gradients: Any, step: Any) -> tf.Tensor:
+        self._step.value = step
+        scaled = self._adapted.scale(gradients, step)
+        self._embedding.submit(ticket, scaled)
+        return tf.constant(True)
+
+    def _shaped(self, key: str, activation: tf.Tensor) -> tf.Tensor:
+        length = self._configs[key].max_sequence_length
+        if not length:
+            return activation
+        return tf.reshape(activation, [-1, length, activation.shape[-1]])
+
+    def _hooked(self, key: str, activation: tf.Tensor) -> tf.Tensor:
+        """The activation, with a gradient that is kept for the update."""
+
+        @tf.custom_gradient
+        def hook(dummy: Any, value: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                if key in self._gradients:
+                    raise errors.duplicate_gradients(key)
+                dim = value.shape[-1]
+                self._gradients[key] = tf.reshape(upstream, [-1, dim])
+                return tf.zeros_like(dummy), tf.zeros_like(value)
+
+            return tf.identity(value), gradient
+
+        dummy = self._dummies[self._configs[key].table_id].read_value()
+        return hook(dummy, tf.stop_gradient(activation))
+
+    def _names(self) -> dict[str, str]:
+        """For each table its variable's name."""
+        if self._spec.feature_columns is None:
+            return {key: key for key in self._old_tables}
+        recorded = private_tensorflow.take_recorded_variables()
+        names, own = {}, {}
+        for column in self._spec.embedding_columns():
+            variable = column.get_embedding_var_name()
+            if variable not in recorded:
+                raise errors.unused_column(column.name)
+            scope, name = recorded[variable]
+            prefix = f"{scope}/" if scope else ""
+            key = columns.table_key(column)
+            names[key] = prefix + name
+            own[key] = f"{prefix}{column.name}/{name}"
+        count = collections.Counter(names.values())
+        for key, name in names.items():
+            if count[name] > 1:
+                logging.warning(
+                    "Several tables would be saved as %r, because the model opens no "
+                    "variable scope for its columns; table %r is saved as %r. "
+                    "tpu_embedding.interop.dense_features opens scopes.",
+                    name,
+                    key,
+                    own[key],
+                )
+        return {key: own[key] if count[n] > 1 else n for key, n in names.items()}
+
+
+def _dummy(table: str) -> tf.Variable:
+    """A variable that the model's optimizer differentiates with respect to."""
+    collections_ = [_v1.GraphKeys.LOCAL_VARIABLES, _v1.GraphKeys.TRAINABLE_VARIABLES]
+    return _v1.get_variable(
+        DUMMY_PREFIX + table,
+        shape=[1],
+        initializer=_v1.zeros_initializer(),
+        collections=collections_,
+        use_resource=True,
+    )
+
+
+def _function(function: Any) -> Any:
+    """As one op of the graph, in which stateful ops keep their order."""
+    return tf.function(function, autograph=False)

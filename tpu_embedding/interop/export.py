@@ -1,0 +1,192 @@
+"""Signatures and inputs of exported models."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.interop import errors
+
+_v1 = tf.compat.v1
+DEFAULT_SIGNATURE = "serving_default"
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOutput:
+    """Any outputs: a tensor, or a dict of tensors."""
+
+    outputs: Any
+
+    def signature(self, inputs: Mapping[str, Any]) -> Any:
+        """The SignatureDef."""
+        return _v1.saved_model.predict_signature_def(inputs, _named(self.outputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationOutput:
+    """Scores, classes (strings) or both, of one input of serialized examples."""
+
+    scores: Any = None
+    classes: Any = None
+
+    def signature(self, inputs: Mapping[str, Any]) -> Any:
+        """The SignatureDef."""
+        return _v1.saved_model.classification_signature_def(
+            _single("ClassificationOutput", inputs), self.classes, self.scores
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RegressionOutput:
+    """One number for each of the serialized examples."""
+
+    value: Any
+
+    def signature(self, inputs: Mapping[str, Any]) -> Any:
+        """The SignatureDef."""
+        return _v1.saved_model.regression_signature_def(
+            _single("RegressionOutput", inputs), self.value
+        )
+
+
+_OUTPUTS = (PredictOutput, ClassificationOutput, RegressionOutput)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingInputReceiver:
+    """What a serving_input_receiver_fn returns.
+
+    Attributes:
+      features: For the model_fn.
+      receiver_tensors: What the server feeds: a tensor or a dict of tensors.
+    """
+
+    features: Any
+    receiver_tensors: Any
+
+
+def build_raw_serving_input_receiver_fn(
+    features: Mapping[str, Any], default_batch_size: int | None = None
+) -> Callable[[], ServingInputReceiver]:
+    """A receiver that is fed the features themselves.
+
+    Args:
+      features: By name a tensor, whose dtype and shape are taken.
+      default_batch_size: The first axis of each, or None for any.
+    """
+
+    def serving_input_receiver_fn() -> ServingInputReceiver:
+        fed = {}
+        for name, feature in features.items():
+            shape = [default_batch_size, *feature.shape.as_list()[1:]]
+            fed[name] = _v1.placeholder(feature.dtype, shape, name=name)
+        return ServingInputReceiver(dict(fed), fed)
+
+    return serving_input_receiver_fn
+
+
+def build_parsing_serving_input_receiver_fn(
+    feature_spec: Mapping[str, Any], default_batch_size: int | None = None
+) -> Callable[[], ServingInputReceiver]:
+    """A receiver that is fed serialized tf.train.Examples.
+
+    Args:
+      feature_spec: As tf.feature_column.make_parse_example_spec gives it.
+      default_batch_size: The number of examples, or None for any.
+    """
+
+    def serving_input_receiver_fn() -> ServingInputReceiver:
+        shape = [default_batch_size]
+        examples = _v1.placeholder(tf.string, shape, name="input_example_tensor")
+        parsed = tf.io.parse_example(examples, dict(feature_spec))
+        return ServingInputReceiver(parsed, {"examples": examples})
+
+    return serving_input_receiver_fn
+
+
+def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
+    """The SignatureDefs of a model, by name; one of them is the default.
+
+    Raises:
+      TypeError: If an output is of another class.
+      ValueError: If none of several outputs is called "serving_default".
+    """
+    inputs = _named(receiver.receiver_tensors)
+    outputs: dict[str, Any] = dict(spec.export_outputs or {DEFAULT_SIGNATURE: None})
+    if outputs.get(DEFAULT_SIGNATURE, 1) is None:
+        outputs[DEFAULT_SIGNATURE] = PredictOutput(spec.predictions)
+    for name, output in outputs.items():
+        if not isinstance(output, _OUTPUTS):
+            raise errors.export_output(name, output)
+    if len(outputs) == 1:
+        outputs.setdefault(DEFAULT_SIGNATURE, *outputs.values())
+    if DEFAULT_SIGNATURE not in outputs:
+        raise errors.no_default_signature(outputs)
+    return {name: output.signature(inputs) for name, output in outputs.items()}
+
+
+def write(
+    folder: str, graph: Any, checkpoint: str, signature_defs: Any, options: Any
+) -> None:
+    """Writes the default graph with the values of a checkpoint.
+
+    Args:
+      folder: A new one.
+      graph: An `estimator_graph.Graph`.
+      checkpoint: The prefix.
+      signature_defs: By name.
+      options: (session config, whether to write text).
+    """
+    scaffold, (config, as_text) = graph.scaffold(), options
+    saver = scaffold.saver or _v1.get_collection(_v1.GraphKeys.SAVERS)[0]
+    local_init = scaffold.local_init_op or _v1.train.Scaffold.default_local_init_op()
+    with _v1.Session(config=config) as session:
+        saver.restore(session, checkpoint)
+        session.run(local_init)
+        builder = _v1.saved_model.Builder(folder)
+        builder.add_meta_graph_and_variables(
+            session,
+            [tf.saved_model.SERVING],
+            signature_def_map=signature_defs,
+            assets_collection=_v1.get_collection(_v1.GraphKeys.ASSET_FILEPATHS),
+            main_op=local_init,
+            saver=saver,
+            strip_default_attrs=True,
+        )
+        builder.save(as_text)
+
+
+def new_folder(base: str | os.PathLike[str]) -> str:
+    """A folder below `base` that is called by the time in seconds and is not there."""
+    stamp = int(time.time())
+    while tf.io.gfile.exists(os.path.join(base, str(stamp))):
+        stamp += 1
+    return os.path.join(base, str(stamp))
+
+
+def copy_assets(folder: str, assets: Mapping[str, str]) -> None:
+    """Copies files below assets.extra of a SavedModel.
+
+    Args:
+      folder: That of the SavedModel.
+      assets: The file to copy by its new relative path.
+    """
+    for target, source in assets.items():
+        path = os.path.join(folder, "assets.extra", target)
+        tf.io.gfile.makedirs(os.path.dirname(path))
+        tf.io.gfile.copy(source, path)
+
+
+def _named(tensors: Any) -> dict[str, Any]:
+    return dict(tensors) if isinstance(tensors, Mapping) else {"output": tensors}
+
+
+def _single(output: str, inputs: Mapping[str, Any]) -> Any:
+    if len(inputs) != 1:
+        raise errors.one_input(output, inputs)
+    return next(iter(inputs.values()))

@@ -1,0 +1,342 @@
+"""The optimizers of TensorFlow 1's TPU embedding, as the *Parameters classes.
+
+Names, positional order and defaults are those of
+tf.compat.v1.tpu.experimental.*Parameters as far as TensorFlow 2.15, with the six that
+were never public. They are values: they compare by their arguments and can be copied
+and pickled. Which rule each stands for is in `tpu_embedding.optimizers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tpu_embedding.interop import errors
+
+
+class OptimizationParameters:
+    """What all of them share.
+
+    Attributes:
+      learning_rate: A number; a table's own rate goes before it.
+      use_gradient_accumulation: Sum the gradients of a row before the rule.
+      clip_weight_min: Lower limit of the weights after the update, or None.
+      clip_weight_max: Upper limit of the weights after the update, or None.
+      weight_decay_factor: f in T <- T - f * T, or None.
+      multiply_weight_decay_factor_by_learning_rate: f is multiplied by the rate.
+      clip_gradient_min: Lower limit of the summed gradient, or None.
+      clip_gradient_max: Upper limit of the summed gradient, or None.
+    """
+
+    learning_rate: float
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for gradient limits without gradient accumulation."""
+        limits = (self.clip_gradient_min, self.clip_gradient_max)
+        if not self.use_gradient_accumulation and limits != (None, None):
+            raise errors.clip_without_accumulation(type(self).__name__)
+
+    def _require_positive(self, *arguments: str) -> None:
+        for argument in arguments:
+            if getattr(self, argument) <= 0:
+                raise errors.argument_value(
+                    argument, getattr(self, argument), "positive"
+                )
+
+    def _require_not_negative(self, *arguments: str) -> None:
+        for argument in arguments:
+            if getattr(self, argument) < 0:
+                raise errors.argument_value(argument, getattr(self, argument), ">= 0")
+
+    def _require_betas(self) -> None:
+        for argument in ("beta1", "beta2"):
+            beta: Any = getattr(self, argument)
+            if not 0 <= beta < 1:
+                raise errors.argument_value(argument, beta, ">= 0 and < 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdagradParameters(OptimizationParameters):
+    """Adagrad; see `OptimizationParameters` for what all share.
+
+    Attributes:
+      initial_accumulator: What the accumulator starts at, positive.
+    """
+
+    learning_rate: float
+    initial_accumulator: float = 0.1
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("initial_accumulator")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdagradMomentumParameters(OptimizationParameters):
+    """Adagrad with momentum; see `tpu_embedding.AdagradMomentum` for the rule."""
+
+    learning_rate: float
+    momentum: float
+    use_nesterov: bool = False
+    exponent: float = 2
+    beta2: float = 1
+    epsilon: float = 1e-10
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("epsilon", "exponent")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProximalAdagradParameters(OptimizationParameters):
+    """Adagrad with a proximal step for l1 and l2.
+
+    Attributes:
+      initial_accumulator: What the accumulator starts at, positive.
+      l1_regularization_strength: At least 0.
+      l2_regularization_strength: At least 0.
+    """
+
+    learning_rate: float
+    initial_accumulator: float = 0.1
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("initial_accumulator")
+        self._require_not_negative(
+            "l1_regularization_strength", "l2_regularization_strength"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamParameters(OptimizationParameters):
+    """Adam without bias correction; see `tpu_embedding.Adam` for the rule.
+
+    Attributes:
+      beta1: How much of the first moment is kept, in [0, 1).
+      beta2: How much of the second moment is kept, in [0, 1).
+      epsilon: Positive. 1e-8, where later classes have 1e-7.
+      lazy_adam: Update only the rows that entries name.
+      sum_inside_sqrt: Divide by sqrt(v + epsilon^2) instead of sqrt(v) + epsilon.
+    """
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-08
+    lazy_adam: bool = True
+    sum_inside_sqrt: bool = True
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_betas()
+        self._require_positive("epsilon")
+        if not self.use_gradient_accumulation and not self.lazy_adam:
+            raise errors.dense_adam_without_accumulation()
+
+
+@dataclasses.dataclass(frozen=True)
+class FtrlParameters(OptimizationParameters):
+    """FTRL; see `tpu_embedding.FTRL` for the rule and the other attributes.
+
+    Attributes:
+      learning_rate_power: At most 0.
+      initial_accumulator_value: At least 0.
+    """
+
+    learning_rate: float
+    learning_rate_power: float = -0.5
+    initial_accumulator_value: float = 0.1
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    multiply_linear_by_learning_rate: bool = False
+    beta: float = 0
+    allow_zero_accumulator: bool = False
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_rate_power > 0:
+            raise errors.argument_value(
+                "learning_rate_power", self.learning_rate_power, "<= 0"
+            )
+        self._require_not_negative(
+            "initial_accumulator_value",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProximalYogiParameters(OptimizationParameters):
+    """Yogi with a proximal step for l1 and l2.
+
+    Attributes:
+      beta1: How much of the first moment is kept, in [0, 1).
+      beta2: How much of the second moment is kept, in [0, 1).
+      epsilon: Positive.
+      initial_accumulator_value: What the second moment starts at.
+    """
+
+    learning_rate: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-3
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    initial_accumulator_value: float = 1e-6
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_betas()
+        self._require_positive("epsilon")
+        self._require_not_negative(
+            "l1_regularization_strength", "l2_regularization_strength"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumParameters(OptimizationParameters):
+    """Gradient descent with momentum.
+
+    Attributes:
+      momentum: How much of the former step is kept.
+      use_nesterov: Look one step of the momentum ahead.
+    """
+
+    learning_rate: float
+    momentum: float
+    use_nesterov: bool = False
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RMSPropParameters(OptimizationParameters):
+    """RMSProp with momentum.
+
+    Attributes:
+      rho: How much of the mean square is kept.
+      momentum: How much of the former step is kept.
+      epsilon: Keeps the divisor from 0.
+    """
+
+    learning_rate: float
+    rho: float
+    momentum: float
+    epsilon: float
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StochasticGradientDescentParameters(OptimizationParameters):
+    """T -= learning rate * G."""
+
+    learning_rate: float
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    clip_gradient_min: float | None = None
+    clip_gradient_max: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FrequencyEstimatorParameters(OptimizationParameters):
+    """Estimates how often ids come, into a table of one column.
+
+    Attributes:
+      tau: Learning rate between 0 and 1 of the estimate.
+      max_delta: Largest gap between two hits that counts.
+      outlier_threshold: Gaps beyond it are outliers.
+      weight_exponent: Exponent of the weight for outliers.
+    """
+
+    tau: float
+    max_delta: float
+    outlier_threshold: float
+    weight_exponent: float
+    learning_rate: float = dataclasses.field(default=1.0, init=False)
+
+
+PARAMETERS: tuple[type[OptimizationParameters], ...] = (
+    AdagradParameters,
+    AdagradMomentumParameters,
+    AdamParameters,
+    FrequencyEstimatorParameters,
+    FtrlParameters,
+    MomentumParameters,
+    ProximalAdagradParameters,
+    ProximalYogiParameters,
+    RMSPropParameters,
+    StochasticGradientDescentParameters,
+)
+
+
+def check_parameters(value: object) -> None:
+    """Raises ValueError unless `value` is one of the *Parameters."""
+    if not isinstance(value, PARAMETERS):
+        names = [cls.__name__ for cls in PARAMETERS]
+        raise errors.optimization_parameters(value, names)

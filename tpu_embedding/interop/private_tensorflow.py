@@ -1,0 +1,95 @@
+"""All that the trainer needs of TensorFlow's private modules, checked at import.
+
+TensorFlow 2.21 has them; no release promises them. Nothing else in this package
+imports a private module for the trainer's sake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+
+from tpu_embedding.interop import errors
+
+_USED = {
+    "tensorflow.python.feature_column.feature_column_v2": (
+        "FeatureTransformationCache",
+        "StateManager",
+    ),
+    "tensorflow.python.tpu.feature_column": ("_TPU_FC_TO_SCOPE",),
+    "tensorflow.python.tpu.tpu_function": ("tpu_shard_context",),
+    "tensorflow.python.tpu.tpu_optimizer": ("tpu_ops",),
+    "tensorflow.python.training.saving.saveable_object_util": (
+        "ResourceVariableSaveable",
+    ),
+}
+
+
+def missing(used: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The names of `used`, by module, that this TensorFlow does not have."""
+    absent = []
+    for module, names in used.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            absent.append(module)
+            continue
+        absent += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return absent
+
+
+if _absent := missing(_USED):
+    raise errors.private_tensorflow(_absent, tf.__version__)
+
+_feature_column, _tpu_columns, _tpu_function, _tpu_optimizer, _saving = (
+    importlib.import_module(module) for module in _USED
+)
+
+StateManager: Any = _feature_column.StateManager
+
+
+def feature_cache(features: Mapping[str, Any]) -> Any:
+    """What columns take their input from."""
+    return _feature_column.FeatureTransformationCache(features)
+
+
+@contextlib.contextmanager
+def one_tpu_core() -> Iterator[None]:
+    """Makes TensorFlow believe that one TPU core's computation is being built.
+
+    Embedding columns then take their activations from the features, and
+    CrossShardOptimizer sums over this one core.
+    """
+    with (
+        _tpu_function.tpu_shard_context(1),
+        mock.patch.object(_tpu_optimizer.tpu_ops, "cross_replica_sum", _only_replica),
+    ):
+        yield
+
+
+def take_recorded_variables() -> dict[str, tuple[str, str]]:
+    """For each table that columns asked for, (variable scope, variable name).
+
+    By the columns' get_embedding_var_name, out of the default graph, whose record is
+    removed: it cannot be saved with the graph, and TensorFlow would warn of it.
+    """
+    recorded = tf.compat.v1.get_collection_ref(_tpu_columns._TPU_FC_TO_SCOPE)
+    found = dict(recorded[0]) if recorded else {}
+    recorded.clear()
+    return found
+
+
+def saveable(variable: tf.Variable, name: str) -> Any:
+    """What a Saver takes to keep the variable under another name."""
+    return _saving.ResourceVariableSaveable(variable, "", name)
+
+
+def _only_replica(x: Any, group_assignment: Any = None, name: Any = None) -> Any:
+    """The sum over the replicas, of which there is one."""
+    del group_assignment
+    return tf.identity(x, name=name)

@@ -1,0 +1,263 @@
+"""Statistics of the ids that a model sees, kept in `profile_data_directory`.
+
+The files are our own: JSON, one for each table. (Those that libtpu wrote for the option
+of this name have a format that was never published.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from tpu_embedding.interop import errors
+
+VERSION = 1
+SAMPLE_FRACTION = 0.03
+MIN_SAMPLES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStatistics:
+    """What was seen of one table, in the examples that were sampled.
+
+    Attributes:
+      examples: How many were sampled, over all features.
+      ids: How many ids they had.
+      max_ids: The most of one example.
+      shard_ids: How many ids fell to each shard.
+    """
+
+    examples: int
+    ids: int
+    max_ids: int
+    shard_ids: tuple[int, ...]
+
+    def merged(self, other: TableStatistics) -> TableStatistics:
+        """Those of both, as if sampled in one run."""
+        pairs = zip(self.shard_ids, other.shard_ids, strict=True)
+        return TableStatistics(
+            examples=self.examples + other.examples,
+            ids=self.ids + other.ids,
+            max_ids=max(self.max_ids, other.max_ids),
+            shard_ids=tuple(a + b for a, b in pairs),
+        )
+
+    @property
+    def mean_ids(self) -> float:
+        """Ids for each example; NaN without examples."""
+        return self.ids / self.examples if self.examples else math.nan
+
+    @property
+    def imbalance(self) -> float:
+        """The fullest shard's ids by the mean over shards; NaN without ids."""
+        mean = self.ids / len(self.shard_ids)
+        return max(self.shard_ids) / mean if mean else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileOptions:
+    """How a profile is taken.
+
+    Attributes:
+      num_shards: Over how many shards the rows are cut.
+      task_count: Hosts of the run; a part of the file's name.
+      sample_fraction: Which share of the examples is sampled.
+      min_samples: Below this many examples a table's file is left as it is.
+      seed: Another seed samples other examples.
+    """
+
+    num_shards: int = 1
+    task_count: int = 1
+    sample_fraction: float = SAMPLE_FRACTION
+    min_samples: int = MIN_SAMPLES
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_shards", "task_count", "min_samples"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise errors.argument_value(name, value, "an int >= 1")
+        if not 0 < self.sample_fraction <= 1:
+            raise errors.argument_value(
+                "sample_fraction", self.sample_fraction, "above 0 and at most 1"
+            )
+
+
+class EmbeddingProfiler:
+    """Samples examples, and merges what they show into the files of a folder.
+
+    Examples are chosen by a hash of the seed, the feature and the example's running
+    number: the same in every run, and no id is stored. No number of a model depends
+    on it.
+    """
+
+    def __init__(self, spec: Any, options: ProfileOptions | None = None) -> None:
+        """Makes the folder.
+
+        Args:
+          spec: An EmbeddingConfigSpec with a `profile_data_directory`.
+          options: How.
+
+        Raises:
+          ValueError: If the spec has no folder, or its folder is a file.
+        """
+        folder = spec.profile_data_directory
+        if folder is None:
+            raise errors.no_profile_directory()
+        self._folder = os.fspath(folder)
+        if os.path.exists(self._folder) and not os.path.isdir(self._folder):
+            raise errors.profile_directory_is_file(self._folder)
+        os.makedirs(self._folder, exist_ok=True)
+        self._options = options or ProfileOptions()
+        self._strategy = spec.partition_strategy
+        self._tables = spec.table_to_config()
+        self._table_of = {f: c.table_id for f, c in spec.feature_to_config().items()}
+        self._paths = {
+            table: os.path.join(self._folder, self._name(table) + ".json")
+            for table in self._tables
+        }
+        self._seen = dict.fromkeys(self._table_of, 0)
+        self._found = {table: self._nothing() for table in self._tables}
+
+    def observe(self, feature: str, ids: Any, examples: Any, count: int) -> None:
+        """Takes one batch of one feature.
+
+        Args:
+          feature: Its key.
+          ids: int [n].
+          examples: For each id the number of its example in the batch, int [n].
+          count: How many examples the batch has.
+        """
+        table = self._table_of[feature]
+        first = self._seen[feature]
+        self._seen[feature] = first + count
+        chosen = self._chosen(feature, np.arange(first, first + count))
+        examples = np.asarray(examples, np.int64)
+        ids = np.asarray(ids, np.int64)[chosen[examples]]
+        lengths = np.bincount(examples, minlength=count)[chosen]
+        shards = np.bincount(
+            self._shards(table, ids), minlength=self._options.num_shards
+        )
+        found = TableStatistics(
+            examples=int(chosen.sum()),
+            ids=len(ids),
+            max_ids=int(lengths.max(initial=0)),
+            shard_ids=tuple(int(n) for n in shards),
+        )
+        self._found[table] = self._found[table].merged(found)
+
+    def flush(self) -> None:
+        """Merges what was seen into the files; a folder that fails is a warning."""
+        for table, found in self._found.items():
+            if found.examples < self._options.min_samples:
+                continue
+            try:
+                _write(self._paths[table], self._key(table), self._with_file(table))
+            except OSError as error:
+                logging.warning(
+                    "The profile of table %r was not written: %s", table, error
+                )
+                continue
+            self._found[table] = self._nothing()
+
+    def load(self) -> dict[str, TableStatistics]:
+        """What the folder knows of each table; tables without a file are left out."""
+        loaded = {table: self._read(table) for table in self._tables}
+        return {table: found for table, found in loaded.items() if found is not None}
+
+    def _nothing(self) -> TableStatistics:
+        return TableStatistics(0, 0, 0, (0,) * self._options.num_shards)
+
+    def _chosen(self, feature: str, numbers: np.ndarray) -> np.ndarray:
+        """Whether each example is sampled."""
+        digest = hashlib.sha256(f"{self._options.seed} {feature}".encode()).digest()
+        with np.errstate(over="ignore"):
+            x = numbers.astype(np.uint64) + np.frombuffer(digest[:8], np.uint64)
+            # The finaliser of SplitMix64 (Steele et al., 2014).
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x = x ^ (x >> np.uint64(31))
+        return x / 2.0**64 < self._options.sample_fraction
+
+    def _shards(self, table: str, ids: np.ndarray) -> np.ndarray:
+        shards = self._options.num_shards
+        if self._strategy == "mod":
+            return ids % shards
+        return ids // -(-self._tables[table].vocabulary_size // shards)
+
+    def _key(self, table: str) -> dict[str, Any]:
+        """What a file is for: the parameters of the table and of the run."""
+        config = self._tables[table]
+        return {
+            "version": VERSION,
+            "table": table,
+            "vocabulary_size": config.vocabulary_size,
+            "dimension": config.dimension,
+            "combiner": config.combiner,
+            "num_features": list(self._table_of.values()).count(table),
+            "partition_strategy": self._strategy,
+            "task_count": self._options.task_count,
+            "num_shards": self._options.num_shards,
+        }
+
+    def _name(self, table: str) -> str:
+        text = json.dumps(self._key(table), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _with_file(self, table: str) -> TableStatistics:
+        before = self._read(table)
+        return self._found[table].merged(before) if before else self._found[table]
+
+    def _read(self, table: str) -> TableStatistics | None:
+        """What the file of a table holds, or None where there is none of ours."""
+        path = self._paths[table]
+        if not os.path.exists(path):
+            return None
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+            if {name: content[name] for name in self._key(table)} != self._key(table):
+                raise ValueError("it is of another version or table")
+            numbers = content["statistics"]
+            shards = tuple(int(n) for n in numbers.pop("shard_ids"))
+            return TableStatistics(shard_ids=shards, **numbers)
+        except (ValueError, KeyError, TypeError) as error:
+            logging.warning("%s is no profile, and is begun anew: %s", path, error)
+            return None
+
+
+def observe_batch(profiler: EmbeddingProfiler, batch: Mapping[str, Any]) -> None:
+    """Takes the features of one step.
+
+    Args:
+      profiler: What takes them.
+      batch: For each feature a SparseTensorValue [examples, n], or ids [examples].
+    """
+    for feature, value in batch.items():
+        if hasattr(value, "indices"):
+            rows = value.indices[:, 0]
+            profiler.observe(feature, value.values, rows, int(value.dense_shape[0]))
+        else:
+            profiler.observe(feature, value, np.arange(len(value)), len(value))
+
+
+def _write(path: str, key: dict[str, Any], found: TableStatistics) -> None:
+    """Writes a file whole or not at all."""
+    content = {**key, "statistics": dataclasses.asdict(found)}
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)

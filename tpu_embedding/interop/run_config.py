@@ -1,0 +1,163 @@
+"""RunConfig, TPUConfig and InputPipelineConfig of the TPUEstimator."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from tpu_embedding.interop import errors
+
+
+class InputPipelineConfig(enum.Enum):
+    """How the input_fn is called; here it is called once, whatever is asked for."""
+
+    PER_SHARD_V1 = 1
+    PER_HOST_V1 = 2
+    PER_HOST_V2 = 3
+    BROADCAST = 4
+    SLICED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUConfig:
+    """What belongs to the TPU. One core is played here, with the same numbers.
+
+    Attributes:
+      iterations_per_loop: A hint; every step is a call of the session here.
+      num_shards: A hint; the whole batch goes through one core.
+      num_cores_per_replica: Must be None: no model is split.
+      per_host_input_for_training: An InputPipelineConfig, or a bool for PER_HOST_V1
+        and PER_SHARD_V1.
+      tpu_job_name: Has no effect without a cluster.
+      initial_infeed_sleep_secs: Has no effect: there is no infeed.
+      input_partition_dims: Must be None: no input is split.
+      eval_training_input_configuration: A hint.
+      experimental_host_call_every_n_steps: How often the host_call runs.
+      experimental_allow_per_host_v2_parallel_get_next: A hint.
+      experimental_feed_hook: Must be None: there is no infeed.
+    """
+
+    iterations_per_loop: int = 2
+    num_shards: int | None = None
+    num_cores_per_replica: int | None = None
+    per_host_input_for_training: Any = True
+    tpu_job_name: str | None = None
+    initial_infeed_sleep_secs: int | None = None
+    input_partition_dims: Any = None
+    eval_training_input_configuration: Any = InputPipelineConfig.PER_HOST_V1
+    experimental_host_call_every_n_steps: int = 1
+    experimental_allow_per_host_v2_parallel_get_next: bool = False
+    experimental_feed_hook: Any = None
+
+    def __post_init__(self) -> None:
+        for argument in (
+            "iterations_per_loop",
+            "experimental_host_call_every_n_steps",
+        ):
+            _check_positive(argument, getattr(self, argument))
+        if self.num_shards is not None:
+            _check_positive("num_shards", self.num_shards)
+        _refuse(
+            self,
+            "TPUConfig",
+            ("num_cores_per_replica", "input_partition_dims", "experimental_feed_hook"),
+        )
+        kind = self.per_host_input_for_training
+        if isinstance(kind, bool):
+            named = InputPipelineConfig.PER_HOST_V1
+            kind = named if kind else InputPipelineConfig.PER_SHARD_V1
+            object.__setattr__(self, "per_host_input_for_training", kind)
+        if not isinstance(kind, InputPipelineConfig):
+            raise errors.argument_type(
+                "per_host_input_for_training", kind, "an InputPipelineConfig or a bool"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How a TPUEstimator runs; arguments as in TensorFlow 2.15.
+
+    Attributes:
+      tpu_config: A TPUConfig.
+      evaluation_master: Must be None: sessions are of this process.
+      master: Must be None or "".
+      cluster: Must be None.
+      model_dir: Where checkpoints are kept; that of the TPUEstimator goes before.
+      tf_random_seed: The graph's seed, or None.
+      save_summary_steps: Steps between summaries; None or 0 for none.
+      save_checkpoints_steps: Steps between checkpoints, or None.
+      save_checkpoints_secs: Seconds between them; 600 where neither is given.
+      session_config: A ConfigProto, or None.
+      keep_checkpoint_max: How many of the latest checkpoints are kept.
+      keep_checkpoint_every_n_hours: One more is kept as often as this.
+      log_step_count_steps: Steps between lines with the loss; None for none.
+      train_distribute: Must be None, as the next five.
+      device_fn: Must be None.
+      protocol: Must be None.
+      eval_distribute: Must be None.
+      experimental_distribute: Must be None.
+      experimental_max_worker_delay_secs: Must be None.
+      session_creation_timeout_secs: Has no effect: nothing is waited for.
+      checkpoint_save_graph_def: Whether graph.pbtxt and meta graphs are written.
+    """
+
+    tpu_config: TPUConfig = dataclasses.field(default_factory=TPUConfig)
+    evaluation_master: str | None = None
+    master: str | None = None
+    cluster: Any = None
+    _: dataclasses.KW_ONLY
+    model_dir: str | None = None
+    tf_random_seed: int | None = None
+    save_summary_steps: int | None = 100
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float | None = None
+    session_config: Any = None
+    keep_checkpoint_max: int | None = 5
+    keep_checkpoint_every_n_hours: float = 10000
+    log_step_count_steps: int | None = 100
+    train_distribute: Any = None
+    device_fn: Any = None
+    protocol: str | None = None
+    eval_distribute: Any = None
+    experimental_distribute: Any = None
+    experimental_max_worker_delay_secs: int | None = None
+    session_creation_timeout_secs: int = 7200
+    checkpoint_save_graph_def: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tpu_config is None:
+            object.__setattr__(self, "tpu_config", TPUConfig())
+        if not isinstance(self.tpu_config, TPUConfig):
+            raise errors.argument_type("tpu_config", self.tpu_config, "a TPUConfig")
+        _refuse(
+            self,
+            "RunConfig",
+            (
+                "evaluation_master",
+                "master",
+                "cluster",
+                "train_distribute",
+                "device_fn",
+                "protocol",
+                "eval_distribute",
+                "experimental_distribute",
+                "experimental_max_worker_delay_secs",
+            ),
+        )
+        steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if steps is not None and seconds is not None:
+            raise errors.two_checkpoint_intervals(steps, seconds)
+        if steps is None and seconds is None:
+            object.__setattr__(self, "save_checkpoints_secs", 600)
+
+
+def _check_positive(argument: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise errors.argument_value(argument, value, "an int >= 1")
+
+
+def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:
+    for argument in arguments:
+        if getattr(config, argument) not in (None, ""):
+            raise errors.refused_option(cls, argument, getattr(config, argument))

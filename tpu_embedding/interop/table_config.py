@@ -1,0 +1,100 @@
+"""TableConfig and FeatureConfig as TensorFlow 1 had them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.interop import errors
+from tpu_embedding.interop.parameters import (
+    FrequencyEstimatorParameters,
+    check_parameters,
+)
+
+COMBINERS = ("mean", "sum", "sqrtn", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """One table of `table_to_config_dict`.
+
+    Attributes:
+      vocabulary_size: Number of rows, at least 1.
+      dimension: Number of columns, at least 1.
+      initializer: A callable of (shape, dtype); None becomes a truncated normal
+        of standard deviation 1 / sqrt(dimension).
+      combiner: "mean", "sum", "sqrtn", or None: one id for each sample.
+      hot_id_replication: A hint to TPU v2-v4 that changes no number.
+      learning_rate: Of this table alone; 0 freezes it.
+      learning_rate_fn: A function of the global step, instead of `learning_rate`.
+      optimization_parameters: Of this table alone, or None.
+
+    Raises:
+      ValueError: If an argument is not as above.
+    """
+
+    vocabulary_size: int
+    dimension: int
+    initializer: Callable[..., Any] | None = None
+    combiner: str | None = "mean"
+    hot_id_replication: bool = False
+    learning_rate: float | None = None
+    learning_rate_fn: Callable[..., Any] | None = None
+    optimization_parameters: Any = None
+
+    def __post_init__(self) -> None:
+        for argument in ("vocabulary_size", "dimension"):
+            size = getattr(self, argument)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise errors.argument_value(argument, size, "an int >= 1")
+        if self.initializer is not None and not callable(self.initializer):
+            raise errors.argument_value(
+                "initializer", self.initializer, "None or a callable"
+            )
+        if self.combiner not in COMBINERS:
+            raise errors.argument_value(
+                "combiner", self.combiner, '"mean", "sum", "sqrtn" or None'
+            )
+        if self.learning_rate is not None and self.learning_rate_fn is not None:
+            raise errors.two_learning_rates(self.learning_rate, self.learning_rate_fn)
+        self._check_parameters()
+        if self.initializer is None:
+            initializer = tf.compat.v1.truncated_normal_initializer(
+                mean=0.0, stddev=1 / math.sqrt(self.dimension)
+            )
+            object.__setattr__(self, "initializer", initializer)
+
+    def _check_parameters(self) -> None:
+        if self.optimization_parameters is None:
+            return
+        check_parameters(self.optimization_parameters)
+        one = isinstance(self.optimization_parameters, FrequencyEstimatorParameters)
+        if one and self.dimension != 1:
+            raise errors.frequency_estimator_dimension(self.dimension)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureConfig:
+    """One feature of `feature_to_config_dict`.
+
+    Attributes:
+      table_id: Its table's key in `table_to_config_dict`.
+      max_sequence_length: Positions of a sequence; 0 combines the entries.
+      weight_key: The key of the feature that holds the weights, or None.
+
+    Raises:
+      ValueError: If `max_sequence_length` is no int of at least 0.
+    """
+
+    table_id: str
+    max_sequence_length: int = 0
+    weight_key: str | None = None
+
+    def __post_init__(self) -> None:
+        length = self.max_sequence_length
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise errors.argument_value("max_sequence_length", length, "an int >= 0")
