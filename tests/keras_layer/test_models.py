@@ -265,6 +265,7 @@ def test_float16_fits_with_the_scale_of_the_model(seed: int):
         np.testing.assert_allclose(state[name], value, atol=0.02)
 
 
+@pytest.mark.usefixtures("engine")
 def test_mirrored_strategy_sums_the_replicas(seed: int):
     """Two replicas of half a batch do what one of a whole batch does."""
     ids = np.random.default_rng(seed).integers(0, 8, (4, 6, 2))

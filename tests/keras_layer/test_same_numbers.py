@@ -12,6 +12,7 @@ from keras_layer import models
 from reference import embedding as reference
 
 import tpu_embedding as te
+from tpu_embedding import topology
 
 STEPS = 50
 DENSE_RATE = 0.05
@@ -99,6 +100,17 @@ def assert_same(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
             value, expected[0][name], rtol=2e-4, atol=2e-5, err_msg=name
         )
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-4)
+
+
+def test_loop_and_fit_agree_on_the_portable_engine(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    steps = models.batches(seed, 12)
+    expected = by_numpy("Adagrad", steps)
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, "portable")
+    optimizer = te.Adagrad(**OPTIMIZERS["Adagrad"])
+    assert_same(by_loop(optimizer, steps), expected)
+    assert_same(by_fit(optimizer, steps), expected)
 
 
 @each_optimizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -12,59 +11,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer import models
+from keras_layer.trained import (
+    ALL_SLOTS,
+    assert_same_bits,
+    everything,
+    fit,
+    make_model,
+)
 
 import tpu_embedding as te
-from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
-ALL_SLOTS = {
-    "films",
-    "films%2Fmomenta",
-    "films%2Fvelocities",
-    "users",
-    "users%2Faccumulators",
-    "_updates",
-}
+both_engines = pytest.mark.usefixtures("engine")
 
 
-def make_model() -> keras.Model:
-    """With two optimizers, one of them of Keras, and a schedule."""
-    schedule = keras.optimizers.schedules.InverseTimeDecay(0.1, 2, 0.5)
-    tables = {
-        "films": te.TableConfig(
-            11,
-            3,
-            models.TableInitializer("films"),
-            optimizer=keras.optimizers.Adam(schedule, epsilon=1e-3),
-            name="films",
-        ),
-        "users": te.TableConfig(7, 2, combiner="sum", name="users"),
-    }
-    config = models.feature_config(tables)
-    model = models.make_model(te.Adagrad(0.2), feature_config=config)
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
-
-
-def fit(model: Any, steps: list[Any]) -> None:
-    model.fit(models.dataset(steps), shuffle=False, verbose=0)
-
-
-def everything(model: Any) -> dict[str, np.ndarray]:
-    state = models.state(models.embedding_of(model))
-    kernel = model.get_layer("head").kernel.numpy()
-    return {**state, "head": kernel}
-
-
-def assert_same_bits(actual: Any, expected: Any) -> None:
-    actual, expected = everything(actual), everything(expected)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=name)
-
-
+@both_engines
 def test_a_keras_file_continues_to_the_same_bits(tmp_path: pathlib.Path, seed: int):
     steps = models.batches(seed, 6)
     model = make_model()
@@ -98,185 +61,6 @@ def test_the_virtual_weight_is_not_saved(tmp_path: pathlib.Path, seed: int):
         file["layers/tpu_embedding/vars"].visit(found.append)
     assert set(found) == ALL_SLOTS
     assert set(models.state(models.embedding_of(model))) == ALL_SLOTS
-
-
-def test_a_checkpoint_continues_to_the_same_bits(tmp_path: pathlib.Path, seed: int):
-    steps = models.batches(seed, 6)
-    model = make_model()
-    fit(model, steps[:3])
-    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = checkpoint.save(tmp_path / "checkpoint")
-    fit(model, steps[3:])
-    other = make_model()
-    other.optimizer.build(other.trainable_variables)
-    status = tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
-    status.assert_existing_objects_matched()
-    fit(other, steps[3:])
-    assert_same_bits(other, model)
-
-
-def test_names_in_checkpoints(tmp_path: pathlib.Path):
-    layer = models.embedding_of(make_model())
-    path = tf.train.Checkpoint(layer=layer).save(tmp_path / "checkpoint")
-    names = {
-        key.removeprefix("layer/").removesuffix("/.ATTRIBUTES/VARIABLE_VALUE")
-        for key, _ in tf.train.list_variables(path)
-        if key.startswith("layer/")
-    }
-    assert names == {name.replace("%2F", ".S") for name in ALL_SLOTS}
-
-
-def test_checkpoints_of_the_layer_and_of_tpu_embedding_fit(tmp_path: pathlib.Path):
-    tables = models.table_configs()
-    core = te.TPUEmbedding(models.feature_config(tables), te.Adagrad(0.1))
-    core.build()
-    core.embedding_tables[tables["films"]].assign(tf.fill([11, 3], 7.0))
-    path = tf.train.Checkpoint(layer=core).save(tmp_path / "checkpoint")
-    layer = TPUEmbedding(models.feature_config(tables), te.Adagrad(0.1))
-    layer.build()
-    status = tf.train.Checkpoint(layer=layer).restore(path)
-    status.assert_existing_objects_matched()
-    assert layer.embedding_tables[tables["films"]].numpy()[10, 2] == 7.0
-
-
-def test_a_checkpoint_restored_before_the_layer_is_built(tmp_path: pathlib.Path):
-    tables = models.table_configs()
-    layer = TPUEmbedding(models.feature_config(tables), "adagrad")
-    layer.update_embedding_table(tables["films"], tf.fill([11, 3], 7.0))
-    path = tf.train.Checkpoint(layer=layer).save(tmp_path / "checkpoint")
-    other = TPUEmbedding(models.feature_config(tables), "adagrad")
-    tf.train.Checkpoint(layer=other).restore(path)
-    assert other.embedding_tables[tables["films"]].numpy()[10, 2] == 7.0
-
-
-@pytest.mark.parametrize("with_slots", [False, True])
-def test_the_models_optimizer_may_know_the_virtual_weight_or_not(
-    with_slots: bool, tmp_path: pathlib.Path, seed: int
-):
-    """Its zero slots for that weight do no harm, nor does their absence."""
-    steps = models.batches(seed, 4)
-    model, other = make_model(), make_model()
-    fit(model, steps[:2])
-    checkpoint = tf.train.Checkpoint(model=model)
-    if with_slots:
-        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = checkpoint.save(tmp_path / "checkpoint")
-    other.optimizer.build(other.trainable_variables)
-    restored = tf.train.Checkpoint(model=other, optimizer=other.optimizer)
-    restored.restore(path).expect_partial()
-    assert_same_bits(other, model)
-    fit(other, steps[2:])
-
-
-def tables_of_all_kinds() -> list[Any]:
-    stock = tf.tpu.experimental.embedding
-    return [
-        te.TableConfig(
-            5,
-            2,
-            keras.initializers.RandomNormal(stddev=0.1, seed=3),
-            te.FTRL(0.1, beta=0.5, clipvalue=(-1.0, 2.0), clip_weight_max=3.0),
-            "sqrtn",
-            "a",
-            te.QuantizationConfig(4, -1.0, 1.0),
-            invalid_ids="mod",
-        ),
-        te.TableConfig(5, 2, te.RowIdInitializer(3), "adam", name="b"),
-        te.TableConfig(5, 2, tf.constant_initializer(2.0), name="c"),
-        stock.TableConfig(5, 2, optimizer=stock.Adagrad(0.5), combiner="sum"),
-        te.TableConfig(5, 2, optimizer=keras.optimizers.Ftrl(0.25, beta=0.5)),
-    ]
-
-
-def layer_of_all_kinds(tables: list[Any]) -> TPUEmbedding:
-    stock = tf.tpu.experimental.embedding
-    config = {
-        "x": [te.FeatureConfig(tables[0]), te.FeatureConfig(tables[0], 3)],
-        "y": (te.FeatureConfig(tables[1], output_shape=(None, 2), name="f"),),
-        "z": {
-            "2": te.FeatureConfig(tables[2]),
-            "3": stock.FeatureConfig(tables[3]),
-            "4": te.FeatureConfig(tables[4]),
-        },
-    }
-    return TPUEmbedding(
-        config, te.SGD(0.5), batch_size=4, loss_scale=2.0, invalid_ids="drop"
-    )
-
-
-def test_configurations_survive_json():
-    layer = layer_of_all_kinds(tables_of_all_kinds())
-    written = json.loads(json.dumps(layer.get_config()))
-    other = TPUEmbedding.from_config(written)
-    # Keras says "ftrl" of its Ftrl, and "Ftrl" of one that it has read.
-    again = json.dumps(other.get_config())
-    assert again.lower() == json.dumps(written).lower()
-    layer.build()
-    other.build()
-    for name, value in models.state(layer).items():
-        if name not in ("table_3", "table_4"):  # Truncated normal, without a seed.
-            np.testing.assert_array_equal(models.state(other)[name], value)
-
-
-def test_tables_and_optimizers_survive_json():
-    tables = tables_of_all_kinds()
-    layer = layer_of_all_kinds(tables)
-    other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
-    ours, theirs = (each._parts.resolved.plan.tables for each in (layer, other))
-    for before, after in zip(ours, theirs, strict=True):
-        assert before.name == after.name
-        assert before.features == after.features
-        for field in ("vocabulary_size", "dim", "combiner", "invalid_ids"):
-            assert getattr(before.config, field) == getattr(after.config, field)
-        quantization = before.config.quantization_config
-        assert after.config.quantization_config == quantization
-        assert type(before.optimizer) is type(after.optimizer)
-    optimizers: list[Any] = [table.optimizer for table in theirs]
-    assert optimizers[0] == tables[0].optimizer
-    assert optimizers[2] == te.SGD(0.5)
-    assert optimizers[4].learning_rate() == 0.25
-
-
-def test_rates_that_are_objects_of_keras_survive(tmp_path: pathlib.Path):
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    for optimizer in (
-        te.SGD(schedule),
-        translate_keras_optimizer(keras.optimizers.Adam(0.5), bias_correction=True),
-        translate_keras_optimizer(
-            keras.optimizers.Adam(schedule), bias_correction=True
-        ),
-        translate_keras_optimizer(keras.optimizers.SGD(0.5)),
-    ):
-        layer = TPUEmbedding(models.feature_config(), optimizer)
-        other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
-        rates: list[Any] = []
-        for each in (layer, other):
-            resolved: Any = each._parts.resolved.plan.tables[0].optimizer
-            rates.append(resolved.learning_rate)
-        takes_step = (
-            not isinstance(optimizer, te.SGD) or optimizer.learning_rate is schedule
-        )
-        arguments = [tf.constant(7)] if takes_step else []
-        np.testing.assert_array_equal(rates[1](*arguments), rates[0](*arguments))
-
-
-def no_name(shape: Any, dtype: Any) -> tf.Tensor:
-    return tf.zeros(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"optimizer": te.SGD(lambda: 0.1)}, "`learning_rate` of the optimizer of the"),
-        ({"loss_scale": lambda: 2.0}, "`loss_scale`"),
-        ({"initializer": no_name}, "The initializer of table 't'"),
-    ],
-)
-def test_what_cannot_be_saved_says_so(options: dict[str, Any], what: str):
-    table = te.TableConfig(3, 2, options.pop("initializer", None), name="t")
-    layer = TPUEmbedding(te.FeatureConfig(table), **{"optimizer": "sgd", **options})
-    with pytest.raises(ValueError, match=rf"^{what}.* cannot be saved: .*register_ker"):
-        layer.get_config()
 
 
 def test_clones_are_new_models_of_the_same_kind(seed: int):
@@ -329,6 +113,41 @@ def test_trainable_tables_are_saved_by_name_too(tmp_path: pathlib.Path, seed: in
     for each in (model, loaded):
         fit(each, steps[2:])
     assert_same_bits(loaded, model)
+
+
+@both_engines
+def test_weights_given_and_taken_hold_tables_and_slots(seed: int):
+    steps = models.batches(seed, 3)
+    model, other = make_model(), make_model()
+    fit(model, steps[:2])
+    other.set_weights(model.get_weights())
+    assert_same_bits(other, model)
+    other.optimizer.build(other.trainable_variables)
+    for own, its in zip(
+        other.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        own.assign(its)
+    for each in (model, other):
+        fit(each, steps[2:])
+    assert_same_bits(other, model)
+
+
+def test_early_stopping_restores_the_tables(seed: int):
+    model = make_model()
+    data = models.dataset(models.batches(seed, 2))
+    stop = keras.callbacks.EarlyStopping(
+        "loss", mode="max", patience=1, restore_best_weights=True
+    )
+    model.fit(data, epochs=1, shuffle=False, verbose=0)
+    history = []
+    keep = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: history.append(everything(model))
+    )
+    model.fit(data, epochs=9, shuffle=False, verbose=0, callbacks=[keep, stop])
+    assert len(history) == 2  # The loss falls, and "max" calls the first one best.
+    for name, value in history[0].items():
+        np.testing.assert_array_equal(everything(model)[name], value, err_msg=name)
+    assert np.any(history[1]["films"] != history[0]["films"])
 
 
 def test_slots_that_the_user_makes():

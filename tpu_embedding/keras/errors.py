@@ -23,6 +23,24 @@ def no_optimizer(tables: Iterable[str]) -> RuntimeError:
     )
 
 
+def gradient_of_control_flow() -> NotImplementedError:
+    """A tape around a branch or a loop that calls the layer."""
+    return NotImplementedError(
+        "The layer was called inside tf.cond, tf.map_fn or a loop of TensorFlow, under "
+        "a tape that was opened outside of it. Call the layer before, with all ids at "
+        "once, or open the tape inside."
+    )
+
+
+def second_gradient(memory: int) -> str:
+    """The text for a call of a traced function whose gradient is asked for again."""
+    return (
+        "The gradients of this lookup were applied already; each lookup takes them "
+        "once. Call the layer again, or take all gradients with one tape.gradient "
+        f"call, at most {memory} calls later."
+    )
+
+
 def optimizer_name(where: str, name: str, known: Iterable[str]) -> ValueError:
     """A string that names no optimizer."""
     return ValueError(
@@ -83,6 +101,14 @@ def trainable_tables_optimizer(where: str) -> ValueError:
         "With `trainable_tables=True` the optimizer of the model trains the tables, "
         f"so {where} cannot have one of its own. Pass `optimizer=None` to the layer "
         "and leave TableConfig.optimizer at None."
+    )
+
+
+def trainable_tables_option(option: str, value: object) -> ValueError:
+    """An option that ordinary weights have no use for."""
+    return ValueError(
+        f"With `trainable_tables=True` the tables are ordinary weights, which have no "
+        f"use for `{option}={value!r}`. Leave it at None."
     )
 
 

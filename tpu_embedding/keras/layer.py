@@ -62,6 +62,10 @@ class TPUEmbedding(keras.layers.Layer):
     call is a batch with one update of its own; all calls of a step see the tables
     as they were before any of its updates. Without a tf.GradientTape nothing is
     updated and nothing owed.
+
+    Tables and slots are weights that are not trainable: `get_weights`, `summary` and
+    callbacks such as EarlyStopping see them. What is saved are they, by name, and not
+    the scalar.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of TFRS, and ours by keyword.
@@ -90,7 +94,8 @@ class TPUEmbedding(keras.layers.Layer):
             those of this package. None: lookups only. TableConfig.optimizer takes
             the same.
           pipeline_execution_with_tensor_core: False.
-          batch_size: The global size of every training batch, or None for any.
+          batch_size: The global size of every batch, or None for any. Exported graphs
+            take any size.
           embedding_feature: None, or EmbeddingFeature.UNSUPPORTED or V1 of
             TensorFlow, which are all the same on a host.
           sparse_core_embedding_config: None.
@@ -104,7 +109,8 @@ class TPUEmbedding(keras.layers.Layer):
           **kwargs: Of keras.layers.Layer: name, trainable, dtype.
 
         Raises:
-          ValueError: If the configuration is wrong, or an option cannot be carried.
+          ValueError: If the configuration is wrong, an option cannot be carried, or
+            `trainable_tables` comes with an option for updates.
           TypeError: If an argument is of the wrong type.
           NotImplementedError: If this release lacks what an argument asks for.
           RuntimeError: If Keras does not run on TensorFlow.
@@ -153,7 +159,9 @@ class TPUEmbedding(keras.layers.Layer):
             return
         policies = (self.dtype_policy, keras.config.dtype_policy())
         scaled = [p.name for p in policies if p.compute_dtype == "float16"]
-        if scaled and self._parts.arguments.loss_scale is None:
+        arguments = self._parts.arguments
+        updates = not arguments.trainable_tables
+        if scaled and updates and arguments.loss_scale is None:
             raise errors.loss_scale_missing(scaled[0])
         self._parts.tables.build(self)
         for name, variable in self._parts.tables.variables().items():
@@ -315,6 +323,10 @@ class TPUEmbedding(keras.layers.Layer):
 
 def _make_tables(arguments: _Arguments, resolved: Resolved) -> LayerTables:
     if arguments.trainable_tables:
+        for option in ("batch_size", "loss_scale"):
+            value = getattr(arguments, option)
+            if value is not None:
+                raise errors.trainable_tables_option(option, value)
         return TrainableTables(resolved, check_numerics=arguments.check_numerics)
     return UpdatedTables(
         resolved,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,26 @@ from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.tables import Plan
 
 
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """What a batch must be.
+
+    Attributes:
+      check_numerics: Whether weights must be finite.
+      batch_size: The size of each replica's batch, where it is known before the graph
+        runs; an exported graph takes any. None: any.
+    """
+
+    check_numerics: bool
+    batch_size: int | None = None
+
+
 def look_up(
     plan: Plan,
     tables: Mapping[str, tf.Variable],
     values: Sequence[Any],
     weights: Sequence[Any],
-    *,
-    check_numerics: bool,
+    checks: Checks,
 ) -> list[tf.Tensor]:
     """The activations of one batch, differentiable with respect to the tables.
 
@@ -30,7 +44,7 @@ def look_up(
       tables: By name, float32 [V, D].
       values: For each feature its ids.
       weights: For each feature its weights or None.
-      check_numerics: Refuse weights that are not finite.
+      checks: What a batch must be.
 
     Returns:
       For each feature float32 [output shape..., D].
@@ -38,15 +52,15 @@ def look_up(
     Raises:
       The errors of TPUEmbedding.enqueue that concern features and weights.
     """
-    shapes = OutputShapes(plan.features)
-    batches = _read(plan, shapes, values, weights)
+    batches = _read(plan, values, weights)
+    shapes = _check_shapes(plan, batches, checks.batch_size)
     inputs = [
         FeatureInput(
             spec=spec,
             table=plan.tables[spec.table],
             batch=batch,
             declared=shapes.declared(spec.index),
-            check_numerics=check_numerics,
+            check_numerics=checks.check_numerics,
         )
         for spec, batch in zip(plan.features, batches, strict=True)
     ]
@@ -64,16 +78,22 @@ def look_up(
     return activations
 
 
-def _read(
-    plan: Plan, shapes: OutputShapes, values: Sequence[Any], weights: Sequence[Any]
-) -> list[IdBatch]:
-    batches = [
+def _read(plan: Plan, values: Sequence[Any], weights: Sequence[Any]) -> list[IdBatch]:
+    return [
         to_id_batch(spec.path, value, weight)
         for spec, value, weight in zip(plan.features, values, weights, strict=True)
     ]
+
+
+def _check_shapes(
+    plan: Plan, batches: Sequence[IdBatch], batch_size: int | None
+) -> OutputShapes:
     static = [tuple(batch.static_shape.as_list()) for batch in batches]
+    expected, shapes = OutputShapes(plan.features), OutputShapes(plan.features)
+    if batch_size is not None:
+        expected.set_batch_size(batch_size)
     for spec, batch, shape in zip(plan.features, batches, static, strict=True):
         ragged = batch.kind is InputKind.RAGGED
-        shapes.check_input(spec.index, shape, ragged=ragged)
+        expected.check_input(spec.index, shape, ragged=ragged)
     shapes.remember_ranks(static)
-    return batches
+    return shapes

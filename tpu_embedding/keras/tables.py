@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,11 @@ import tensorflow as tf
 from tpu_embedding import embedding
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import errors, gate, plain
+from tpu_embedding.keras.calls import Calls
 from tpu_embedding.keras.configs import Resolved
+
+# Where TensorFlow makes the gradients of tf.cond and of loops.
+_CONTROL_FLOW = (".cond_v2", ".while_v2")
 
 
 class LayerTables(abc.ABC):
@@ -53,6 +58,50 @@ class LayerTables(abc.ABC):
         """As `look_up`, for other features over the tables, in stock ops."""
 
 
+class _TableWeight(keras.Variable):
+    """A table or slot as Keras sees it: the same memory, no copy."""
+
+    def __init__(self, variable: tf.Variable, name: str) -> None:
+        super().__init__(
+            lambda shape, dtype: variable,
+            shape=variable.shape,
+            dtype=variable.dtype,
+            trainable=False,
+            autocast=False,
+            name=_flat(name),
+        )
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        # At once, or later where Keras builds models without making variables.
+        self._initialize(initializer(self.shape, dtype=self.dtype))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """One lookup whose gradient may be asked for.
+
+    Attributes:
+      values: The ids, in the user's structure.
+      weights: Their weights or None, in the same.
+      ticket: Of the lookup.
+      number: int64 scalar of a call in a graph, else None; see `Calls`.
+    """
+
+    values: Any
+    weights: Any
+    ticket: Any
+    number: tf.Tensor | None
+
+    def reaches(self, graph: Any) -> bool:
+        """Whether the ticket can be used in `graph`: made there or around it."""
+        ticket = tf.nest.flatten(self.ticket)[0]
+        if hasattr(ticket, "numpy"):
+            return True  # Made eagerly.
+        while graph is not None and graph is not ticket.graph:
+            graph = getattr(graph, "outer_graph", None)
+        return graph is not None
+
+
 class UpdatedTables(LayerTables):
     """Tables of a core TPUEmbedding, updated in the backward pass."""
 
@@ -77,13 +126,27 @@ class UpdatedTables(LayerTables):
             batch_size=batch_size,
             check_numerics=check_numerics,
         )
+        if batch_size is not None:
+            batch_size //= tf.distribute.get_strategy().num_replicas_in_sync
+        self._batch_size = batch_size
         self._virtual: Any = None
+        self._calls: Any = None
 
     def build(self, layer: keras.layers.Layer) -> None:
         self._virtual = layer.add_weight(
-            name="virtual", shape=(), initializer="zeros", dtype="float32"
+            name="virtual",
+            shape=(),
+            initializer="zeros",
+            dtype="float32",
+            autocast=False,
         )
         self._core.build()
+        with tf.init_scope():
+            self._calls = Calls()
+        # For `get_weights` and what builds on it: EarlyStopping, summary, export.
+        layer.state_of_tables = [
+            _TableWeight(variable, name) for name, variable in self.variables().items()
+        ]
 
     def variables(self) -> dict[str, Any]:
         return self._core.checkpoint_variables()
@@ -105,21 +168,24 @@ class UpdatedTables(LayerTables):
         flat = structure.flatten("activations", activations)
         if not (recording and trainable):
             return flat
+        number = None if tf.executing_eagerly() else self._calls.number()
+        call = _Call(structure.pack(values), structure.pack(weights), ticket, number)
 
         def backward(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             if self._without_optimizer:
                 raise errors.no_optimizer(self._without_optimizer)
-            unscaled = self._unscaled(gradients)
-            if tf.executing_eagerly() or _is_of_this_graph(ticket):
-                self._core.submit(ticket, structure.pack(unscaled))
+            unscaled = structure.pack(self._unscaled(gradients))
+            graph = tf.compat.v1.get_default_graph()
+            if call.reaches(graph):
+                self._core.submit(ticket, unscaled)
                 return []
-            return [self._submit_anew(values, weights, unscaled)]
+            if type(graph).__module__.endswith(_CONTROL_FLOW):
+                raise errors.gradient_of_control_flow()
+            return [self._submit_anew(call, unscaled)]
 
         return gate.let_through(self._virtual, flat, backward)
 
-    def _submit_anew(
-        self, values: Sequence[Any], weights: Sequence[Any], gradients: Sequence[Any]
-    ) -> tf.Tensor:
+    def _submit_anew(self, call: _Call, gradients: Any) -> tf.Tensor:
         """Submits in the gradient of a function, which tickets cannot go to.
 
         What a function hands over to its gradient needs a gradient itself, which a
@@ -129,14 +195,12 @@ class UpdatedTables(LayerTables):
         Returns:
           A tensor that is there once the update is applied.
         """
-        structure = self._resolved.structure
 
         @tf.function(autograph=False)
         def submit() -> tf.Tensor:
-            _, ticket = self._core.lookup(
-                structure.pack(values), structure.pack(weights)
-            )
-            self._core.submit(ticket, structure.pack(gradients))
+            self._calls.take(call.number)
+            _, ticket = self._core.lookup(call.values, call.weights)
+            self._core.submit(ticket, gradients)
             return tf.constant(True)
 
         return submit()
@@ -154,7 +218,10 @@ class UpdatedTables(LayerTables):
             self.variables(),
             values,
             weights,
-            check_numerics=self._check_numerics,
+            plain.Checks(
+                self._check_numerics,
+                self._batch_size if resolved is self._resolved else None,
+            ),
         )
         if not trainable or tf.executing_eagerly():
             return activations
@@ -188,10 +255,11 @@ class TrainableTables(LayerTables):
         for spec in self._resolved.plan.tables:
             config = spec.config
             self._variables[spec.name] = layer.add_weight(
-                name=spec.name,
+                name=_flat(spec.name),
                 shape=(config.vocabulary_size, config.dim),
                 initializer=config.initializer or default_initializer(config.dim),
                 dtype="float32",
+                autocast=False,
             )
 
     def variables(self) -> dict[str, Any]:
@@ -216,9 +284,10 @@ class TrainableTables(LayerTables):
             {name: variable.value for name, variable in self._variables.items()},
             values,
             weights,
-            check_numerics=self._check_numerics,
+            plain.Checks(self._check_numerics),
         )
 
 
-def _is_of_this_graph(ticket: Any) -> bool:
-    return tf.nest.flatten(ticket)[0].graph is tf.compat.v1.get_default_graph()
+def _flat(name: str) -> str:
+    """A name that Keras takes for a variable."""
+    return name.replace("/", "_")
