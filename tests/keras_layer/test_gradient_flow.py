@@ -160,6 +160,20 @@ def test_a_gradient_may_be_computed_in_a_graph_within_that_of_the_call():
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_is_computed_again_in_the_backward_pass_updates_once(graph: bool):
+    layer = make_layer()
+    again = tf.recompute_grad(lambda scale: scale * layer(IDS))
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(again(tf.constant(1.0)))
+        tape.gradient(loss, layer.trainable_variables)
+
+    (tf.function(step) if graph else step)()
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
 @pytest.mark.parametrize("kind", ["cond", "while", "map"])
 def test_a_tape_around_control_flow_is_refused(kind: str):
     layer = make_layer()

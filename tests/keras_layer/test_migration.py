@@ -175,3 +175,63 @@ def test_an_exported_serving_signature(tmp_path: Any):
     loaded = tf.saved_model.load(tmp_path / "model")
     served = loaded.signatures["serve"](features["feature_one"])
     np.testing.assert_array_equal(served["only"], expected)
+
+
+def test_a_subclassed_model_is_exported_with_a_signature(tmp_path: Any):
+    model = ModelWithEmbeddings()
+    _, features = make_batch(3)
+    features["feature_two"] = features["feature_one"]
+    expected = model(features)
+    spec = {name: tf.TensorSpec([None], tf.int32, name=name) for name in features}
+    model.export(tmp_path / "model", verbose=False, input_signature=[spec])
+    loaded = tf.saved_model.load(tmp_path / "model")
+    np.testing.assert_allclose(loaded.serve(features), expected, rtol=1e-5)
+
+
+def test_a_serving_function_is_exported_through_an_archive(tmp_path: Any):
+    model = ModelWithEmbeddings()
+    ids = tf.constant([3, 5])
+    names = make_feature_config()
+    expected = model(dict.fromkeys(names, ids))
+
+    def serve(text: tf.Tensor) -> Any:
+        parsed = tf.strings.to_number(text, tf.int32)
+        return model(dict.fromkeys(names, parsed))
+
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    signature = [tf.TensorSpec([None], tf.string)]
+    archive.add_endpoint("serving", serve, input_signature=signature)
+    archive.write_out(tmp_path / "model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    served = loaded.serving(tf.constant(["3", "5"]))
+    np.testing.assert_allclose(served, expected, rtol=1e-5)
+
+
+def test_separate_optimizers_split_by_layer():
+    """The last training step of the TFRS documentation."""
+    embedding_optimizer = keras.optimizers.Adagrad(0.1)
+    dense_optimizer = keras.optimizers.Adam(0.1)
+    model = ModelWithEmbeddings(embedding_optimizer)
+    labels, features = make_batch(3)
+
+    @tf.function
+    def training_step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            losses = keras.losses.binary_crossentropy(
+                labels, model(features), from_logits=True
+            )
+            loss = tf.reduce_mean(losses)
+        variables = model.trainable_variables
+        pairs = list(zip(tape.gradient(loss, variables), variables, strict=True))
+        embedding_ids = [id(v) for v in model.embedding_layer.trainable_variables]
+        dense_optimizer.apply_gradients(
+            [(g, v) for g, v in pairs if id(v) not in embedding_ids]
+        )
+        embedding_optimizer.apply_gradients(
+            [(g, v) for g, v in pairs if id(v) in embedding_ids]
+        )
+        return loss
+
+    losses = [float(training_step()) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]

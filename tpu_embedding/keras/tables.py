@@ -166,7 +166,12 @@ class UpdatedTables(LayerTables):
             structure.pack(values), structure.pack(weights)
         )
         flat = structure.flatten("activations", activations)
-        if not (recording and trainable):
+        if not trainable:
+            return flat
+        if not recording:
+            # Read all the same: tf.recompute_grad, and so keras.RematScope, computes
+            # gradients of what it saw being read while nothing was recorded.
+            tf.convert_to_tensor(self._virtual)
             return flat
         number = None if tf.executing_eagerly() else self._calls.number()
         call = _Call(structure.pack(values), structure.pack(weights), ticket, number)
