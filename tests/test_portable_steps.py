@@ -255,3 +255,20 @@ def test_replica_with_bad_input(
     step(tf.range(4))
     start[:4] = [[row - 1.0] * 2 for row in range(4)]
     np.testing.assert_array_equal(embedding.embedding_tables[table], start)
+
+
+def test_a_ticket_is_used_once_within_one_graph():
+    engine, other = (
+        Mixed.engine(name, 1, pipelined=False) for name in ("portable", "host")
+    )
+
+    @tf.function
+    def step() -> None:
+        ticket = engine.lookup(Mixed.batch(0), 0).ticket
+        engine.submit(ticket, Mixed.gradients(0), 0)
+        engine.submit(ticket, Mixed.gradients(1), 0)
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="were applied already"):
+        step()
+    other.submit(other.lookup(Mixed.batch(0), 0).ticket, Mixed.gradients(0), 0)
+    assert_same_variables(engine, other, "after one update")

@@ -152,7 +152,9 @@ class StepQueue:
         """
         _, used = _unpack_ticket(ticket)
         outcome = self._call(Ledger.submit, replica, self._pipelined)
-        with tf.control_dependencies([outcome.matrix]):  # After submissions before.
+        # After submissions before. Not the matrix itself: TensorFlow inlines the call
+        # that made it, and what waited for the call then waits for nothing.
+        with tf.control_dependencies([tf.identity(outcome.matrix)]):
             is_used = tf.raw_ops.LookupTableSizeV2(table_handle=used) > 0
         refusal = tf.where(is_used, int(Refusal.ALREADY_SUBMITTED), outcome.refusal)
         cell = self._deposited_cell(replica, outcome.number)
@@ -160,12 +162,13 @@ class StepQueue:
             self._unless_refused(dataclasses.replace(outcome, refusal=refusal)),
             _after(
                 lambda: self._deposited.put(cell, gradients),
-                lambda: self._commit(outcome),
+                # Before the ledger: it is all that the next submission waits for.
                 lambda: tf.raw_ops.LookupTableInsertV2(
                     table_handle=used,
                     keys=tf.zeros([1], tf.int64),
                     values=tf.zeros([1], tf.int64),
                 ),
+                lambda: self._commit(outcome),
             ),
         ):
             return tf.identity(outcome.answer)
