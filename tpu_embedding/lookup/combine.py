@@ -45,14 +45,18 @@ class VariableReader(TableReader):
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedQuantization(TableReader):
-    """Another reader's values, moved to levels (docs/semantics.md, section 1)."""
+    """Another reader's values, moved to levels (docs/semantics.md, section 1).
+
+    In the forward pass only: the gradient is that of the value itself.
+    """
 
     reader: TableReader
     config: QuantizationConfig
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         """See `TableReader.read`."""
-        return _quantize(self.reader.read(rows), self.config)
+        quantize = tf.grad_pass_through(lambda x: _quantize(x, self.config))
+        return quantize(self.reader.read(rows))
 
 
 def reader_of(

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.adapters import AdaptedFeatures, adapt_features, flatten_with_paths
-from tpu_embedding.inputs import InputKind, to_id_batch
+from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.tables import FeatureSpec, Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import (
@@ -142,11 +142,16 @@ class FeatureLookup:
       plan: The features.
       readers: By index of the table; of those that are used.
       most_samples: Sparse input that claims more samples is refused.
+      check_numerics: Whether weights must be finite.
+      batch_size: The size of a batch, where it is known before the graph runs; an
+        exported graph takes any. None: any.
     """
 
     plan: Plan
     readers: Mapping[int, TableReader]
     most_samples: int = MOST_SAMPLES
+    check_numerics: bool = False
+    batch_size: int | None = None
 
     def __call__(
         self,
@@ -170,12 +175,7 @@ class FeatureLookup:
             to_id_batch(spec.path, value, weight)
             for spec, value, weight in zip(specs, values, weights, strict=True)
         ]
-        shapes = OutputShapes(specs)
-        incoming = [tuple(batch.static_shape.as_list()) for batch in batches]
-        for spec, batch, shape in zip(specs, batches, incoming, strict=True):
-            ragged = batch.kind is InputKind.RAGGED
-            shapes.check_input(spec.index, shape, ragged=ragged)
-        shapes.remember_ranks(incoming)
+        shapes = self._check_shapes(specs, batches)
         selections = select(
             [
                 FeatureInput(
@@ -183,7 +183,7 @@ class FeatureLookup:
                     table=self.plan.tables[spec.table],
                     batch=batch,
                     declared=shapes.declared(spec.index),
-                    check_numerics=False,
+                    check_numerics=self.check_numerics,
                     most_samples=self.most_samples,
                 )
                 for spec, batch in zip(specs, batches, strict=True)
@@ -197,3 +197,16 @@ class FeatureLookup:
             activation.set_shape((*shapes.activation(spec.index), config.dim))
             activations.append(activation)
         return activations
+
+    def _check_shapes(
+        self, specs: Sequence[FeatureSpec], batches: Sequence[IdBatch]
+    ) -> OutputShapes:
+        static = [tuple(batch.static_shape.as_list()) for batch in batches]
+        expected, shapes = OutputShapes(specs), OutputShapes(specs)
+        if self.batch_size is not None:
+            expected.set_batch_size(self.batch_size)
+        for spec, batch, shape in zip(specs, batches, static, strict=True):
+            ragged = batch.kind is InputKind.RAGGED
+            expected.check_input(spec.index, shape, ragged=ragged)
+        shapes.remember_ranks(static)
+        return shapes
