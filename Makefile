@@ -23,12 +23,12 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint format ops bench clean
+.PHONY: help demo test lint format ops bench bench-peers clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
 help:
-	@sed -n 's/^# \(make .*\)/\1/p; s/^\([a-z]*\):.*## /make \1\t/p' Makefile
+	@sed -n 's/^# \(make .*\)/\1/p; s/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
 demo: $(VENV)/demo.stamp $(VENV)/package.stamp
 	$(BIN)/python examples/01_movielens_ranking.py $(DEMO)
@@ -55,6 +55,17 @@ ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from ther
 
 bench: ops ## time ours and the peers in turn: make bench BENCH='--optimizer sgd'
 	$(BIN)/python -m benchmarks.run $(BENCH)
+
+# A venv for each peer, as their requirements exclude each other.
+PEERS := $(basename $(notdir $(wildcard benchmarks/peers/requirements/*.txt)))
+
+bench-peers: $(PEERS:%=build/peers/%/installed.stamp) ## install what bench compares with
+
+build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
+	$(PYTHON) -m venv --clear build/peers/$*
+	build/peers/$*/bin/python -m pip --disable-pip-version-check --quiet install \
+	    --requirement $<
+	@touch $@
 
 clean: ## remove all that set-up and builds made
 	rm -rf $(VENV) build dist *.egg-info tpu_embedding/ops/*.so

@@ -2,45 +2,92 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
+from typing import Any
 
 FUNCTIONS = ("lookup", "step")
 
 
-def write(folder: pathlib.Path, title: str, ours: str, results: dict[str, dict]) -> str:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What was measured.
+
+    Attributes:
+      title: The scenario and the optimizer.
+      step_bytes: What a training step has to move (Scenario.bytes_per_step).
+      peers: By peer its `rule`, why it is `missing` or None, its `milliseconds` and
+        those of `ours` in the same turns: by function the median, min and max.
+    """
+
+    title: str
+    step_bytes: int
+    peers: dict[str, dict[str, Any]]
+
+    def ratio(self, peer: str, function: str) -> float | None:
+        """How many times faster ours is than the peer; None where one is missing."""
+        result = self.peers[peer]
+        if function not in result["milliseconds"] or function not in result["ours"]:
+            return None
+        theirs, ours = (result[side][function] for side in ("milliseconds", "ours"))
+        return theirs["median"] / ours["median"]
+
+    @property
+    def bandwidth(self) -> tuple[float, float] | None:
+        """GB/s of a copy, read and written, and of our step; None if not measured."""
+        from benchmarks.peers import memory_copy
+
+        for result in self.peers.values():
+            copy, step = result["milliseconds"].get("copy"), result["ours"].get("step")
+            if copy and step:
+                return (
+                    memory_copy.BYTES / copy["median"] / 1e6,
+                    self.step_bytes / step["median"] / 1e6,
+                )
+        return None
+
+
+def write(folder: pathlib.Path, run: Run) -> str:
     """Writes <title>.json, .md and .png into `folder`; returns the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    table = markdown(title, ours, results)
-    (folder / f"{title}.json").write_text(json.dumps(results, indent=2) + "\n")
-    (folder / f"{title}.md").write_text(table)
-    _draw(folder / f"{title}.png", title, results)
+    table = markdown(run)
+    text = json.dumps(dataclasses.asdict(run), indent=2) + "\n"
+    (folder / f"{run.title}.json").write_text(text)
+    (folder / f"{run.title}.md").write_text(table)
+    _draw(folder / f"{run.title}.png", run)
     return table
 
 
-def markdown(title: str, ours: str, results: dict[str, dict]) -> str:
-    """A row for each peer: median, spread, and how many times faster ours is."""
-    lines = [
-        f"### {title}",
-        "",
-        "| peer | lookup ms (min-max) | ours faster | step ms (min-max) "
-        "| ours faster | update rule |",
-        "|---|---|---|---|---|---|",
-    ]
-    for peer, result in results.items():
+def markdown(run: Run) -> str:
+    """A row for each peer: its time and ours in the same turns, and the ratio."""
+    head = ["peer", "update rule"]
+    for function in FUNCTIONS:
+        head += [f"{function} ms (min-max)", "ours", "times faster"]
+    lines = [f"### {run.title}", "", _row(head), _row(["---"] * len(head))]
+    for peer, result in run.peers.items():
         if result["missing"]:
-            lines.append(f"| {peer} | not measured: {result['missing']} | | | | |")
+            lines.append(_row([peer, f"not measured: {result['missing']}"]))
             continue
-        cells = [
-            cell
-            for function in FUNCTIONS
-            for cell in (
-                _time(result["milliseconds"].get(function)),
-                _ratio(results[ours], result, function),
-            )
+        cells = [peer, result["rule"]]
+        for function in FUNCTIONS:
+            ratio = run.ratio(peer, function)
+            cells.append(_time(result["milliseconds"].get(function)))
+            cells.append(_time(result["ours"].get(function)))
+            cells.append("-" if ratio is None else f"{ratio:.2f} x")
+        lines.append(_row(cells))
+    if run.bandwidth:
+        copy, step = run.bandwidth
+        lines += [
+            "",
+            f"Our step moves {run.step_bytes / 1e6:.0f} MB at {step:.1f} GB/s, "
+            f"{step / copy:.0%} of a copy's {copy:.1f} GB/s.",
         ]
-        lines.append(f"| {peer} | {' | '.join(cells)} | {result['rule']} |")
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _time(times: dict[str, float] | None) -> str:
@@ -49,35 +96,24 @@ def _time(times: dict[str, float] | None) -> str:
     return f"{times['median']:.2f} ({times['min']:.2f}-{times['max']:.2f})"
 
 
-def _ratio(ours: dict, theirs: dict, function: str) -> str:
-    if function not in theirs["milliseconds"] or ours["missing"]:
-        return "-"
-    ratio = (
-        theirs["milliseconds"][function]["median"]
-        / ours["milliseconds"][function]["median"]
-    )
-    return f"{ratio:.2f} x"
-
-
-def _draw(path: pathlib.Path, title: str, results: dict[str, dict]) -> None:
+def _draw(path: pathlib.Path, run: Run) -> None:
     import matplotlib as mpl  # an extra; a run without it still has its numbers
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = {peer: r for peer, r in results.items() if not r["missing"]}
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.6 * len(shown) * len(FUNCTIONS)))
+    shown = [p for p in run.peers if any(run.ratio(p, f) for f in FUNCTIONS)]
+    figure, axes = plt.subplots(figsize=(8, 1.5 + 0.6 * len(shown)))
     for offset, function in enumerate(FUNCTIONS):
-        medians = [
-            r["milliseconds"].get(function, {}).get("median", 0) for r in shown.values()
-        ]
+        ratios = [run.ratio(peer, function) or 0.0 for peer in shown]
         places = [index + 0.4 * offset for index in range(len(shown))]
-        bars = axes.barh(places, medians, height=0.38, label=function)
-        axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.set_yticks([index + 0.2 for index in range(len(shown))], list(shown))
+        bars = axes.barh(places, ratios, height=0.38, label=function)
+        axes.bar_label(bars, fmt="%.1f x", padding=3)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks([index + 0.2 for index in range(len(shown))], shown)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds, median")
-    axes.set_title(title)
+    axes.set_xlabel("how many times faster tpu_embedding is (median over median)")
+    axes.set_title(run.title)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -18,6 +18,16 @@ from benchmarks import report
 from benchmarks.scenarios import SCENARIOS
 
 OURS = "tpu_embedding"
+PEERS = (
+    "memory_copy",
+    "fbgemm",
+    "torch_embedding_bag",
+    "tfrs",
+    "keras_rs",
+    "tensorflow_nn",
+)
+# Slots of a table's own width, by optimizer.
+SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2, "ftrl": 2, "rowwise_adagrad": 0}
 
 
 @dataclasses.dataclass
@@ -82,51 +92,68 @@ def _python_of(peer: str) -> str:
 def measure(
     peers: Sequence[str], scenario: str, optimizer: str, rounds: int
 ) -> dict[str, dict]:
-    """By peer: what it does, why it is missing, and its times in milliseconds."""
-    workers = []
+    """By peer: what it does, why it is missing, its times, and ours beside it.
+
+    Peers come one by one, each in turn with ours, A B A B: all tables of all peers
+    at once would not fit into the memory of a small machine.
+    """
+    results = {}
     for peer in peers:
-        print(f"  preparing {peer} ...", flush=True)
-        workers.append(Worker.start(peer, scenario, optimizer))
-    present = [worker for worker in workers if worker.missing is None]
+        print(f"  {peer}: preparing ...", flush=True)
+        ours = Worker.start(OURS, scenario, optimizer)
+        theirs = Worker.start(peer, scenario, optimizer)
+        if not (ours.missing or theirs.missing):
+            _take_turns(ours, theirs, rounds)
+        for worker in (ours, theirs):
+            worker.stop()
+        results[peer] = {
+            "rule": theirs.rule,
+            "missing": theirs.missing or ours.missing,
+            "milliseconds": _summary(theirs),
+            "ours": _summary(ours),
+        }
+    return results
+
+
+def _take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
     for index in range(rounds):
-        print(f"\r  round {index + 1} of {rounds}", end="", flush=True)
-        for function in ("lookup", "step"):
-            for worker in present:
-                if function in worker.seconds:
-                    worker.measure(function)
+        print(f"\r  {theirs.peer}: round {index + 1} of {rounds}", end="", flush=True)
+        for worker in (ours, theirs):
+            for function in worker.seconds:
+                worker.measure(function)
     print()
-    for worker in workers:
-        worker.stop()
-    return {worker.peer: _summary(worker) for worker in workers}
 
 
-def _summary(worker: Worker) -> dict:
+def _summary(worker: Worker) -> dict[str, dict[str, float]]:
     times = {}
     for function, seconds in worker.seconds.items():
         milliseconds = sorted(1000 * value for value in seconds)
-        times[function] = {
-            "median": statistics.median(milliseconds),
-            "min": milliseconds[0],
-            "max": milliseconds[-1],
-        }
-    return {"rule": worker.rule, "missing": worker.missing, "milliseconds": times}
+        if milliseconds:
+            times[function] = {
+                "median": statistics.median(milliseconds),
+                "min": milliseconds[0],
+                "max": milliseconds[-1],
+            }
+    return times
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes build/bench/<scenario>-<optimizer>.{json,md,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
-    parser.add_argument("--optimizer", default="adagrad")
-    parser.add_argument("--peers", nargs="*", default=["tensorflow_nn"])
+    parser.add_argument("--optimizer", choices=sorted(SLOTS), default="adagrad")
+    parser.add_argument("--peers", nargs="*", default=PEERS)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, {flags.optimizer}")
-    results = measure(
-        [OURS, *flags.peers], flags.scenario, flags.optimizer, flags.rounds
+    results = measure(flags.peers, flags.scenario, flags.optimizer, flags.rounds)
+    run = report.Run(
+        title=f"{flags.scenario}-{flags.optimizer}",
+        step_bytes=SCENARIOS[flags.scenario].bytes_per_step(SLOTS[flags.optimizer]),
+        peers=results,
     )
-    title = f"{flags.scenario}-{flags.optimizer}"
-    print(report.write(flags.out, title, OURS, results))
+    print(report.write(flags.out, run))
 
 
 if __name__ == "__main__":

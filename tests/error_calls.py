@@ -195,6 +195,13 @@ CALLS = [
         "Feature 0: Argument `name` must be None or not empty. Received: ''.",
     ),
     Case(
+        "too_many_rows",
+        lambda: _plan(FeatureConfig(TableConfig(2**31, 1, name="ids"))),
+        ValueError,
+        "Table 'ids' has vocabulary_size=2147483648, but rows are numbered by int32 as "
+        "on TPUs: at most 2147483647. Spread the ids over several tables.",
+    ),
+    Case(
         "duplicate_table_name",
         lambda: _plan(FEATURE, OTHER),
         ValueError,

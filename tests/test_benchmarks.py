@@ -37,17 +37,41 @@ def test_scenarios() -> None:
 def test_run_writes_its_three_files(root: pathlib.Path) -> None:
     out = root / "out"
     command = [sys.executable, "-m", "benchmarks.run", "--scenario", "tiny"]
-    options = ["--rounds", "2", "--out", str(out), "--peers", "tensorflow_nn", "no"]
+    options = ["--rounds", "2", "--out", str(out), "--peers"]
+    options += ["memory_copy", "tensorflow_nn", "no"]
     package = pathlib.Path(tpu_embedding.__file__).parents[1]
     path = os.pathsep.join([str(root), str(package)])
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
     subprocess.run([*command, *options], env=environment, check=True)
-    results = json.loads((out / "tiny-adagrad.json").read_text())
-    assert set(results["tpu_embedding"]["milliseconds"]) == {"lookup", "step"}
-    assert results["tensorflow_nn"]["missing"] is None
+    written = json.loads((out / "tiny-adagrad.json").read_text())
+    results = written["peers"]
+    for side in ("milliseconds", "ours"):
+        assert set(results["tensorflow_nn"][side]) == {"lookup", "step"}
+    assert set(results["memory_copy"]["milliseconds"]) == {"copy"}
     assert "No module named" in results["no"]["missing"]
     table = (out / "tiny-adagrad.md").read_text()
     report = importlib.import_module("benchmarks.report")
-    assert table == report.markdown("tiny-adagrad", "tpu_embedding", results)
+    assert table == report.markdown(report.Run(**written))
     assert "| no | not measured: No module named" in table
+    assert "of a copy's" in table
     assert (out / "tiny-adagrad.png").stat().st_size > 0
+
+
+def test_ratio_is_theirs_over_ours() -> None:
+    report = importlib.import_module("benchmarks.report")
+    times = {"median": 6.0, "min": 5.0, "max": 9.0}
+    ours = {"median": 2.0, "min": 1.0, "max": 3.0}
+    peer = {"milliseconds": {"step": times}, "ours": {"step": ours, "lookup": ours}}
+    run = report.Run("title", 10, {"peer": {**peer, "rule": "r", "missing": None}})
+    assert run.ratio("peer", "step") == 3.0
+    assert run.ratio("peer", "lookup") is None
+    assert "| peer | r | - | 2.00 (1.00-3.00) | - | 6.00 (5.00-9.00) |" in (
+        report.markdown(run)
+    )
+
+
+def test_bytes_of_a_step() -> None:
+    scenarios = importlib.import_module("benchmarks.scenarios")
+    scenario = scenarios.Scenario("one", 4, 8, (1,), (3,))
+    # 12 ids, 4 samples and one distinct row, which has a slot.
+    assert scenario.bytes_per_step(1) == 4 * 8 * (2 * 12 + 4 + 2 * 2 * 1)

@@ -246,7 +246,7 @@ def test_batch_size(arguments: Any, options: Any) -> None:
         lambda ids: embedding.enqueue({"film": ids}),
         input_signature=[tf.TensorSpec([None], tf.int32)],
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\(4,\) was declared"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="batch_size declares"):
         open_size(IDS)
 
 

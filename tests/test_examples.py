@@ -23,23 +23,26 @@ import tpu_embedding
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 RANKING = ROOT / "examples" / "01_movielens_ranking.py"
+SERVE = ROOT / "examples" / "04_serve.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
 
-def arguments(example: pathlib.Path, *more: str | pathlib.Path) -> dict[str, Any]:
+def arguments(
+    example: pathlib.Path, *more: str | pathlib.Path, **variables: str
+) -> dict[str, Any]:
     """For subprocess: an example in quick mode, with warnings as errors."""
     # The example is to import the very package that is under test here.
     package = pathlib.Path(tpu_embedding.__file__).resolve().parents[1]
     return {
         "args": [sys.executable, "-W", "error", str(example), "--quick", *more],
-        "env": {**os.environ, "PYTHONPATH": str(package)},
+        "env": {**os.environ, "PYTHONPATH": str(package), **variables},
     }
 
 
-def run(example: pathlib.Path, *more: str | pathlib.Path) -> str:
+def run(example: pathlib.Path, *more: str | pathlib.Path, **variables: str) -> str:
     """Runs an example to its end; returns what it printed."""
     done = subprocess.run(
-        **arguments(example, *more),
+        **arguments(example, *more, **variables),
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -107,14 +110,43 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     )
 
 
+def test_ranking_on_the_portable_engine(
+    unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
+):
+    run(RANKING, "--out", tmp_path, TPU_EMBEDDING_ENGINE="portable")
+    # Sums in another order: the same to what 2 epochs make of rounding.
+    expected = found_metrics(unbroken[0])
+    assert found_metrics(tmp_path) == pytest.approx(expected, abs=1e-3)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_example_runs(
     example: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest
 ):
     if example == RANKING:
         request.getfixturevalue("unbroken")  # It ran already.
-    else:
+    elif example != SERVE:  # It runs below.
         run(example, "--out", tmp_path)
+
+
+def test_serving_in_fewer_bits_keeps_the_quality(
+    unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
+):
+    printed = run(SERVE, "--out", tmp_path, "--demo", unbroken[0])
+    found = json.loads((tmp_path / "serving.json").read_text())
+    expected = found_metrics(unbroken[0])
+    quality = {storage: result["quality"] for storage, result in found.items()}
+    assert quality["float32"]["auc"] == pytest.approx(expected["test_auc"], abs=1e-6)
+    assert quality["float32"]["rmse"] == pytest.approx(expected["test_rmse"], abs=1e-6)
+    assert quality["int8"]["auc"] >= quality["float32"]["auc"] - 0.002
+    assert quality["int4"]["auc"] >= quality["float32"]["auc"] - 0.01
+    sizes = {storage: result["table_bytes"] for storage, result in found.items()}
+    assert sizes["int4"] < 0.22 * sizes["float32"]
+    # A byte for each value and four for each row: a quarter and 1/16 at 16 columns,
+    # and the biases stay as they are.
+    assert sizes["int8"] < 0.34 * sizes["float32"]
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{sizes['int8']:,}" in printed
 
 
 def test_data_folder_without_data_is_refused(tmp_path: pathlib.Path):

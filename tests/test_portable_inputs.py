@@ -131,6 +131,26 @@ REFUSED = [
     ),
     Refused("index_twice", sparse([[0, 1], [0, 1]], [2, 3]), "sparse entry 1 is out"),
     Refused(
+        "axis_negative",
+        sparse(np.zeros([0, 2]), [-1, 3]),
+        "Feature f0: the shape (None,) has a negative axis or more than 2147483648 "
+        "samples.",
+    ),
+    Refused(
+        "axes_huge", sparse(np.zeros([0, 3]), [2**31, 2**31, 3]), "the shape (2147"
+    ),
+    Refused(
+        "shape_too_large",
+        sparse(np.zeros([0, 2]), [2**40, 2]),
+        "Feature f0: the shape (1099511627776,) has a negative axis or more than "
+        "2147483648 samples.",
+    ),
+    Refused(
+        "shape_overflows",
+        sparse(np.zeros([0, 3]), [2**32, 2**32, 2]),
+        "Feature f0: the shape (4294967296, 4294967296) has a negative axis or more",
+    ),
+    Refused(
         "index_count",
         sparse([[0, 1], [0, 2]], [2, 3], [1, 1, 1]),
         "Feature f0: a sparse input of 3 values and rank 2 has 4 numbers in its "
@@ -160,27 +180,28 @@ REFUSED = [
     Refused(
         "rows_do_not_fill",
         ragged([0, 0, 0, 0, 0, 0]),
-        "Feature f0: a ragged input of 5 rows does not fill the declared output shape "
-        "(4, 3).",
+        "Feature f0: a ragged input of 5 rows does not fill the output shape (4, 3) "
+        "that FeatureConfig.output_shape declares.",
         OUTPUT_4_3,
     ),
     Refused("no_rows", ragged([0]), "a ragged input of 0 rows does not", OUTPUT_4_3),
     Refused(
         "rows_do_not_fill_open",
         ragged([0, 0, 0, 0]),
-        "a ragged input of 3 rows does not fill the declared output shape (None, 2).",
+        "a ragged input of 3 rows does not fill the output shape (None, 2) that",
         {"output_shape": (None, 2)},
     ),
     Refused(
         "other_shape",
         dense(np.zeros([4, 2, 1], np.int64)),
-        "Feature f0: the input gives output shape (4, 2) but (4, 3) was declared.",
+        "Feature f0: the input gives output shape (4, 2), not (4, 3) that "
+        "FeatureConfig.output_shape declares.",
         OUTPUT_4_3,
     ),
     Refused(
         "other_rows",
         sparse(np.zeros([0, 2]), [5, 2]),
-        "the input gives output shape (5,) but (4,) was declared.",
+        "the input gives output shape (5,), not (4,) that ",
         {"output_shape": (4,)},
     ),
 ]

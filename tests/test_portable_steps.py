@@ -58,13 +58,14 @@ def random_call(rng: np.random.Generator, num_replicas: int, kinds: str) -> Any:
             Mixed.gradients(seed, bad=bad), replica
         ),
         "f": lambda engine, _: engine.flush(),
+        "r": lambda engine, _: engine.reset(),
         "l": look_up,
         "s": submit,
     }
     return f"{kind}{replica}{'t' * training}{'b' * bad}", calls[kind]
 
 
-@pytest.mark.parametrize("kinds", ["eEdadaf", "lssf", "Edadaels"])
+@pytest.mark.parametrize("kinds", ["eEdadadadafr", "lsslssfr", "Edadaels"])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_any_order_of_calls(
@@ -254,3 +255,20 @@ def test_replica_with_bad_input(
     step(tf.range(4))
     start[:4] = [[row - 1.0] * 2 for row in range(4)]
     np.testing.assert_array_equal(embedding.embedding_tables[table], start)
+
+
+def test_a_ticket_is_used_once_within_one_graph():
+    engine, other = (
+        Mixed.engine(name, 1, pipelined=False) for name in ("portable", "host")
+    )
+
+    @tf.function
+    def step() -> None:
+        ticket = engine.lookup(Mixed.batch(0), 0).ticket
+        engine.submit(ticket, Mixed.gradients(0), 0)
+        engine.submit(ticket, Mixed.gradients(1), 0)
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="were applied already"):
+        step()
+    other.submit(other.lookup(Mixed.batch(0), 0).ticket, Mixed.gradients(0), 0)
+    assert_same_variables(engine, other, "after one update")

@@ -11,6 +11,8 @@ from tpu_embedding.optimizers import (
     Adam,
     RowwiseAdagrad,
 )
+from tpu_embedding.serving.embedding import TPUEmbeddingForServing
+from tpu_embedding.serving.lookup import serving_embedding_lookup
 
 __all__ = [
     "FTRL",
@@ -23,5 +25,7 @@ __all__ = [
     "RowIdInitializer",
     "RowwiseAdagrad",
     "TPUEmbedding",
+    "TPUEmbeddingForServing",
     "TableConfig",
+    "serving_embedding_lookup",
 ]

@@ -151,7 +151,7 @@ def adapt_features(
     paths = []
     features = []
     tables: dict[Any, TableConfig] = {}  # By the object that the user passed.
-    for path, leaf in _flatten(feature_config):
+    for path, leaf in flatten_with_paths(feature_config):
         if not isinstance(leaf, (FeatureConfig, _stock.FeatureConfig)):
             raise errors.not_a_feature_config(path, leaf)
         try:
@@ -167,7 +167,7 @@ def adapt_features(
     return AdaptedFeatures(tuple(paths), tuple(features), keys)
 
 
-def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_with_paths(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) in the order of tf.nest.flatten."""
     if isinstance(structure, Mapping):
         children = [(key, structure[key]) for key in sorted(structure)]
@@ -178,7 +178,7 @@ def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or SINGLE_FEATURE_PATH, structure
         return
     for name, child in children:
-        yield from _flatten(child, f"{path}/{name}" if path else str(name))
+        yield from flatten_with_paths(child, f"{path}/{name}" if path else str(name))
 
 
 def _adapt_table(table: Any, invalid_ids: str | None) -> TableConfig:

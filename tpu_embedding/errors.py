@@ -164,6 +164,14 @@ def located(path: str, error: Exception) -> Exception:
     return type(error)(f"Feature {path}: {error}")
 
 
+def too_many_rows(name: str, rows: int, most: int) -> ValueError:
+    """A table whose rows int32 cannot number."""
+    return ValueError(
+        f"Table {name!r} has vocabulary_size={rows}, but rows are numbered by int32 as "
+        f"on TPUs: at most {most}. Spread the ids over several tables."
+    )
+
+
 def duplicate_table_name(name: str, first: str, second: str) -> ValueError:
     """Two tables, one name."""
     return ValueError(
@@ -436,7 +444,7 @@ def host_engine_unavailable(variable: str, reason: str) -> RuntimeError:
 
 
 def weights_shape(path: str, expected: object, actual: object) -> ValueError:
-    """Dense weights of another shape than their ids."""
+    """Weights of another shape than their ids."""
     return ValueError(
         f"The weights of feature {path} must have the shape of its ids, {expected}. "
         f"Received: {actual}."

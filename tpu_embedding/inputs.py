@@ -129,9 +129,9 @@ _READERS = {
 
 def _with_weights(batch: IdBatch, path: str, value: Any, weights: Any) -> IdBatch:
     own = _READERS[batch.kind](path, weights)
+    if not batch.static_shape.is_compatible_with(own.static_shape):
+        raise errors.weights_shape(path, batch.static_shape, own.static_shape)
     if batch.kind is InputKind.DENSE:
-        if not batch.static_shape.is_compatible_with(own.static_shape):
-            raise errors.weights_shape(path, batch.static_shape, own.static_shape)
         structure = None
     elif batch.kind is InputKind.SPARSE:
         structure = None if value.indices is weights.indices else own.structure

@@ -95,6 +95,13 @@ def current() -> Topology:
     )
 
 
+def is_tpu() -> bool:
+    """Whether a TPU strategy's scope is active, or one that stands in for it."""
+    strategy = tf.distribute.get_strategy()
+    simulated = hasattr(strategy.extended, "tpu_hardware")
+    return simulated or isinstance(strategy, _UNSUPPORTED["TPUStrategy"])
+
+
 def _choose_engine(device: str) -> str:
     asked = os.environ.get(ENGINE_VARIABLE, "")
     if asked and asked not in _ENGINES:

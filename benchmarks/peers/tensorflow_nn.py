@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from benchmarks.peers.sparse import sparse
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 
@@ -35,7 +35,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     rule = _OPTIMIZERS[optimizer]()
     rule.build(tables)
     batches = itertools.cycle(
-        [_sparse(ids) for ids in batch] for batch in scenario.batches(4)
+        [sparse(ids) for ids in batch] for batch in scenario.batches(4)
     )
 
     @tf.function
@@ -56,9 +56,3 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         "step": timed(lambda: step(next(batches))),
         "lookup": timed(lambda: lookup(next(batches))),
     }
-
-
-def _sparse(ids: np.ndarray) -> tf.SparseTensor:
-    batch, width = ids.shape
-    indices = np.stack(np.divmod(np.arange(batch * width), width), axis=1)
-    return tf.SparseTensor(indices, ids.reshape(-1), ids.shape)

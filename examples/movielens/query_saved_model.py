@@ -22,8 +22,9 @@ def main(argv: list[str]) -> None:
     """Answers one request."""
     request = json.load(sys.stdin)
     model: Any = tf.saved_model.load(argv[1])
-    answer = model.predict(
-        tf.constant(request["user"], tf.int64), tf.constant(request["recent"], tf.int64)
+    answer = model.signatures["all_films"](
+        user=tf.constant(request["user"], tf.int64),
+        recent=tf.constant(request["recent"], tf.int64),
     )
     json.dump({"rating": answer["rating"].numpy().tolist()}, sys.stdout)
 

@@ -2,73 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+import tpu_embedding as te
 from movielens.data import Catalogue
 
 QUERY = Path(__file__).parent / "query_saved_model.py"
 
 
-class Recommender(tf.Module):
-    """Predicts how a user would rate each film.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recommender:
+    """The dense part and the catalogue, as the exported model needs them."""
 
-    After saving it needs neither this file nor tpu_embedding: the tables are plain
-    variables, and the lookups are TensorFlow's own.
-    """
+    catalogue: Catalogue
+    dense_part: keras.Model
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        tables: Mapping[str, tf.Variable],
-        dense_part: keras.Model,
-    ) -> None:
-        super().__init__()
-        self._catalogue = catalogue
-        self._tables = dict(tables)
-        self._dense_part = dense_part
+    def __call__(
+        self, activations: Mapping[str, tf.Tensor], dense: Mapping[str, tf.Tensor]
+    ) -> dict[str, tf.Tensor]:
+        """The rating of each pair of a user and a film, float32 [B]."""
+        rating = self.dense_part({**activations, **dense}, training=False)
+        return {"rating": rating}
 
-    @tf.function(
-        input_signature=[
-            tf.TensorSpec([], tf.int64, name="user"),
-            tf.TensorSpec([None], tf.int64, name="recent"),
-        ]
-    )
-    def predict(self, user: tf.Tensor, recent: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Rates all I films for one user.
+    def pairs(self) -> te.serving.Signature:
+        """Asks for B pairs: "user" [B], "item" [B] and "recent", ragged [B, (films)].
 
-        Args:
-          user: int64 [].
-          recent: int64 [(films)], what the user rated last.
-
-        Returns:
-          "rating", float32 [I], and "title", string [I].
+        All else that the model takes is looked up in the catalogue, in the graph.
         """
-        batch = self._catalogue.all_films(user, recent)
-        ids, dense = self._catalogue.inputs(batch)
-        inputs = {name: _lookup(self._tables[name], ids[name]) for name in ids}
-        rating = self._dense_part({**inputs, "numbers": dense}, training=False)
-        return {"rating": rating, "title": tf.constant(self._catalogue.titles)}
+
+        def read(inputs: dict[str, tf.Tensor]) -> te.serving.Request:
+            recent = tf.RaggedTensor.from_row_splits(
+                inputs["recent_values"], inputs["recent_row_splits"]
+            )
+            batch = {"user": inputs["user"], "item": inputs["item"], "recent": recent}
+            return self._request(batch)
+
+        names = ("user", "item", "recent_values", "recent_row_splits")
+        return te.serving.Signature(
+            dict.fromkeys(names, tf.TensorSpec([None], tf.int64)), read
+        )
+
+    def all_films(self) -> te.serving.Signature:
+        """Asks for all films: "user" [] and "recent" [(films)]."""
+
+        def read(inputs: dict[str, tf.Tensor]) -> te.serving.Request:
+            return self._request(self.catalogue.all_films(**inputs))
+
+        return te.serving.Signature(
+            {
+                "user": tf.TensorSpec([], tf.int64),
+                "recent": tf.TensorSpec([None], tf.int64),
+            },
+            read,
+        )
+
+    def _request(self, batch: dict[str, Any]) -> te.serving.Request:
+        ids, numbers = self.catalogue.inputs(batch)
+        return te.serving.Request(ids, dense={"numbers": numbers})
 
 
-def _lookup(table: tf.Variable, ids: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
-    """Rows, or for ragged ids their mean, with zeros where there are none."""
-    if isinstance(ids, tf.Tensor):
-        return tf.gather(table, ids)
-    count = tf.cast(ids.row_lengths(), tf.float32)[:, tf.newaxis]
-    return tf.math.divide_no_nan(tf.reduce_sum(tf.gather(table, ids), axis=1), count)
+def export(
+    recommender: Recommender,
+    embedding: te.TPUEmbedding | te.TPUEmbeddingForServing,
+    folder: Path,
+    storage: str = "float32",
+) -> te.serving.Report:
+    """Writes the SavedModel with the signatures "pairs" and "all_films"."""
+    return te.serving.export(
+        embedding,
+        folder,
+        recommender,
+        storage=storage,
+        signatures={
+            "pairs": recommender.pairs(),
+            "all_films": recommender.all_films(),
+        },
+    )
 
 
-def export(recommender: Recommender, folder: Path) -> None:
-    """Writes the SavedModel; `predict` is also its default signature."""
-    tf.saved_model.save(recommender, str(folder), signatures=recommender.predict)
+def ask_pairs(served: Any, batch: Mapping[str, Any]) -> tf.Tensor:
+    """The ratings of a batch by the signature "pairs" of a loaded model."""
+    recent = batch["recent"]
+    answer = served(
+        user=batch["user"],
+        item=batch["item"],
+        recent_values=recent.values,
+        recent_row_splits=recent.row_splits,
+    )
+    return answer["rating"]
 
 
 def query(folder: Path, user: int, recent: tf.Tensor) -> np.ndarray:

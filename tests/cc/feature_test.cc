@@ -34,8 +34,8 @@ FeatureInput Input(const std::vector<int64_t>& ids,
   return input;
 }
 
-template <class T>
-void CheckList(const Buffer<T>& buffer, const std::vector<T>& expected) {
+template <class T, class U>
+void CheckList(const Buffer<T>& buffer, const std::vector<U>& expected) {
   CHECK_EQ(buffer.size(), static_cast<int64_t>(expected.size()));
   for (size_t i = 0; i < expected.size(); ++i) {
     CHECK_EQ(buffer[i], expected[i]);
@@ -52,7 +52,9 @@ void CheckCsr(const FeatureSpec& spec, const FeatureInput& input,
   CHECK_TRUE(csr.output_shape == shape);
   CheckList(csr.offsets, offsets);
   CheckList(csr.rows, rows);
-  CheckList(csr.gains, gains);
+  CHECK_TRUE(csr.gains.size() == 0 || csr.gains.size() == csr.rows.size());
+  CHECK_EQ(rows.size(), gains.size());
+  for (size_t i = 0; i < gains.size(); ++i) CHECK_EQ(csr.gain(i), gains[i]);
 }
 
 void CheckRefused(const FeatureSpec& spec, const FeatureInput& input,
@@ -107,6 +109,7 @@ void TestRagged() {
   FeatureSpec spec = Spec(InputKind::kRagged);
   CheckCsr(spec, input, {4}, {0, 3, 3, 4, 4}, ids, {1, 1, 1, 1});
   spec.shape_known = true;
+  spec.declared_source = "build()";
   spec.declared_shape = {2, 2};
   CheckCsr(spec, input, {2, 2}, {0, 3, 3, 4, 4}, ids, {1, 1, 1, 1});
   spec.declared_shape = {-1, 2};
@@ -117,11 +120,11 @@ void TestRagged() {
   spec.declared_shape = {0};
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "
-               "declared output shape (0,).");
+               "output shape (0,) that build() declares.");
   spec.declared_shape = {3};
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "
-               "declared output shape (3,).");
+               "output shape (3,) that build() declares.");
 }
 
 void TestInvalidIds() {
@@ -197,10 +200,11 @@ void TestNumericsAndShapes() {
                "(inf).");
   spec = Spec(InputKind::kDense);
   spec.shape_known = true;
+  spec.declared_source = "build()";
   spec.declared_shape = {3};
   CheckRefused(spec, input,
-               "Feature user/film: the input gives output shape (2,) but (3,) "
-               "was declared.");
+               "Feature user/film: the input gives output shape (2,), not (3,) "
+               "that build() declares.");
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ class Matrix {
 };
 
 // Up to five entries for a sample, so that rows are shared and samples empty.
-FeatureCsr RandomCsr() {
+FeatureCsr RandomCsr(bool has_gains) {
   std::vector<int64_t> rows;
   FeatureCsr csr;
   csr.offsets = Buffer<int64_t>(kSamples + 1);
@@ -70,17 +70,17 @@ FeatureCsr RandomCsr() {
     }
     csr.offsets[s + 1] = rows.size();
   }
-  csr.rows = Buffer<int64_t>(rows.size());
-  csr.gains = Buffer<float>(rows.size());
+  csr.rows = Buffer<int32_t>(rows.size());
+  csr.gains = Buffer<float>(has_gains ? rows.size() : 0);
   for (size_t i = 0; i < rows.size(); ++i) {
     csr.rows[i] = rows[i];
-    csr.gains[i] = Random();
+    if (has_gains) csr.gains[i] = Random();
   }
   return csr;
 }
 
-void TestLookup(int64_t dim) {
-  const FeatureCsr csr = RandomCsr();
+void TestLookup(int64_t dim, bool has_gains) {
+  const FeatureCsr csr = RandomCsr(has_gains);
   Matrix table(kRows, dim, 0);
   for (const Quantization& quantization :
        {Quantization{}, Quantization{5, -0.5f, 0.5f}}) {
@@ -97,7 +97,7 @@ void TestLookup(int64_t dim) {
             x = std::min(std::max(x, -0.5f), 0.5f);
             x = std::floor((x + 0.5f) / step + 0.5f) * step - 0.5f;
           }
-          sum += csr.gains[i] * x;
+          sum += csr.gain(i) * x;
         }
         CHECK_EQ(out.row(s)[d], sum);
       }
@@ -108,16 +108,15 @@ void TestLookup(int64_t dim) {
 // One step's gradients; those of every seventh sample are not given.
 struct Gradients {
   explicit Gradients(int64_t dim)
-      : csr(RandomCsr()),
-        groups(GroupByRow({&csr}, kRows)),
-        values(kSamples, dim, 0) {
+      : csr(RandomCsr(/*has_gains=*/true)), values(kSamples, dim, 0) {
+    GroupByRow({&csr}, kRows, &groups);
     for (int64_t s = 0; s < kSamples; ++s) {
       samples.push_back(s % 7 ? values.row(s) : nullptr);
     }
   }
 
   const FeatureCsr csr;
-  const RowGroups groups;
+  RowGroups groups;
   Matrix values;
   std::vector<const float*> samples;
 };
@@ -200,8 +199,9 @@ void TestFrame(int64_t dim) {
     for (int64_t d = 0; d < dim; ++d) {
       float sum = 0;
       for (int64_t i = groups.starts[g]; i < groups.starts[g + 1]; ++i) {
-        const float* gradient = gradients.samples[groups.samples[i]];
-        if (gradient) sum += groups.gains[i] * gradient[d];
+        const RowEntry& entry = groups.entries[i];
+        const float* gradient = gradients.samples[entry.sample];
+        if (gradient) sum += entry.gain * gradient[d];
       }
       sum = std::min(std::max(sum, -0.5f), 0.4f);
       row[d] -= 0.1f * row[d];
@@ -218,8 +218,9 @@ void TestFrame(int64_t dim) {
 
 int main() {
   using namespace tpu_embedding;
-  for (int64_t dim : {1, 3, 7, 8, 15, 16, 17, 64, 100}) {
-    TestLookup(dim);
+  for (int64_t dim : {1, 3, 4, 7, 15, 16, 17, 33, 64, 100, 130}) {
+    TestLookup(dim, true);
+    TestLookup(dim, false);
     TestFrame(dim);
     TestThreads<Sgd>({}, dim);
     TestThreads<Adagrad>({}, dim);

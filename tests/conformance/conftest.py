@@ -9,7 +9,6 @@ from tpu_embedding import engines, topology
 
 ENGINES = sorted(engines._ENGINES)
 STRATEGIES = {
-    "default": tf.distribute.get_strategy,
     "one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
     "mirrored2": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
     "mirrored3": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"]),

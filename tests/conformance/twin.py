@@ -109,16 +109,18 @@ class Twin:
       optimizer: For tables without one of their own.
       strategy: The strategy of the embedding; None is the default one.
       function: Wraps the training step, e.g. tf.function.
+      inside: Training batches are enqueued by each replica, inside strategy.run.
       constructor: More arguments of TPUEmbedding.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what there is to vary.
         self,
         tables: Mapping[str, Table],
         features: Mapping[str, Feature],
         optimizer: Any = None,
         strategy: tf.distribute.Strategy | None = None,
         function: Callable[[Any], Any] = lambda step: step,
+        inside: bool = False,
         **constructor: Any,
     ) -> None:
         self.tables, self.features = dict(tables), dict(sorted(features.items()))
@@ -137,6 +139,7 @@ class Twin:
             pipelined=constructor.get("pipeline_execution_with_tensor_core", False),
         )
         self._train = function(self._train_eagerly)
+        self._inside = inside
         self._steps = 0
         self._condition = 1.0
         self._terms = dict.fromkeys(tables, 1)  # Most entries of a row in a step.
@@ -257,14 +260,17 @@ class Twin:
         )
 
     def _train_eagerly(self, values: Any, weights: Any, gradients: Any) -> Any:
-        self.embedding.enqueue(values, weights)
+        if not self._inside:
+            self.embedding.enqueue(values, weights)
 
-        def replica_step(own_gradients: Any) -> Any:
+        def replica_step(own_values: Any, own_weights: Any, own_gradients: Any) -> Any:
+            if self._inside:
+                self.embedding.enqueue(own_values, own_weights)
             activations = self.embedding.dequeue()
             self.embedding.apply_gradients(own_gradients)
             return activations
 
-        return self.strategy.run(replica_step, args=(gradients,))
+        return self.strategy.run(replica_step, args=(values, weights, gradients))
 
     def _reference_batch(self, batch: Batch) -> tuple[list, list]:
         return (
@@ -309,8 +315,10 @@ class Twin:
             ]
             if not ids:
                 continue
-            named = np.concatenate(ids) % table.rows
-            rows, counts = np.unique(named, return_counts=True)
+            named = np.concatenate(ids)
+            if table.invalid_ids == "drop":
+                named = named[(named >= 0) & (named < table.rows)]
+            rows, counts = np.unique(named % table.rows, return_counts=True)
             self._named[name].update(rows.tolist())
             self._terms[name] = max(self._terms[name], counts.max(initial=1))
 

@@ -173,7 +173,7 @@ class HostEngine(Engine):
             has_weights=[w is not None for w in weights],
             has_weight_structure=[s is not None for s in structures],
             kinds=[b.kind.value for b in batch],
-            declared_shapes=self._declared_shapes(),
+            **self._declared_shapes(),
             training=training,
             replica=replica or 0,
             **self._prepare_attributes,
@@ -200,10 +200,14 @@ class HostEngine(Engine):
             "replica": replica,
         }
 
-    def _declared_shapes(self) -> list[tf.TensorShape]:
+    def _declared_shapes(self) -> dict[str, Any]:
         shapes = self._options.output_shapes
-        declared: list[Any] = [shapes.declared(f.index) for f in self._plan.features]
-        return [tf.TensorShape(shape) for shape in declared]
+        declared = [shapes.declared(f.index) for f in self._plan.features]
+        axes: list[Any] = [d.shape if d else None for d in declared]
+        return {
+            "declared_shapes": [tf.TensorShape(shape) for shape in axes],
+            "declared_sources": [d.source if d else "" for d in declared],
+        }
 
     def _activation_shapes(self) -> list[tf.TensorShape]:
         shapes = self._options.output_shapes

@@ -10,23 +10,23 @@ import tensorflow as tf
 
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
 from tpu_embedding.engines.portable_cells import pack, unpack
-from tpu_embedding.engines.portable_checks import (
+from tpu_embedding.engines.portable_steps import StepQueue
+from tpu_embedding.engines.portable_tables import (
+    entry_gradients,
+    sum_by_row,
+    update,
+)
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.lookup.checks import (
     Change,
     Check,
     no_change,
     require,
     text,
 )
-from tpu_embedding.engines.portable_entries import Entries, build_entries
-from tpu_embedding.engines.portable_rows import FeatureInput, first
-from tpu_embedding.engines.portable_steps import StepQueue
-from tpu_embedding.engines.portable_tables import (
-    entry_gradients,
-    look_up,
-    sum_by_row,
-    update,
-)
-from tpu_embedding.inputs import IdBatch
+from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
+from tpu_embedding.lookup.entries import Entries, build_entries
+from tpu_embedding.lookup.rows import FeatureInput, first
 
 
 class PortableEngine(Engine):
@@ -191,11 +191,9 @@ class PortableEngine(Engine):
                 self._plan.features, entries, self._dims, strict=True
             ):
                 config = self._plan.tables[feature.table].config
-                activation = look_up(
-                    self.tables[feature.table].parameters,
-                    config.quantization_config,
-                    entry,
-                )
+                table = VariableReader(self.tables[feature.table].parameters)
+                reader = reader_of(table, config.quantization_config)
+                activation = look_up(reader, entry)
                 shape = self._options.output_shapes.activation(feature.index)
                 activations.append(tf.ensure_shape(activation, (*shape, dim)))
         return activations

@@ -212,13 +212,10 @@ class Ledger:
 
     def completes(self, replica: int, submitting: bool) -> Outcome:
         """The answer: whether the next gradients are the last of their step."""
-        outcome = self.submit(replica, False) if submitting else self.deposit(replica)
-        after = Ledger.from_matrix(outcome.matrix)
-        full = after._all_in(_DEPOSITED)
-        answer = tf.reduce_any(after._find(outcome.number) & full)
-        return dataclasses.replace(
-            outcome, answer=answer & (outcome.refusal == 0), matrix=self.to_matrix()
-        )
+        own = self.next_enqueue[replica] if submitting else self._owed_number(replica)
+        missing = tf.reduce_sum(tf.cast(self.states != _DEPOSITED, tf.int32), axis=1)
+        answer = tf.reduce_any(self._find(own) & (missing == 1))
+        return self._outcome(number=own, answer=answer)
 
     def fail_deposit(self, replica: int) -> Outcome:
         """The gradients of `replica` failed their checks.
@@ -251,14 +248,12 @@ class Ledger:
         is_partial = tf.reduce_any(
             (self.states[:, replica] == _DEPOSITED) & ~self._all_in(_DEPOSITED)
         )
-        latest = tf.reduce_max(self.next_enqueue)
-        ledger = dataclasses.replace(
-            self,
-            next_enqueue=tf.where(is_partial, latest, self.next_enqueue),
-            next_dequeue=tf.where(is_partial, latest, self.next_dequeue),
-        )
-        ledger = ledger._keep(tf.fill(tf.shape(self.numbers), ~is_partial))
+        ledger = self._clear_if(is_partial)
         return ledger._outcome(_first([(is_partial, Refusal.SUBMITTED_BY_SOME)]))
+
+    def reset(self) -> Outcome:
+        """Forgets all batches and gradients: what is queued, owed or pending."""
+        return self._clear_if(tf.constant(True))._outcome()
 
     def submit(self, replica: int, pipelined: bool) -> Outcome:
         """Takes a batch together with its gradients.
@@ -351,6 +346,17 @@ class Ledger:
             training=tf.boolean_mask(self.training, steps),
             states=tf.boolean_mask(self.states, steps),
         )
+
+    def _clear_if(self, condition: tf.Tensor) -> Ledger:
+        latest = tf.reduce_max(self.next_enqueue)
+        ledger = dataclasses.replace(
+            self,
+            failed=tf.where(condition, NEVER, self.failed),
+            arrived=self.arrived & ~condition,
+            next_enqueue=tf.where(condition, latest, self.next_enqueue),
+            next_dequeue=tf.where(condition, latest, self.next_dequeue),
+        )
+        return ledger._keep(tf.fill(tf.shape(self.numbers), ~condition))
 
     def _put(self, replica: int, allowed: tf.Tensor, *, training: bool) -> Ledger:
         """Queues a batch of `replica`, where that is allowed."""

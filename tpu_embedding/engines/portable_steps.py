@@ -15,10 +15,10 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.portable_cells import Cells, pack, unpack
-from tpu_embedding.engines.portable_checks import no_change, refuse
 from tpu_embedding.engines.portable_ledger import Ledger, Outcome
 from tpu_embedding.engines.portable_refusals import MOST_UPDATES, Refusal, messages
 from tpu_embedding.engines.variables import create_state
+from tpu_embedding.lookup.checks import no_change, refuse
 
 
 class StepQueue:
@@ -152,7 +152,9 @@ class StepQueue:
         """
         _, used = _unpack_ticket(ticket)
         outcome = self._call(Ledger.submit, replica, self._pipelined)
-        with tf.control_dependencies([outcome.matrix]):  # After submissions before.
+        # After submissions before. Not the matrix itself: TensorFlow inlines the call
+        # that made it, and what waited for the call then waits for nothing.
+        with tf.control_dependencies([tf.identity(outcome.matrix)]):
             is_used = tf.raw_ops.LookupTableSizeV2(table_handle=used) > 0
         refusal = tf.where(is_used, int(Refusal.ALREADY_SUBMITTED), outcome.refusal)
         cell = self._deposited_cell(replica, outcome.number)
@@ -160,12 +162,13 @@ class StepQueue:
             self._unless_refused(dataclasses.replace(outcome, refusal=refusal)),
             _after(
                 lambda: self._deposited.put(cell, gradients),
-                lambda: self._commit(outcome),
+                # Before the ledger: it is all that the next submission waits for.
                 lambda: tf.raw_ops.LookupTableInsertV2(
                     table_handle=used,
                     keys=tf.zeros([1], tf.int64),
                     values=tf.zeros([1], tf.int64),
                 ),
+                lambda: self._commit(outcome),
             ),
         ):
             return tf.identity(outcome.answer)
@@ -176,7 +179,7 @@ class StepQueue:
 
     def reset(self) -> None:
         """Forgets all steps; what is left in the cells is written over."""
-        self._ledger.assign(Ledger.empty(self._num_replicas).to_matrix())
+        self._commit(self._call(Ledger.reset))
 
     def lookups_are_done(self) -> tf.Tensor:
         """Whether an update is ready and all have looked up the step after it."""

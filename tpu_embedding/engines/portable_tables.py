@@ -1,38 +1,14 @@
-"""Lookup and update of one table in stock ops."""
+"""The update of one table in stock ops."""
 
 from __future__ import annotations
 
-import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.engines.array_ops import TENSORFLOW_OPS
-from tpu_embedding.engines.portable_entries import Entries
 from tpu_embedding.engines.variables import TableVariables
+from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.base import apply_rule
-
-
-def look_up(
-    table: tf.Variable, quantization: QuantizationConfig | None, entries: Entries
-) -> tf.Tensor:
-    """For each sample the sum of its rows, each times its gain.
-
-    Args:
-      table: float32 [V, D].
-      quantization: What each value goes through first.
-      entries: What to look up.
-
-    Returns:
-      float32 [*entries.shape, D].
-    """
-    values = tf.gather(table, entries.rows)
-    if quantization is not None:
-        values = _quantize(values, quantization)
-    sums = tf.math.unsorted_segment_sum(
-        values * entries.gains[:, tf.newaxis], entries.samples, entries.num_samples
-    )
-    return tf.reshape(sums, tf.concat([entries.shape, tf.shape(sums, tf.int64)[1:]], 0))
 
 
 def entry_gradients(gradient: tf.Tensor, entries: Entries, dim: int) -> tf.Tensor:
@@ -90,11 +66,3 @@ def update(
         updated = apply_rule(optimizer, TENSORFLOW_OPS, gradient, row, slots, rate)
         for variable, value in zip(state, updated, strict=True):
             variable.scatter_update(tf.IndexedSlices(value, rows))
-
-
-def _quantize(values: tf.Tensor, quantization: QuantizationConfig) -> tf.Tensor:
-    """The nearest of `num_buckets` levels, in float32 as in the C++ core."""
-    lower, upper = np.float32(quantization.lower), np.float32(quantization.upper)
-    step = (upper - lower) / np.float32(quantization.num_buckets - 1)
-    clipped = tf.minimum(tf.maximum(values, lower), upper)
-    return tf.floor((clipped - lower) / step + 0.5) * step + lower

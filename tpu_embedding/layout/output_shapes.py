@@ -91,12 +91,12 @@ class OutputShapes:
                 incoming = from_input(spec.path, spec.config, shape)
                 self._ranks[spec.index] = len(incoming)
 
-    def declared(self, feature: int) -> Shape | None:
+    def declared(self, feature: int) -> Declared | None:
         """What a batch of this feature has to fill, or None where nothing is."""
         declared = self._declared[feature]
-        if declared is None and self._batch_size is None:
-            return None
-        return self.activation(feature)
+        if declared is None and self._batch_size is not None:
+            return Declared(self.activation(feature), "batch_size")
+        return declared
 
     def activation(self, feature: int) -> Shape:
         """What is known before a batch comes; the rank is that of the first one."""

@@ -11,6 +11,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.optimizers import Optimizer
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
+MOST_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +75,8 @@ def make_plan(
       optimizer: For tables that have none; may be None.
 
     Raises:
-      ValueError: If two tables have one name, or an optimizer is none of ours.
+      ValueError: If two tables have one name, an optimizer is none of ours, or a
+        table has more rows than int32 can number.
     """
     users: dict[TableConfig, list[int]] = {}  # Features of each table.
     for index, feature in enumerate(features):
@@ -92,6 +94,7 @@ def make_plan(
             )
         )
     _check_names(tables, paths)
+    _check_rows(tables)
     _check_optimizers(tables, paths)
     numbers = {table.config: table.index for table in tables}
     return Plan(
@@ -115,6 +118,13 @@ def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
         reserved = [f"{other}/{slot}" for other in seen for slot in _slots(tables)]
         if table.name in (UPDATES, *reserved):
             raise errors.reserved_table_name(table.name)
+
+
+def _check_rows(tables: Sequence[TableSpec]) -> None:
+    for table in tables:
+        if table.config.vocabulary_size > MOST_ROWS:
+            rows = table.config.vocabulary_size
+            raise errors.too_many_rows(table.name, rows, MOST_ROWS)
 
 
 def _slots(tables: Sequence[TableSpec]) -> set[str]:

@@ -2,159 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
+#include <type_traits>
+
+#include "core/input_rows.h"
+#include "core/simd.h"
 
 namespace tpu_embedding {
 namespace {
-
-template <class... Parts>
-std::string Concat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
-
-// More samples than this are an error in the input, not a batch: their offsets
-// alone would take 16 GiB.
-constexpr int64_t kMostSamples = int64_t{1} << 31;
-
-// The product of a shape, or -1 where an axis is negative or the product is
-// larger than any batch.
-int64_t Product(const std::vector<int64_t>& shape) {
-  int64_t product = 1;
-  for (const int64_t axis : shape) {
-    if (axis < 0 || axis > kMostSamples) return -1;
-    product *= axis;
-    if (product > kMostSamples) return -1;
-  }
-  return product;
-}
-
-std::string ShapeText(const std::vector<int64_t>& shape) {
-  std::string text = "(";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text +=
-        (i ? ", " : "") + (shape[i] < 0 ? "None" : std::to_string(shape[i]));
-  }
-  return text + (shape.size() == 1 ? ",)" : ")");
-}
-
-Error TooManySamples(const FeatureSpec& spec,
-                     const std::vector<int64_t>& shape) {
-  return Concat("Feature ", spec.path, ": the shape ", ShapeText(shape),
-                " has a negative axis or more than ", kMostSamples,
-                " samples.");
-}
-
-// Rows of the input (its shape without the last axis) and where their entries
-// lie. Dense rows have one length, the others have splits.
-struct Rows {
-  std::vector<int64_t> shape;
-  int64_t count = 0;
-  int64_t length = 0;               // dense: entries per row
-  const int64_t* splits = nullptr;  // sparse and ragged
-  Buffer<int64_t> own_splits;       // sparse: what `splits` points to
-
-  int64_t begin(int64_t row) const {
-    return splits ? splits[row] : row * length;
-  }
-};
-
-void DenseRows(const FeatureInput& input, Rows* rows) {
-  rows->shape = input.shape;
-  rows->length = 1;
-  if (input.shape.size() > 1) {
-    rows->length = input.shape.back();
-    rows->shape.pop_back();
-  }
-  rows->count = Product(rows->shape);
-}
-
-Error RaggedRows(const FeatureSpec& spec, const FeatureInput& input,
-                 Rows* rows) {
-  const int64_t* splits = input.structure;
-  if (input.structure_size < 1 || splits[0] != 0) {
-    return Concat("Feature ", spec.path, ": row_splits must start at 0.");
-  }
-  rows->count = input.structure_size - 1;
-  for (int64_t row = 0; row < rows->count; ++row) {
-    if (splits[row + 1] < splits[row]) {
-      return Concat("Feature ", spec.path, ": row_splits must not decrease, ",
-                    "but row ", row, " goes from ", splits[row], " to ",
-                    splits[row + 1], ".");
-    }
-  }
-  if (splits[rows->count] != input.num_ids) {
-    return Concat("Feature ", spec.path, ": row_splits end at ",
-                  splits[rows->count], " but there are ", input.num_ids,
-                  " ids.");
-  }
-  rows->splits = splits;
-  rows->shape = {rows->count};
-  return std::nullopt;
-}
-
-// The position of one sparse entry: its row, counted over all axes but the
-// last, and its column.
-struct Cell {
-  int64_t row;
-  int64_t column;
-  bool inside;
-};
-
-Cell SparseCell(const FeatureInput& input, int64_t entry) {
-  const int64_t rank = input.shape.size();
-  const int64_t* index = input.structure + entry * rank;
-  Cell cell{0, index[rank - 1], true};
-  for (int64_t axis = 0; axis < rank; ++axis) {
-    cell.inside &= index[axis] >= 0 && index[axis] < input.shape[axis];
-    if (axis + 1 < rank) cell.row = cell.row * input.shape[axis] + index[axis];
-  }
-  return cell;
-}
-
-Error SparseRows(const FeatureSpec& spec, const FeatureInput& input,
-                 Rows* rows) {
-  rows->shape = input.shape;
-  rows->shape.pop_back();
-  rows->count = Product(rows->shape);
-  if (rows->count < 0) return TooManySamples(spec, rows->shape);
-  rows->own_splits = Buffer<int64_t>(rows->count + 1);
-  int64_t row = -1;
-  int64_t column = -1;
-  for (int64_t entry = 0; entry < input.num_ids; ++entry) {
-    const Cell cell = SparseCell(input, entry);
-    if (!cell.inside) {
-      return Concat("Feature ", spec.path, ": sparse entry ", entry,
-                    " has an index outside of dense_shape ",
-                    ShapeText(input.shape), ".");
-    }
-    if (cell.row < row || (cell.row == row && cell.column <= column)) {
-      return Concat("Feature ", spec.path, ": sparse entry ", entry,
-                    " is out of order or occurs twice. Call ",
-                    "tf.sparse.reorder first and keep one entry per index.");
-    }
-    for (; row < cell.row; ++row) rows->own_splits[row + 1] = entry;
-    column = cell.column;
-  }
-  for (; row < rows->count; ++row) rows->own_splits[row + 1] = input.num_ids;
-  rows->splits = rows->own_splits.data();
-  return std::nullopt;
-}
-
-Error BuildRows(const FeatureSpec& spec, const FeatureInput& input,
-                Rows* rows) {
-  switch (spec.kind) {
-    case InputKind::kSparse:
-      return SparseRows(spec, input, rows);
-    case InputKind::kRagged:
-      return RaggedRows(spec, input, rows);
-    case InputKind::kDense:
-      break;
-  }
-  DenseRows(input, rows);
-  return std::nullopt;
-}
 
 Error CheckWeights(const FeatureSpec& spec, const FeatureInput& input) {
   if (!input.weight_structure) return std::nullopt;
@@ -197,6 +51,11 @@ bool FillOpenAxis(int64_t count, std::vector<int64_t>* shape) {
   return true;
 }
 
+std::string DeclaredText(const FeatureSpec& spec) {
+  return Concat(ShapeText(spec.declared_shape), " that ", spec.declared_source,
+                " declares");
+}
+
 // Sets the output shape and the number of positions per row: 0 where a row is
 // one sample, else each position of a row is a sample of its own.
 Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
@@ -214,14 +73,13 @@ Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
       *positions = product / rows.count;
     } else if (!filled || product != rows.count) {
       return Concat("Feature ", spec.path, ": a ragged input of ", rows.count,
-                    " rows does not fill the declared output shape ",
-                    ShapeText(spec.declared_shape), ".");
+                    " rows does not fill the output shape ", DeclaredText(spec),
+                    ".");
     }
   }
   if (spec.shape_known && !Matches(shape, spec.declared_shape)) {
     return Concat("Feature ", spec.path, ": the input gives output shape ",
-                  ShapeText(shape), " but ", ShapeText(spec.declared_shape),
-                  " was declared.");
+                  ShapeText(shape), ", not ", DeclaredText(spec), ".");
   }
   if (Product(shape) < 0) return TooManySamples(spec, shape);
   csr->output_shape = shape;
@@ -251,6 +109,18 @@ void SetGains(Combiner combiner, int64_t begin, int64_t end, float* gains) {
   }
 }
 
+// Whether no id is invalid. Read as unsigned, negative ids are the largest.
+template <class Id>
+TPU_EMBEDDING_CLONES bool AreInRange(const Id* ids, int64_t size,
+                                     uint64_t vocabulary_size) {
+  using Unsigned = std::make_unsigned_t<Id>;
+  Unsigned largest = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    largest = std::max(largest, static_cast<Unsigned>(ids[i]));
+  }
+  return size == 0 || largest < vocabulary_size;
+}
+
 // Writes the entries of one feature, sample by sample.
 template <class Id>
 class CsrWriter {
@@ -265,10 +135,14 @@ class CsrWriter {
 
   Error Write(const Rows& rows) {
     const int64_t samples = rows.count * (positions_ ? positions_ : 1);
-    csr_->offsets = Buffer<int64_t>(samples + 1);
-    csr_->rows = Buffer<int64_t>(input_.num_ids);
-    csr_->gains = Buffer<float>(input_.num_ids);
+    csr_->offsets.Resize(samples + 1);
+    csr_->rows.Resize(input_.num_ids);
+    csr_->gains.Resize(input_.num_ids);
     csr_->offsets[0] = 0;
+    if (KeepsAllEntries()) {
+      WriteAll(rows);
+      return std::nullopt;
+    }
     for (int64_t row = 0; row < rows.count && !error_; ++row) {
       positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
     }
@@ -278,6 +152,35 @@ class CsrWriter {
   }
 
  private:
+  // Whether each id is an entry of its row, with nothing to cut or to refuse.
+  bool KeepsAllEntries() const {
+    const bool checks_weights = spec_.check_numerics && input_.weights;
+    return !positions_ && !checks_weights &&
+           AreInRange(ids_, input_.num_ids, spec_.vocabulary_size);
+  }
+
+  // The usual batch, without a branch for each id.
+  void WriteAll(const Rows& rows) {
+    const int64_t size = input_.num_ids;
+    for (int64_t row = 0; row < rows.count; ++row) {
+      csr_->offsets[row + 1] = rows.begin(row + 1);
+    }
+    std::copy(ids_, ids_ + size, csr_->rows.data());
+    if (!input_.weights && spec_.combiner == Combiner::kSum) {
+      csr_->gains.Truncate(0);
+      return;
+    }
+    if (input_.weights) {
+      std::copy(input_.weights, input_.weights + size, csr_->gains.data());
+    } else {
+      std::fill(csr_->gains.data(), csr_->gains.data() + size, 1.0f);
+    }
+    for (int64_t row = 0; row < rows.count; ++row) {
+      SetGains(spec_.combiner, rows.begin(row), rows.begin(row + 1),
+               csr_->gains.data());
+    }
+  }
+
   void WriteSample(const Rows& rows, int64_t row) {
     AppendAll(row, rows.begin(row), rows.begin(row + 1));
     CloseSample();
@@ -323,7 +226,7 @@ class CsrWriter {
         }
         id = (id % vocabulary_size + vocabulary_size) % vocabulary_size;
       }
-      csr_->rows[size_] = id;
+      csr_->rows[size_] = static_cast<int32_t>(id);
       csr_->gains[size_] = weight;
       ++size_;
     }

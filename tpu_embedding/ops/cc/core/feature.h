@@ -9,6 +9,7 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_FEATURE_H_
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,11 +25,18 @@ enum class InvalidIds { kError, kDrop, kMod };
 // The text of an error in the caller's values, or nothing.
 using Error = std::optional<std::string>;
 
+// Rows are numbered by int32, as on TPUs.
+constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+
+// More samples than this are an error in the input, not a batch: their offsets
+// alone would take 16 GiB.
+constexpr int64_t kMostSamples = int64_t{1} << 31;
+
 // What is known of a feature before any batch comes.
 struct FeatureSpec {
   std::string path;   // where it stands in the user's structure, for messages
   std::string table;  // the table's name, for messages
-  int64_t vocabulary_size = 0;
+  int64_t vocabulary_size = 0;  // at most kMostRows
   InputKind kind = InputKind::kDense;
   Combiner combiner = Combiner::kMean;
   InvalidIds invalid_ids = InvalidIds::kError;
@@ -38,6 +46,7 @@ struct FeatureSpec {
   // any size. `shape_known` is false where nothing was declared.
   std::vector<int64_t> declared_shape;
   bool shape_known = false;
+  std::string declared_source;  // who declared it, for messages
 };
 
 // A view of one batch of ids as TensorFlow holds it.
@@ -59,10 +68,11 @@ struct FeatureInput {
 struct FeatureCsr {
   std::vector<int64_t> output_shape;  // without the embedding axis
   Buffer<int64_t> offsets;            // [num_samples + 1]
-  Buffer<int64_t> rows;               // [num_entries], each in [0, V)
-  Buffer<float> gains;                // [num_entries]
+  Buffer<int32_t> rows;               // [num_entries], each in [0, V)
+  Buffer<float> gains;                // [num_entries], or empty: all are 1
 
   int64_t num_samples() const { return offsets.size() - 1; }
+  float gain(int64_t entry) const { return gains.size() ? gains[entry] : 1.0f; }
 };
 
 // Checks the whole input and writes `csr`. On an error `csr` is unspecified.

@@ -4,39 +4,43 @@
 #include <cmath>
 
 #include "core/simd.h"
+#include "core/weighted_sum-inl.h"
 
 namespace tpu_embedding {
 namespace {
 
 // How many entries ahead a row is asked for: far enough to cover a miss to
 // memory (~100 ns) with the work of the rows between.
-constexpr int64_t kPrefetchDistance = 16;
-constexpr int64_t kFloatsPerCacheLine = 16;
+constexpr int64_t kEntriesAhead = 16;
 
-TPU_EMBEDDING_INLINE void PrefetchRow(const float* row, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += kFloatsPerCacheLine) {
-    __builtin_prefetch(row + d, /*rw=*/0, /*locality=*/3);
+// The rows of a sample and their gains. Asking for a row asks for a later one.
+template <bool kHasGains>
+struct RowTerms {
+  const float* table;
+  int64_t dim;
+  const int32_t* rows;
+  const float* gains;
+  int64_t last;  // of all entries
+
+  TPU_EMBEDDING_INLINE const float* vector(int64_t i) const {
+    const int64_t ahead = std::min(i + kEntriesAhead, last);
+    PrefetchFloats(table + rows[ahead] * dim, dim);
+    return table + rows[i] * dim;
   }
-}
+  TPU_EMBEDDING_INLINE float gain(int64_t i) const {
+    return kHasGains ? gains[i] : 1.0f;
+  }
+};
 
-TPU_EMBEDDING_CLONES
-void PlainLookup(const FeatureCsr& csr, const float* __restrict table,
-                 int64_t dim, int64_t begin, int64_t end,
-                 float* __restrict out) {
-  const int64_t* rows = csr.rows.data();
-  const float* gains = csr.gains.data();
+template <bool kHasGains>
+TPU_EMBEDDING_CLONES void PlainLookup(const FeatureCsr& csr, const float* table,
+                                      int64_t dim, int64_t begin, int64_t end,
+                                      float* out) {
   const int64_t* offsets = csr.offsets.data();
-  const int64_t last = offsets[end];
+  const RowTerms<kHasGains> terms{table, dim, csr.rows.data(), csr.gains.data(),
+                                  csr.rows.size() - 1};
   for (int64_t s = begin; s < end; ++s) {
-    float* __restrict sum = out + s * dim;
-    std::fill(sum, sum + dim, 0.0f);
-    for (int64_t i = offsets[s]; i < offsets[s + 1]; ++i) {
-      const int64_t ahead = std::min(i + kPrefetchDistance, last - 1);
-      PrefetchRow(table + rows[ahead] * dim, dim);
-      const float* __restrict row = table + rows[i] * dim;
-      const float gain = gains[i];
-      for (int64_t d = 0; d < dim; ++d) sum[d] += gain * row[d];
-    }
+    WeightedSum(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
   }
 }
 
@@ -55,7 +59,7 @@ void QuantizedLookup(const FeatureCsr& csr, const float* __restrict table,
       for (int64_t d = 0; d < dim; ++d) {
         const float x = std::min(std::max(row[d], lower), upper);
         const float level = std::floor((x - lower) / step + 0.5f);
-        sum[d] += csr.gains[i] * (level * step + lower);
+        sum[d] += csr.gain(i) * (level * step + lower);
       }
     }
   }
@@ -69,7 +73,9 @@ void Lookup(const FeatureCsr& csr, const float* table, int64_t dim,
   if (quantization.num_buckets) {
     QuantizedLookup(csr, table, dim, quantization, begin, end, out);
   } else {
-    PlainLookup(csr, table, dim, begin, end, out);
+    const auto lookup =
+        csr.gains.size() ? PlainLookup<true> : PlainLookup<false>;
+    lookup(csr, table, dim, begin, end, out);
   }
 }
 

@@ -3,6 +3,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_PARALLEL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_PARALLEL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 
@@ -15,6 +16,17 @@ using Range = std::function<void(int64_t begin, int64_t end)>;
 // pass TensorFlow's own worker pool, tests pass a loop or std::thread.
 using ParallelFor =
     std::function<void(int64_t total, int64_t cost, const Range& body)>;
+
+// Runs body(i) once for each i in [0, total). Whichever thread is free takes
+// the next: for items of very different sizes, the largest first.
+inline void ForEachItem(const ParallelFor& parallel_for, int64_t total,
+                        int64_t cost,
+                        const std::function<void(int64_t)>& body) {
+  std::atomic<int64_t> next{0};
+  parallel_for(total, cost, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < total; i = next++) body(i);
+  });
+}
 
 }  // namespace tpu_embedding
 

@@ -1,6 +1,7 @@
 #include "core/prepared_batch.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tpu_embedding {
 namespace {
@@ -8,6 +9,37 @@ namespace {
 // Rough cycles for checking one id, and for sorting one.
 constexpr int64_t kCyclesPerCheck = 10;
 constexpr int64_t kCyclesPerSort = 50;
+
+// The indices of `sizes`, the largest first.
+std::vector<int> ByDescendingSize(const std::vector<int64_t>& sizes) {
+  std::vector<int> order(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return sizes[a] > sizes[b]; });
+  return order;
+}
+
+// Groups each table's entries by row.
+void GroupTables(const TableMap& tables, int64_t num_ids,
+                 const ParallelFor& parallel_for, PreparedBatch* batch) {
+  const int64_t num_tables = batch->tables.size();
+  std::vector<std::vector<const FeatureCsr*>> features(num_tables);
+  std::vector<int64_t> sizes(num_tables);
+  for (int64_t t = 0; t < num_tables; ++t) {
+    for (int f : tables.FeaturesOf(t)) {
+      features[t].push_back(&batch->features[f]);
+      sizes[t] += batch->features[f].rows.size();
+    }
+  }
+  const auto order = ByDescendingSize(sizes);
+  ForEachItem(parallel_for, num_tables,
+              kCyclesPerSort * num_ids / std::max<int64_t>(num_tables, 1),
+              [&](int64_t i) {
+                const int t = order[i];
+                GroupByRow(features[t], tables.vocabulary_sizes[t],
+                           &batch->tables[t]);
+              });
+}
 
 }  // namespace
 
@@ -24,37 +56,26 @@ Error PrepareBatch(const std::vector<FeatureSpec>& specs,
                    const std::vector<FeatureInput>& inputs, bool training,
                    const ParallelFor& parallel_for, PreparedBatch* batch) {
   const int64_t num_features = specs.size();
-  const int64_t num_tables = tables.vocabulary_sizes.size();
-  int64_t num_ids = 0;
-  for (const FeatureInput& input : inputs) num_ids += input.num_ids;
+  std::vector<int64_t> sizes;
+  for (const FeatureInput& input : inputs) sizes.push_back(input.num_ids);
+  const int64_t num_ids =
+      std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
 
   batch->features.resize(num_features);
   batch->vocabulary_sizes = tables.vocabulary_sizes;
   std::vector<Error> errors(num_features);
-  const int64_t check_cost =
-      kCyclesPerCheck * num_ids / std::max<int64_t>(num_features, 1);
-  parallel_for(num_features, check_cost, [&](int64_t begin, int64_t end) {
-    for (int64_t f = begin; f < end; ++f) {
-      errors[f] = BuildCsr(specs[f], inputs[f], &batch->features[f]);
-    }
-  });
+  const auto order = ByDescendingSize(sizes);
+  ForEachItem(parallel_for, num_features,
+              kCyclesPerCheck * num_ids / std::max<int64_t>(num_features, 1),
+              [&](int64_t i) {
+                const int f = order[i];
+                errors[f] = BuildCsr(specs[f], inputs[f], &batch->features[f]);
+              });
   for (const Error& error : errors) {
     if (error) return error;
   }
-  if (!training) return std::nullopt;
-
-  batch->tables.resize(num_tables);
-  const int64_t sort_cost =
-      kCyclesPerSort * num_ids / std::max<int64_t>(num_tables, 1);
-  parallel_for(num_tables, sort_cost, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      std::vector<const FeatureCsr*> features;
-      for (int f : tables.FeaturesOf(t)) {
-        features.push_back(&batch->features[f]);
-      }
-      batch->tables[t] = GroupByRow(features, tables.vocabulary_sizes[t]);
-    }
-  });
+  batch->tables.resize(training ? tables.vocabulary_sizes.size() : 0);
+  GroupTables(tables, num_ids, parallel_for, batch);
   return std::nullopt;
 }
 

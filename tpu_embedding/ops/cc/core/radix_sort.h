@@ -1,8 +1,9 @@
-// Stable sort of entries by row: least significant digit first.
+// Stable sort of entries by an integer key: least significant digit first.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -11,37 +12,69 @@
 
 namespace tpu_embedding {
 
-template <class Word>
-struct KeyedEntry {
-  Word key;
-  Word entry;
+// How a sort cuts its keys into digits.
+class Digits {
+ public:
+  // Keys are below `bound`. Wide digits mean few passes, each of which has to
+  // clear and add up its counters; so few entries get narrow digits. Eleven
+  // bits: 2048 counters stay in the first-level cache.
+  Digits(uint64_t bound, int64_t num_entries) {
+    const int key_bits = bound > 1 ? BitWidth(bound - 1) : 1;
+    const int most = std::clamp(BitWidth(num_entries), 4, 11);
+    passes_ = (key_bits + most - 1) / most;
+    bits_ = (key_bits + passes_ - 1) / passes_;
+  }
+
+  int passes() const { return passes_; }
+  int64_t size() const { return int64_t{1} << bits_; }
+  int64_t Of(uint64_t key, int pass) const {
+    return (key >> (pass * bits_)) & (size() - 1);
+  }
+
+ private:
+  static int BitWidth(uint64_t value) {
+    return value ? 64 - __builtin_clzll(value) : 0;
+  }
+
+  int passes_;
+  int bits_;
 };
 
-// Eleven bits: 2048 counters stay in the first-level cache, and two passes
-// cover four million rows.
-constexpr int kRadixBits = 11;
-constexpr int64_t kRadixSize = int64_t{1} << kRadixBits;
-
-// Sorts by `key`, all keys being below `bound`; equal keys keep their order.
-template <class Word>
-void RadixSort(uint64_t bound, Buffer<KeyedEntry<Word>>* entries) {
-  const int64_t size = entries->size();
-  Buffer<KeyedEntry<Word>> scratch(size);
-  std::vector<int64_t> place(kRadixSize);
-  for (int shift = 0; shift < 64 && (bound - 1) >> shift != 0 && bound != 0;
-       shift += kRadixBits) {
-    std::fill(place.begin(), place.end(), 0);
-    const auto digit = [shift](const KeyedEntry<Word>& e) {
-      return static_cast<int64_t>((uint64_t{e.key} >> shift) &
-                                  (kRadixSize - 1));
-    };
-    for (int64_t i = 0; i < size; ++i) ++place[digit((*entries)[i])];
-    int64_t next = 0;
-    for (int64_t& p : place) next += std::exchange(p, next);
-    for (int64_t i = 0; i < size; ++i) {
-      scratch[place[digit((*entries)[i])]++] = (*entries)[i];
+// Sorts by `key(entry)`, all keys being below `bound`; equal keys keep their
+// order. `source(visit)` calls visit(entry) for each of the `size` entries, in
+// order; it is called twice, so that entries need not be stored before they
+// are sorted. `scratch` is room to work in.
+template <class Entry, class Source, class Key>
+void RadixSort(uint64_t bound, int64_t size, const Source& source,
+               const Key& key, Buffer<Entry>* sorted, Buffer<Entry>* scratch) {
+  const Digits digits(bound, size);
+  const int passes = digits.passes();
+  sorted->Resize(size);
+  if (passes > 1) scratch->Resize(size);
+  std::vector<int64_t> places(passes * digits.size());
+  source([=, counts = places.data()](const Entry& entry) {
+    for (int pass = 0; pass < passes; ++pass) {
+      ++counts[pass * digits.size() + digits.Of(key(entry), pass)];
     }
-    std::swap(*entries, scratch);
+  });
+  for (int pass = 0; pass < passes; ++pass) {
+    int64_t* place = &places[pass * digits.size()];
+    int64_t next = 0;
+    for (int64_t d = 0; d < digits.size(); ++d) {
+      next += std::exchange(place[d], next);
+    }
+    // Passes take turns, so that the last one ends in `sorted`.
+    const bool ends_in_sorted = (passes - pass) % 2 == 1;
+    Entry* to = (ends_in_sorted ? sorted : scratch)->data();
+    const Entry* from = (ends_in_sorted ? scratch : sorted)->data();
+    const auto move = [=](const Entry& entry) {
+      to[place[digits.Of(key(entry), pass)]++] = entry;
+    };
+    if (pass == 0) {
+      source(move);
+    } else {
+      std::for_each(from, from + size, move);
+    }
   }
 }
 

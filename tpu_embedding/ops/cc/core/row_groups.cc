@@ -1,104 +1,83 @@
 #include "core/row_groups.h"
 
-#include <limits>
-#include <utility>
-
 #include "core/radix_sort.h"
 
 namespace tpu_embedding {
 namespace {
 
-// Entries in the order in which their gradients are to be summed.
-struct Entries {
-  explicit Entries(int64_t capacity)
-      : rows(capacity), samples(capacity), gains(capacity) {}
-
-  void Append(int64_t row, int64_t sample, float gain) {
-    rows[size] = row;
-    samples[size] = sample;
-    gains[size++] = gain;
-  }
-
-  Buffer<int64_t> rows;
-  Buffer<int64_t> samples;
-  Buffer<float> gains;
-  int64_t size = 0;
-};
-
-template <class Word>
-RowGroups SortEntries(const Entries& entries, int64_t vocabulary_size) {
-  Buffer<KeyedEntry<Word>> order(entries.size);
-  for (int64_t i = 0; i < entries.size; ++i) {
-    order[i] = {static_cast<Word>(entries.rows[i]), static_cast<Word>(i)};
-  }
-  RadixSort<Word>(vocabulary_size, &order);
-
-  RowGroups groups;
-  groups.rows = Buffer<int64_t>(entries.size);
-  groups.starts = Buffer<int64_t>(entries.size + 1);
-  groups.samples = Buffer<int64_t>(entries.size);
-  groups.gains = Buffer<float>(entries.size);
+// Sorts what `source` hands over (see RadixSort) and finds the rows.
+template <class Source>
+void Group(int64_t size, const Source& source, int64_t vocabulary_size,
+           RowGroups* groups) {
+  const auto row_of = [](const RowEntry& entry) {
+    return static_cast<uint64_t>(entry.row);
+  };
+  RadixSort(vocabulary_size, size, source, row_of, &groups->entries,
+            &groups->scratch);
+  groups->rows.Resize(size);
+  groups->starts.Resize(size + 1);
+  const RowEntry* entries = groups->entries.data();
   int64_t num_rows = 0;
-  for (int64_t i = 0; i < entries.size; ++i) {
-    if (i == 0 || order[i].key != order[i - 1].key) {
-      groups.rows[num_rows] = order[i].key;
-      groups.starts[num_rows++] = i;
+  for (int64_t i = 0; i < size; ++i) {
+    if (i == 0 || entries[i].row != entries[i - 1].row) {
+      groups->rows[num_rows] = entries[i].row;
+      groups->starts[num_rows++] = i;
     }
-    groups.samples[i] = entries.samples[order[i].entry];
-    groups.gains[i] = entries.gains[order[i].entry];
   }
-  groups.starts[num_rows] = entries.size;
-  groups.rows.Truncate(num_rows);
-  groups.starts.Truncate(num_rows + 1);
-  return groups;
-}
-
-RowGroups Group(const Entries& entries, int64_t vocabulary_size) {
-  // Half-size words move half the bytes; they hold all but giant tables.
-  constexpr int64_t kNarrow = std::numeric_limits<uint32_t>::max();
-  const bool narrow = vocabulary_size <= kNarrow && entries.size <= kNarrow;
-  return narrow ? SortEntries<uint32_t>(entries, vocabulary_size)
-                : SortEntries<uint64_t>(entries, vocabulary_size);
+  groups->starts[num_rows] = size;
+  groups->rows.Truncate(num_rows);
+  groups->starts.Truncate(num_rows + 1);
 }
 
 }  // namespace
 
-RowGroups GroupByRow(const std::vector<const FeatureCsr*>& features,
-                     int64_t vocabulary_size) {
+void GroupByRow(const std::vector<const FeatureCsr*>& features,
+                int64_t vocabulary_size, RowGroups* groups) {
   int64_t size = 0;
-  for (const FeatureCsr* csr : features) size += csr->rows.size();
-  Entries entries(size);
-  int64_t num_samples = 0;
+  groups->num_samples = 0;
   for (const FeatureCsr* csr : features) {
-    for (int64_t s = 0; s < csr->num_samples(); ++s, ++num_samples) {
-      for (int64_t i = csr->offsets[s]; i < csr->offsets[s + 1]; ++i) {
-        entries.Append(csr->rows[i], num_samples, csr->gains[i]);
+    size += csr->rows.size();
+    groups->num_samples += csr->num_samples();
+  }
+  const auto source = [&features](const auto& visit) {
+    uint32_t sample = 0;
+    for (const FeatureCsr* csr : features) {
+      // Plain pointers, which no write of `visit` can change.
+      const int64_t* end = csr->offsets.data() + 1;
+      const int32_t* rows = csr->rows.data();
+      const float* gains = csr->gains.size() ? csr->gains.data() : nullptr;
+      const int64_t num_samples = csr->num_samples();
+      int64_t i = 0;
+      for (int64_t s = 0; s < num_samples; ++s, ++sample) {
+        for (const int64_t last = end[s]; i < last; ++i) {
+          visit(RowEntry{rows[i], sample, gains ? gains[i] : 1.0f});
+        }
       }
     }
-  }
-  RowGroups groups = Group(entries, vocabulary_size);
-  groups.num_samples = num_samples;
-  return groups;
+  };
+  Group(size, source, vocabulary_size, groups);
 }
 
-RowGroups MergeReplicas(const std::vector<const RowGroups*>& replicas,
-                        int64_t vocabulary_size) {
+void MergeReplicas(const std::vector<const RowGroups*>& replicas,
+                   int64_t vocabulary_size, RowGroups* merged) {
   int64_t size = 0;
-  for (const RowGroups* groups : replicas) size += groups->samples.size();
-  Entries entries(size);
-  int64_t num_samples = 0;
+  merged->num_samples = 0;
   for (const RowGroups* groups : replicas) {
-    for (int64_t r = 0; r < groups->num_rows(); ++r) {
-      for (int64_t i = groups->starts[r]; i < groups->starts[r + 1]; ++i) {
-        entries.Append(groups->rows[r], num_samples + groups->samples[i],
-                       groups->gains[i]);
-      }
-    }
-    num_samples += groups->num_samples;
+    size += groups->entries.size();
+    merged->num_samples += groups->num_samples;
   }
-  RowGroups merged = Group(entries, vocabulary_size);
-  merged.num_samples = num_samples;
-  return merged;
+  const auto source = [&replicas](const auto& visit) {
+    uint32_t first = 0;
+    for (const RowGroups* groups : replicas) {
+      for (int64_t i = 0; i < groups->entries.size(); ++i) {
+        RowEntry entry = groups->entries[i];
+        entry.sample += first;
+        visit(entry);
+      }
+      first += groups->num_samples;
+    }
+  };
+  Group(size, source, vocabulary_size, merged);
 }
 
 }  // namespace tpu_embedding

@@ -8,49 +8,42 @@
 
 #include "core/simd.h"
 #include "core/update.h"
+#include "core/weighted_sum-inl.h"
 
 namespace tpu_embedding {
 
 // Groups ahead whose row is asked for, and entries ahead whose gradient is.
 constexpr int64_t kRowsAhead = 4;
-constexpr int64_t kEntriesAhead = 8;
-
-TPU_EMBEDDING_INLINE void Prefetch(const float* values, int64_t size) {
-  constexpr int64_t kFloatsPerCacheLine = 16;
-  for (int64_t d = 0; d < size; d += kFloatsPerCacheLine) {
-    __builtin_prefetch(values + d, /*rw=*/1, /*locality=*/3);
-  }
-}
+constexpr int64_t kGradientsAhead = 8;
 
 TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
                                         const TableView& table, int64_t group) {
   if (group >= gradients.groups->num_rows()) return;
   const int64_t row = gradients.groups->rows[group];
-  Prefetch(table.parameters + row * table.dim, table.dim);
+  PrefetchFloats(table.parameters + row * table.dim, table.dim);
   for (size_t k = 0; k < table.slots.size(); ++k) {
     const int64_t width = table.slot_widths[k];
-    Prefetch(table.slots[k] + row * width, width);
+    PrefetchFloats(table.slots[k] + row * width, width);
   }
 }
 
-// sum[d] = sum of gain * gradient over the entries of one group.
-TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
-                                       int64_t group, int64_t dim,
-                                       float* __restrict sum) {
-  const RowGroups& groups = *gradients.groups;
-  const int64_t last = groups.samples.size() - 1;
-  std::fill(sum, sum + dim, 0.0f);
-  for (int64_t i = groups.starts[group]; i < groups.starts[group + 1]; ++i) {
-    const int64_t ahead = std::min(i + kEntriesAhead, last);
-    if (const float* next = gradients.samples[groups.samples[ahead]]) {
-      Prefetch(next, dim);
+// The gradients of a row's samples and their gains. Asking for one asks for a
+// later one.
+struct GradientTerms {
+  const RowEntry* entries;
+  const float* const* samples;
+  int64_t dim;
+  int64_t last;  // of all entries
+
+  TPU_EMBEDDING_INLINE const float* vector(int64_t i) const {
+    const int64_t ahead = std::min(i + kGradientsAhead, last);
+    if (const float* next = samples[entries[ahead].sample]) {
+      PrefetchFloats(next, dim);
     }
-    const float* __restrict gradient = gradients.samples[groups.samples[i]];
-    if (!gradient) continue;
-    const float gain = groups.gains[i];
-    for (int64_t d = 0; d < dim; ++d) sum[d] += gain * gradient[d];
+    return samples[entries[i].sample];
   }
-}
+  TPU_EMBEDDING_INLINE float gain(int64_t i) const { return entries[i].gain; }
+};
 
 template <class Rule>
 TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
@@ -93,8 +86,12 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
                       (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
   std::vector<float> gradient(table.dim);
   std::vector<float*> slots(table.slots.size());
-  const Buffer<int64_t>& rows = gradients.groups->rows;
+  const Buffer<int32_t>& rows = gradients.groups->rows;
   const int64_t num_groups = rows.size();
+  const Buffer<int64_t>& starts = gradients.groups->starts;
+  const Buffer<RowEntry>& entries = gradients.groups->entries;
+  const GradientTerms terms{entries.data(), gradients.samples, table.dim,
+                            entries.size() - 1};
   int64_t group = begin;
   if (options.all_rows) {
     group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
@@ -104,7 +101,9 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
     const int64_t row = options.all_rows ? i : rows[i];
     if (group < num_groups && rows[group] == row) {
       PrefetchGroup(gradients, table, group + kRowsAhead);
-      SumGradients(gradients, group++, table.dim, gradient.data());
+      WeightedSum(terms, starts[group], starts[group + 1], table.dim,
+                  gradient.data());
+      ++group;
     } else {
       std::fill(gradient.begin(), gradient.end(), 0.0f);
     }

@@ -1,5 +1,6 @@
 // TpuEmbeddingApplyUpdate: the ready step's gradients -> tables and slots.
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "core/pieces.h"
 #include "core/prepared_batch.h"
 #include "core/update-inl.h"
+#include "kernels/huge_pages.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
 #include "tensorflow/core/framework/op.h"
@@ -102,6 +104,9 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
  public:
   explicit ApplyUpdateOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadRules(context));
+    int num_slots = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("num_slots", &num_slots));
+    huge_pages_ = std::make_unique<HugePages>(NumTables() + num_slots);
   }
 
   void Compute(OpKernelContext* context) override {
@@ -120,6 +125,9 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     for (const Variable& variable : slots) all.push_back(variable.get());
     const WriteLocks locks(all);
     OP_REQUIRES_OK(context, locks.MakeWritable(context));
+    for (size_t i = 0; i < all.size(); ++i) {
+      huge_pages_->Advise(i, *all[i]->tensor());
+    }
     std::vector<TableWork> work(NumTables());
     OP_REQUIRES_OK(context, MakeViews(tables, slots, &work));
     for (int t = 0; t < NumTables(); ++t) {
@@ -219,7 +227,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     }
     work->gradients.groups = groups[0];
     if (groups.size() > 1) {
-      work->merged = MergeReplicas(groups, work->view.num_rows);
+      MergeReplicas(groups, work->view.num_rows, &work->merged);
       work->gradients.groups = &work->merged;
     }
     work->gradients.samples = work->samples.data();
@@ -246,6 +254,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   }
 
   std::vector<TableRule> rules_;
+  std::unique_ptr<HugePages> huge_pages_;
 };
 
 REGISTER_KERNEL_BUILDER(

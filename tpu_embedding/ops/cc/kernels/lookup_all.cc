@@ -23,6 +23,7 @@ absl::Status BatchLookup::ReadAttributes(OpKernelConstruction* context) {
     quantization_.push_back(
         {static_cast<int>(numbers[i]), numbers[i + 1], numbers[i + 2]});
   }
+  huge_pages_ = std::make_unique<HugePages>(quantization_.size());
   return absl::OkStatus();
 }
 
@@ -31,6 +32,9 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
                               const std::vector<Variable>& tables) const {
   TF_RETURN_IF_ERROR(CheckTableSizes(tables, batch.vocabulary_sizes));
   const ReadLocks locks(tables);
+  for (size_t t = 0; t < tables.size(); ++t) {
+    huge_pages_->Advise(t, *tables[t]->tensor());
+  }
   std::vector<float*> outputs;
   std::vector<int64_t> sizes;
   for (size_t f = 0; f < batch.features.size(); ++f) {

@@ -3,10 +3,12 @@
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_LOOKUP_ALL_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_LOOKUP_ALL_H_
 
+#include <memory>
 #include <vector>
 
 #include "core/lookup.h"
 #include "core/prepared_batch.h"
+#include "kernels/huge_pages.h"
 #include "kernels/kernel_util.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -30,6 +32,7 @@ class BatchLookup {
  private:
   std::vector<int> feature_tables_;
   std::vector<Quantization> quantization_;  // by table
+  std::unique_ptr<HugePages> huge_pages_;
 };
 
 // The shapes of the attribute `output_shapes`, then one scalar.

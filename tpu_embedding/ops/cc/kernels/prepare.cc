@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/batch_pool.h"
 #include "core/prepared_batch.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
@@ -41,6 +42,7 @@ REGISTER_OP("TpuEmbeddingPrepare")
     .Attr("feature_tables: list(int)")
     .Attr("sequence_lengths: list(int)")
     .Attr("declared_shapes: list(shape)")
+    .Attr("declared_sources: list(string)")
     .Attr("table_names: list(string)")
     .Attr("vocabulary_sizes: list(int)")
     .Attr("combiners: list({'sum', 'mean', 'sqrtn'})")
@@ -114,7 +116,7 @@ class PrepareOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     std::vector<FeatureInput> inputs;
-    auto batch = std::make_shared<PreparedBatch>();
+    const std::shared_ptr<PreparedBatch> batch = pool_->Take();
     absl::Status status = ReadInputs(context, &inputs);
     if (status.ok()) {
       status = InvalidArgument(PrepareBatch(specs_, tables_, inputs, training_,
@@ -124,7 +126,7 @@ class PrepareOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, status);
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
-    output->scalar<tensorflow::Variant>()() = BatchVariant{std::move(batch)};
+    output->scalar<tensorflow::Variant>()() = BatchVariant{batch};
   }
 
  private:
@@ -137,10 +139,16 @@ class PrepareOp : public tensorflow::OpKernel {
     const auto rules = GetList<std::string>(context, "invalid_ids");
     const auto shapes =
         GetList<tensorflow::PartialTensorShape>(context, "declared_shapes");
+    const auto sources = GetList<std::string>(context, "declared_sources");
     bool check_numerics = false;
     OP_REQUIRES_OK(context,
                    context->GetAttr("check_numerics", &check_numerics));
     if (!context->status().ok()) return;
+    for (const int64_t rows : tables_.vocabulary_sizes) {
+      OP_REQUIRES(context, rows <= kMostRows,
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "A table of ", rows, " rows; int32 must number them.")));
+    }
     for (size_t f = 0; f < paths.size(); ++f) {
       const int table = tables_.feature_tables[f];
       FeatureSpec spec;
@@ -153,6 +161,7 @@ class PrepareOp : public tensorflow::OpKernel {
       spec.check_numerics = check_numerics;
       spec.sequence_length = lengths[f];
       spec.shape_known = !shapes[f].unknown_rank();
+      spec.declared_source = sources[f];
       if (spec.shape_known) {
         for (const auto& axis : shapes[f]) {
           spec.declared_shape.push_back(axis.size);
@@ -246,6 +255,7 @@ class PrepareOp : public tensorflow::OpKernel {
   std::vector<bool> has_weight_structure_;
   bool training_ = false;
   int replica_ = 0;
+  const std::shared_ptr<BatchPool> pool_ = std::make_shared<BatchPool>();
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -60,28 +60,83 @@ def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any
         escapes the quotes in a message.)
     """
     if tf.executing_eagerly():
-        for check in checks:
-            if not check.ok:
-                on_failure()
-                message = tf.compat.as_str(check.message().numpy())
-                raise tf.errors.InvalidArgumentError(None, None, message)
+        _require_now(checks, on_failure)
         return []
     if not checks:
         return []
     holds = tf.stack([check.ok for check in checks])
 
     def fail() -> tf.Tensor:
-        first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
-        message = tf.switch_case(first, [check.message for check in checks])
-        with tf.control_dependencies(on_failure()):
-            failure = tf.strings.to_number(message, name="invalid_argument")
-        # To be stateful, lest the branch be optimised away.
-        with tf.control_dependencies(
-            [tf.raw_ops.Assert(condition=False, data=[failure])]
-        ):
+        with tf.control_dependencies(_failing_ops(holds, checks, on_failure)):
             return tf.constant(False)
 
     return [tf.cond(tf.reduce_all(holds), lambda: True, fail)]
+
+
+def guard(
+    checks: Sequence[Check],
+    tensors: Sequence[tf.Tensor],
+    on_failure: Change = no_change,
+) -> list[tf.Tensor]:
+    """As `require`; gives the tensors back for all that must not happen before.
+
+    Unlike with tf.cond the failing branch stays a function that is called or not: its
+    many ops would else be part of the graph, and each run would have to pass them by.
+
+    Args:
+      checks: As for `require`.
+      tensors: Of integers, for which no gradient is needed.
+      on_failure: As for `require`.
+    """
+    if tf.executing_eagerly():
+        _require_now(checks, on_failure)
+        return list(tensors)
+    if not checks:
+        return list(tensors)
+    tensors = [t if tf.is_symbolic_tensor(t) else tf.identity(t) for t in tensors]
+    holds = tf.stack([check.ok for check in checks])
+
+    def fail() -> list[tf.Tensor]:
+        with tf.control_dependencies(_failing_ops(holds, checks, on_failure)):
+            return [tf.identity(tensor) for tensor in tensors]
+
+    failing: Any = tf.function(fail, autograph=False).get_concrete_function()
+    inputs = failing.captured_inputs
+    places = {id(tensor): place for place, tensor in enumerate(inputs)}
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+
+    def go_on(*captured: tf.Tensor) -> list[tf.Tensor]:
+        return [captured[places[id(tensor)]] for tensor in tensors]
+
+    passing: Any = tf.function(go_on, input_signature=specs, autograph=False)
+    return tf.raw_ops.If(
+        cond=tf.reduce_all(holds),
+        input=inputs,
+        Tout=[tensor.dtype for tensor in tensors],
+        then_branch=passing.get_concrete_function(),
+        else_branch=failing,
+        output_shapes=[tensor.shape for tensor in tensors],
+    )
+
+
+def _require_now(checks: Sequence[Check], on_failure: Change) -> None:
+    for check in checks:
+        if not check.ok:
+            on_failure()
+            message = tf.compat.as_str(check.message().numpy())
+            raise tf.errors.InvalidArgumentError(None, None, message)
+
+
+def _failing_ops(
+    holds: tf.Tensor, checks: Sequence[Check], on_failure: Change
+) -> list[Any]:
+    """Fails with the message of the first check that does not hold."""
+    first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
+    message = tf.switch_case(first, [check.message for check in checks])
+    with tf.control_dependencies(on_failure()):
+        failure = tf.strings.to_number(message, name="invalid_argument")
+    # To be stateful, lest the branch be optimised away.
+    return [tf.raw_ops.Assert(condition=False, data=[failure])]
 
 
 def refuse(

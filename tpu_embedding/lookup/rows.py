@@ -12,10 +12,12 @@ import math
 
 import tensorflow as tf
 
-from tpu_embedding.engines.portable_checks import Check, text
 from tpu_embedding.inputs import IdBatch, InputKind
-from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.tables import FeatureSpec, TableSpec
+from tpu_embedding.lookup.checks import Check, text
+
+MOST_SAMPLES = 2**31  # More than any batch has; a hostile shape may say so.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +30,15 @@ class FeatureInput:
       batch: The ids.
       declared: The output shape that was declared, or None.
       check_numerics: Refuse weights that are not finite.
+      most_samples: Refuse more of them.
     """
 
     spec: FeatureSpec
     table: TableSpec
     batch: IdBatch
-    declared: Shape | None
+    declared: Declared | None
     check_numerics: bool
+    most_samples: int = MOST_SAMPLES
 
     @property
     def name(self) -> str:
@@ -51,12 +55,14 @@ class Rows:
       row: int64 [n], the row of each entry.
       position: int64 [n], where in its row each entry stands.
       checks: Of the input's structure.
+      one_each: Entry i is all that row i has.
     """
 
     shape: tf.Tensor
     row: tf.Tensor
     position: tf.Tensor
     checks: list[Check]
+    one_each: bool = False
 
     @property
     def count(self) -> tf.Tensor:
@@ -91,19 +97,41 @@ def output_shape(
         return _filled(feature, feature.declared, rows.count)
     if feature.declared is not None:
         checks.append(_check_declared(feature, feature.declared, shape))
+    if feature.batch.kind is InputKind.SPARSE or length:
+        checks.append(_check_size(feature, shape))
     return shape, positions, checks
 
 
+def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
+    """That a shape which no data stand for is one that memory may hold."""
+    most = feature.most_samples
+    if shape.shape[0] == 1:
+        fits = tf.reduce_all(tf.bitcast(shape, tf.uint64) <= most)
+    else:  # In double precision, as hostile axes overflow an integer.
+        products = tf.math.cumprod(tf.cast(shape, tf.float64))
+        fits = tf.reduce_all((shape >= 0) & (shape <= most)) & tf.reduce_all(
+            products <= most
+        )
+    return Check(
+        fits,
+        lambda: text(
+            f"{feature.name}: the shape ",
+            _shape_text(shape, shape.shape[0]),
+            f" has a negative axis or more than {most} samples.",
+        ),
+    )
+
+
 def _filled(
-    feature: FeatureInput, declared: Shape, count: tf.Tensor
+    feature: FeatureInput, declared: Declared, count: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor | None, list[Check]]:
     """How `count` ragged rows fill the declared shape.
 
     They do if its product is `count`, where one open axis may take up what the
     others leave; or if it is m times `count`: then a row is m positions.
     """
-    known = math.prod(axis for axis in declared if axis is not None)
-    num_open = sum(axis is None for axis in declared)
+    known = math.prod(axis for axis in declared.shape if axis is not None)
+    num_open = sum(axis is None for axis in declared.shape)
     divisor = max(known, 1)
     positions = None
     if num_open == 0:
@@ -112,31 +140,32 @@ def _filled(
         fills = (count == known) | ((multiple > 0) & (count * multiple == known))
     else:
         fills = (count % divisor == 0) & (known > 0) & (num_open == 1)
-    shape = tf.stack([count // divisor if a is None else a for a in declared])
+    shape = tf.stack([count // divisor if a is None else a for a in declared.shape])
     check = Check(
         fills,
         lambda: text(
             f"{feature.name}: a ragged input of ",
             count,
-            " rows does not fill the "
-            f"declared output shape {_declared_text(declared)}.",
+            f" rows does not fill the output shape {_declared_text(declared)}.",
         ),
     )
     return tf.cast(shape, tf.int64), positions, [check]
 
 
-def _check_declared(feature: FeatureInput, declared: Shape, shape: tf.Tensor) -> Check:
+def _check_declared(
+    feature: FeatureInput, declared: Declared, shape: tf.Tensor
+) -> Check:
     rank = shape.shape[0]
-    matches = tf.constant(rank == len(declared))
-    if rank == len(declared):
-        axes = [tf.constant(-1 if a is None else a, tf.int64) for a in declared]
+    matches = tf.constant(rank == len(declared.shape))
+    if rank == len(declared.shape):
+        axes = [tf.constant(-1 if a is None else a, tf.int64) for a in declared.shape]
         matches = tf.reduce_all((tf.stack(axes) < 0) | (shape == axes))
     return Check(
         matches,
         lambda: text(
             f"{feature.name}: the input gives output shape ",
             _shape_text(shape, rank),
-            f" but {_declared_text(declared)} was declared.",
+            f", not {_declared_text(declared)}.",
         ),
     )
 
@@ -145,7 +174,7 @@ def _dense_rows(feature: FeatureInput) -> Rows:
     batch = feature.batch
     index = tf.range(tf.size(batch.ids, tf.int64))
     if batch.static_shape.rank == 1:
-        return Rows(batch.shape, index, tf.zeros_like(index), [])
+        return Rows(batch.shape, index, tf.zeros_like(index), [], one_each=True)
     length = tf.maximum(batch.shape[-1], 1)  # Without ids nothing is divided.
     return Rows(batch.shape[:-1], index // length, index % length, [])
 
@@ -196,18 +225,23 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
 def _sparse_rows(feature: FeatureInput) -> Rows:
     batch, name = feature.batch, feature.name
     shape, indices = batch.shape, batch.structure
-    column = indices[:, -1]
-    row = tf.zeros_like(column)
     rank = batch.static_shape.rank
-    for axis in range(rank - 1):
-        row = row * shape[axis] + indices[:, axis]
-    inside = tf.reduce_all((indices >= 0) & (indices < shape), axis=1)
-    same = row[1:] == row[:-1]
-    ascends = (row[1:] > row[:-1]) | (same & (column[1:] > column[:-1]))
-    ascends = tf.concat([tf.ones_like(inside[:1]), ascends], 0)
-    bad = ~(inside & ascends)
+    row, *middle, column = tf.unstack(indices, num=rank, axis=1)
+    for axis, index in enumerate(middle, 1):
+        row = row * shape[axis] + index
+    # Without a sign, negative numbers are the largest: one comparison.
+    inside = tf.bitcast(indices, tf.uint64) < tf.bitcast(shape, tf.uint64)
+    # An index comes after the one before if its last axis grows and no other falls;
+    # each axis that does not suffice wants a step of 1 from the one before it.
+    first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=rank, axis=1)
+    wanted = tf.constant(1, tf.int64)
+    for step in reversed(steps):
+        wanted = tf.cast(step < wanted, tf.int64)
+    ascends = first_steps >= wanted
 
     def message() -> tf.Tensor:
+        entry_inside = tf.reduce_all(inside, axis=1)
+        bad = ~(entry_inside & tf.concat([entry_inside[:1], ascends], 0))
         entry = first(bad)
         start = text(f"{name}: sparse entry ", entry)
         outside = text(
@@ -221,9 +255,9 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
             " is out of order or occurs twice. Call tf.sparse.reorder first and keep "
             "one entry per index.",
         )
-        return tf.where(inside[entry], unordered, outside)
+        return tf.where(entry_inside[entry], unordered, outside)
 
-    check = Check(~tf.reduce_any(bad), message)
+    check = Check(tf.reduce_all(inside) & tf.reduce_all(ascends), message)
     return Rows(shape[:-1], row, column, [check])
 
 
@@ -236,9 +270,10 @@ _READERS = {
 
 def _shape_text(shape: tf.Tensor, rank: int | None) -> tf.Tensor:
     """The shape as Python writes a tuple."""
-    axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=", ")
+    axes = tf.where(shape < 0, "None", tf.strings.as_string(shape))
+    axes = tf.strings.reduce_join(axes, separator=", ")
     return text("(", axes, ",)" if rank == 1 else ")")
 
 
-def _declared_text(shape: Shape) -> str:
-    return str(tuple(shape))
+def _declared_text(declared: Declared) -> str:
+    return f"{tuple(declared.shape)} that {declared.source} declares"

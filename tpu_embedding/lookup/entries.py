@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.engines.portable_checks import (
+from tpu_embedding.inputs import InputKind
+from tpu_embedding.lookup.checks import (
     Change,
     Check,
+    guard,
     no_change,
-    require,
     text,
 )
-from tpu_embedding.engines.portable_rows import (
+from tpu_embedding.lookup.rows import (
     FeatureInput,
     first,
     output_shape,
     rows_of,
 )
-from tpu_embedding.inputs import InputKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,48 @@ class Entries:
         return tf.reduce_prod(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What one feature looks up, before gains are made of its weights.
+
+    Attributes:
+      rows: int64 [n], each in [0, V).
+      samples: int64 [n], ascending.
+      weights: float32 [n], or None where all are 1.
+      shape: int64 [k], the output shape without the embedding axis.
+      combiner: The table's.
+      one_each: Entry i is all that sample i has, and n is the number of samples.
+    """
+
+    rows: tf.Tensor
+    samples: tf.Tensor
+    weights: tf.Tensor | None
+    shape: tf.Tensor
+    combiner: str
+    one_each: bool
+
+    def entries(self) -> Entries:
+        """With the gain of each entry."""
+        weights = self.weights
+        if weights is None:
+            weights = tf.ones_like(self.rows, tf.float32)
+        # Not negative even where a check fails: tracing looks at constants, too.
+        count = tf.maximum(tf.reduce_prod(self.shape), 0)
+        gains = _gains(self.combiner, self.samples, weights, count)
+        return Entries(self.rows, self.samples, gains, self.shape)
+
+
 def build_entries(
     inputs: Sequence[FeatureInput], on_failure: Change = no_change
 ) -> list[Entries]:
-    """Checks the features of one replica and builds their entries.
+    """As `select`, with gains."""
+    return [selection.entries() for selection in select(inputs, on_failure)]
+
+
+def select(
+    inputs: Sequence[FeatureInput], on_failure: Change = no_change
+) -> list[Selection]:
+    """Checks the features of one replica and says what they look up.
 
     Args:
       inputs: The features.
@@ -65,20 +103,31 @@ def build_entries(
     Raises:
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
     """
-    sizes = [check for feature in inputs for check in _check_sizes(feature)]
-    with tf.control_dependencies(require(sizes, on_failure)):
-        drafts = [_draft(feature) for feature in inputs]
+    drafts = [_draft(feature) for feature in inputs]
     checks = [check for draft in drafts for check in draft.checks]
-    with tf.control_dependencies(require(checks, on_failure)):
-        return [draft.finish() for draft in drafts]
+    columns = [column for draft in drafts for column in (draft.ids, draft.samples)]
+    guarded = guard(checks, columns, on_failure)
+    return [
+        draft.finish(ids, samples)
+        for draft, ids, samples in zip(drafts, guarded[::2], guarded[1::2], strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """Entries that hold if the checks do."""
+    """A selection that holds if the checks do.
+
+    Attributes:
+      checks: Of the feature.
+      ids: int64 [n].
+      samples: int64 [n].
+      finish: Makes the selection of the two, as they are after the checks.
+    """
 
     checks: list[Check]
-    finish: Callable[[], Entries]
+    ids: tf.Tensor
+    samples: tf.Tensor
+    finish: Callable[[tf.Tensor, tf.Tensor], Selection]
 
 
 def _check_sizes(feature: FeatureInput) -> list[Check]:
@@ -125,38 +174,50 @@ def _draft(feature: FeatureInput) -> _Draft:
     batch, config = feature.batch, feature.table.config
     rows = rows_of(feature)
     shape, positions, shape_checks = output_shape(feature, rows)
-    ids = tf.cast(tf.reshape(batch.ids, [-1]), tf.int64)
-    weights = None if batch.weights is None else tf.reshape(batch.weights, [-1])
-    in_range = (ids >= 0) & (ids < config.vocabulary_size)
+    ids = tf.cast(_flat(batch.ids), tf.int64)
+    weights = None if batch.weights is None else _flat(batch.weights)
     kept = []  # Masks of the entries that are to stay.
     if config.invalid_ids == "drop":
-        kept.append(in_range)
+        kept.append(_in_range(ids, config.vocabulary_size))
     sample = rows.row
     if positions is not None:
         is_sequence = positions > 0
         sample = tf.where(is_sequence, sample * positions + rows.position, sample)
         kept.append(~is_sequence | (rows.position < positions))
 
-    def finish() -> Entries:
-        ones = tf.ones_like(ids, tf.float32)
-        columns = [ids, sample, ones if weights is None else weights]
-        # Made here, so that what uses them waits for the checks.
-        columns = [tf.identity(column) for column in columns]
+    def finish(ids: tf.Tensor, samples: tf.Tensor) -> Selection:
+        columns = [ids, samples] if weights is None else [ids, samples, weights]
         if kept:
             mask = tf.reduce_all(tf.stack(kept), axis=0)
             columns = [tf.boolean_mask(column, mask) for column in columns]
         if config.invalid_ids == "mod":
             columns[0] = tf.math.floormod(columns[0], config.vocabulary_size)
-        gains = _gains(config.combiner, columns[1], columns[2], tf.reduce_prod(shape))
-        return Entries(columns[0], columns[1], gains, shape)
+        return Selection(
+            rows=columns[0],
+            samples=columns[1],
+            weights=None if weights is None else columns[2],
+            shape=shape,
+            combiner=config.combiner,
+            one_each=rows.one_each and not kept,
+        )
 
     checks = [
+        *_check_sizes(feature),
         *rows.checks,
         *_check_weight_structure(feature),
         *shape_checks,
         *_check_entries(feature, rows.row, ids, weights),
     ]
-    return _Draft(checks, finish)
+    return _Draft(checks, ids, sample, finish)
+
+
+def _flat(tensor: tf.Tensor) -> tf.Tensor:
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+
+
+def _in_range(ids: tf.Tensor, vocabulary_size: int) -> tf.Tensor:
+    """Bool [n]. Without a sign, negative ids are the largest: one comparison."""
+    return tf.bitcast(ids, tf.uint64) < vocabulary_size
 
 
 def _check_weight_structure(feature: FeatureInput) -> list[Check]:
@@ -183,15 +244,15 @@ def _check_entries(
 ) -> list[Check]:
     """That each weight is finite and each id in range, where that is asked for."""
     config = feature.table.config
-    finite = valid = tf.ones_like(ids, tf.bool)
+    finite = valid = None
     if feature.check_numerics and weights is not None:
         finite = tf.math.is_finite(weights)
     if config.invalid_ids == "error":
-        valid = (ids >= 0) & (ids < config.vocabulary_size)
-    bad = ~(finite & valid)
+        valid = _in_range(ids, config.vocabulary_size)
+    masks = [mask for mask in (finite, valid) if mask is not None]
 
     def message() -> tf.Tensor:
-        entry = first(bad)
+        entry = first(~tf.reduce_all(tf.stack(masks), axis=0))
         invalid = text(
             f"{feature.name}, table {feature.table.name}: sample ",
             row[entry],
@@ -200,7 +261,7 @@ def _check_entries(
             f", but ids must be in [0, {config.vocabulary_size}). Mend the input, or "
             'set TableConfig(invalid_ids="drop") or "mod".',
         )
-        if weights is None:
+        if finite is None or weights is None:
             return invalid
         infinite = text(
             f"{feature.name}: sample ",
@@ -211,7 +272,8 @@ def _check_entries(
         )
         return tf.where(finite[entry], invalid, infinite)
 
-    return [Check(~tf.reduce_any(bad), message)]
+    # Each by itself: where sizes differ, an earlier check says so.
+    return [Check(tf.reduce_all(mask), message) for mask in masks]
 
 
 def _gains(

@@ -1,0 +1,60 @@
+"""FBGEMM's table-batched embedding on the CPU: the update is part of backward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    EmbeddingLocation,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from benchmarks.scenarios import Scenario
+from benchmarks.timing import timed
+
+RULE = "fused in backward, gradients summed per row"
+
+_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
+    """Makes the tables and the batches."""
+    if optimizer not in _OPTIMIZERS:
+        raise NotImplementedError(f"fbgemm_gpu refuses {optimizer} on the CPU.")
+    bags = SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (rows, scenario.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+            for rows in scenario.rows
+        ],
+        optimizer=_OPTIMIZERS[optimizer],
+        learning_rate=0.01,
+    )
+    bags.init_embedding_weights_uniform(-0.1, 0.1)
+    gradient = torch.ones(scenario.batch_size, scenario.dim * len(scenario.rows))
+    batches = itertools.cycle(_jagged(batch) for batch in scenario.batches(4))
+
+    def step() -> None:
+        bags(*next(batches)).backward(gradient)
+
+    def lookup() -> None:
+        with torch.no_grad():
+            bags(*next(batches))
+
+    return {"step": timed(step), "lookup": timed(lookup)}
+
+
+def _jagged(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ids in one tensor, and where each sample of each feature begins."""
+    lengths = np.concatenate([np.full(ids.shape[0], ids.shape[1]) for ids in batch])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    indices = np.concatenate([ids.reshape(-1) for ids in batch])
+    return torch.from_numpy(indices).long(), torch.from_numpy(offsets).long()

@@ -1,0 +1,216 @@
+"""Times exported lookups beside tf.nn.safe_embedding_lookup_sparse, in turn.
+
+python -m benchmarks.serving [--rounds 300]
+
+Both sides are SavedModels with a signature of sparse tensors, loaded into sessions as
+a server does, and asked the same in one process, A B A B. Each of a scenario's features
+has a table of its own. The last line of a scenario takes our dense or ragged signature,
+which the peer does not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding import serving
+
+BATCHES = (1, 32, 1024)
+ROWS, DIM = 100_000, 32
+PEER = "tf.nn.safe_embedding_lookup_sparse"
+Call = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What is looked up.
+
+    Attributes:
+      name: As the command line calls it.
+      features: How many.
+      ids: Of each sample and feature.
+      other: Our signature that is timed beside "sparse".
+    """
+
+    name: str
+    features: int
+    ids: int
+    other: str
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("one_feature", 1, 1, "dense"),
+        Scenario("one_hot", 26, 1, "dense"),
+        Scenario("multi_hot", 8, 10, "ragged"),
+    )
+}
+
+
+class Peer(tf.Module):
+    """The tables, looked up by TensorFlow's own function."""
+
+    def __init__(self, tables: Sequence[tf.Variable]) -> None:
+        super().__init__()
+        self.tables = list(tables)
+
+    def save(self, path: str) -> None:
+        """Writes a SavedModel with a signature as our "sparse" one."""
+        specs = {}
+        for index in range(len(self.tables)):
+            for part, shape in (
+                ("indices", [None, 2]),
+                ("values", [None]),
+                ("dense_shape", [2]),
+            ):
+                name = f"f{index}_{part}"
+                specs[name] = tf.TensorSpec(shape, tf.int64, name=name)
+        function = tf.function(self._look_up).get_concrete_function(specs)
+        tf.saved_model.save(self, path, signatures={"sparse": function})
+
+    def _look_up(self, inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        outputs = {}
+        for index, table in enumerate(self.tables):
+            ids = tf.SparseTensor(
+                inputs[f"f{index}_indices"],
+                inputs[f"f{index}_values"],
+                inputs[f"f{index}_dense_shape"],
+            )
+            outputs[f"f{index}"] = tf.nn.safe_embedding_lookup_sparse(
+                table, ids, combiner="mean"
+            )
+        return outputs
+
+
+class Session:
+    """A SavedModel as a server holds it."""
+
+    def __init__(self, path: str) -> None:
+        self._session = tf.compat.v1.Session(graph=tf.Graph())
+        with self._session.graph.as_default():
+            loaded = tf.compat.v1.saved_model.load(self._session, ["serve"], path)
+        self._signatures = loaded.signature_def
+
+    def call(self, kind: str, inputs: dict[str, np.ndarray]) -> Call:
+        """A function that asks a signature for all of its outputs."""
+        signature = self._signatures[kind]
+        feeds = {signature.inputs[name].name: x for name, x in inputs.items()}
+        fetches = [info.name for info in signature.outputs.values()]
+        ask = self._session.make_callable(fetches, feed_list=list(feeds))
+        return lambda: ask(*feeds.values())
+
+
+def make_inputs(scenario: Scenario, batch: int) -> dict[str, dict[str, np.ndarray]]:
+    """By signature the same random ids."""
+    generator = np.random.default_rng(0)
+    inputs: dict[str, dict[str, np.ndarray]] = {"sparse": {}, "dense": {}, "ragged": {}}
+    for index in range(scenario.features):
+        name = f"f{index}"
+        values = generator.integers(0, ROWS, batch * scenario.ids)
+        indices = np.argwhere(np.ones([batch, scenario.ids], bool))
+        inputs["sparse"] |= {
+            f"{name}_indices": indices,
+            f"{name}_values": values,
+            f"{name}_dense_shape": np.array([batch, scenario.ids]),
+        }
+        inputs["dense"][name] = values
+        inputs["ragged"] |= {
+            f"{name}_values": values,
+            f"{name}_row_splits": np.arange(batch + 1) * scenario.ids,
+        }
+    return inputs
+
+
+def export(scenario: Scenario, folder: pathlib.Path) -> dict[str, Session]:
+    """The peer and ours, exported and loaded again."""
+    configs = [
+        te.TableConfig(ROWS, DIM, combiner="mean", name=f"t{index}")
+        for index in range(scenario.features)
+    ]
+    generator = tf.random.Generator.from_seed(0)
+    tables = [tf.Variable(generator.normal([ROWS, DIM])) for _ in configs]
+    serving.export(
+        dict(zip(configs, tables, strict=True)),
+        folder / "ours",
+        feature_config={f"f{i}": te.FeatureConfig(c) for i, c in enumerate(configs)},
+        signatures=["sparse", scenario.other],
+    )
+    Peer(tables).save(str(folder / "peer"))
+    return {side: Session(str(folder / side)) for side in ("peer", "ours")}
+
+
+def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """The median microseconds of each call."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(20):  # The first calls optimise the graph.
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: 1e6 * statistics.median(own) for name, own in seconds.items()}
+
+
+def measure(scenario: Scenario, rounds: int) -> dict[int, dict[str, float]]:
+    """By batch size the microseconds of the peer, ours and our other signature."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = export(scenario, pathlib.Path(folder))
+        for batch in BATCHES:
+            inputs = make_inputs(scenario, batch)
+            calls = {
+                PEER: sessions["peer"].call("sparse", inputs["sparse"]),
+                "ours, sparse": sessions["ours"].call("sparse", inputs["sparse"]),
+                f"ours, {scenario.other}": sessions["ours"].call(
+                    scenario.other, inputs[scenario.other]
+                ),
+            }
+            found[batch] = time_in_turn(calls, rounds)
+    return found
+
+
+def table(scenario: Scenario, found: dict[int, dict[str, float]]) -> str:
+    """The medians, and ours as a multiple of the peer's."""
+    heads = "".join(f"{f'batch {batch}':>20}" for batch in found)
+    lines = [f"{scenario.name}, {scenario.features} x {scenario.ids} ids".ljust(36)]
+    lines[0] += heads
+    for name in next(iter(found.values())):
+        cells = (
+            f"{times[name]:9.0f} us ({times[name] / times[PEER]:5.2f})"
+            for times in found.values()
+        )
+        lines.append(f"{name:36}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints; writes build/bench/serving.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS))
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    flags = parser.parse_args(arguments)
+    results = {}
+    for name in flags.scenarios:
+        results[name] = measure(SCENARIOS[name], flags.rounds)
+        print(table(SCENARIOS[name], results[name]), "\n")
+    flags.out.mkdir(parents=True, exist_ok=True)
+    (flags.out / "serving.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""TensorFlow's own update ops as a second oracle for the optimizers' rules.
+
+Where TensorFlow has an op with the same rule, or one that becomes the same with
+some arguments, it gets the gradient of each touched row and must come to the same
+table and slots. RowwiseAdagrad and an exponent other than 2 have no such op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conformance import cases
+
+import tpu_embedding as te
+
+V, D, STEPS = 9, 5, 3
+RATE = 0.25
+raw = tf.raw_ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """One of our optimizers, and TensorFlow's op for the same rule.
+
+    Attributes:
+      update: (table, slots, gradient of the touched rows, the rows) -> None; the
+        slots are resource handles by our names for them.
+    """
+
+    optimizer: te.SGD | Any
+    update: Callable[[Any, dict[str, Any], tf.Tensor, tf.Tensor], None]
+
+
+def sgd(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    del slots
+    raw.ResourceScatterSub(resource=table, indices=rows, updates=RATE * gradient)
+
+
+def adagrad(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    raw.ResourceSparseApplyAdagrad(
+        var=table, accum=slots["accumulators"], lr=RATE, grad=gradient, indices=rows
+    )
+
+
+def adagrad_momentum(*, nesterov: bool) -> Any:
+    def update(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+        # From zeros at a rate of -1, Adagrad's op gives the preconditioned gradient.
+        scaled = tf.Variable(tf.zeros([V, D]))
+        raw.ResourceSparseApplyAdagrad(
+            var=scaled.handle,
+            accum=slots["accumulators"],
+            lr=-1.0,
+            grad=gradient,
+            indices=rows,
+        )
+        raw.ResourceSparseApplyMomentum(
+            var=table,
+            accum=slots["momenta"],
+            lr=RATE,
+            grad=tf.gather(scaled, rows),
+            indices=rows,
+            momentum=0.75,
+            use_nesterov=nesterov,
+        )
+
+    return update
+
+
+def rms_prop(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    # RMSProp's momenta have the rate in them; ours are divided by it.
+    momenta = tf.Variable(
+        RATE * raw.ReadVariableOp(resource=slots["momenta"], dtype=tf.float32)
+    )
+    raw.ResourceSparseApplyRMSProp(
+        var=table,
+        ms=slots["accumulators"],
+        mom=momenta.handle,
+        lr=RATE,
+        rho=0.875,
+        momentum=0.75,
+        epsilon=1e-3,
+        grad=gradient,
+        indices=rows,
+    )
+    raw.AssignVariableOp(resource=slots["momenta"], value=momenta / RATE)
+
+
+def ftrl(power: float, *, multiply: bool) -> Any:
+    def update(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+        # quadratic = a^q / lr + 2 * l2 + beta / lr: the op has no beta of its own.
+        raw.ResourceSparseApplyFtrl(
+            var=table,
+            accum=slots["accumulators"],
+            linear=slots["linears"],
+            grad=gradient,
+            indices=rows,
+            lr=RATE,
+            l1=0.125,
+            l2=0.25 + 0.5 / (2 * RATE),
+            lr_power=power,
+            multiply_linear_by_lr=multiply,
+        )
+
+    return update
+
+
+def adam(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    # The op takes the whole table; with powers of 0 it corrects no bias.
+    whole = tf.scatter_nd(rows[:, tf.newaxis], gradient, [V, D])
+    raw.ResourceApplyAdam(
+        var=table,
+        m=slots["momenta"],
+        v=slots["velocities"],
+        beta1_power=0.0,
+        beta2_power=0.0,
+        lr=RATE,
+        beta1=0.75,
+        beta2=0.875,
+        epsilon=1e-3,
+        grad=whole,
+    )
+
+
+FTRL = {"l1_regularization_strength": 0.125, "l2_regularization_strength": 0.25}
+ORACLES = {
+    "SGD": Oracle(te.SGD(RATE), sgd),
+    "Adagrad": Oracle(te.Adagrad(RATE, initial_accumulator_value=0.5), adagrad),
+    "AdagradMomentum": Oracle(
+        te.AdagradMomentum(RATE, 0.75), adagrad_momentum(nesterov=False)
+    ),
+    "AdagradMomentum nesterov": Oracle(
+        te.AdagradMomentum(RATE, 0.75, use_nesterov=True),
+        adagrad_momentum(nesterov=True),
+    ),
+    "AdagradMomentum beta2": Oracle(
+        te.AdagradMomentum(RATE, 0.75, beta2=0.875, epsilon=1e-3), rms_prop
+    ),
+    "FTRL": Oracle(te.FTRL(RATE, beta=0.5, **FTRL), ftrl(-0.5, multiply=False)),
+    "FTRL power": Oracle(
+        te.FTRL(RATE, -0.75, beta=0.5, **FTRL), ftrl(-0.75, multiply=False)
+    ),
+    "FTRL times rate": Oracle(
+        te.FTRL(RATE, beta=0.5, multiply_linear_by_learning_rate=True, **FTRL),
+        ftrl(-0.5, multiply=True),
+    ),
+    "Adam": Oracle(
+        te.Adam(RATE, 0.75, 0.875, 1e-3, lazy_adam=False, sum_inside_sqrt=False), adam
+    ),
+}
+
+
+@pytest.mark.parametrize("oracle", ORACLES.values(), ids=ORACLES)
+def test_update(oracle: Oracle, rng: np.random.Generator) -> None:
+    start = rng.standard_normal((V, D)).astype(np.float32)
+    config = te.TableConfig(V, D, lambda shape, dtype: start, combiner="sum")
+    embedding = te.TPUEmbedding(te.FeatureConfig(config), oracle.optimizer)
+    embedding.build()
+    ours = embedding.variables[config]
+    theirs = {name: tf.Variable(variable) for name, variable in ours.items()}
+    for _ in range(STEPS):
+        rows = tf.constant(rng.permutation(V)[:6])
+        gradient = tf.constant(rng.standard_normal((6, D)), tf.float32)
+        embedding.enqueue(rows)
+        embedding.dequeue()
+        embedding.apply_gradients(gradient)
+        handles = {name: variable.handle for name, variable in theirs.items()}
+        oracle.update(handles["parameters"], handles, gradient, rows)
+    for name, variable in theirs.items():
+        scale = max(1.0, float(tf.reduce_max(tf.abs(variable))))
+        bound = 2 * cases.tolerance(1, scale, STEPS)  # Both sides round.
+        cases.assert_close(ours[name], variable.numpy(), bound, name)

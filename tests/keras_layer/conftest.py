@@ -1,0 +1,25 @@
+"""Each test of the layer starts with the state that Keras has at the beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import keras
+import pytest
+
+from tpu_embedding import topology
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras(seed: int) -> Iterator[None]:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(params=["host", "portable"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """For the tests of what the layer asks of an engine."""
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    return request.param

@@ -1,0 +1,175 @@
+"""Exported graphs hold stock TensorFlow ops only, and the numbers of the model."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer import models
+from tensorflow.core.protobuf import saved_model_pb2
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding
+
+CONFIG = models.feature_config
+
+
+def ops_of(folder: pathlib.Path) -> set[str]:
+    message = saved_model_pb2.SavedModel()
+    message.ParseFromString((folder / "saved_model.pb").read_bytes())
+    graph = message.meta_graphs[0].graph_def
+    ops = {node.op for node in graph.node}
+    for function in graph.library.function:
+        ops |= {node.op for node in function.node_def}
+    return ops
+
+
+def assert_stock(folder: pathlib.Path) -> None:
+    ops = ops_of(folder)
+    assert {"ResourceGather"} <= ops
+    assert not {op for op in ops if op.startswith("TpuEmbedding")}
+
+
+def make_dense_model(trained: bool = True) -> tuple[keras.Model, Any]:
+    """Of one dense feature, which every way to export can describe."""
+    table = te.TableConfig(9, 2, te.RowIdInitializer(), combiner="sum", name="t")
+    layer = TPUEmbedding({"ids": te.FeatureConfig(table)}, te.Adagrad(0.1))
+    inputs = {"ids": keras.Input((3,), dtype="int64", name="ids")}
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)["ids"]))
+    model.compile("sgd", "mse")
+    if trained:
+        ids = np.arange(18).reshape(6, 3) % 9
+        model.fit({"ids": ids}, np.ones((6, 1)), verbose=0)
+    return model, layer
+
+
+IDS = tf.constant([[1, 2, 8], [0, 0, 5]], tf.int64)
+
+
+def test_export_straight_from_training(tmp_path: pathlib.Path):
+    model, _ = make_dense_model()
+    expected = model({"ids": IDS})
+    model.export(tmp_path / "export", verbose=False)
+    assert_stock(tmp_path / "export")
+    loaded = tf.saved_model.load(tmp_path / "export")
+    served = loaded.serve({"ids": IDS})
+    np.testing.assert_allclose(served, expected, rtol=1e-6)
+
+
+def test_saved_model_of_tensorflow(tmp_path: pathlib.Path):
+    model, _ = make_dense_model()
+    expected = model({"ids": IDS})
+    tf.saved_model.save(model, tmp_path / "export")
+    assert_stock(tmp_path / "export")
+    loaded = tf.saved_model.load(tmp_path / "export")
+    (served,) = loaded.signatures["serving_default"](IDS).values()
+    np.testing.assert_allclose(served, expected, rtol=1e-6)
+
+
+def test_a_function_of_the_user(tmp_path: pathlib.Path):
+    model, _ = make_dense_model()
+
+    class Module(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.int64)])
+        def serve(self, ids: tf.Tensor) -> Any:
+            return self.model({"ids": ids})
+
+    module = Module()
+    expected = module.serve(IDS)  # Traced before the save.
+    tf.saved_model.save(module, tmp_path / "export")
+    assert_stock(tmp_path / "export")
+    loaded = tf.saved_model.load(tmp_path / "export")
+    served = loaded.serve(IDS)
+    np.testing.assert_allclose(served, expected, rtol=1e-6)
+
+
+def test_an_export_needs_nothing_of_this_package(tmp_path: pathlib.Path):
+    model, _ = make_dense_model()
+    model.export(tmp_path / "export", verbose=False)
+    ids = [[1, 2, 8]]
+    code = (
+        "import sys, tensorflow as tf\n"
+        f"loaded = tf.saved_model.load({str(tmp_path / 'export')!r})\n"
+        f"print(loaded.serve({{'ids': tf.constant({ids}, tf.int64)}}).numpy()[0, 0])\n"
+        "assert 'tpu_embedding' not in sys.modules\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    expected = model({"ids": IDS}).numpy()[0, 0]
+    np.testing.assert_allclose(float(printed.split()[-1]), expected, rtol=1e-5)
+
+
+def test_sparse_and_ragged_inputs_are_exported(tmp_path: pathlib.Path, seed: int):
+    model = models.make_model("adagrad")
+    model.compile("sgd", "mse")
+    ((features, labels),) = models.batches(seed, 1)
+    model.train_on_batch(features, labels)
+    serve = tf.function(
+        lambda liked, seen, user: model({"liked": liked, "seen": seen, "user": user}),
+        input_signature=[
+            tf.SparseTensorSpec([None, None], tf.int64),
+            tf.RaggedTensorSpec([None, None], tf.int64, ragged_rank=1),
+            tf.TensorSpec([None], tf.int64),
+        ],
+    )
+    archive = tf.Module()
+    archive.model, archive.serve = model, serve
+    tf.saved_model.save(archive, tmp_path / "export")
+    assert_stock(tmp_path / "export")
+    loaded = tf.saved_model.load(tmp_path / "export")
+    served = loaded.serve(*features.values())
+    np.testing.assert_allclose(served, model(features), rtol=1e-6)
+
+
+def test_an_exported_graph_checks_its_ids(tmp_path: pathlib.Path):
+    model, _ = make_dense_model()
+    model.export(tmp_path / "export", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "export")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has id 9, but ids must"):
+        loaded.serve({"ids": tf.constant([[1, 2, 9]], tf.int64)})
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_serving_config_looks_other_features_up(graph: bool):
+    table = te.TableConfig(9, 2, te.RowIdInitializer(), combiner="sum", name="t")
+    other = te.TableConfig(9, 3, te.RowIdInitializer(100), optimizer="adam")
+    config = {"a": te.FeatureConfig(table), "b": te.FeatureConfig(other)}
+    layer = TPUEmbedding(config, keras.optimizers.SGD(1.0))
+    serving = [te.FeatureConfig(other), te.FeatureConfig(table, max_sequence_length=2)]
+
+    def serve(first: Any, second: Any) -> Any:
+        return layer([first, second], serving_config=serving)
+
+    ragged = tf.ragged.constant([[1], [2, 3, 4]], dtype=tf.int64)
+    out = (tf.function(serve) if graph else serve)(tf.constant([5]), ragged)
+    assert isinstance(out, list)
+    assert out[0].numpy().tolist() == [[105] * 3]
+    assert out[1].numpy()[..., 0].tolist() == [[1, 0], [2, 3]]
+
+
+def test_serving_config_under_a_tape_trains_nothing():
+    table = te.TableConfig(9, 2, te.RowIdInitializer(), name="t")
+    layer = TPUEmbedding({"a": te.FeatureConfig(table)}, te.SGD(1.0))
+    with tf.GradientTape() as tape:
+        out = layer(tf.constant([5]), serving_config=te.FeatureConfig(table))
+    assert tape.gradient(out, layer.trainable_variables) == [None]
+    assert layer.embedding_tables[table].numpy()[5, 0] == 5
+
+
+def test_serving_config_of_a_foreign_table():
+    table = te.TableConfig(9, 2, name="t")
+    layer = TPUEmbedding({"a": te.FeatureConfig(table)}, "sgd")
+    foreign = {"x": te.FeatureConfig(te.TableConfig(9, 2, name="t"))}
+    with pytest.raises(ValueError, match="Feature x of `serving_config` has a Table"):
+        layer({"x": tf.constant([1])}, serving_config=foreign)

@@ -1,0 +1,334 @@
+"""What reaches the tables, how often, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer import models
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+IDS = tf.constant([1, 2, 1])
+
+
+def make_layer(optimizer: Any = te.SGD(1.0), **options: Any) -> Any:  # noqa: B008
+    table = te.TableConfig(4, 2, te.initializers.RowIdInitializer(), name="t")
+    layer = TPUEmbedding(te.FeatureConfig(table), optimizer, **options)
+    layer.build()
+    return layer
+
+
+def table_of(layer: Any) -> np.ndarray:
+    (table,) = layer.embedding_tables.values()
+    return table.numpy()
+
+
+def gradient(layer: Any, ids: Any = IDS) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(ids))
+    return tape.gradient(loss, layer.trainable_variables)
+
+
+ONCE = np.array([[0, 0], [-1, -1], [1, 1], [3, 3]], np.float32)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_one_gradient_is_one_update(graph: bool):
+    layer = make_layer()
+    assert [v.shape for v in layer.trainable_variables] == [()]
+    step = tf.function(gradient) if graph else gradient
+    (of_virtual,) = step(layer)
+    assert of_virtual == 0
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+    step(layer)
+    np.testing.assert_array_equal(table_of(layer)[1], [-3, -3])
+
+
+def test_a_traced_forward_pass_under_an_outer_tape_updates_once():
+    layer = make_layer()
+    forward = tf.function(layer)
+    for _ in range(2):
+        layer.update_embedding_table(*_initial(layer))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(forward(IDS))
+        tape.gradient(loss, layer.trainable_variables)
+        np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+def _initial(layer: Any) -> tuple[Any, Any]:
+    (table,) = layer.embedding_tables
+    return table, te.RowIdInitializer()((4, 2))
+
+
+def test_a_trace_without_a_tape_says_why_it_has_no_gradient():
+    layer = make_layer()
+    forward = tf.function(layer)
+    forward(IDS)
+    with pytest.raises(LookupError, match=r"no tf\.GradientTape was recording"):  # noqa: SIM117
+        with tf.GradientTape():
+            forward(IDS)
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
+def test_calls_without_a_tape_change_nothing_and_owe_nothing():
+    layer = make_layer()
+    for call in (layer, tf.function(layer)):
+        for _ in range(70):  # More than the queue of the engine would hold.
+            call(IDS)
+    with tf.GradientTape():
+        layer(IDS)  # And a tape that nobody asks.
+    gradient(layer)
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_two_towers_are_two_updates_that_saw_the_same_tables(graph: bool):
+    layer = make_layer(te.Adagrad(1.0, initial_accumulator_value=1.0))
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            first, second = layer(IDS), layer(IDS)
+            loss = tf.reduce_sum(first) + 2 * tf.reduce_sum(second)
+        tape.gradient(loss, layer.trainable_variables)
+        return first, second
+
+    first, second = tf.function(step)() if graph else step()
+    np.testing.assert_array_equal(first, second)
+    # The backward pass happens to reach the first call first.
+    for row, gradients in ((1, (2.0, 4.0)), (2, (1.0, 2.0))):
+        accumulator, value = 1.0, float(row)
+        for g in gradients:
+            accumulator += g * g
+            value -= g / np.sqrt(accumulator)
+        np.testing.assert_allclose(table_of(layer)[row], value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_second_gradient_of_one_call_fails(graph: bool):
+    layer = make_layer()
+
+    def step() -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(layer(IDS))
+        tape.gradient(loss, layer.trainable_variables)
+        tape.gradient(loss, layer.trainable_variables)
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="once"):
+        (tf.function(step) if graph else step)()
+    if not graph:
+        np.testing.assert_array_equal(table_of(layer), ONCE)
+    before = table_of(layer)
+    gradient(layer)  # Nothing is left behind.
+    np.testing.assert_array_equal(
+        before - table_of(layer), 3 - ONCE - 3 + [[0, 0], [1, 1], [2, 2], [3, 3]]
+    )
+
+
+def test_a_second_gradient_of_a_traced_call_fails():
+    layer = make_layer()
+    forward = tf.function(layer)
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(forward(IDS))
+        other = tf.reduce_sum(forward(IDS))
+    tape.gradient(loss, layer.trainable_variables)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="applied already"):
+        tape.gradient(loss, layer.trainable_variables)
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+    tape.gradient(other, layer.trainable_variables)
+    np.testing.assert_array_equal(table_of(layer)[1], [-3, -3])
+
+
+def test_a_gradient_may_be_computed_in_a_graph_within_that_of_the_call():
+    layer = make_layer()
+
+    @tf.function
+    def step(train: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(IDS))
+            if train:  # A graph of its own.
+                tape.gradient(loss, layer.trainable_variables)
+
+    step(tf.constant(False))
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+    step(tf.constant(True))
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_is_computed_again_in_the_backward_pass_updates_once(graph: bool):
+    layer = make_layer()
+    again = tf.recompute_grad(lambda scale: scale * layer(IDS))
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(again(tf.constant(1.0)))
+        tape.gradient(loss, layer.trainable_variables)
+
+    (tf.function(step) if graph else step)()
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@pytest.mark.parametrize("kind", ["cond", "while", "map"])
+def test_a_tape_around_control_flow_is_refused(kind: str):
+    layer = make_layer()
+
+    def loop() -> tf.Tensor:
+        loss = tf.constant(0.0)
+        for i in tf.range(2):
+            loss += tf.reduce_sum(layer(IDS[i : i + 1]))
+        return loss
+
+    loss_of = {
+        "cond": lambda: tf.cond(
+            tf.size(IDS) > 0, lambda: tf.reduce_sum(layer(IDS)), lambda: 0.0
+        ),
+        "while": loop,
+        "map": lambda: tf.reduce_sum(
+            tf.map_fn(lambda i: layer(i[None]), IDS, fn_output_signature=tf.float32)
+        ),
+    }[kind]
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        tape.gradient(loss, layer.trainable_variables)
+
+    with pytest.raises(NotImplementedError, match=r"opened outside of it\. Call the"):
+        step()
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
+def test_a_persistent_tape_serves_several_calls():
+    layer = make_layer()
+    with tf.GradientTape(persistent=True) as tape:
+        first, second = tf.reduce_sum(layer(IDS)), tf.reduce_sum(layer(IDS))
+    tape.gradient(first, layer.trainable_variables)
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+    tape.gradient(second, layer.trainable_variables)
+    np.testing.assert_array_equal(table_of(layer)[1], [-3, -3])
+
+
+def test_nested_tapes_update_once():
+    layer = make_layer()
+    kernel = tf.Variable([[1.0], [2.0]])
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            activations = layer(IDS)
+            inner.watch(activations)
+            score = tf.reduce_sum(tf.square(activations @ kernel))
+        slope = inner.gradient(score, activations)
+        loss = score + tf.reduce_sum(slope)
+    outer.gradient(loss, [*layer.trainable_variables, kernel])
+    assert not np.array_equal(table_of(layer)[1], [1, 1])
+    # d score / d a = 2 (a.k) k; slope summed adds 2 * 3 * k, for each sample.
+    k = np.array([1.0, 2.0])
+    of_sample = 2 * (1 * 3) * k + 2 * 3 * k
+    np.testing.assert_allclose(table_of(layer)[1], 1 - 2 * of_sample, rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_frozen_layer_is_not_updated(graph: bool):
+    layer = make_layer()
+    layer.trainable = False
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(IDS))
+        assert set(tape.gradient(loss, layer.variables)) == {None}
+
+    (tf.function(step) if graph else step)()
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+    layer.trainable = True
+    gradient(layer)
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_with_respect_to_other_things_train_nothing(graph: bool):
+    layer = make_layer()
+    kernel = tf.Variable([[1.0], [2.0]])
+
+    def step() -> tuple[Any, Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            activations = layer(IDS)
+            loss = tf.reduce_sum(activations @ kernel)
+        return tape.gradient(loss, kernel), tape.gradient(loss, {"a": activations})
+
+    of_kernel, of_activations = (tf.function(step) if graph else step)()
+    np.testing.assert_array_equal(of_kernel, [[4], [4]])
+    np.testing.assert_array_equal(of_activations["a"][0], [1, 2])
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
+def test_only_the_tapes_that_record_count():
+    layer = make_layer()
+    with tf.GradientTape() as tape:
+        with tape.stop_recording():
+            unseen = tf.reduce_sum(layer(IDS))
+        seen = tf.reduce_sum(layer(IDS))
+        loss = seen + unseen
+    tape.gradient(loss, layer.trainable_variables)
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_without_an_optimizer_there_are_lookups_only(graph: bool):
+    layer = make_layer(None)
+    assert layer(IDS).numpy()[0].tolist() == [1, 1]
+    step = tf.function(gradient) if graph else gradient
+    with pytest.raises(RuntimeError, match="cannot train the tables t: they have no"):
+        step(layer)
+    layer.trainable = False
+    assert layer(IDS).numpy()[0].tolist() == [1, 1]
+
+
+def test_a_feature_without_a_part_in_the_loss_touches_its_rows():
+    table = te.TableConfig(4, 2, te.RowIdInitializer(), name="t")
+    config = (te.FeatureConfig(table), te.FeatureConfig(table))
+    adam = te.Adam(0.5, beta_1=0.5, epsilon=1.0)
+    layer = TPUEmbedding(config, adam)
+    for loss_of in (lambda a, b: tf.reduce_sum(a + b), lambda a, b: tf.reduce_sum(a)):
+        with tf.GradientTape() as tape:
+            loss = loss_of(*layer((tf.constant([1]), tf.constant([2]))))
+        tape.gradient(loss, layer.trainable_variables)
+    momenta = models.state(layer)["t%2Fmomenta"]
+    np.testing.assert_allclose(momenta[1:3, 0], [0.75, 0.25])
+
+
+def test_gradients_may_stop():
+    layer = make_layer()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.stop_gradient(layer(IDS)))
+    assert tape.gradient(loss, layer.trainable_variables) == [None]
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
+def test_an_infinite_gradient_is_an_error_where_asked():
+    layer = make_layer(check_numerics=True)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(IDS)) * float("inf")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+        tape.gradient(loss, layer.trainable_variables)
+    gradient(layer)
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_bad_ids_fail_in_training_and_evaluation(graph: bool):
+    layer = make_layer()
+    bad = tf.constant([1, 4])
+    step = tf.function(gradient) if graph else gradient
+    call = tf.function(layer) if graph else layer
+    text = r"sample 1 has id 4, but ids must be in \[0, 4\)"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        step(layer, bad)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        call(bad)
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])

@@ -1,0 +1,339 @@
+"""Keras models of all styles, and all ways to run them."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer import models
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding
+
+
+class Subclassed(keras.Model):
+    def __init__(self, optimizer: Any, **options: Any) -> None:
+        super().__init__()
+        self.embedding = TPUEmbedding(
+            models.feature_config(), optimizer, name="embedding", **options
+        )
+        self.dense = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer=keras.initializers.Constant(0.5)
+        )
+
+    def call(self, inputs: Any) -> Any:
+        activations = self.embedding(inputs)
+        ordered = [activations[feature] for feature in models.FEATURES]
+        return self.dense(keras.ops.concatenate(ordered, -1))
+
+    def get_layer(self, name: Any = None, index: Any = None) -> Any:
+        return {"embedding": self.embedding, "head": self.dense}[name]
+
+
+def after_training(steps: Any, make: Any = models.make_model, **compile_: Any) -> Any:
+    model = make(te.Adagrad(0.1))
+    model.compile(keras.optimizers.SGD(0.1), "mse", **compile_)
+    model.fit(models.dataset(steps), shuffle=False, verbose=0)
+    return models.state(models.embedding_of(model))
+
+
+def assert_states_agree(actual: Any, expected: Any) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Subclassed, {}),
+        (models.make_model, {"run_eagerly": True}),
+        (models.make_model, {"steps_per_execution": 3}),
+        (Subclassed, {"run_eagerly": True}),
+    ],
+)
+def test_all_ways_to_fit_agree(make: Any, options: dict[str, Any], seed: int):
+    steps = models.batches(seed, 6)
+    expected = after_training(steps)
+    assert_states_agree(after_training(steps, make, **options), expected)
+
+
+def test_train_on_batch_agrees_with_fit(seed: int):
+    steps = models.batches(seed, 4)
+    model = models.make_model(te.Adagrad(0.1))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    for features, labels in steps:
+        model.train_on_batch(features, labels)
+    assert_states_agree(models.state(models.embedding_of(model)), after_training(steps))
+
+
+def test_the_layer_turns_jit_compilation_off():
+    model = models.make_model("sgd")
+    model.compile("sgd", "mse", jit_compile="auto")
+    assert not model.jit_compile
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_evaluate_and_predict_change_nothing(run_eagerly: bool, seed: int):
+    steps = models.batches(seed, 3)
+    model = models.make_model("adam")
+    model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    before = models.state(models.embedding_of(model))
+    loss = model.evaluate(models.dataset(steps), verbose=0)
+    predictions = model.predict(models.dataset(steps), verbose=0)
+    after = models.state(models.embedding_of(model))
+    for name in before:
+        np.testing.assert_array_equal(after[name], before[name])
+    labels = np.concatenate([labels for _, labels in steps])
+    np.testing.assert_allclose(loss, np.mean((predictions - labels) ** 2), rtol=1e-5)
+
+
+def test_evaluation_looks_up_what_training_does(seed: int):
+    ((features, labels),) = models.batches(seed, 1)
+    model = models.make_model("sgd")
+    eager = model(features)
+    np.testing.assert_allclose(tf.function(model)(features), eager, rtol=1e-6)
+    with tf.GradientTape():
+        np.testing.assert_allclose(model(features), eager, rtol=1e-6)
+
+
+def test_numpy_data_callbacks_and_validation():
+    table = te.TableConfig(10, 2, name="t")
+    layer = TPUEmbedding({"id": te.FeatureConfig(table)}, te.SGD(0.5))
+    inputs = {"id": keras.Input((), dtype="int32", name="id")}
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)["id"]))
+    model.compile("sgd", "mse")
+    ids = np.arange(40) % 10
+    labels = (ids > 4).astype(np.float32)[:, None]
+    seen = []
+    history = model.fit(
+        {"id": ids},
+        labels,
+        batch_size=8,
+        epochs=6,
+        validation_split=0.25,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: seen.append(epoch)
+            ),
+            keras.callbacks.EarlyStopping(patience=10),
+            keras.callbacks.TerminateOnNaN(),
+        ],
+        verbose=0,
+    ).history
+    assert len(seen) == 6
+    assert history["loss"][-1] < 0.5 * history["loss"][0]
+    assert history["val_loss"][-1] < 0.5 * history["val_loss"][0]
+
+
+def test_sample_and_class_weights_weigh_the_updates():
+    def train(**weights: Any) -> np.ndarray:
+        table = te.TableConfig(4, 2, te.RowIdInitializer(), name="t")
+        layer = TPUEmbedding(te.FeatureConfig(table), te.SGD(1.0))
+        inputs = keras.Input((), dtype="int64")
+        outputs = keras.layers.Lambda(lambda x: keras.ops.sum(x, -1, keepdims=True))
+        model = keras.Model(inputs, outputs(layer(inputs)))
+        model.compile("sgd", "mse")
+        model.fit(np.array([0, 1]), np.array([1.0, 0.0]), verbose=0, **weights)
+        return layer.embedding_tables[table].numpy()
+
+    plain = train()
+    by_sample = train(sample_weight=np.array([3.0, 0.0]))
+    by_class = train(class_weight={1: 3.0, 0: 0.0})
+    np.testing.assert_allclose(by_sample, by_class)
+    # Row 0 belongs to the first sample, of class 1; row 1 to the second.
+    np.testing.assert_allclose(by_sample[0], 3 * plain[0])
+    assert plain[1][0] != 1
+    np.testing.assert_array_equal(by_sample[1], [1, 1])
+
+
+def test_sequential():
+    table = te.TableConfig(6, 3, name="t")
+    layer = TPUEmbedding(te.FeatureConfig(table), "adagrad")
+    model = keras.Sequential(
+        [keras.Input((2,), dtype="int64"), layer, keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    ids = np.array([[0, 1], [2, 3]])
+    before = layer.embedding_tables[table].numpy()
+    model.fit(ids, np.ones((2, 1)), verbose=0)
+    after = layer.embedding_tables[table].numpy()
+    np.testing.assert_array_equal((before != after).any(-1), [1, 1, 1, 1, 0, 0])
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+def test_nested_structures_come_out_as_they_go_in():
+    table = te.TableConfig(6, 2, te.RowIdInitializer(), name="t")
+    config = {
+        "pair": Pair(te.FeatureConfig(table), te.FeatureConfig(table)),
+        "list": [te.FeatureConfig(table), (te.FeatureConfig(table),)],
+    }
+    layer = TPUEmbedding(config, "sgd")
+    ids = [tf.constant([i]) for i in range(4)]
+    features = {"pair": Pair(ids[0], ids[1]), "list": [ids[2], (ids[3],)]}
+    outputs = layer(features)
+    assert isinstance(outputs["pair"], Pair)
+    assert isinstance(outputs["list"], list)
+    assert isinstance(outputs["list"][1], tuple)
+    assert outputs["pair"].right.numpy()[0, 0] == 1
+    assert outputs["list"][1][0].numpy()[0, 0] == 3
+    symbolic = layer(
+        keras.tree.map_structure(lambda _: keras.Input((), dtype="int64"), features)
+    )
+    keras.tree.assert_same_structure(symbolic, outputs)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_weights_are_given_by_feature(symbolic: bool):
+    table = te.TableConfig(6, 2, te.RowIdInitializer(), combiner="sum", name="t")
+    config = {"a": te.FeatureConfig(table), "b": te.FeatureConfig(table)}
+    layer = TPUEmbedding(config, "sgd")
+    ids = {"a": tf.constant([[1, 2]]), "b": tf.constant([[3]])}
+    gains = {"a": tf.constant([[0.5, 2.0]]), "b": None}
+    if symbolic:
+        inputs = {k: keras.Input((None,), dtype="int64", name=k) for k in ids}
+        of_a = keras.Input((None,), name="weights")
+        model = keras.Model([inputs, of_a], layer(inputs, {"a": of_a, "b": None}))
+        outputs = model([ids, gains["a"]])
+    else:
+        outputs = layer(ids, gains)
+    assert outputs["a"].numpy().tolist() == [[4.5, 4.5]]
+    assert outputs["b"].numpy().tolist() == [[3, 3]]
+
+
+def test_weights_keep_their_precision_under_mixed_precision():
+    table = te.TableConfig(6, 1, te.RowIdInitializer(), combiner="sum", name="t")
+    layer = TPUEmbedding(te.FeatureConfig(table), "sgd", dtype="mixed_bfloat16")
+    weight = 1.001  # 1.0 in bfloat16.
+    out = layer(tf.constant([[5] * 64]), weights=tf.constant([[weight] * 64]))
+    assert out.dtype == tf.bfloat16
+    assert float(out[0, 0]) == float(tf.cast(64 * 5 * weight, tf.bfloat16))
+
+
+def test_mixed_bfloat16_trains_in_float32(seed: int):
+    steps = models.batches(seed, 6)
+    expected = after_training(steps)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    state = after_training(steps)
+    for name, value in expected.items():
+        assert state[name].dtype == np.float32
+        np.testing.assert_allclose(state[name], value, atol=0.02)
+
+
+def test_float16_needs_the_scale_of_the_loss():
+    table = te.TableConfig(6, 1, name="t")
+    layer = TPUEmbedding(te.FeatureConfig(table), "sgd", dtype="mixed_float16")
+    with pytest.raises(ValueError, match="loss_scale") as raised:
+        layer(tf.constant([1]))
+    assert "mixed_bfloat16" in str(raised.value)
+    assert "compile(auto_scale_loss=False)" in str(raised.value)
+
+
+@pytest.mark.parametrize("scale", [64.0, lambda: tf.constant(64.0)])
+def test_scaled_losses_are_unscaled(scale: Any):
+    table = te.TableConfig(4, 1, te.RowIdInitializer(), name="t")
+    layer = TPUEmbedding(
+        te.FeatureConfig(table), te.SGD(1.0), loss_scale=scale, dtype="mixed_float16"
+    )
+    with tf.GradientTape() as tape:
+        out = layer(tf.constant([1]))
+        loss = 64.0 * tf.cast(tf.reduce_sum(out), tf.float32)
+    tape.gradient(loss, layer.trainable_variables)
+    assert out.dtype == tf.float16
+    assert layer.embedding_tables[table].numpy()[1] == 0.0
+
+
+def test_float16_fits_with_the_scale_of_the_model(seed: int):
+    steps = models.batches(seed, 6)
+    expected = after_training(steps)
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    model = models.make_model(
+        te.Adagrad(0.1), loss_scale=lambda: optimizer.dynamic_scale
+    )
+    optimizer.build(model.trainable_variables)  # Until then it has no dynamic_scale.
+    model.compile(optimizer, "mse")
+    model.fit(models.dataset(steps), shuffle=False, verbose=0)
+    state = models.state(models.embedding_of(model))
+    for name, value in expected.items():
+        np.testing.assert_allclose(state[name], value, atol=0.02)
+
+
+@pytest.mark.usefixtures("engine")
+def test_mirrored_strategy_sums_the_replicas(seed: int):
+    """Two replicas of half a batch do what one of a whole batch does."""
+    ids = np.random.default_rng(seed).integers(0, 8, (4, 6, 2))
+    labels = np.random.default_rng(seed + 1).normal(size=(4, 6, 1))
+
+    def train(strategy: tf.distribute.Strategy) -> Any:
+        with strategy.scope():
+            table = te.TableConfig(
+                8, 2, te.RowIdInitializer(), combiner="sum", name="t"
+            )
+            layer = TPUEmbedding(te.FeatureConfig(table), te.Adagrad(0.1), name="e")
+            inputs = keras.Input((2,), dtype="int64")
+            ones = keras.initializers.Constant(0.1)
+            dense = keras.layers.Dense(1, kernel_initializer=ones)
+            model = keras.Model(inputs, dense(layer(inputs)))
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        data = tf.data.Dataset.from_tensor_slices((ids, labels.astype(np.float32)))
+        losses = model.fit(data, epochs=2, shuffle=False, verbose=0).history["loss"]
+        evaluated = model.evaluate(data, verbose=0)
+        predicted = model.predict(data, verbose=0)
+        return models.state(layer), losses, evaluated, predicted
+
+    mirrored = train(models.mirrored(2))
+    single = train(tf.distribute.get_strategy())
+    for actual, expected in zip(mirrored[1:], single[1:], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    for name, value in single[0].items():
+        np.testing.assert_allclose(mirrored[0][name], value, rtol=1e-5)
+
+
+def test_gradient_accumulation_of_the_model_leaves_the_tables_alone(seed: int):
+    """One update of the tables for each micro-batch, as documented."""
+    steps = models.batches(seed, 4)
+    model = models.make_model(
+        te.Adam(lambda updates: 0.1 + 0.0 * tf.cast(updates, tf.float32))
+    )
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model.compile(optimizer, "mse")
+    model.fit(models.dataset(steps), shuffle=False, verbose=0)
+    assert models.state(models.embedding_of(model))["_updates"] == 4
+
+
+def test_symbolic_shapes():
+    table = te.TableConfig(6, 2, name="t")
+
+    def feature(**options: Any) -> te.FeatureConfig:
+        return te.FeatureConfig(table, **options)
+
+    config = [
+        feature(),
+        feature(),
+        feature(max_sequence_length=5),
+        feature(output_shape=(4, 3)),
+    ]
+    layer = TPUEmbedding(config, "sgd")
+    outputs = layer(
+        [
+            keras.Input((), dtype="int32"),
+            keras.Input((3, 4), dtype="int64"),
+            keras.Input((None,), dtype="int64", ragged=True),
+            keras.Input((None,), dtype="int64", ragged=True),
+        ]
+    )
+    shapes = [(None, 2), (None, 3, 2), (None, 5, 2), (4, 3, 2)]
+    assert [output.shape for output in outputs] == shapes
+
+
+def test_symbolic_inputs_of_the_wrong_dtype():
+    layer = TPUEmbedding({"a": te.FeatureConfig(te.TableConfig(6, 2))}, "sgd")
+    with pytest.raises(TypeError, match="ids of feature a must be int32 or int64"):
+        layer({"a": keras.Input((2,))})

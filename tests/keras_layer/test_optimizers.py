@@ -1,0 +1,182 @@
+"""translate_keras_optimizer: each option is carried or refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer import optimizer_contract as contract
+from keras_layer.optimizer_contract import make_layer, step
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
+
+# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+
+each_class = pytest.mark.parametrize("name", contract.CARRIED)
+REFUSED_ALIKE = {**contract.REFUSED_ALIKE, **contract.REFUSED_IN_KERAS_3}
+
+
+@each_class
+def test_options_are_carried(name: str):
+    contract.check_options_are_carried(keras.optimizers, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        (name, option, value)
+        for name, refused in contract.REFUSED.items()
+        for option, value in {**REFUSED_ALIKE, **refused}.items()
+    ],
+)
+def test_options_are_refused_by_name(name: str, option: str, value: Any):
+    contract.check_option_is_refused(getattr(keras.optimizers, name), option, value)
+
+
+@each_class
+def test_no_option_of_keras_is_forgotten(name: str):
+    signature = inspect.signature(getattr(keras.optimizers, name).__init__)
+    handled = {"self", "name", "learning_rate", "clipvalue", "kwargs"}
+    carried, refused = contract.CARRIED[name], contract.REFUSED[name]
+    assert set(signature.parameters) == {*handled, *REFUSED_ALIKE, *carried, *refused}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.RMSprop(), keras.optimizers.AdamW(), te.SGD(), "sgd"]
+)
+def test_other_classes_are_refused(optimizer: Any):
+    with pytest.raises(ValueError, match="It takes SGD, Adagrad, Adam, Ftrl of Keras"):
+        translate_keras_optimizer(optimizer)
+
+
+def test_subclasses_are_refused():
+    class SGD(keras.optimizers.SGD):
+        pass
+
+    with pytest.raises(ValueError, match=r"cannot translate .*SGD\. It takes"):
+        translate_keras_optimizer(SGD())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {}),
+        ("SGD", {"clipvalue": 0.5}),
+        ("Adagrad", {}),
+        ("Ftrl", {"l1_regularization_strength": 0.1, "beta": 0.2}),
+        ("Ftrl", {"l2_regularization_strength": 0.1, "learning_rate_power": -0.7}),
+        ("Adam", {"beta_1": 0.5, "epsilon": 1e-2}),
+    ],
+)
+def test_the_numbers_are_those_of_keras(name: str, options: dict[str, Any]):
+    """On rows that every step touches; Adam with its bias correction."""
+    optimizer = getattr(keras.optimizers, name)(0.25, **options)
+    ours = translate_keras_optimizer(optimizer, bias_correction=name == "Adam")
+    layer, table = make_layer(ours)
+    expected = keras.Variable([[1.0, 1.0]])
+    optimizer.build([expected])
+    for scale in (1.0, -0.5, 2.0, 0.3):
+        step(layer, scale)
+        optimizer.apply([keras.ops.full((1, 2), scale)], [expected])
+    np.testing.assert_allclose(
+        layer.embedding_tables[table].numpy()[1:2], expected.numpy(), rtol=1e-5
+    )
+
+
+def test_without_bias_correction_adam_starts_slowly():
+    optimizer = keras.optimizers.Adam(0.25)
+    layer, table = make_layer(optimizer)
+    step(layer)
+    # m / sqrt(v) = (1 - 0.9) / sqrt(1 - 0.999), where Keras gets 1.
+    moved = 1 - layer.embedding_tables[table].numpy()[1]
+    np.testing.assert_allclose(moved, 0.25 * 0.1 / np.sqrt(0.001), rtol=1e-4)
+
+
+def test_bias_correction_is_for_adam():
+    with pytest.raises(ValueError, match=r"is for Adam\. Received: the optimizer SGD"):
+        translate_keras_optimizer(keras.optimizers.SGD(), bias_correction=True)
+
+
+def test_a_plain_rate_is_read_at_each_update():
+    contract.check_a_plain_rate_is_read_at_each_update(keras.optimizers)
+
+
+def test_a_schedule_is_evaluated_at_the_layers_own_count():
+    contract.check_a_schedule_is_evaluated_at_the_layers_own_count(keras.optimizers)
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "plateau"])
+def test_callbacks_reach_the_rate(kind: str):
+    optimizer = keras.optimizers.SGD(0.5)
+    layer, _ = make_layer(optimizer)
+    inputs = keras.Input((), dtype="int64")
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    model.compile(optimizer, "mse")
+    callback = {
+        "scheduler": keras.callbacks.LearningRateScheduler(lambda epoch: 0.0),
+        "plateau": keras.callbacks.ReduceLROnPlateau(
+            "loss", factor=1e-9, patience=0, min_delta=1e9
+        ),
+    }[kind]
+    ids, labels = np.array([1]), np.array([[1.0]])
+    model.fit(ids, labels, epochs=3, callbacks=[callback], verbose=0)
+    (table,) = layer.embedding_tables.values()
+    before = table.numpy()
+    model.fit(ids, labels, epochs=1, verbose=0)
+    np.testing.assert_allclose(table.numpy(), before, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "ftrl"])
+def test_names_mean_our_optimizers(name: str):
+    ours = {"sgd": te.SGD, "adagrad": te.Adagrad, "adam": te.Adam, "ftrl": te.FTRL}
+    by_name, by_name_table = make_layer(name)
+    by_object, by_object_table = make_layer(ours[name]())
+    for layer in (by_name, by_object):
+        step(layer)
+    np.testing.assert_array_equal(
+        by_name.embedding_tables[by_name_table].numpy(),
+        by_object.embedding_tables[by_object_table].numpy(),
+    )
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "SGD", ""])
+def test_other_names_are_refused(name: str):
+    with pytest.raises(ValueError, match="The names are 'sgd', 'adagrad', 'adam', "):
+        make_layer(name)
+    with pytest.raises(ValueError, match=r"for table 't'\. The names are 'sgd'"):
+        make_layer("sgd", name)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        te.SGD(0.125),
+        tf.tpu.experimental.embedding.SGD(0.125),
+        keras.optimizers.SGD(0.125),
+    ],
+)
+def test_a_table_has_its_own_optimizer_of_any_kind(optimizer: Any):
+    layer, table = make_layer("adam", optimizer)
+    step(layer)
+    np.testing.assert_array_equal(layer.embedding_tables[table].numpy()[1], 0.875)
+
+
+def test_the_configurations_of_tensorflow_itself():
+    stock = tf.tpu.experimental.embedding
+    table = stock.TableConfig(4, 2, te.RowIdInitializer(), name="t")
+    layer = TPUEmbedding(stock.FeatureConfig(table), stock.SGD(0.125))
+    step(layer)
+    np.testing.assert_array_equal(layer.embedding_tables[table].numpy()[1], 0.875)
+    assert table.optimizer is None
+
+
+@pytest.mark.parametrize("optimizer", [3, object(), keras.optimizers.RMSprop()])
+def test_what_is_no_optimizer_is_refused(optimizer: Any):
+    with pytest.raises(ValueError, match="optimizer"):
+        make_layer(optimizer)

@@ -1,0 +1,170 @@
+"""What export takes and refuses, and models of other kinds."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from serving.exported import graph_of
+
+import tpu_embedding as te
+from tpu_embedding.serving import Request, Signature, export
+
+V, D = 6, 3
+FILMS = te.TableConfig(V, D, name="films", combiner="sum")
+TABLE = {FILMS: tf.reshape(tf.range(V * D, dtype=tf.float32), [V, D])}
+FEATURES = {"film": te.FeatureConfig(FILMS)}
+
+
+def load(path: pathlib.Path) -> Any:
+    return tf.saved_model.load(str(path)).signatures
+
+
+def test_a_signature_of_ones_own(tmp_path: pathlib.Path) -> None:
+    names = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(["Alien", "Brazil"], tf.range(2, 4)), -1
+    )
+    factor = tf.Variable(2.0)
+
+    class Model(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = names  # Its files hang on the model.
+
+        def read(self, inputs: dict[str, tf.Tensor]) -> Request:
+            ids = self.names.lookup(inputs["title"])
+            return Request({"film": ids}, dense={"more": inputs["more"]})
+
+        def __call__(self, activations: Any, dense: Any) -> tf.Tensor:
+            return factor * activations["film"] + dense["more"]
+
+    model = Model()
+    title, more = tf.TensorSpec([None], tf.string), tf.TensorSpec([None, 1])
+    signature = Signature({"title": title, "more": more}, model.read)
+    export(
+        TABLE, tmp_path, model, feature_config=FEATURES, signatures={"ask": signature}
+    )
+    signatures = load(tmp_path)
+    assert set(signatures) == {"ask", "serving_default"}
+    answer = signatures["ask"](
+        title=tf.constant(["Brazil", "Alien"]), more=tf.constant([[1.0], [0.0]])
+    )
+    np.testing.assert_array_equal(answer["output"], [[19, 21, 23], [12, 14, 16]])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sample 0 has id -1"):
+        signatures["ask"](title=tf.constant(["Cube"]), more=tf.zeros([1, 1]))
+
+
+def test_exports_tables_that_were_restored(tmp_path: pathlib.Path) -> None:
+    serving = te.TPUEmbeddingForServing(FEATURES, te.Adagrad(0.1))
+    export(serving, tmp_path, signatures=["dense"])
+    found = load(tmp_path)["dense"](film=tf.constant([5], tf.int64))["film"]
+    np.testing.assert_array_equal(found, serving.embedding_tables[FILMS][5:])
+
+
+def test_hostile_sizes_can_be_limited(tmp_path: pathlib.Path) -> None:
+    export(
+        TABLE,
+        tmp_path,
+        feature_config=FEATURES,
+        signatures=["sparse"],
+        most_samples=100,
+    )
+    ask = load(tmp_path)["sparse"]
+    none = {
+        "film_indices": tf.zeros([0, 2], tf.int64),
+        "film_values": tf.zeros([0], tf.int64),
+    }
+    shape = tf.constant([100, 1], tf.int64)
+    assert ask(**none, film_dense_shape=shape)["film"].shape == (100, D)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="more than 100 samples"):
+        ask(**none, film_dense_shape=shape + 1)
+
+
+def test_shapes_of_inputs_follow_the_features(tmp_path: pathlib.Path) -> None:
+    features = [
+        te.FeatureConfig(FILMS, max_sequence_length=2),
+        te.FeatureConfig(FILMS, output_shape=[None, 2]),
+        te.FeatureConfig(FILMS, output_shape=[4]),
+    ]
+    export(TABLE, tmp_path, feature_config=features)
+    signatures = graph_of(tmp_path).signature_def
+    dense, sparse = signatures["dense"].inputs, signatures["sparse"].inputs
+    found = {name: tf.TensorShape(i.tensor_shape) for name, i in dense.items()}
+    assert {name: shape.as_list() for name, shape in found.items()} == {
+        "feature_0": [None, None],
+        "feature_1": [None, 2, None],
+        "feature_2": [None],
+    }
+    ranks = [sparse[f"feature_{i}_dense_shape"].tensor_shape for i in range(3)]
+    assert [shape.dim[0].size for shape in ranks] == [2, 3, 2]
+
+
+KEPT = te.TPUEmbedding(FEATURES, None)
+CLASH = {"film/0": FEATURES["film"], "film": [FEATURES["film"]]}
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (3, {}, TypeError, "must be a TPUEmbedding, a TPUEmbeddingForServing, or, toget"),
+    (TABLE, {}, ValueError, "export needs `feature_config` for a dict of tables"),
+    ({}, {"feature_config": FEATURES}, ValueError, "`tables` lacks table films"),
+    (KEPT, {"feature_config": FEATURES}, ValueError, "an embedding has its own"),
+    (KEPT, {"invalid_ids": "drop"}, ValueError, "keeps the rule it was made with"),
+    (KEPT, {"signatures": ["json"]}, ValueError, "Unknown signature 'json'. Known are"),
+    (KEPT, {"signatures": []}, ValueError, "export needs at least one signature."),
+    (KEPT, {"storage": "int2"}, ValueError, "Unknown storage 'int2'. Known are float3"),
+    (KEPT, {"storage": {FILMS: "f"}}, ValueError, "Unknown storage 'f'. Known are fl"),
+    (KEPT, {"storage": {"films": "int8"}}, ValueError, "`storage` names 'films'; know"),
+    (KEPT, {"weighted": ["x"]}, ValueError, "`weighted` names x; known are film."),
+    (
+        KEPT,
+        {"dense_inputs": {"n": tf.TensorSpec([None, None])}},
+        ValueError,
+        "`dense_inputs['n']` must be a tf.TensorSpec whose first axis is the batch",
+    ),
+    (
+        KEPT,
+        {"dense_inputs": {"film": tf.TensorSpec([None])}, "signatures": ["dense"]},
+        ValueError,
+        "Both feature film and `dense_inputs` would be the input 'film'",
+    ),
+    (
+        KEPT,
+        {"dense_inputs": {"film": tf.TensorSpec([None])}, "signatures": ["examples"]},
+        ValueError,
+        "Both feature film and `dense_inputs` would be the input 'film'",
+    ),
+    (
+        TABLE,
+        {"feature_config": CLASH, "signatures": ["examples", "sparse", "ragged"]},
+        ValueError,
+        "Both feature film/0 and feature film/0 would be the input 'film",
+    ),
+    (KEPT, {"model": lambda activations: 3}, TypeError, "must return a tensor or a d"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "error", "text"), REFUSED)
+def test_bad_arguments_write_nothing(
+    source: Any,
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    tmp_path: pathlib.Path,
+) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(error) as raised:
+        export(source, folder, **options)
+    assert text in str(raised.value)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.mkdir, pathlib.Path.touch])
+def test_nothing_is_overwritten(
+    make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path
+) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        export(KEPT, tmp_path, signatures=["dense"])
+    assert len(list(tmp_path.iterdir())) == 1

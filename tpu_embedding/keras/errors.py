@@ -1,0 +1,162 @@
+"""The wording of the errors of the Keras layer; see `tpu_embedding.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def backend(name: str) -> RuntimeError:
+    """Keras runs on something else than TensorFlow."""
+    return RuntimeError(
+        "tpu_embedding.keras.TPUEmbedding needs Keras on TensorFlow, and Keras runs "
+        f'on {name!r}. Set the environment variable KERAS_BACKEND to "tensorflow" '
+        "before Keras is imported."
+    )
+
+
+def no_optimizer(tables: Iterable[str]) -> RuntimeError:
+    """A gradient has come for tables that have no optimizer."""
+    return RuntimeError(
+        f"The layer cannot train the tables {', '.join(tables)}: they have no "
+        "optimizer. Pass `optimizer` to the layer or to each TableConfig, or set "
+        "`layer.trainable = False`."
+    )
+
+
+def gradient_of_control_flow() -> NotImplementedError:
+    """A tape around a branch or a loop that calls the layer."""
+    return NotImplementedError(
+        "The layer was called inside tf.cond, tf.map_fn or a loop of TensorFlow, under "
+        "a tape that was opened outside of it. Call the layer before, with all ids at "
+        "once, or open the tape inside."
+    )
+
+
+def second_gradient(memory: int) -> str:
+    """The text for a call of a traced function whose gradient is asked for again."""
+    return (
+        "The gradients of this lookup were applied already; each lookup takes them "
+        "once. Call the layer again, or take all gradients with one tape.gradient "
+        f"call, at most {memory} calls later."
+    )
+
+
+def optimizer_name(where: str, name: str, known: Iterable[str]) -> ValueError:
+    """A string that names no optimizer."""
+    return ValueError(
+        f"Unknown optimizer {name!r} for {where}. The names are "
+        f"{', '.join(map(repr, known))}; other optimizers are passed as objects."
+    )
+
+
+def untranslatable(optimizer: object, known: Iterable[str]) -> ValueError:
+    """A Keras optimizer, or something else, that no rule here matches."""
+    cls = type(optimizer)
+    return ValueError(
+        f"translate_keras_optimizer cannot translate {cls.__module__}."
+        f"{cls.__qualname__}. It takes {', '.join(known)} of Keras 3 and of tf_keras, "
+        "and no subclasses of them."
+    )
+
+
+def refused_option(
+    optimizer: str, option: str, value: object, neutral: object
+) -> ValueError:
+    """An option of a Keras optimizer that embedding tables cannot carry."""
+    return ValueError(
+        f"Embedding tables cannot carry `{option}={value!r}` of the Keras optimizer "
+        f"{optimizer}. Leave it at {neutral!r}, or use an optimizer of tpu_embedding."
+    )
+
+
+def bias_correction(optimizer: str) -> ValueError:
+    """Only Adam has a bias to correct."""
+    return ValueError(
+        f"`bias_correction=True` is for Adam. Received: the optimizer {optimizer}."
+    )
+
+
+def loss_scale_missing(policy: str) -> ValueError:
+    """float16 scales the loss, and Keras unscales too late for the tables."""
+    return ValueError(
+        f"Under the dtype policy {policy!r} Keras scales the loss and unscales the "
+        "gradients only after they have reached the embedding tables. Pass "
+        "`loss_scale` (a number, or a callable that returns the current scale), use "
+        'the policy "mixed_bfloat16", or turn the scaling off with '
+        "`compile(auto_scale_loss=False)` and pass `loss_scale=1`."
+    )
+
+
+def not_built_yet(option: str, value: object) -> NotImplementedError:
+    """An argument that asks for a part of the library that is not there."""
+    return NotImplementedError(
+        f"`{option}={value!r}` is not supported by this release of the layer. Leave "
+        "it at its default."
+    )
+
+
+def trainable_tables_optimizer(where: str) -> ValueError:
+    """Two optimizers for one table."""
+    return ValueError(
+        "With `trainable_tables=True` the optimizer of the model trains the tables, "
+        f"so {where} cannot have one of its own. Pass `optimizer=None` to the layer "
+        "and leave TableConfig.optimizer at None."
+    )
+
+
+def trainable_tables_option(option: str, value: object) -> ValueError:
+    """An option that ordinary weights have no use for."""
+    return ValueError(
+        f"With `trainable_tables=True` the tables are ordinary weights, which have no "
+        f"use for `{option}={value!r}`. Leave it at None."
+    )
+
+
+def serving_table(path: str) -> ValueError:
+    """A serving feature over a table that the layer does not have."""
+    return ValueError(
+        f"Feature {path} of `serving_config` has a TableConfig that is none of the "
+        "layer's own. Use the TableConfig objects that the layer was made with; for a "
+        "loaded layer they are the keys of `layer.embedding_tables`."
+    )
+
+
+def unknown_table(table: object) -> ValueError:
+    """A table that the layer does not have."""
+    return ValueError(
+        f"The layer has no table for {table!r}. The keys of `layer.embedding_tables` "
+        "are its TableConfig objects."
+    )
+
+
+def not_serializable(what: str, value: object) -> ValueError:
+    """Something in the configuration that cannot be written into a file."""
+    return ValueError(
+        f"{what} cannot be saved: {value!r}. Use an object of Keras or of this "
+        "package, or register the function or class with "
+        "`keras.saving.register_keras_serializable`."
+    )
+
+
+def saved_state_missing(layer: str, names: Iterable[str]) -> ValueError:
+    """A weights file without what the layer needs."""
+    return ValueError(
+        f"The layer {layer!r} misses some or all of {', '.join(names)} in the file. "
+        "Tables are found by name: give them the names they were saved under, and the "
+        "same kind of optimizer."
+    )
+
+
+def refused_before(layer: str, earlier: ValueError) -> ValueError:
+    """Nothing under this path of the file, after what was there did not fit."""
+    return ValueError(
+        f"The file has nothing more for the layer {layer!r}. What was there before was "
+        f"refused: {earlier}"
+    )
+
+
+def saved_state_shape(layer: str, name: str, own: object, saved: object) -> ValueError:
+    """A weights file whose table has another shape."""
+    return ValueError(
+        f"{name} of the layer {layer!r} has shape {own}, but {saved} in the file."
+    )

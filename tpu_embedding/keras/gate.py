@@ -1,0 +1,93 @@
+"""How gradients leave the tape: through a variable that stands for the tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops import gradients_util
+
+_NO_GRADIENT = (
+    "tpu_embedding.keras.TPUEmbedding was traced where no tf.GradientTape was "
+    "recording, as for evaluation and export, so no gradient can reach its tables. "
+    "Open the tape before the tf.function is first called, or inside of it, or use a "
+    "second tf.function for training."
+)
+
+
+def is_recording() -> bool:
+    """Whether a gradient may be asked of what is computed now.
+
+    True under a tf.GradientTape, also while a tf.function is traced that is called
+    under one, or opens one. There is no public function that says so.
+    """
+    return record.could_possibly_record()
+
+
+def let_through(
+    virtual: keras.Variable,
+    activations: Sequence[tf.Tensor],
+    backward: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """The activations, with `backward` on their way back.
+
+    Args:
+      virtual: A scalar that stands for the tables; it gets a gradient of 0.
+      activations: float32.
+      backward: Called with the gradient of each activation, once for each gradient
+        with respect to `virtual` that a tape computes. What it returns must have
+        been computed before that gradient is there.
+    """
+
+    @tf.custom_gradient
+    def gate(virtual_value: tf.Tensor, *activations: tf.Tensor) -> Any:
+        def gradient(*upstream: tf.Tensor) -> Any:
+            done = backward(upstream) if _is_asked_for(virtual) else []
+            with tf.control_dependencies(done):
+                nothing = tf.zeros_like(virtual_value)
+            return (nothing, *([None] * len(upstream)))
+
+        return tuple(tf.identity(a) for a in activations), gradient
+
+    return list(gate(tf.convert_to_tensor(virtual), *activations))
+
+
+def let_nothing_through(
+    virtual: keras.Variable, activations: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The activations; a gradient of them is a LookupError that says why.
+
+    Made of two stock ops that cost nothing, for it stands in exported graphs.
+    """
+    value = tf.convert_to_tensor(virtual)
+    trap = tf.raw_ops.PreventGradient(input=value, message=_NO_GRADIENT)
+    return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]
+
+
+def _is_asked_for(variable: keras.Variable) -> bool:
+    """Whether the gradient being computed is one with respect to `variable`.
+
+    A tape walks back through all that it recorded, also past the tensors that it was
+    asked about: the gradient of a score with respect to activations or to a dense
+    kernel comes by here as well, and must not train the tables. Only the frame of
+    GradientTape.gradient knows what was asked for.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is gradients_util._GradientsHelper.__code__:
+            return True  # The gradient of a function, to be used for any sources.
+        if frame.f_code is tf.GradientTape.gradient.__code__:
+            sources = tf.nest.flatten(frame.f_locals["sources"])
+            return _handle(variable) in [_handle(source) for source in sources]
+        frame = frame.f_back
+    return True
+
+
+def _handle(value: Any) -> int:
+    """What tells variables apart, however they are wrapped."""
+    value = value.value if isinstance(value, keras.Variable) else value
+    return id(getattr(value, "handle", value))

@@ -1,0 +1,342 @@
+"""The Keras layer: lookups in the forward pass, updates in the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tpu_embedding.errors import argument_type
+from tpu_embedding.keras import errors, saving
+from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
+from tpu_embedding.keras.specs import output_spec
+from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
+
+_EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arguments:
+    """What the user passed, as it is: Keras would wrap lists and dicts."""
+
+    feature_config: Any
+    optimizer: Any
+    batch_size: int | None
+    trainable_tables: bool
+    loss_scale: Any
+    invalid_ids: str | None
+    check_numerics: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Parts:
+    """What was made of it; in one attribute, which TensorFlow does not track."""
+
+    arguments: _Arguments
+    resolved: Resolved
+    tables: LayerTables
+
+
+@keras.saving.register_keras_serializable("tpu_embedding")
+class TPUEmbedding(keras.layers.Layer):
+    """Embedding tables as a Keras layer; each table has an optimizer of its own.
+
+    >>> import keras
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> import tpu_embedding.keras
+    >>> films = te.TableConfig(8, 2, initializer=te.RowIdInitializer())
+    >>> layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+    >>> inputs = {"film": keras.Input((), dtype="int64", name="film")}
+    >>> model = keras.Model(inputs, layer(inputs)["film"])
+    >>> model({"film": tf.constant([3, 5])}).numpy().tolist()
+    [[3.0, 3.0], [5.0, 5.0]]
+
+    The tables are not among `trainable_variables`. One scalar is that stands for
+    them: a gradient of any loss with respect to the model's trainable variables
+    sends the gradients of the activations to the tables, whose optimizers update
+    them at once. So custom loops and `model.fit` train the tables as they are. Each
+    call is a batch with one update of its own; all calls of a step see the tables
+    as they were before any of its updates. Without a tf.GradientTape nothing is
+    updated and nothing owed.
+
+    Tables and slots are weights that are not trainable: `get_weights`, `summary` and
+    callbacks such as EarlyStopping see them. What is saved are they, by name, and not
+    the scalar.
+    """
+
+    def __init__(  # noqa: PLR0913 - the arguments of TFRS, and ours by keyword.
+        self,
+        feature_config: Any,
+        optimizer: Any,
+        pipeline_execution_with_tensor_core: bool = False,
+        batch_size: int | None = None,
+        embedding_feature: Any = None,
+        sparse_core_embedding_config: Any = None,
+        *,
+        trainable_tables: bool = False,
+        loss_scale: float | Callable[[], Any] | None = None,
+        invalid_ids: str | None = None,
+        check_numerics: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Reads the configuration; the tables are made by build or the first call.
+
+        Args:
+          feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
+            of them, of this package or of tf.tpu.experimental.embedding.
+          optimizer: For tables without one of their own: an optimizer of this
+            package, of tf.tpu.experimental.embedding, of Keras 3 or tf_keras (see
+            `translate_keras_optimizer`), or "sgd", "adagrad", "adam" or "ftrl" for
+            those of this package. None: lookups only. TableConfig.optimizer takes
+            the same.
+          pipeline_execution_with_tensor_core: False.
+          batch_size: The global size of every batch, or None for any. Exported graphs
+            take any size.
+          embedding_feature: None, or EmbeddingFeature.UNSUPPORTED or V1 of
+            TensorFlow, which are all the same on a host.
+          sparse_core_embedding_config: None.
+          trainable_tables: Make the tables ordinary trainable weights, which the
+            optimizer of the model trains, as TFRS did on a CPU.
+          loss_scale: What the loss was multiplied by, or a callable that returns it;
+            gradients are divided by it.
+          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          check_numerics: Refuse weights and gradients that are not finite.
+          **kwargs: Of keras.layers.Layer: name, trainable, dtype.
+
+        Raises:
+          ValueError: If the configuration is wrong, an option cannot be carried, or
+            `trainable_tables` comes with an option for updates.
+          TypeError: If an argument is of the wrong type.
+          NotImplementedError: If this release lacks what an argument asks for.
+          RuntimeError: If Keras does not run on TensorFlow.
+        """
+        if keras.backend.backend() != "tensorflow":
+            raise errors.backend(keras.backend.backend())
+        for option, value, allowed in (
+            (
+                "pipeline_execution_with_tensor_core",
+                pipeline_execution_with_tensor_core,
+                (False,),
+            ),
+            (
+                "embedding_feature",
+                embedding_feature,
+                (None, _EmbeddingFeature.UNSUPPORTED, _EmbeddingFeature.V1),
+            ),
+            ("sparse_core_embedding_config", sparse_core_embedding_config, (None,)),
+        ):
+            if value not in allowed:
+                raise errors.not_built_yet(option, value)
+        _check_loss_scale(loss_scale)
+        super().__init__(autocast=False, **kwargs)
+        self.supports_jit = False  # XLA has no such kernels; Keras asks this.
+        arguments = _Arguments(
+            feature_config=feature_config,
+            optimizer=optimizer,
+            batch_size=batch_size,
+            trainable_tables=trainable_tables,
+            loss_scale=loss_scale,
+            invalid_ids=invalid_ids,
+            check_numerics=check_numerics,
+        )
+        resolved = resolve(feature_config, optimizer, invalid_ids)
+        self._parts = _Parts(arguments, resolved, _make_tables(arguments, resolved))
+        self._refused_load: ValueError | None = None
+
+    def build(self, input_shape: Any = None) -> None:
+        """Makes tables and slots, whatever the shape of the input.
+
+        Raises:
+          ValueError: If the loss will be scaled and `loss_scale` is not given.
+        """
+        del input_shape
+        if self.built:
+            return
+        policies = (self.dtype_policy, keras.config.dtype_policy())
+        scaled = [p.name for p in policies if p.compute_dtype == "float16"]
+        arguments = self._parts.arguments
+        updates = not arguments.trainable_tables
+        if scaled and updates and arguments.loss_scale is None:
+            raise errors.loss_scale_missing(scaled[0])
+        self._parts.tables.build(self)
+        for name, variable in self._parts.tables.variables().items():
+            self._track_trackable(variable, name)
+        self.built = True
+
+    def call(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
+        """Looks a batch up.
+
+        Args:
+          features: In the structure of `feature_config` (or of `serving_config`)
+            tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64.
+          weights: None, or the same structure with floating point weights of each
+            feature's own layout, or None for features without.
+          serving_config: Other FeatureConfigs over the layer's tables, for serving;
+            such a lookup consists of stock TensorFlow ops and updates nothing.
+
+        Returns:
+          The activations in the same structure, [output shape..., dim] each, of the
+          layer's compute dtype.
+
+        Raises:
+          The errors of TPUEmbedding.lookup.
+        """
+        resolved = self._resolve(serving_config)
+        structure = resolved.structure
+        values = structure.flatten("features", features)
+        gains = [None] * len(values)
+        if weights is not None:
+            gains = structure.flatten("weights", weights)
+        tables = self._parts.tables
+        if serving_config is None:
+            activations = tables.look_up(values, gains, trainable=self.trainable)
+        else:
+            activations = tables.serve(
+                resolved, values, gains, trainable=self.trainable
+            )
+        return structure.pack([tf.cast(a, self.compute_dtype) for a in activations])
+
+    def compute_output_spec(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
+        """The KerasTensors of a symbolic call."""
+        del weights
+        resolved = self._resolve(serving_config)
+        return output_spec(resolved, features, self.compute_dtype)
+
+    @property
+    def embedding_tables(self) -> dict[Any, Any]:
+        """The table variables, float32 [vocabulary_size, dim].
+
+        Keyed by the TableConfig that the user passed; builds the layer.
+        """
+        self._ensure_built()
+        variables = self._parts.tables.variables()
+        return {
+            spec.key: variables[spec.name] for spec in self._parts.resolved.plan.tables
+        }
+
+    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
+        """Gives a table new values; its slots stay.
+
+        Args:
+          table: A key of `embedding_tables`.
+          embedding_table: float32 [vocabulary_size, dim].
+
+        Raises:
+          ValueError: If the layer has no such table, or the shape differs.
+        """
+        tables = self.embedding_tables
+        if table not in tables:
+            raise errors.unknown_table(table)
+        tables[table].assign(embedding_table)
+
+    def get_config(self) -> dict[str, Any]:
+        """The configuration as JSON.
+
+        Raises:
+          ValueError: If an initializer, a learning rate or another part of the
+            configuration is no object that Keras can serialise.
+        """
+        arguments = self._parts.arguments
+        features = saving.encode_features(
+            arguments.feature_config, arguments.invalid_ids
+        )
+        return {
+            **super().get_config(),
+            "feature_config": features,
+            "optimizer": saving.encode_optimizer(arguments.optimizer, "the layer"),
+            "batch_size": arguments.batch_size,
+            "trainable_tables": arguments.trainable_tables,
+            "loss_scale": saving.encode_object("`loss_scale`", arguments.loss_scale),
+            "invalid_ids": arguments.invalid_ids,
+            "check_numerics": arguments.check_numerics,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> TPUEmbedding:
+        """A layer as `get_config` described it, with TableConfigs of its own."""
+        arguments = dict(config)
+        arguments["feature_config"] = saving.decode_features(config["feature_config"])
+        arguments["optimizer"] = saving.decode_optimizer(config["optimizer"])
+        arguments["loss_scale"] = saving.decode_object(config["loss_scale"])
+        return cls(**arguments)
+
+    def get_build_config(self) -> dict[str, Any] | None:
+        """Says that the layer is built; shapes play no part in that."""
+        return {"input_shape": None} if self.built else None
+
+    def build_from_config(self, config: Mapping[str, Any]) -> None:
+        """Builds a layer that is being loaded."""
+        del config
+        self.build()
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes tables and slots under their names; the virtual weight is left out."""
+        self._ensure_built()
+        saving.save_state(self._parts.tables.variables(), store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what `save_own_variables` wrote.
+
+        Raises:
+          ValueError: If a table or slot is not there, or has another shape.
+        """
+        self._ensure_built()
+        try:
+            saving.load_state(self.name, self._parts.tables.variables(), store)
+        except ValueError as error:
+            # Keras asks again at other places of the file and shows the last error.
+            if store.keys() or self._refused_load is None:
+                self._refused_load = error
+                raise
+            raise errors.refused_before(self.name, self._refused_load) from error
+        self._refused_load = None
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type != "checkpoint":
+            # Exported graphs refer to the virtual weight, which is no attribute.
+            weights = {f"_weight_{i}": w.value for i, w in enumerate(self.weights)}
+            return {**children, **weights}
+        if not self.built:
+            return {}
+        return {name: children[name] for name in self._parts.tables.variables()}
+
+    def _ensure_built(self) -> None:
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build()
+
+    def _resolve(self, serving_config: Any) -> Resolved:
+        if serving_config is None:
+            return self._parts.resolved
+        return resolve_serving(serving_config, self._parts.resolved)
+
+
+def _make_tables(arguments: _Arguments, resolved: Resolved) -> LayerTables:
+    if arguments.trainable_tables:
+        for option in ("batch_size", "loss_scale"):
+            value = getattr(arguments, option)
+            if value is not None:
+                raise errors.trainable_tables_option(option, value)
+        return TrainableTables(resolved, check_numerics=arguments.check_numerics)
+    return UpdatedTables(
+        resolved,
+        batch_size=arguments.batch_size,
+        loss_scale=arguments.loss_scale,
+        check_numerics=arguments.check_numerics,
+    )
+
+
+def _check_loss_scale(value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not number and not callable(value):
+        raise argument_type("loss_scale", value, "None, a number or a callable")

@@ -1,0 +1,83 @@
+// Sums of scaled vectors, kept in registers: what lookup and update both do.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_WEIGHTED_SUM_INL_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_WEIGHTED_SUM_INL_H_
+
+#include <cstdint>
+
+#include "core/simd.h"
+
+namespace tpu_embedding {
+
+// Several floats at any address; each clone (core/simd.h) maps them to the
+// registers that it has.
+using Lanes16 = float __attribute__((vector_size(64), aligned(4), may_alias));
+using Lanes4 = float __attribute__((vector_size(16), aligned(4), may_alias));
+using Lanes1 = float;
+
+constexpr int64_t kFloatsPerCacheLine = 16;
+
+TPU_EMBEDDING_INLINE void PrefetchFloats(const float* values, int64_t size) {
+  for (int64_t d = 0; d < size; d += kFloatsPerCacheLine) {
+    __builtin_prefetch(values + d, /*rw=*/0, /*locality=*/3);
+  }
+}
+
+// out[0 .. kCount * lanes) of the sum below.
+template <class Lanes, int kCount, class Terms>
+TPU_EMBEDDING_INLINE void SumBlock(const Terms& terms, int64_t begin,
+                                   int64_t end, int64_t offset, float* out) {
+  constexpr int64_t kWidth = sizeof(Lanes) / sizeof(float);
+  Lanes sum[kCount] = {};
+  for (int64_t i = begin; i < end; ++i) {
+    const float* vector = terms.vector(i);
+    if (!vector) continue;
+    const float gain = terms.gain(i);
+    for (int k = 0; k < kCount; ++k) {
+      sum[k] +=
+          gain * *reinterpret_cast<const Lanes*>(vector + offset + k * kWidth);
+    }
+  }
+  for (int k = 0; k < kCount; ++k) {
+    *reinterpret_cast<Lanes*>(out + offset + k * kWidth) = sum[k];
+  }
+}
+
+// Covers [offset, dim) block by block. The last one may begin early and write
+// some elements twice, the same both times.
+template <class Lanes, class Terms>
+TPU_EMBEDDING_INLINE void SumBlocks(const Terms& terms, int64_t begin,
+                                    int64_t end, int64_t offset, int64_t dim,
+                                    float* out) {
+  constexpr int64_t kWidth = sizeof(Lanes) / sizeof(float);
+  for (; offset + kWidth <= dim; offset += kWidth) {
+    SumBlock<Lanes, 1>(terms, begin, end, offset, out);
+  }
+  if (offset < dim) SumBlock<Lanes, 1>(terms, begin, end, dim - kWidth, out);
+}
+
+// out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
+// A null vector is one of zeros. Each element is summed in the order of i.
+template <class Terms>
+TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
+                                      int64_t end, int64_t dim, float* out) {
+  int64_t offset = 0;
+  for (; offset + 64 <= dim; offset += 64) {
+    SumBlock<Lanes16, 4>(terms, begin, end, offset, out);
+  }
+  if (offset + 32 <= dim) {
+    SumBlock<Lanes16, 2>(terms, begin, end, offset, out);
+    offset += 32;
+  }
+  if (dim >= 16) {
+    SumBlocks<Lanes16>(terms, begin, end, offset, dim, out);
+  } else if (dim >= 4) {
+    SumBlocks<Lanes4>(terms, begin, end, offset, dim, out);
+  } else {
+    SumBlocks<Lanes1>(terms, begin, end, offset, dim, out);
+  }
+}
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_WEIGHTED_SUM_INL_H_

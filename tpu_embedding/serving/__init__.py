@@ -1,0 +1,7 @@
+"""Lookups for serving, and their export: stock TensorFlow ops only."""
+
+from tpu_embedding.serving.export import export
+from tpu_embedding.serving.report import Report, TableReport
+from tpu_embedding.serving.signatures import Request, Signature
+
+__all__ = ["Report", "Request", "Signature", "TableReport", "export"]

@@ -1,0 +1,144 @@
+"""TPUEmbeddingForServing: the tables of a checkpoint, to be looked up on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import topology
+from tpu_embedding.adapters import adapt_features, adapt_optimizer, flatten_with_paths
+from tpu_embedding.engines.variables import (
+    TableVariables,
+    create_variables,
+    named_variables,
+)
+from tpu_embedding.lookup.combine import VariableReader
+from tpu_embedding.serving import errors
+from tpu_embedding.serving.lookup import (
+    FeatureLookup,
+    features_at,
+    look_up_structure,
+    plan_of,
+)
+from tpu_embedding.structures import Structure
+
+_as_written = tf.autograph.experimental.do_not_convert
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tables:
+    """The variables. An object of its own, as checkpoints track lists and dicts."""
+
+    variables: list[TableVariables]
+    lookup: FeatureLookup
+
+
+class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
+    """Embedding tables that are looked up by stock TensorFlow ops, without steps.
+
+    A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingForServing, with the
+    numbers of docs/semantics.md. It restores what a TPUEmbedding saved:
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(8, 2, initializer=te.RowIdInitializer())
+    >>> serving = te.TPUEmbeddingForServing({"film": te.FeatureConfig(films)}, None)
+    >>> serving({"film": tf.constant([3, 5])})["film"].numpy().tolist()
+    [[3.0, 3.0], [5.0, 5.0]]
+
+    The object is trackable: make it an attribute of the module that you save as a
+    SavedModel, or let tpu_embedding.serving.export do all of it.
+    """
+
+    def __init__(
+        self,
+        feature_config: Any,
+        optimizer: Any,
+        experimental_sparsecore_restore_info: Any = None,
+        *,
+        invalid_ids: str | None = None,
+    ) -> None:
+        """Reads the configuration; tables are made by build or the first lookup.
+
+        Args:
+          feature_config: A FeatureConfig or a nested structure of them, of this
+            package or of tf.tpu.experimental.embedding.
+          optimizer: For tables without one of their own: its slots are made and
+            restored too. None: no slots for those tables.
+          experimental_sparsecore_restore_info: Must be None.
+          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+
+        Raises:
+          RuntimeError: If created under a TPU strategy.
+          ValueError: If the configuration is wrong.
+          NotImplementedError: If an option is not supported here.
+        """
+        if topology.is_tpu():
+            raise errors.under_tpu_strategy()
+        if experimental_sparsecore_restore_info is not None:
+            raise errors.sparse_core_restore_info(experimental_sparsecore_restore_info)
+        adapted = adapt_features(feature_config, invalid_ids)
+        self._structure = Structure(feature_config)
+        self._plan = plan_of(adapted, adapt_optimizer(optimizer))
+        self._tables: _Tables | None = None
+
+    @_as_written
+    def build(self) -> None:
+        """Makes the tables and slots; called by the first lookup if not before."""
+        if self._tables is not None:
+            return
+        with tf.init_scope():
+            variables = create_variables(self._plan, "/device:CPU:0")
+            for name, variable in named_variables(self._plan, variables):
+                self._track_trackable(variable, name)
+            readers = {
+                index: VariableReader(table.parameters)
+                for index, table in enumerate(variables)
+            }
+            self._tables = _Tables(variables, FeatureLookup(self._plan, readers))
+
+    def __call__(self, features: Any, weights: Any = None) -> Any:
+        """See `embedding_lookup`."""
+        return self.embedding_lookup(features, weights)
+
+    @_as_written
+    def embedding_lookup(self, features: Any, weights: Any = None) -> Any:
+        """Looks features up.
+
+        Args:
+          features: Some or all features of the configuration, in its structure; see
+            `serving_embedding_lookup`.
+          weights: None, or the structure of `features` with weights or None.
+
+        Returns:
+          Activations in the structure of `features`, float32 [output shape..., dim].
+
+        Raises:
+          The errors of `serving_embedding_lookup` that concern features.
+        """
+        lookup = self._built().lookup
+        paths = [path for path, _ in flatten_with_paths(features)]
+        specs = features_at(self._plan, paths)
+        return look_up_structure(lookup, specs, features, weights)
+
+    @property
+    def embedding_tables(self) -> dict[Any, tf.Variable]:
+        """The table variables [vocabulary_size, dim], by the TableConfig passed."""
+        return {key: table["parameters"] for key, table in self.variables.items()}
+
+    @property
+    def variables(self) -> dict[Any, dict[str, tf.Variable]]:
+        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
+        variables = self._built().variables
+        return {
+            spec.key: {"parameters": table.parameters, **table.slots}
+            for spec, table in zip(self._plan.tables, variables, strict=True)
+        }
+
+    def _built(self) -> _Tables:
+        self.build()
+        assert self._tables is not None
+        return self._tables

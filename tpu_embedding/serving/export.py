@@ -1,0 +1,270 @@
+"""A trained model as a SavedModel that needs nothing but TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.adapters import adapt_features
+from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.layout.tables import Plan
+from tpu_embedding.lookup.rows import MOST_SAMPLES
+from tpu_embedding.serving import errors
+from tpu_embedding.serving.embedding import TPUEmbeddingForServing
+from tpu_embedding.serving.lookup import FeatureLookup, find_table, plan_of
+from tpu_embedding.serving.quantization import STORAGES, Source, StoredTable, store
+from tpu_embedding.serving.report import Report
+from tpu_embedding.serving.signatures import (
+    KINDS,
+    Signature,
+    SignatureOptions,
+    Tensors,
+    input_name,
+    make_signature,
+)
+from tpu_embedding.structures import Structure
+
+_SERVING_DEFAULT = "serving_default"
+
+
+def export(  # noqa: PLR0913 - keywords, each with a default that does.
+    source: Any,
+    path: str | os.PathLike[str],
+    model: Callable[..., Any] | None = None,
+    *,
+    feature_config: Any = None,
+    signatures: Sequence[str] | Mapping[str, Signature] = KINDS,
+    storage: str | Mapping[Any, str] = "float32",
+    weighted: Collection[str] = (),
+    dense_inputs: Mapping[str, tf.TensorSpec] | None = None,
+    invalid_ids: str | None = None,
+    most_samples: int = MOST_SAMPLES,
+) -> Report:
+    """Writes tables and a model as a SavedModel of stock TensorFlow ops, without slots.
+
+    It loads wherever TensorFlow does, in Python or C, without this package; the id
+    rule and combiners are those of training. The first signature is also called
+    "serving_default".
+
+    >>> import tempfile
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(8, 4, name="films", initializer=te.RowIdInitializer())
+    >>> embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.Adagrad(0.1))
+    >>> folder = tempfile.mkdtemp()
+    >>> report = te.serving.export(embedding, folder, storage="int8")
+    >>> report.tables[0].bytes_after, report.tables[0].max_error
+    (64, 0.0)
+    >>> served = tf.saved_model.load(folder).signatures["dense"]
+    >>> served(film=tf.constant([3, 5], tf.int64))["film"].numpy().tolist()
+    [[3.0, 3.0, 3.0, 3.0], [5.0, 5.0, 5.0, 5.0]]
+
+    Args:
+      source: A TPUEmbedding, a TPUEmbeddingForServing, or a dict of variables or
+        tensors [vocabulary_size, dim] by TableConfig, as `embedding_tables` has them.
+      path: A folder that does not exist or is empty.
+      model: Takes the activations in the structure of the features and, if there are
+        `dense_inputs`, a dict of those; returns a tensor or a dict of tensors. None:
+        the activations are the outputs.
+      feature_config: For a dict of tables, the configuration.
+      signatures: Any of "dense", "sparse", "ragged" and "examples" (serialised
+        tf.train.Example); or by name Signatures of your own.
+      storage: "float32", "bfloat16", "float16", "int8" or "int4", or one of them by
+        TableConfig, "float32" for the others. Tables of rows that would not get
+        smaller stay float32.
+      weighted: Paths of the features that come with weights.
+      dense_inputs: By name what else the model takes, [None, ...] each.
+      invalid_ids: For a dict of tables, the rule for those of
+        tf.tpu.experimental.embedding.
+      most_samples: Sparse input that claims more samples is refused, before memory
+        is taken for them.
+
+    Returns:
+      How each table is kept, its size and errors; print it.
+
+    Raises:
+      TypeError: If `source` or the model's result is of the wrong type.
+      ValueError: If an argument is not as above.
+      tf.errors.InvalidArgumentError: If a table has values that the storage cannot
+        hold.
+    """
+    exported = _read_source(source, feature_config, invalid_ids)
+    plan = exported.plan
+    named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
+    storages = _storages(plan, storage)
+    _refuse_folder(path)
+    stored = [
+        store(Source(spec.name, exported.tables[spec.index]), storages[spec.index])
+        for spec in plan.tables
+    ]
+    tables = [table for table, _ in stored]
+    lookup = FeatureLookup(plan, dict(enumerate(tables)), most_samples)
+    served = _Served(exported, lookup, model)
+    functions = {name: served.function(signature) for name, signature in named.items()}
+    functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
+    names = [spec.name for spec in plan.tables]
+    module = _Module(dict(zip(names, tables, strict=True)), model, functions)
+    tf.saved_model.save(module, os.fspath(path), signatures=functions)
+    return Report(tuple(report for _, report in stored))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exported:
+    """What is exported.
+
+    Attributes:
+      plan: The tables and features.
+      structure: Of the features.
+      tables: By index, variables or tensors.
+    """
+
+    plan: Plan
+    structure: Structure
+    tables: list[Any]
+
+
+def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
+    if isinstance(source, (TPUEmbedding, TPUEmbeddingForServing)):
+        if feature_config is not None:
+            raise errors.feature_config_twice()
+        if invalid_ids is not None:
+            raise errors.invalid_ids_of_embedding()
+        plan, structure = source._plan, source._structure
+        tables: Any = source.embedding_tables
+    elif isinstance(source, Mapping):
+        if feature_config is None:
+            raise errors.feature_config_missing()
+        plan = plan_of(adapt_features(feature_config, invalid_ids))
+        structure, tables = Structure(feature_config), source
+    else:
+        raise errors.export_source(source)
+    paths = [plan.features[spec.features[0]].path for spec in plan.tables]
+    found = [
+        find_table(spec, tables, path)
+        for spec, path in zip(plan.tables, paths, strict=True)
+    ]
+    return _Exported(plan, structure, found)
+
+
+def _make_signatures(
+    signatures: Sequence[str] | Mapping[str, Signature],
+    exported: _Exported,
+    weighted: Collection[str],
+    dense_inputs: Mapping[str, tf.TensorSpec],
+) -> dict[str, Signature]:
+    paths = [spec.path for spec in exported.plan.features]
+    unknown = [path for path in weighted if path not in paths]
+    if unknown:
+        raise errors.unknown_names("weighted", unknown, paths)
+    for name, spec in dense_inputs.items():
+        batched = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        if not batched or None in spec.shape.as_list()[1:] or spec.shape[0] is not None:
+            raise errors.dense_input(name, spec)
+    if not signatures:
+        raise errors.no_signature()
+    if isinstance(signatures, Mapping):
+        return dict(signatures)
+    options = SignatureOptions(
+        exported.plan.features, exported.structure.pack, weighted, dense_inputs
+    )
+    return {kind: make_signature(kind, options) for kind in signatures}
+
+
+def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
+    """By index of the table."""
+    if not isinstance(storage, Mapping):
+        storage = {spec.key: storage for spec in plan.tables}
+    keys = [spec.key for spec in plan.tables]
+    unknown = [repr(key) for key in storage if key not in keys]
+    if unknown:
+        names = [spec.name for spec in plan.tables]
+        raise errors.unknown_names("storage", unknown, names)
+    chosen = [storage.get(key, "float32") for key in keys]
+    for value in chosen:
+        if value not in STORAGES:
+            raise errors.unknown_storage(value, STORAGES)
+    return chosen
+
+
+def _refuse_folder(path: str | os.PathLike[str]) -> None:
+    if os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise errors.folder_not_empty(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """From the inputs of a signature to its outputs."""
+
+    exported: _Exported
+    lookup: FeatureLookup
+    model: Callable[..., Any] | None
+
+    def function(self, signature: Signature) -> Any:
+        """The traced function of a signature."""
+        specs = {
+            name: tf.TensorSpec(spec.shape, spec.dtype, name=name)
+            for name, spec in signature.inputs.items()
+        }
+
+        def serve(inputs: Tensors) -> Tensors:
+            return self._serve(signature, inputs)
+
+        return tf.function(serve).get_concrete_function(specs)
+
+    def _serve(self, signature: Signature, inputs: Tensors) -> Tensors:
+        request = signature.read(inputs)
+        activations = self._look_up(request.features, request.weights)
+        if self.model is None:
+            return {
+                input_name(spec.path): activation
+                for spec, activation in zip(
+                    self.exported.plan.features,
+                    self.exported.structure.flatten("activations", activations),
+                    strict=True,
+                )
+            }
+        dense = [dict(request.dense)] if request.dense else []
+        outputs = self.model(activations, *dense)
+        if tf.is_tensor(outputs):
+            return {"output": outputs}
+        if not isinstance(outputs, Mapping) or not all(
+            map(tf.is_tensor, outputs.values())
+        ):
+            raise errors.model_output(outputs)
+        return dict(outputs)
+
+    @tf.autograph.experimental.do_not_convert
+    def _look_up(self, features: Any, weights: Any) -> Any:
+        structure, specs = self.exported.structure, self.exported.plan.features
+        if weights is None:
+            weights = structure.pack([None] * len(specs))
+        values = structure.flatten("features", features)
+        flat = structure.flatten("weights", weights)
+        return structure.pack(self.lookup(specs, values, flat))
+
+
+class _Module(tf.Module):
+    """What is saved: tables by name, and whatever else the functions read.
+
+    The model itself may hold more, such as slots. It is saved only where its graph
+    has resources that are no variables: the files of hash tables hang on the object.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, StoredTable],
+        model: Any,
+        functions: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.tables = dict(tables)
+        graphs = [function.graph for function in functions.values()]
+        self.variables_read = [v for graph in graphs for v in graph.variables]
+        handles = {id(variable.handle) for variable in self.variables_read}
+        captured = [tensor for graph in graphs for tensor, _ in graph.captures]
+        if any(t.dtype == tf.resource and id(t) not in handles for t in captured):
+            self.model = model

@@ -1,0 +1,199 @@
+"""Lookups for serving, out of stock TensorFlow ops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.adapters import AdaptedFeatures, adapt_features, flatten_with_paths
+from tpu_embedding.inputs import InputKind, to_id_batch
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.tables import FeatureSpec, Plan, TableSpec, make_plan
+from tpu_embedding.lookup.combine import (
+    TableReader,
+    VariableReader,
+    combine,
+    reader_of,
+)
+from tpu_embedding.lookup.entries import select
+from tpu_embedding.lookup.rows import MOST_SAMPLES, FeatureInput
+from tpu_embedding.serving import errors
+from tpu_embedding.structures import Structure
+
+# The functions trace fine as they are; converting them would only cost time.
+_as_written = tf.autograph.experimental.do_not_convert
+
+
+@_as_written
+def serving_embedding_lookup(
+    inputs: Any,
+    weights: Any,
+    tables: Mapping[Any, Any],
+    feature_config: Any,
+    *,
+    invalid_ids: str | None = None,
+) -> Any:
+    """Looks features up with stock TensorFlow ops, for serving.
+
+    A drop-in for tf.tpu.experimental.embedding.serving_embedding_lookup, with the
+    numbers of docs/semantics.md:
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(4, 2, combiner="sum")
+    >>> table = tf.constant([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    >>> seen = tf.ragged.constant([[1, 3], []])
+    >>> te.serving_embedding_lookup(
+    ...     {"seen": seen}, None, {films: table}, {"seen": te.FeatureConfig(films)}
+    ... )["seen"].numpy().tolist()
+    [[4.0, 4.0], [0.0, 0.0]]
+
+    Args:
+      inputs: Some or all features of `feature_config`, in its structure: tf.Tensor,
+        tf.SparseTensor or tf.RaggedTensor, int32 or int64, in any mix.
+      weights: None, or the structure of `inputs` with floating point weights of each
+        feature's own layout, or None for features without.
+      tables: By TableConfig, as `embedding_tables` has them, a variable or tensor
+        [vocabulary_size, dim].
+      feature_config: A FeatureConfig or a nested structure of them.
+      invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
+        (also if None), "drop" or "mod". A TableConfig of ours has its own.
+
+    Returns:
+      Activations in the structure of `inputs`, float32 [output shape..., dim].
+
+    Raises:
+      TypeError: If a container or dtype is of the wrong type.
+      ValueError: If `inputs` has a feature that `feature_config` lacks, `tables`
+        lacks a table, or a structure, rank or static shape does not fit.
+      tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+    """
+    adapted = adapt_features(feature_config, invalid_ids)
+    plan = plan_of(adapted)
+    paths = [path for path, _ in flatten_with_paths(inputs)]
+    specs = features_at(plan, paths)
+    used = {spec.table: spec.path for spec in specs}
+    readers = {
+        index: VariableReader(find_table(plan.tables[index], tables, path))
+        for index, path in used.items()
+    }
+    return look_up_structure(FeatureLookup(plan, readers), specs, inputs, weights)
+
+
+def plan_of(adapted: AdaptedFeatures, optimizer: Any = None) -> Plan:
+    """The plan of an adapted configuration."""
+    return make_plan(adapted.paths, adapted.features, adapted.keys, optimizer)
+
+
+def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
+    """The features of a plan by path.
+
+    Raises:
+      ValueError: If there is none at a path.
+    """
+    known = {spec.path: spec for spec in plan.features}
+    unknown = [path for path in paths if path not in known]
+    if unknown:
+        raise errors.unknown_features(unknown, known)
+    return [known[path] for path in paths]
+
+
+def find_table(spec: TableSpec, tables: Mapping[Any, Any], path: str) -> Any:
+    """The variable or tensor of a table.
+
+    Args:
+      spec: The table.
+      tables: By the TableConfig that the user passed.
+      path: A feature that needs it, for messages.
+
+    Raises:
+      ValueError: If it is not there, or of another shape or kind.
+    """
+    if spec.key not in tables:
+        raise errors.table_missing(spec.name, path)
+    table = tables[spec.key]
+    shape = (spec.config.vocabulary_size, spec.config.dim)
+    if not isinstance(table, (tf.Variable, tf.Tensor)) or not table.dtype.is_floating:
+        raise errors.table_kind(spec.name, shape, table)
+    if tuple(table.shape) != shape:
+        raise errors.table_kind(spec.name, shape, table)
+    return table
+
+
+def look_up_structure(
+    lookup: FeatureLookup, specs: Sequence[FeatureSpec], inputs: Any, weights: Any
+) -> Any:
+    """Looks up the leaves of `inputs`; activations in the same structure."""
+    structure = Structure(inputs)
+    if weights is None:
+        weights = structure.pack([None] * len(specs))
+    flat = structure.flatten("weights", weights)
+    return structure.pack(lookup(specs, structure.flatten("inputs", inputs), flat))
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureLookup:
+    """Features of a plan, looked up in tables of any form.
+
+    Attributes:
+      plan: The features.
+      readers: By index of the table; of those that are used.
+      most_samples: Sparse input that claims more samples is refused.
+    """
+
+    plan: Plan
+    readers: Mapping[int, TableReader]
+    most_samples: int = MOST_SAMPLES
+
+    def __call__(
+        self,
+        specs: Sequence[FeatureSpec],
+        values: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> list[tf.Tensor]:
+        """The activation of each feature.
+
+        Args:
+          specs: Features of the plan.
+          values: Their ids.
+          weights: For each weights or None.
+
+        Raises:
+          The errors of `serving_embedding_lookup` that concern features.
+        """
+        # Numbered anew, as these may be some of the features only.
+        specs = [dataclasses.replace(s, index=i) for i, s in enumerate(specs)]
+        batches = [
+            to_id_batch(spec.path, value, weight)
+            for spec, value, weight in zip(specs, values, weights, strict=True)
+        ]
+        shapes = OutputShapes(specs)
+        incoming = [tuple(batch.static_shape.as_list()) for batch in batches]
+        for spec, batch, shape in zip(specs, batches, incoming, strict=True):
+            ragged = batch.kind is InputKind.RAGGED
+            shapes.check_input(spec.index, shape, ragged=ragged)
+        shapes.remember_ranks(incoming)
+        selections = select(
+            [
+                FeatureInput(
+                    spec=spec,
+                    table=self.plan.tables[spec.table],
+                    batch=batch,
+                    declared=shapes.declared(spec.index),
+                    check_numerics=False,
+                    most_samples=self.most_samples,
+                )
+                for spec, batch in zip(specs, batches, strict=True)
+            ]
+        )
+        activations = []
+        for spec, selection in zip(specs, selections, strict=True):
+            config = self.plan.tables[spec.table].config
+            reader = reader_of(self.readers[spec.table], config.quantization_config)
+            activation = combine(selection, reader)
+            activation.set_shape((*shapes.activation(spec.index), config.dim))
+            activations.append(activation)
+        return activations

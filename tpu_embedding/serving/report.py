@@ -1,0 +1,87 @@
+"""What an export did to the tables, and how large they are now."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class TableReport:
+    """One exported table.
+
+    Attributes:
+      name: The table's.
+      rows: V.
+      dim: D.
+      storage: How it is kept.
+      bytes_before: As float32.
+      bytes_after: As it is kept.
+      max_error: The largest difference of a value from the one of the table.
+      rms_error: The root of the mean squared difference.
+      bound: What no difference exceeds but for rounding in float32: half a step of
+        the row with the largest one.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    storage: str
+    bytes_before: int
+    bytes_after: int
+    max_error: float
+    rms_error: float
+    bound: float
+
+    def cells(self) -> tuple[str, ...]:
+        """As a line of the table that `Report` prints."""
+        return (
+            self.name,
+            f"{self.rows} x {self.dim}",
+            self.storage,
+            f"{self.bytes_after:,}",
+            f"{self.bytes_after / self.bytes_before:.1%}",
+            f"{self.max_error:.2e}",
+            f"{self.rms_error:.2e}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All exported tables.
+
+    >>> films = TableReport("films", 1000, 16, "int8", 64000, 20000, 2e-3, 1e-3, 2e-3)
+    >>> print(Report((films,)))
+    table  shape      storage   bytes   size  max error  rms error
+    films  1000 x 16     int8  20,000  31.2%   2.00e-03   1.00e-03
+    all                        20,000  31.2%   2.00e-03
+
+    Attributes:
+      tables: In the order of the plan.
+    """
+
+    tables: tuple[TableReport, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Of all tables as float32."""
+        return sum(table.bytes_before for table in self.tables)
+
+    @property
+    def bytes_after(self) -> int:
+        """Of all tables as they are kept."""
+        return sum(table.bytes_after for table in self.tables)
+
+    def __str__(self) -> str:
+        head = ("table", "shape", "storage", "bytes", "size", "max error", "rms error")
+        share = self.bytes_after / self.bytes_before
+        worst = max(table.max_error for table in self.tables)
+        foot = ("all", "", "", f"{self.bytes_after:,}", f"{share:.1%}", f"{worst:.2e}")
+        lines = [head, *(table.cells() for table in self.tables), (*foot, "")]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if index > 1 else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
