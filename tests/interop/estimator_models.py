@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,8 +58,9 @@ def reference_inputs(run: Run) -> Callable[..., Any]:
     """The input_fn of a reference run."""
 
     def input_fn() -> Any:
-        samples = len(run.arrays["labels"])
-        steps = [run.batch(step) for step in range(samples // run.meta["batch_size"])]
+        size = run.meta["batch_size"]
+        round_trip = math.lcm(len(run.arrays["labels"]), size) // size
+        steps = [run.batch(step) for step in range(round_trip)]
         datasets = [tf.data.Dataset.from_tensors(batch) for batch in steps]
         data = datasets[0]
         for other in datasets[1:]:

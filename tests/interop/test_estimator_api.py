@@ -272,8 +272,24 @@ def test_hooks_and_host_calls_run(tmp_path: pathlib.Path):
     assert ends == {"train": 1, "eval": 1, "predict": 0, "given": 2}
 
 
+def name_scopes(features: Any, made: list[Any]) -> Any:
+    """As DenseFeatures of Keras 2: a name scope for each column, no variable scope."""
+    cache = private_tensorflow.feature_cache(features)
+    for column in made:
+        with tf.name_scope(f"dense_features/{column.name}/"):
+            column.create_state(None)
+    tensors = [column.get_dense_tensor(cache, None) for column in made]
+    return tf.concat(tensors, axis=1)
+
+
+def test_tables_of_keras_2_are_named_by_name_scopes(tmp_path: pathlib.Path):
+    trained = make(tmp_path, lambda made: linear_model(made, name_scopes))
+    trained.train(batches(FEATURES), steps=1)
+    assert set(variables(trained)) == {A, "y_z_shared_embedding", "bias", "global_step"}
+
+
 def no_scopes(features: Any, made: list[Any]) -> Any:
-    """As DenseFeatures of Keras 2 does: no variable scope around the columns."""
+    """No scope around the columns at all."""
     cache = private_tensorflow.feature_cache(features)
     for column in made:
         column.create_state(None)

@@ -103,10 +103,10 @@ def build(
         return _with_saver(Graph(spec, None, {}), mode.config)
     training = mode.key == ModeKeys.TRAIN
     tables = EmbeddingTables(mode.embedding_spec, training=training)
-    with private_tensorflow.one_tpu_core():
+    with private_tensorflow.one_tpu_core() as recorded:
         activations = tables.activations(features)
         spec = _call_model_fn(model_fn, mode, activations, labels)
-    named = tables.named_variables()
+    named = tables.named_variables(recorded)
     if training:
         tables.hide_dummies()
         spec = dataclasses.replace(spec, train_op=tables.train_op(spec.train_op))

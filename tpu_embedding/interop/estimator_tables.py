@@ -121,12 +121,15 @@ class EmbeddingTables:
             updated = _function(self._update)(self._ticket, gradients, self._read_step)
             return tf.group(train_op, updated)
 
-    def named_variables(self) -> dict[str, tf.Variable]:
+    def named_variables(
+        self, recorded: Mapping[str, private_tensorflow.RecordedVariable]
+    ) -> dict[str, tf.Variable]:
         """Tables and slots by their names in checkpoints of the removed software.
 
-        To be called after the model_fn, in its graph.
+        Args:
+          recorded: What columns recorded while the model_fn was called.
         """
-        names = self._names()
+        names = self._names(recorded)
         named = {}
         for table, parts in self._embedding.variables.items():
             own = self._old_tables[table.name].optimization_parameters
@@ -185,27 +188,31 @@ class EmbeddingTables:
         dummy = self._dummies[self._configs[key].table_id].read_value()
         return hook(dummy, tf.stop_gradient(activation))
 
-    def _names(self) -> dict[str, str]:
+    def _names(
+        self, recorded: Mapping[str, private_tensorflow.RecordedVariable]
+    ) -> dict[str, str]:
         """For each table its variable's name."""
         if self._spec.feature_columns is None:
             return {key: key for key in self._old_tables}
-        recorded = private_tensorflow.take_recorded_variables()
         names, own = {}, {}
         for column in self._spec.embedding_columns():
             variable = column.get_embedding_var_name()
             if variable not in recorded:
                 raise errors.unused_column(column.name)
-            scope, name = recorded[variable]
+            found = recorded[variable]
+            scope = found.variable_scope
+            if not scope and not columns.is_shared(column):
+                scope = found.name_scope  # As the layers of Keras 2 have it.
             prefix = f"{scope}/" if scope else ""
             key = columns.table_key(column)
-            names[key] = prefix + name
-            own[key] = f"{prefix}{column.name}/{name}"
+            names[key] = prefix + found.name
+            own[key] = f"{prefix}{column.name}/{found.name}"
         count = collections.Counter(names.values())
         for key, name in names.items():
             if count[name] > 1:
                 logging.warning(
                     "Several tables would be saved as %r, because the model opens no "
-                    "variable scope for its columns; table %r is saved as %r. "
+                    "scope for its columns; table %r is saved as %r. "
                     "tpu_embedding.interop.dense_features opens scopes.",
                     name,
                     key,

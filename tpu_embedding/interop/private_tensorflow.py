@@ -7,6 +7,7 @@ imports a private module for the trainer's sake.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,11 @@ _USED = {
         "FeatureTransformationCache",
         "StateManager",
     ),
-    "tensorflow.python.tpu.feature_column": ("_TPU_FC_TO_SCOPE",),
+    "tensorflow.python.tpu.feature_column": (
+        "_TPU_FC_TO_SCOPE",
+        "_record_variable_scope_and_name",
+    ),
+    "tensorflow.python.tpu.feature_column_v2": ("_record_variable_scope_and_name",),
     "tensorflow.python.tpu.tpu_function": ("tpu_shard_context",),
     "tensorflow.python.tpu.tpu_optimizer": ("tpu_ops",),
     "tensorflow.python.training.saving.saveable_object_util": (
@@ -46,9 +51,14 @@ def missing(used: Mapping[str, tuple[str, ...]]) -> list[str]:
 if _absent := missing(_USED):
     raise errors.private_tensorflow(_absent, tf.__version__)
 
-_feature_column, _tpu_columns, _tpu_function, _tpu_optimizer, _saving = (
-    importlib.import_module(module) for module in _USED
-)
+(
+    _feature_column,
+    _tpu_columns,
+    _tpu_columns_v2,
+    _tpu_function,
+    _tpu_optimizer,
+    _saving,
+) = (importlib.import_module(module) for module in _USED)
 
 StateManager: Any = _feature_column.StateManager
 
@@ -58,30 +68,50 @@ def feature_cache(features: Mapping[str, Any]) -> Any:
     return _feature_column.FeatureTransformationCache(features)
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordedVariable:
+    """The variable that a column would make on a CPU.
+
+    Attributes:
+      name: Its name in its scope.
+      variable_scope: The variable scope, maybe "".
+      name_scope: The name scope, maybe "".
+    """
+
+    name: str
+    variable_scope: str
+    name_scope: str
+
+
 @contextlib.contextmanager
-def one_tpu_core() -> Iterator[None]:
+def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
     """Makes TensorFlow believe that one TPU core's computation is being built.
 
     Embedding columns then take their activations from the features, and
     CrossShardOptimizer sums over this one core.
+
+    Yields:
+      What columns record in the default graph, by their get_embedding_var_name.
     """
+    recorded: dict[str, RecordedVariable] = {}
+    record = _tpu_columns._record_variable_scope_and_name
+
+    def also_record(name: str, variable: str, *more: Any, **options: Any) -> None:
+        record(name, variable, *more, **options)
+        scope = tf.compat.v1.get_variable_scope().name
+        found = RecordedVariable(variable, scope, tf.get_current_name_scope())
+        recorded.setdefault(name, found)
+
+    function = "_record_variable_scope_and_name"
     with (
         _tpu_function.tpu_shard_context(1),
         mock.patch.object(_tpu_optimizer.tpu_ops, "cross_replica_sum", _only_replica),
+        mock.patch.object(_tpu_columns, function, also_record),
+        mock.patch.object(_tpu_columns_v2, function, also_record),
     ):
-        yield
-
-
-def take_recorded_variables() -> dict[str, tuple[str, str]]:
-    """For each table that columns asked for, (variable scope, variable name).
-
-    By the columns' get_embedding_var_name, out of the default graph, whose record is
-    removed: it cannot be saved with the graph, and TensorFlow would warn of it.
-    """
-    recorded = tf.compat.v1.get_collection_ref(_tpu_columns._TPU_FC_TO_SCOPE)
-    found = dict(recorded[0]) if recorded else {}
-    recorded.clear()
-    return found
+        yield recorded
+    # TensorFlow's own record cannot be saved with the graph, and it would warn.
+    tf.compat.v1.get_collection_ref(_tpu_columns._TPU_FC_TO_SCOPE).clear()
 
 
 def saveable(variable: tf.Variable, name: str) -> Any:
