@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
 from tpu_embedding.initializers import default_initializer
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
 
@@ -31,6 +33,56 @@ class TableVariables:
 
     parameters: tf.Variable
     slots: dict[str, tf.Variable]
+
+
+class VariableRows(MutableRows):
+    """A table or slot that is one variable.
+
+    Gathers and scatters touch the rows alone; reading the variable would copy it
+    whole once a kernel has updated it in place.
+    """
+
+    def __init__(self, variable: tf.Variable, initial_value: float | None) -> None:
+        self._variable = variable
+        self.initial_value = initial_value
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        shape: Any = self._variable.shape
+        rows, columns = shape
+        return rows, columns
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self._variable.dtype.as_numpy_dtype)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        with tf.device(self._variable.device):
+            rows = tf.raw_ops.ResourceGather(
+                resource=self._variable.handle,
+                indices=tf.range(start, stop, dtype=tf.int64),
+                dtype=self._variable.dtype,
+            )
+        return rows.numpy()
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        with tf.device(self._variable.device):
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=self._variable.handle,
+                indices=tf.range(start, start + len(values), dtype=tf.int64),
+                updates=tf.constant(values, self._variable.dtype),
+            )
+
+
+def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, MutableRows]:
+    """The table as "parameters", and its slots by name."""
+    wanted = spec.optimizer.slots if spec.optimizer else ()
+    initial = {slot.name: slot.initial_value for slot in wanted}
+    slots = {
+        name: VariableRows(slot, initial[name])
+        for name, slot in variables.slots.items()
+    }
+    return {PARAMETERS: VariableRows(variables.parameters, None), **slots}
 
 
 def create_variables(plan: Plan, device: str) -> list[TableVariables]:

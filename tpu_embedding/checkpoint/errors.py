@@ -1,0 +1,141 @@
+"""The wording of every error about checkpoints; each function returns the exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+_DataLossError = tf.errors.DataLossError
+_NotFoundError = tf.errors.NotFoundError
+
+
+def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
+    """A file that is not what its writer wrote."""
+    return _DataLossError(
+        None,
+        None,
+        f"The checkpoint file {path} is damaged: {reason}. Nothing was restored. Use "
+        "another checkpoint, e.g. one that tf.train.CheckpointManager kept.",
+    )
+
+
+def byte_order(path: str) -> NotImplementedError:
+    """Values whose bytes are in the other order."""
+    return NotImplementedError(
+        f"{path} was written on a big-endian machine. Restore it with tf.train."
+        "Checkpoint and save it again."
+    )
+
+
+def not_found(path: str) -> tf.errors.NotFoundError:
+    """A path at which no checkpoint is."""
+    return _NotFoundError(
+        None,
+        None,
+        f"There is no checkpoint at {path}. Give the prefix of a TensorFlow "
+        "checkpoint (without `.index`), its folder, a `.weights.h5` file, a `.npy` or "
+        "`.npz` file, or a folder of `.npy` files.",
+    )
+
+
+def exists(path: str) -> tf.errors.AlreadyExistsError:
+    """A checkpoint that a save would have to destroy first."""
+    return tf.errors.AlreadyExistsError(
+        None,
+        None,
+        f"There is a checkpoint at {path} already, and replacing it would leave none "
+        "if the save were interrupted. Save to another path, and delete the old one "
+        "afterwards.",
+    )
+
+
+def no_tables(path: str) -> ValueError:
+    """A checkpoint in which no embedding tables can be found."""
+    return ValueError(
+        f"No embedding tables are found in {path}: no object in it has variables of "
+        "rank 2. Look at the names in it with tf.train.list_variables."
+    )
+
+
+def no_such_root(path: str, root: str, known: Iterable[str]) -> ValueError:
+    """A `root` that holds no tables."""
+    return ValueError(
+        f"The object {root!r} of {path} holds no tables. Objects that do: "
+        f"{_listed(known)}."
+    )
+
+
+def several_roots(path: str, known: Iterable[str]) -> ValueError:
+    """More than one object could be the embedding."""
+    return ValueError(
+        f"Several objects in {path} hold tables: {_listed(known)}. Choose one with "
+        "`root=`."
+    )
+
+
+def missing_tables(path: str, missing: Sequence[str], found: Iterable[str]) -> KeyError:
+    """Tables of the embedding that the checkpoint does not have."""
+    return KeyError(
+        f"{path} has no table called {_listed(missing)}. It has: {_listed(found)}. "
+        "If a table has another name there, say so with `rename={'name in the "
+        "embedding': 'name in the checkpoint'}`."
+    )
+
+
+def unknown_table(argument: str, name: str, known: Iterable[str]) -> ValueError:
+    """A name that is no table of the embedding."""
+    return ValueError(
+        f"Argument `{argument}` names the table {name!r}, which the embedding does not "
+        f"have. Its tables: {_listed(known)}."
+    )
+
+
+def table_shape(
+    table: str, expected: Sequence[int], path: str, actual: Sequence[int]
+) -> ValueError:
+    """A stored table of another shape than the embedding's."""
+    way_out = (
+        "Pass `resize=True` to keep the rows that both have."
+        if expected[1] == actual[1]
+        else "Tables of another dim cannot be restored."
+    )
+    return ValueError(
+        f"Table {table} has shape {_shape(expected)}, but in {path} it has shape "
+        f"{_shape(actual)}. {way_out}"
+    )
+
+
+def array_shape(
+    table: str, array: str, expected: Sequence[int], found: tuple[str, Sequence[int]]
+) -> ValueError:
+    """A stored slot of a shape that does not go with the table; (path, shape)."""
+    path, actual = found
+    return ValueError(
+        f"Table {table}: {array} has shape {_shape(expected)}, but in {path} it has "
+        f"shape {_shape(actual)}. Pass `slots=False` to restore tables alone."
+    )
+
+
+def stored_dtype(path: str, name: str, dtype: str) -> TypeError:
+    """Values that are no floating point numbers."""
+    return TypeError(
+        f"{name} in {path} has dtype {dtype}. Tables and slots are of a floating point "
+        "dtype."
+    )
+
+
+def value_type(argument: str, value: object, allowed: str) -> TypeError:
+    """An argument of the wrong type."""
+    return TypeError(
+        f"Argument `{argument}` must be {allowed}. Received: {value!r} of type "
+        f"{type(value).__name__}."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(str(axis) for axis in shape) + "]"

@@ -1,0 +1,48 @@
+"""Every kind of checkpoint that can be read, and the one place that chooses.
+
+A new kind is one class in a file of its own and one row in `_FORMATS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+import tensorflow as tf
+
+from tpu_embedding.checkpoint.logical import LogicalCheckpoint
+from tpu_embedding.checkpoint.tensorflow_format import read_tensorflow
+
+_INDEX = ".index"
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    tables: Collection[str] = (),
+) -> LogicalCheckpoint:
+    """The tables of a checkpoint of any kind.
+
+    Only names and shapes are read at once; values when they are asked for.
+
+    Args:
+      path: The prefix of a TensorFlow checkpoint, or its folder for the latest one.
+      root: The object that holds the tables, e.g. "embedding" or "model/embedding".
+        None finds it, if there is only one.
+      tables: Names known to be tables, which helps to find the object.
+
+    Raises:
+      tf.errors.NotFoundError: If no checkpoint is there.
+      tf.errors.DataLossError: If its index is damaged.
+      ValueError: If it holds no tables, or several objects that do.
+    """
+    return read_tensorflow(_prefix(os.fspath(path)), root, tables)
+
+
+def _prefix(path: str) -> str:
+    if tf.io.gfile.isdir(path):
+        return tf.train.latest_checkpoint(path) or path
+    if path.endswith(_INDEX) and tf.io.gfile.exists(path):
+        return path.removesuffix(_INDEX)
+    return path
