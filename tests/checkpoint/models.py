@@ -55,7 +55,7 @@ def scramble(embedding: Any, rng: np.random.Generator) -> None:
     all_arrays = embedding.variables if of_class else embedding._variables
     for arrays in all_arrays.values():
         for variable in arrays.values():
-            variable.assign(rng.uniform(0.1, 1.0, tuple(variable.shape)))
+            variable.assign(rng.uniform(0.1, 1.0, variable.numpy().shape))
 
 
 def assert_same(actual: Values, expected: Values) -> None:

@@ -16,5 +16,13 @@
 from tpu_embedding.checkpoint.formats import read
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.saving import restore, save
+from tpu_embedding.checkpoint.tensorflow_format import read_layouts
 
-__all__ = ["LogicalCheckpoint", "LogicalTable", "read", "restore", "save"]
+__all__ = [
+    "LogicalCheckpoint",
+    "LogicalTable",
+    "read",
+    "read_layouts",
+    "restore",
+    "save",
+]

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
+from tpu_embedding.layout.stacking import TableLayout
+
 _DataLossError = tf.errors.DataLossError
 _NotFoundError = tf.errors.NotFoundError
 
@@ -58,6 +60,22 @@ def no_tables(path: str) -> ValueError:
     )
 
 
+def no_keras_tables(path: str) -> ValueError:
+    """Keras weights without the layers of keras-rs."""
+    return ValueError(
+        f"{path} has no tables of a keras_rs.layers.DistributedEmbedding on a CPU or "
+        "GPU. Tables on a SparseCore are stored stacked and without a record of how: "
+        "save them with get_embedding_tables() and numpy.savez."
+    )
+
+
+def root_of_arrays(path: str, root: str) -> ValueError:
+    """A `root` where there are no objects."""
+    return ValueError(
+        f"{path} has arrays and no objects, so `root` must be None. Received: {root!r}."
+    )
+
+
 def no_such_root(path: str, root: str, known: Iterable[str]) -> ValueError:
     """A `root` that holds no tables."""
     return ValueError(
@@ -88,6 +106,38 @@ def unknown_table(argument: str, name: str, known: Iterable[str]) -> ValueError:
     return ValueError(
         f"Argument `{argument}` names the table {name!r}, which the embedding does not "
         f"have. Its tables: {_listed(known)}."
+    )
+
+
+def layout_shape(layout: TableLayout, actual: Sequence[int]) -> ValueError:
+    """A layout of a table of another shape."""
+    return ValueError(
+        f"Table {layout.table_name} has shape {_shape(actual)}, but its layout is for "
+        f"shape {_shape(layout.unsharded_shape)}."
+    )
+
+
+def no_layouts(path: str) -> ValueError:
+    """A checkpoint without a layout record."""
+    return ValueError(
+        f"{path} has no SparseCore layout record: its tables are stored plain."
+    )
+
+
+def missing_layouts(missing: Iterable[str], surplus: Iterable[str]) -> ValueError:
+    """Layouts of other tables than there are."""
+    return ValueError(
+        f"There must be a layout for each table and no other. Tables without: "
+        f"{_listed(missing)}; layouts without a table: {_listed(surplus)}."
+    )
+
+
+def stack_of_two_kinds(stack: str, arrays: Sequence[Sequence[str]]) -> ValueError:
+    """Tables with different slots in one stack."""
+    kinds = "; ".join(_listed(names) for names in arrays)
+    return ValueError(
+        f"The tables of stack {stack} must have the same slots. Received: {kinds}. "
+        "Give them stacks of their own, or leave the slots out with `slots=False`."
     )
 
 

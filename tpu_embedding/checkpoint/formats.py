@@ -6,14 +6,22 @@ A new kind is one class in a file of its own and one row in `_FORMATS`.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint
+from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
 from tpu_embedding.checkpoint.tensorflow_format import read_tensorflow
 
 _INDEX = ".index"
+_Reader = Callable[[str, str | None, Collection[str]], LogicalCheckpoint]
+# (whether a path is one, how it is read); what is none of them is TensorFlow's.
+_FORMATS: tuple[tuple[Callable[[str], bool], _Reader], ...] = (
+    (is_numpy, read_numpy),
+    (is_keras, read_keras),
+)
 
 
 def read(
@@ -27,7 +35,9 @@ def read(
     Only names and shapes are read at once; values when they are asked for.
 
     Args:
-      path: The prefix of a TensorFlow checkpoint, or its folder for the latest one.
+      path: The prefix of a TensorFlow checkpoint, or its folder for the latest one;
+        the weights that Keras saved of a keras-rs DistributedEmbedding, `.weights.h5`
+        or `.keras`; a `.npy` or `.npz` file, or a folder of `.npy` files.
       root: The object that holds the tables, e.g. "embedding" or "model/embedding".
         None finds it, if there is only one.
       tables: Names known to be tables, which helps to find the object.
@@ -37,7 +47,11 @@ def read(
       tf.errors.DataLossError: If its index is damaged.
       ValueError: If it holds no tables, or several objects that do.
     """
-    return read_tensorflow(_prefix(os.fspath(path)), root, tables)
+    place = os.fspath(path)
+    for matches, reader in _FORMATS:
+        if matches(place):
+            return reader(place, root, tables)
+    return read_tensorflow(_prefix(place), root, tables)
 
 
 def _prefix(path: str) -> str:

@@ -28,6 +28,22 @@ class LogicalTable:
         return {PARAMETERS: self.parameters, **self.slots}
 
 
+def without_slots(tables: Mapping[str, LogicalTable]) -> dict[str, LogicalTable]:
+    """The same tables alone."""
+    return {
+        name: dataclasses.replace(table, slots={}) for name, table in tables.items()
+    }
+
+
+def named_matrices(tables: Mapping[str, LogicalTable]) -> dict[str, Rows]:
+    """All matrices as `<table>` and `<table>/<slot>`."""
+    matrices: dict[str, Rows] = {}
+    for name, table in tables.items():
+        matrices[name] = table.parameters
+        matrices.update({f"{name}/{slot}": rows for slot, rows in table.slots.items()})
+    return matrices
+
+
 class LogicalCheckpoint(Mapping[str, LogicalTable]):
     """All tables of a checkpoint by name; values are read when they are asked for.
 

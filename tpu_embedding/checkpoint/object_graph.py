@@ -21,6 +21,21 @@ _Graph = trackable_object_graph_pb2.TrackableObjectGraph
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedSlot:
+    """A slot that an optimizer keeps for a variable.
+
+    Attributes:
+      name: What the optimizer calls it.
+      variable: The key of the variable.
+      key: The key of the slot.
+    """
+
+    name: str
+    variable: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SavedObject:
     """One object of a checkpoint.
 
@@ -28,13 +43,13 @@ class SavedObject:
       path: Names of the children that lead to it from the root, "" for the root.
       values: For each child that is a variable its key among the tensors.
       children: Paths of all children, by name.
-      slots: For optimizers: (key of the variable, name of the slot, key of the slot).
+      slots: Of an optimizer.
     """
 
     path: str
     values: Mapping[str, str]
     children: Mapping[str, str]
-    slots: tuple[tuple[str, str, str], ...] = ()
+    slots: tuple[SavedSlot, ...] = ()
 
 
 def read_objects(bundle: Bundle) -> dict[str, SavedObject]:
@@ -62,10 +77,10 @@ def read_objects(bundle: Bundle) -> dict[str, SavedObject]:
         }
         children = {child.local_name: paths[child.node_id] for child in node.children}
         slots = tuple(
-            (
-                keys[slot.original_variable_node_id],
-                slot.slot_name,
-                keys[slot.slot_variable_node_id],
+            SavedSlot(
+                name=slot.slot_name,
+                variable=keys[slot.original_variable_node_id],
+                key=keys[slot.slot_variable_node_id],
             )
             for slot in node.slot_variables
         )

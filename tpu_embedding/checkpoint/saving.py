@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
+from tpu_embedding.checkpoint.logical import (
+    LogicalCheckpoint,
+    LogicalTable,
+    without_slots,
+)
 from tpu_embedding.checkpoint.progress import NoProgress, Progress
 from tpu_embedding.checkpoint.tracking import SavedTables
-from tpu_embedding.checkpoint.writing import write_tensorflow
+from tpu_embedding.checkpoint.writing import WriteOptions, write_tensorflow
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows, Rows
+from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import UPDATES
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
 
 
-def save(
+def save(  # noqa: PLR0913 - keyword-only, each on its own.
     embedding: SavedTables,
     path: str | os.PathLike[str],
     *,
     root: str = DEFAULT_ROOT,
     slots: bool = True,
+    layouts: Sequence[TableLayout] | None = None,
     progress: Progress = _SILENT,
 ) -> str:
     """Writes the tables and slots as a TensorFlow checkpoint.
@@ -40,6 +46,9 @@ def save(
       path: The prefix of the new checkpoint.
       root: What the object is called in it; "model/embedding" for an attribute.
       slots: False saves the tables alone.
+      layouts: The place of each table on SparseCores, e.g. what `read_layouts` finds
+        in another checkpoint: the tables are stacked and cut so, with the record that
+        tf.tpu.experimental.embedding.TPUEmbeddingV2 restores by. None: plain.
       progress: Told of the bytes written.
 
     Returns:
@@ -47,16 +56,25 @@ def save(
 
     Raises:
       tf.errors.AlreadyExistsError: If a checkpoint is there.
+      ValueError: If `layouts` are of other tables, shapes or mixed slots.
     """
-    matrices: dict[str, Rows] = {}
-    for table, arrays in embedding.checkpoint_rows().items():
-        matrices[table] = arrays[PARAMETERS]
-        for name, rows in arrays.items():
-            if slots and name != PARAMETERS:
-                matrices[f"{table}/{name}"] = rows
-    updates = embedding.checkpoint_variables().get(UPDATES)
-    values = {} if updates is None or not slots else {UPDATES: updates.read_value()}
-    return write_tensorflow(os.fspath(path), root, matrices, values, progress)
+    tables = {
+        name: LogicalTable(
+            name,
+            arrays[PARAMETERS],
+            {array: rows for array, rows in arrays.items() if array != PARAMETERS},
+        )
+        for name, arrays in embedding.checkpoint_rows().items()
+    }
+    updates = embedding.checkpoint_variables().get(UPDATES) if slots else None
+    options = WriteOptions(
+        root=root,
+        layouts=layouts,
+        updates=None if updates is None else int(updates.numpy()),
+    )
+    return write_tensorflow(
+        os.fspath(path), tables if slots else without_slots(tables), options, progress
+    )
 
 
 def restore(  # noqa: PLR0913 - keyword-only, each on its own.

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.bundle import Bundle
+from tpu_embedding.checkpoint.bundle import Bundle, BundleRows
 from tpu_embedding.checkpoint.grouping import group_tables
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
-from tpu_embedding.checkpoint.object_graph import SavedObject, read_objects
+from tpu_embedding.checkpoint.object_graph import (
+    SavedObject,
+    SavedSlot,
+    read_objects,
+)
+from tpu_embedding.checkpoint.roots import choose_root
+from tpu_embedding.checkpoint.sparse_core_format import (
+    LAYOUTS,
+    parse_layouts,
+    unstack,
+)
 from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import UPDATES
+
+_PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
+
+# What the optimizers of tf_keras call a slot, and the name of it here. The layer of
+# tensorflow-recommenders leaves its slots to them.
+_OPTIMIZER_SLOTS = {
+    "accumulator": "accumulators",
+    "linear": "linears",
+    "m": "momenta",
+    "v": "velocities",
+}
 
 
 def read_tensorflow(
@@ -19,24 +41,67 @@ def read_tensorflow(
     """See `formats.read`."""
     bundle = Bundle(prefix)
     objects = read_objects(bundle)
-    holders = {
-        path: found
-        for path, node in objects.items()
-        if (found := group_tables(_matrices(bundle, node), tables))
-    }
-    path = _choose(prefix, root, tables, holders)
+    slots = [slot for node in objects.values() for slot in node.slots]
+    holders: dict[str, dict[str, LogicalTable]] = {}
+    seen: set[str] = set()  # Keys of tensors: a variable may have several parents.
+    for path, node in objects.items():
+        matrices = _matrices(bundle, node, slots)
+        keys = {rows.key for rows in matrices.values()}
+        if not keys <= seen:
+            seen |= keys
+            holders[path] = _tables(bundle, node, matrices, tables)
+    mixed = [path for path in holders if _has_vectors(bundle, objects[path])]
+    path = choose_root(prefix, root, tables, holders, mixed)
     return LogicalCheckpoint(
         path=prefix,
-        format="TensorFlow",
+        format=_SPARSE_CORE if LAYOUTS in objects[path].values else _PLAIN,
         tables=holders[path],
         updates=_updates(bundle, objects[path]),
     )
 
 
-def _matrices(bundle: Bundle, node: SavedObject) -> dict[str, Rows]:
+def read_layouts(prefix: str) -> list[TableLayout]:
+    """The layout record of a SparseCore checkpoint, of its first object that has one.
+
+    Raises:
+      ValueError: If there is none.
+    """
+    bundle = Bundle(prefix)
+    for node in read_objects(bundle).values():
+        if LAYOUTS in node.values:
+            return parse_layouts(prefix, bundle.value(node.values[LAYOUTS]))
+    raise errors.no_layouts(prefix)
+
+
+def _tables(
+    bundle: Bundle,
+    node: SavedObject,
+    matrices: Mapping[str, Rows],
+    tables: Collection[str],
+) -> dict[str, LogicalTable]:
+    if LAYOUTS not in node.values:
+        return group_tables(matrices, tables)
+    record = bundle.value(node.values[LAYOUTS])
+    return unstack(bundle.prefix, matrices, parse_layouts(bundle.prefix, record))
+
+
+def _has_vectors(bundle: Bundle, node: SavedObject) -> bool:
+    return any(len(bundle.shape(key)) == 1 for key in node.values.values())
+
+
+def _matrices(
+    bundle: Bundle, node: SavedObject, slots: Iterable[SavedSlot]
+) -> dict[str, BundleRows]:
+    """The variables of rank 2 by name, slots as `<variable>/<slot>`."""
+    names = {key: name for name, key in node.values.items()}
+    keys = dict(node.values)
+    for slot in slots:
+        if slot.variable in names:
+            name = _OPTIMIZER_SLOTS.get(slot.name, slot.name)
+            keys[f"{names[slot.variable]}/{name}"] = slot.key
     return {
         name: bundle.rows(key)
-        for name, key in node.values.items()
+        for name, key in keys.items()
         if len(bundle.shape(key)) == 2 and bundle.dtype(key).is_floating
     }
 
@@ -44,26 +109,3 @@ def _matrices(bundle: Bundle, node: SavedObject) -> dict[str, Rows]:
 def _updates(bundle: Bundle, node: SavedObject) -> int | None:
     key = node.values.get(UPDATES)
     return None if key is None else int(bundle.value(key))
-
-
-def _choose(
-    prefix: str,
-    root: str | None,
-    tables: Collection[str],
-    holders: Mapping[str, Mapping[str, LogicalTable]],
-) -> str:
-    """The object that is meant: the one named, else the likeliest, if it is alone."""
-    if not holders:
-        raise errors.no_tables(prefix)
-    if root is not None:
-        if root not in holders:
-            raise errors.no_such_root(prefix, root, map(repr, holders))
-        return root
-    with_names = [p for p, found in holders.items() if set(tables) & set(found)]
-    with_slots = [
-        p for p, found in holders.items() if any(t.slots for t in found.values())
-    ]
-    likeliest = with_names or with_slots or list(holders)
-    if len(likeliest) > 1:
-        raise errors.several_roots(prefix, map(repr, likeliest))
-    return likeliest[0]

@@ -10,17 +10,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.logical import LogicalTable, named_matrices
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.progress import Progress
+from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.tables import UPDATES
 
 _MIN_PART_BYTES = 32 << 20
 _MAX_PARTS = 64  # Of large checkpoints: each part becomes a file.
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteOptions:
+    """How tables are written.
+
+    Attributes:
+      root: What the object that holds them is called, e.g. "embedding".
+      layouts: For SparseCores the place of each table; None writes them plain.
+      updates: How many updates they have had, if that is known.
+    """
+
+    root: str
+    layouts: Sequence[TableLayout] | None = None
+    updates: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +63,16 @@ class _Slice:
 
 def write_tensorflow(
     path: str,
-    root: str,
-    matrices: Mapping[str, Rows],
-    values: Mapping[str, Any],
+    tables: Mapping[str, LogicalTable],
+    options: WriteOptions,
     progress: Progress,
 ) -> str:
-    """Writes one object with variables as a checkpoint.
+    """Writes one object with tables and slots as a checkpoint.
 
     Args:
       path: The prefix of the new checkpoint.
-      root: Where the object stands, e.g. "embedding".
-      matrices: Its variables of rank 2, by name.
-      values: Its other variables, by name.
+      tables: By name.
+      options: How.
       progress: Told of each part.
 
     Returns:
@@ -65,11 +81,18 @@ def write_tensorflow(
     Raises:
       tf.errors.AlreadyExistsError: If a checkpoint is there.
     """
+    if options.layouts is None:
+        matrices, values = named_matrices(tables), {}
+    else:
+        matrices, values = stack(tables, options.layouts)
+    if options.updates is not None:
+        values[UPDATES] = tf.constant(options.updates, tf.int64)
     if tf.io.gfile.exists(path + ".index"):
         raise errors.exists(path)
     scratch = path + "_parts"  # Of an interrupted save there may be some.
     if tf.io.gfile.exists(scratch):
         tf.io.gfile.rmtree(scratch)
+    root = options.root
     slices = list(_slices(root, matrices))
     progress.start("Writing", sum(piece.size for piece in slices))
     small = {variable_key(root, name): value for name, value in values.items()}

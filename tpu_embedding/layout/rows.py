@@ -48,11 +48,15 @@ class Rows(abc.ABC):
         """The size of the whole."""
         return self.shape[0] * self.row_bytes
 
+    @property
+    def slice_rows(self) -> int:
+        """How many rows make a slice of about `SLICE_BYTES`."""
+        return max(1, SLICE_BYTES // max(1, self.row_bytes))
+
     def slices(self) -> Iterator[tuple[int, int]]:
-        """Ranges of rows of about `SLICE_BYTES` that make up the whole."""
-        step = max(1, SLICE_BYTES // max(1, self.row_bytes))
-        for start in range(0, self.shape[0], step):
-            yield start, min(self.shape[0], start + step)
+        """Ranges of rows, each a slice, that make up the whole."""
+        for start in range(0, self.shape[0], self.slice_rows):
+            yield start, min(self.shape[0], start + self.slice_rows)
 
     def numpy(self) -> np.ndarray:
         """The whole matrix."""
