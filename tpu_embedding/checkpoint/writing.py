@@ -22,8 +22,8 @@ from tpu_embedding.layout.rows import Rows
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import UPDATES
 
-_MIN_PART_BYTES = 32 << 20
-_MAX_PARTS = 64  # Of large checkpoints: each part becomes a file.
+_MIN_PART_BYTES = 16 << 20
+_MAX_PARTS = 128  # Of large checkpoints: each part becomes a file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ def write_tensorflow(
     scratch = path + "_parts"  # Of an interrupted save there may be some.
     if tf.io.gfile.exists(scratch):
         tf.io.gfile.rmtree(scratch)
+    tf.io.gfile.makedirs(scratch)
     root = options.root
     slices = list(_slices(root, matrices))
     progress.start("Writing", sum(piece.size for piece in slices))

@@ -86,9 +86,17 @@ def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, Mutab
 
 
 def create_variables(plan: Plan, device: str) -> list[TableVariables]:
-    """Makes the tables and slots of a plan, each one variable on `device`."""
+    """Makes the tables and slots of a plan, each one variable on `device`.
+
+    All tables come before all slots: the random numbers of a table take its size
+    once more while they are made, and the slots then fill that memory.
+    """
     with tf.device(device):
-        return [_create_table(spec) for spec in plan.tables]
+        tables = [_create_parameters(spec) for spec in plan.tables]
+        return [
+            TableVariables(parameters, _create_slots(spec, parameters))
+            for spec, parameters in zip(plan.tables, tables, strict=True)
+        ]
 
 
 def named_variables(
@@ -101,24 +109,27 @@ def named_variables(
             yield f"{spec.name}/{name}", slot
 
 
-def _create_table(spec: TableSpec) -> TableVariables:
+def _create_parameters(spec: TableSpec) -> tf.Variable:
     config = spec.config
     shape = (config.vocabulary_size, config.dim)
     initializer = config.initializer or default_initializer(config.dim)
-    parameters = _create_variable(spec.name, shape, initializer)
+    return _create_variable(spec.name, shape, initializer)
+
+
+def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
     if spec.optimizer is None:
-        return TableVariables(parameters, {})
+        return {}
     create_slots = spec.optimizer.slot_variable_creation_fn
-    if create_slots is None:
-        slots = {
-            slot.name: _create_variable(
-                f"{spec.name}/{slot.name}", _slot_shape(slot, shape), _filled(slot)
-            )
-            for slot in spec.optimizer.slots
-        }
-    else:
-        slots = _user_slots(spec, parameters, create_slots)
-    return TableVariables(parameters, slots)
+    if create_slots is not None:
+        return _user_slots(spec, parameters, create_slots)
+    return {
+        slot.name: _create_variable(
+            f"{spec.name}/{slot.name}",
+            _slot_shape(slot, parameters.shape),
+            _filled(slot),
+        )
+        for slot in spec.optimizer.slots
+    }
 
 
 def _user_slots(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 PARAMETERS = "parameters"  # The name of the table itself among its slots.
-SLICE_BYTES = 8 << 20  # What is held in memory of a matrix at a time.
+SLICE_BYTES = 4 << 20  # What is held in memory of a matrix at a time.
 
 
 class Rows(abc.ABC):
