@@ -2,90 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from checkpoint import models
-from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
-from tensorflow.python.tpu import (
-    _pywrap_sparse_core_layout,
-    tpu_embedding_v3_checkpoint_adapter,
-    tpu_embedding_v3_utils,
+from checkpoint.stock_stacks import (
+    SIZES,
+    by_stack,
+    layout_of,
+    stock_layouts,
+    stock_stack,
+    write_as_stock,
 )
+from tensorflow.python.tpu import tpu_embedding_v3_checkpoint_adapter
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.engines.variables import VariableRows
 from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
-from tpu_embedding.layout.stacking import TableLayout
-
-SIZES = {"films": (37, 3), "genres": (5, 8), "users": (70, 6)}
-
-
-def stock_layouts(devices: int, cores: int) -> list[Any]:
-    """What TensorFlow's stacker makes of SIZES."""
-    stacker = _pywrap_sparse_core_layout.SparseCoreLayoutStacker(
-        num_partitions=devices,
-        disable_table_stacking=False,
-        sparse_cores_per_partition=cores,
-    )
-    for name, (rows, dim) in SIZES.items():
-        # Of one group, but for the users.
-        group = "own" if name == "users" else "shared"
-        stacker.AddTable(
-            table_name=name,
-            table_height=rows,
-            table_width=dim,
-            group=group,
-            output_samples=16,
-            num_features=1,
-        )
-    return list(stacker.GetLayouts().tables)
-
-
-def stock_stack(tables: Sequence[np.ndarray], protos: Sequence[Any]) -> np.ndarray:
-    """TensorFlow's own way from plain to sharded."""
-    first = protos[0]
-    rows = first.total_rows_per_sparse_core_shard * first.num_sparse_cores
-    width = first.unsharded_padded_shape[1]
-    adapter: Any = tpu_embedding_v3_checkpoint_adapter
-    stacked = adapter._shard_from_cpu_to_sc(
-        [tf.constant(t) for t in tables], f"{rows} {width} 0,{rows}:0,{width}", protos
-    )
-    return stacked.numpy()
-
-
-def by_stack(protos: Sequence[Any]) -> dict[str, list[Any]]:
-    stacks: dict[str, list[Any]] = {}
-    for proto in sorted(protos, key=lambda p: p.sparse_core_shard_row_offset):
-        stacks.setdefault(proto.stacked_table_name, []).append(proto)
-    return stacks
-
-
-def write_as_stock(
-    path: pathlib.Path, values: models.Values, protos: Sequence[Any]
-) -> str:
-    """A checkpoint with the objects of tf.tpu.experimental.embedding.TPUEmbeddingV2."""
-    record = sparse_core_layout_pb2.SparseCoreTableLayouts(tables=protos)
-    trackable: Any = tf.__internal__.tracking.AutoTrackable()
-    trackable._track_trackable(
-        tpu_embedding_v3_utils.SparseCoreLayoutsTrackable(
-            tf.constant(record.SerializeToString())
-        ),
-        tpu_embedding_v3_utils.SPARSECORE_LAYOUTS_CHECKPOINT_KEY,
-    )
-    for stack, members in by_stack(protos).items():
-        for array in ("parameters", "accumulators"):
-            tables = [values[proto.table_name][array] for proto in members]
-            name = stack if array == "parameters" else f"{stack}/{array}"
-            trackable._track_trackable(tf.Variable(stock_stack(tables, members)), name)
-    return tf.train.Checkpoint(embedding=trackable).write(path)
-
 
 GRIDS = pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 4), (4, 2)])
 
@@ -137,13 +74,6 @@ def test_resharding(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
         checkpoint.restore([middle, target][number], path)
         paths.append(path)
     models.assert_same(models.values(target), models.values(source))
-
-
-def layout_of(proto: Any) -> TableLayout:
-    values = {f.name: getattr(proto, f.name) for f in dataclasses.fields(TableLayout)}
-    for name in ("unsharded_shape", "unsharded_padded_shape"):
-        values[name] = tuple(values[name])
-    return TableLayout(**values)
 
 
 def test_slots_of_one_column(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:

@@ -175,6 +175,27 @@ def stored_dtype(path: str, name: str, dtype: str) -> TypeError:
     )
 
 
+def rename_argument(rename: str, tables: Iterable[str]) -> ValueError:
+    """A `--rename` of the command line that cannot be done."""
+    return ValueError(
+        f"`--rename` must be OLD=NEW, with a table of the checkpoint and a name that "
+        f"no other has. Received: {rename}. Tables: {_listed(tables)}."
+    )
+
+
+def sparse_core_without_like() -> ValueError:
+    """Nothing says where the tables go."""
+    return ValueError(
+        "`--to sparse-core` needs `--like CHECKPOINT`, whose layout record says where "
+        "each table goes. Without one, call tpu_embedding.checkpoint.save(layouts=...)."
+    )
+
+
+def like_without_sparse_core() -> ValueError:
+    """A layout record that would not be used."""
+    return ValueError("`--like` is for `--to sparse-core` only.")
+
+
 def value_type(argument: str, value: object, allowed: str) -> TypeError:
     """An argument of the wrong type."""
     return TypeError(

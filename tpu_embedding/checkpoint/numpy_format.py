@@ -55,6 +55,8 @@ def read_numpy(
 def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> str:
     """Writes a folder of `.npy` files, which appears when all of them are there.
 
+    bfloat16, which NumPy does not have, becomes float32.
+
     Args:
       path: The folder.
       matrices: By name, `<table>` or `<table>/<slot>`.
@@ -71,17 +73,18 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
     for name, rows in matrices.items():
         file = scratch / (name + _FILE)
         file.parent.mkdir(parents=True, exist_ok=True)
+        dtype = rows.dtype if _is_floating(rows.dtype) else np.dtype(np.float32)
         with file.open("wb") as stream:
             np.lib.format.write_array_header_1_0(
                 stream,
                 {
-                    "descr": np.lib.format.dtype_to_descr(rows.dtype),
+                    "descr": np.lib.format.dtype_to_descr(dtype),
                     "fortran_order": False,
                     "shape": rows.shape,
                 },
             )
             for start, stop in rows.slices():
-                stream.write(rows.read(start, stop).tobytes())
+                stream.write(rows.read(start, stop).astype(dtype).tobytes())
                 progress.advance((stop - start) * rows.row_bytes)
     scratch.rename(path)
     return path
