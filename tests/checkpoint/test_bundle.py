@@ -7,7 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf import tensor_bundle_pb2
 
+from tpu_embedding import checkpoint
+from tpu_embedding.checkpoint import bundle, index_file
 from tpu_embedding.checkpoint.bundle import Bundle
 
 
@@ -31,9 +34,9 @@ def test_whole_tensors(
         name: rng.standard_normal((50, 3)).astype(numpy_dtype) for name in ("a", "b")
     }
     path = save(tmp_path / "x", {(name, ""): table for name, table in tables.items()})
-    bundle = Bundle(path)
+    found = Bundle(path)
     for name, table in tables.items():
-        rows = bundle.rows(name)
+        rows = found.rows(name)
         rows.verify()
         assert (rows.shape, rows.dtype) == (table.shape, table.dtype)
         np.testing.assert_array_equal(rows.read(7, 31), table[7:31])
@@ -76,6 +79,25 @@ def test_an_index_of_many_blocks(tmp_path: pathlib.Path) -> None:
     values = {
         (name, ""): np.full((2, 1), i, np.float32) for i, name in enumerate(names)
     }
-    bundle = Bundle(save(tmp_path / "x", values))
-    assert list(bundle.entries) == names
-    assert bundle.rows(names[1234]).numpy().tolist() == [[1234], [1234]]
+    found = Bundle(save(tmp_path / "x", values))
+    assert list(found.entries) == names
+    assert found.rows(names[1234]).numpy().tolist() == [[1234], [1234]]
+
+
+def test_a_big_endian_checkpoint(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "x", {("t", ""): np.zeros((2, 2), np.float32)})
+    entries = index_file.read_index(path + ".index")
+    header = tensor_bundle_pb2.BundleHeaderProto.FromString(entries[b""])
+    header.endianness = tensor_bundle_pb2.BundleHeaderProto.BIG
+    changed = {**entries, b"": header.SerializeToString()}
+    monkeypatch.setattr(bundle, "read_index", lambda path: changed)
+    with pytest.raises(NotImplementedError, match="on a big-endian machine"):
+        Bundle(path)
+
+
+def test_integers_are_no_tables(tmp_path: pathlib.Path) -> None:
+    path = save(tmp_path / "x", {("t", ""): np.zeros((2, 2), np.int32)})
+    with pytest.raises(ValueError, match="No embedding tables are found in"):
+        checkpoint.read(path)

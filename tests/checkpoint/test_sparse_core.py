@@ -17,7 +17,11 @@ from checkpoint.stock_stacks import (
     stock_stack,
     write_as_stock,
 )
-from tensorflow.python.tpu import tpu_embedding_v3_checkpoint_adapter
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+from tensorflow.python.tpu import (
+    tpu_embedding_v3_checkpoint_adapter,
+    tpu_embedding_v3_utils,
+)
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -39,6 +43,8 @@ def test_sharded_to_plain(
     assert checkpoint.read(path).format == "TensorFlow, SparseCore"
     checkpoint.restore(target, path)
     models.assert_same(models.values(target), values)
+    with pytest.raises(ValueError, match=r"Use tpu_embedding.checkpoint.restore"):
+        tf.train.Checkpoint(embedding=target).read(path)
 
 
 @GRIDS
@@ -116,3 +122,41 @@ def test_refusals(tmp_path: pathlib.Path) -> None:
     plain = checkpoint.save(embedding, tmp_path / "plain")
     with pytest.raises(ValueError, match="has no SparseCore layout record"):
         checkpoint.read_layouts(plain)
+
+
+def test_tables_with_other_slots_in_one_stack(tmp_path: pathlib.Path) -> None:
+    layouts = [layout_of(proto) for proto in stock_layouts(1, 4)]
+    optimizers = {"films": te.SGD(0.1), "genres": te.Adagrad(0.1), "users": None}
+    features = {
+        name: te.FeatureConfig(
+            te.TableConfig(*size, name=name, optimizer=optimizers[name])
+        )
+        for name, size in SIZES.items()
+    }
+    embedding = te.TPUEmbedding(features, te.SGD(0.1))
+    with pytest.raises(ValueError, match="must have the same slots"):
+        checkpoint.save(embedding, tmp_path / "x", layouts=layouts)
+    path = checkpoint.save(embedding, tmp_path / "x", layouts=layouts, slots=False)
+    checkpoint.read(path).verify()
+
+
+@pytest.mark.parametrize("damage", ["record", "stack", "size"])
+def test_records_that_do_not_fit(damage: str, tmp_path: pathlib.Path) -> None:
+    protos = stock_layouts(1, 4)
+    tracked: Any = tf.__internal__.tracking.AutoTrackable()
+    record = sparse_core_layout_pb2.SparseCoreTableLayouts(tables=protos)
+    content = b"\xff" if damage == "record" else record.SerializeToString()
+    tracked._track_trackable(
+        tpu_embedding_v3_utils.SparseCoreLayoutsTrackable(tf.constant(content)),
+        tpu_embedding_v3_utils.SPARSECORE_LAYOUTS_CHECKPOINT_KEY,
+    )
+    for stack in by_stack(protos) if damage == "size" else ["other"]:
+        tracked._track_trackable(tf.Variable(tf.zeros([4, 8])), stack)
+    path = tf.train.Checkpoint(embedding=tracked).write(tmp_path / "x")
+    words = {
+        "record": "its layout record cannot be parsed",
+        "stack": "it lacks the stack",
+        "size": r"has shape \[4, 8\], its record says",
+    }
+    with pytest.raises(tf.errors.DataLossError, match=words[damage]):
+        checkpoint.read(path)

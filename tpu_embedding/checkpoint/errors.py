@@ -117,6 +117,15 @@ def layout_shape(layout: TableLayout, actual: Sequence[int]) -> ValueError:
     )
 
 
+def stacked_tables() -> ValueError:
+    """tf.train.Checkpoint meets tables that are stacked and in shards."""
+    return ValueError(
+        "This checkpoint holds the tables stacked and in shards, as SparseCores have "
+        "them, which tf.train.Checkpoint cannot restore here. Use "
+        "tpu_embedding.checkpoint.restore(embedding, path)."
+    )
+
+
 def no_layouts(path: str) -> ValueError:
     """A checkpoint without a layout record."""
     return ValueError(
@@ -194,14 +203,6 @@ def sparse_core_without_like() -> ValueError:
 def like_without_sparse_core() -> ValueError:
     """A layout record that would not be used."""
     return ValueError("`--like` is for `--to sparse-core` only.")
-
-
-def value_type(argument: str, value: object, allowed: str) -> TypeError:
-    """An argument of the wrong type."""
-    return TypeError(
-        f"Argument `{argument}` must be {allowed}. Received: {value!r} of type "
-        f"{type(value).__name__}."
-    )
 
 
 def _listed(names: Iterable[str]) -> str:

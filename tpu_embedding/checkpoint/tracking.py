@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_context
 
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS
 from tpu_embedding.engines import Engine
 from tpu_embedding.layout.rows import MutableRows
 
@@ -46,6 +48,13 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
             self.flush()
         return super()._trackable_children(save_type, **kwargs)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Restoring asks for each child that the object had when it was saved. Stacks
+        # are no children of this object and would be left out without a word.
+        if name == LAYOUTS:
+            raise errors.stacked_tables()
+        return super()._lookup_dependency(name, *args, **kwargs)
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
         # An asynchronous save copies all values with one function that it traces
