@@ -61,13 +61,29 @@ def test_keras_rs(file: str, tmp_path: pathlib.Path) -> None:
     for root in (None, "layers/distributed_embedding"):
         models.scramble(embedding, np.random.default_rng(0))
         found = checkpoint.restore(embedding, tmp_path / file, root=root)
-        assert found.format == "keras-rs"
+        assert found.format == "Keras"
         actual = models.values(embedding)
         for table, arrays in expected.items():
             values = np.array(arrays["parameters"], np.float32)
             np.testing.assert_array_equal(actual[table]["parameters"], values)
             rows = checkpoint.read(tmp_path / file)[table].parameters
             np.testing.assert_array_equal(rows.read(1, 3), values[1:3])
+
+
+def test_our_own_layer(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """Names as the Keras layer of this package gives them, quoted for HDF5."""
+    source, target = (models.make(te.Adam(0.1)) for _ in range(2))
+    models.scramble(source, rng)
+    path = tmp_path / "model.weights.h5"
+    with h5py.File(path, "w") as file:
+        for table, arrays in models.values(source).items():
+            for name, array in arrays.items():
+                own = "" if name == "parameters" else f"%2F{name}"
+                file[f"layers/tables/vars/{table}{own}"] = array
+        file["layers/tables/vars/_updates"] = np.int64(7)
+        file["layers/dense/vars/0"] = np.zeros((3, 2), np.float32)
+    assert checkpoint.restore(target, path).updates == 7
+    models.assert_same(models.values(target), models.values(source))
 
 
 def test_damaged_keras_weights(tmp_path: pathlib.Path) -> None:
@@ -83,7 +99,7 @@ def test_keras_weights_without_tables(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "dense.weights.h5"
     with h5py.File(path, "w") as file:
         file["layers/dense/vars/0"] = np.zeros((3, 2), np.float32)
-    with pytest.raises(ValueError, match="has no tables of a keras_rs"):
+    with pytest.raises(ValueError, match="has no tables of tpu_embedding"):
         checkpoint.read(path)
 
 

@@ -61,11 +61,12 @@ def no_tables(path: str) -> ValueError:
 
 
 def no_keras_tables(path: str) -> ValueError:
-    """Keras weights without the layers of keras-rs."""
+    """Keras weights without a layer whose tables can be told."""
     return ValueError(
-        f"{path} has no tables of a keras_rs.layers.DistributedEmbedding on a CPU or "
-        "GPU. Tables on a SparseCore are stored stacked and without a record of how: "
-        "save them with get_embedding_tables() and numpy.savez."
+        f"{path} has no tables of tpu_embedding's Keras layer, nor of a "
+        "keras_rs.layers.DistributedEmbedding on a CPU or GPU. Tables on a "
+        "SparseCore are stored stacked and without a record of how: save them with "
+        "get_embedding_tables() and numpy.savez."
     )
 
 

@@ -36,8 +36,9 @@ def read(
 
     Args:
       path: The prefix of a TensorFlow checkpoint, or its folder for the latest one;
-        the weights that Keras saved of a keras-rs DistributedEmbedding, `.weights.h5`
-        or `.keras`; a `.npy` or `.npz` file, or a folder of `.npy` files.
+        weights that Keras saved, `.weights.h5` or `.keras`, of this package's layer or
+        of a keras-rs DistributedEmbedding; a `.npy` or `.npz` file, or a folder of
+        `.npy` files.
       root: The object that holds the tables, e.g. "embedding" or "model/embedding".
         None finds it, if there is only one.
       tables: Names known to be tables, which helps to find the object.
