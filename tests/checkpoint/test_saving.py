@@ -200,6 +200,22 @@ def test_the_object_in_a_larger_checkpoint(
         models.assert_same(models.values(restored), models.values(first))
 
 
+def test_names_with_slashes_and_dots(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    sizes = {"a": (4, 2), "a/b": (4, 2), "c.d": (3, 2), "e.S/f": (5, 1)}
+    source, target = (models.make(te.Adagrad(0.1), sizes) for _ in range(2))
+    models.scramble(source, rng)
+    saved = checkpoint.save(source, tmp_path / "saved")
+    written = tf.train.Checkpoint(embedding=source).write(tmp_path / "written")
+    keys = [{name for name, _ in tf.train.list_variables(p)} for p in (saved, written)]
+    assert keys[0] == keys[1]
+    for path in (saved, written):
+        models.scramble(target, rng)
+        checkpoint.restore(target, path)
+        models.assert_same(models.values(target), models.values(source))
+
+
 def test_saving_over_a_checkpoint(saved: Saved) -> None:
     with pytest.raises(tf.errors.AlreadyExistsError, match="Save to another path"):
         checkpoint.save(models.make(te.SGD(0.1)), saved[0])
