@@ -13,6 +13,7 @@ from tpu_embedding.adapters import (
     adapt_features,
     adapt_optimizer,
 )
+from tpu_embedding.checkpoint.tracking import SavedTables
 from tpu_embedding.engines import Engine, EngineOptions, create_engine
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
@@ -23,7 +24,7 @@ from tpu_embedding.structures import Structure
 _as_written = tf.autograph.experimental.do_not_convert
 
 
-class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
+class TPUEmbedding(SavedTables):
     """Embedding tables that are looked up and trained step by step.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
@@ -313,19 +314,6 @@ class TPUEmbedding(tf.__internal__.tracking.AutoTrackable):
             spec.key: {"parameters": table.parameters, **table.slots}
             for spec, table in zip(self._plan.tables, engine.tables, strict=True)
         }
-
-    def checkpoint_variables(self) -> dict[str, tf.Variable]:
-        """Tables, slots and counters by their names in checkpoints."""
-        engine = self._built_engine()
-        self.flush()
-        return engine.checkpoint_variables()
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # Saving and restoring begin by asking for the children: the one moment at
-        # which a pending update can still be applied.
-        if tf.executing_eagerly():
-            self.flush()
-        return super()._trackable_children(save_type, **kwargs)
 
     def _built_engine(self) -> Engine:
         self.build()

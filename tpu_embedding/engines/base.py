@@ -15,9 +15,11 @@ from tpu_embedding.engines.variables import (
     TableVariables,
     create_variables,
     named_variables,
+    variable_rows,
 )
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.tables import UPDATES, Plan
 from tpu_embedding.topology import Topology
 
@@ -113,6 +115,13 @@ class Engine(abc.ABC):
         if self._rates.updates is not None:
             variables[UPDATES] = self._rates.updates
         return variables
+
+    def rows(self) -> dict[str, dict[str, MutableRows]]:
+        """Tables in their logical form: by name "parameters" and slots, unpadded."""
+        return {
+            spec.name: variable_rows(spec, table)
+            for spec, table in zip(self._plan.tables, self.tables, strict=True)
+        }
 
     @abc.abstractmethod
     def enqueue(

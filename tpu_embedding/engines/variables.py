@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
 from tpu_embedding.initializers import default_initializer
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
 
@@ -33,10 +35,68 @@ class TableVariables:
     slots: dict[str, tf.Variable]
 
 
+class VariableRows(MutableRows):
+    """A table or slot that is one variable.
+
+    Gathers and scatters touch the rows alone; reading the variable would copy it
+    whole once a kernel has updated it in place.
+    """
+
+    def __init__(self, variable: tf.Variable, initial_value: float | None) -> None:
+        self._variable = variable
+        self.initial_value = initial_value
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        shape: Any = self._variable.shape
+        rows, columns = shape
+        return rows, columns
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self._variable.dtype.as_numpy_dtype)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        with tf.device(self._variable.device):
+            rows = tf.raw_ops.ResourceGather(
+                resource=self._variable.handle,
+                indices=tf.range(start, stop, dtype=tf.int64),
+                dtype=self._variable.dtype,
+            )
+        return rows.numpy()
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        with tf.device(self._variable.device):
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=self._variable.handle,
+                indices=tf.range(start, start + len(values), dtype=tf.int64),
+                updates=tf.constant(values, self._variable.dtype),
+            )
+
+
+def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, MutableRows]:
+    """The table as "parameters", and its slots by name."""
+    wanted = spec.optimizer.slots if spec.optimizer else ()
+    initial = {slot.name: slot.initial_value for slot in wanted}
+    slots = {
+        name: VariableRows(slot, initial[name])
+        for name, slot in variables.slots.items()
+    }
+    return {PARAMETERS: VariableRows(variables.parameters, None), **slots}
+
+
 def create_variables(plan: Plan, device: str) -> list[TableVariables]:
-    """Makes the tables and slots of a plan, each one variable on `device`."""
+    """Makes the tables and slots of a plan, each one variable on `device`.
+
+    All tables come before all slots: the random numbers of a table take its size
+    once more while they are made, and the slots then fill that memory.
+    """
     with tf.device(device):
-        return [_create_table(spec) for spec in plan.tables]
+        tables = [_create_parameters(spec) for spec in plan.tables]
+        return [
+            TableVariables(parameters, _create_slots(spec, parameters))
+            for spec, parameters in zip(plan.tables, tables, strict=True)
+        ]
 
 
 def named_variables(
@@ -49,24 +109,27 @@ def named_variables(
             yield f"{spec.name}/{name}", slot
 
 
-def _create_table(spec: TableSpec) -> TableVariables:
+def _create_parameters(spec: TableSpec) -> tf.Variable:
     config = spec.config
     shape = (config.vocabulary_size, config.dim)
     initializer = config.initializer or default_initializer(config.dim)
-    parameters = _create_variable(spec.name, shape, initializer)
+    return _create_variable(spec.name, shape, initializer)
+
+
+def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
     if spec.optimizer is None:
-        return TableVariables(parameters, {})
+        return {}
     create_slots = spec.optimizer.slot_variable_creation_fn
-    if create_slots is None:
-        slots = {
-            slot.name: _create_variable(
-                f"{spec.name}/{slot.name}", _slot_shape(slot, shape), _filled(slot)
-            )
-            for slot in spec.optimizer.slots
-        }
-    else:
-        slots = _user_slots(spec, parameters, create_slots)
-    return TableVariables(parameters, slots)
+    if create_slots is not None:
+        return _user_slots(spec, parameters, create_slots)
+    return {
+        slot.name: _create_variable(
+            f"{spec.name}/{slot.name}",
+            _slot_shape(slot, parameters.shape),
+            _filled(slot),
+        )
+        for slot in spec.optimizer.slots
+    }
 
 
 def _user_slots(

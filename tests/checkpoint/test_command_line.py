@@ -1,0 +1,180 @@
+"""The command line: what it prints, writes and answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from checkpoint import models, stock_stacks
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+from tpu_embedding.__main__ import main
+from tpu_embedding.checkpoint.progress import TextProgress
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> str:
+    """Tables of ones with accumulators of 0.1, and a count of updates."""
+    schedule = tf.keras.optimizers.schedules.PolynomialDecay(0.5, 4)
+    embedding = models.make(te.Adagrad(schedule))
+    for table in embedding.embedding_tables.values():
+        table.assign(tf.ones_like(table))
+    return checkpoint.save(embedding, tmp_path / "saved")
+
+
+def test_inspect(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", saved]) == 0
+    assert capsys.readouterr().out == (
+        f"{saved} (TensorFlow, 0 updates)\n"
+        "table  array         shape   dtype    bytes      norm\n"
+        "films  parameters    11 x 3  float32    132   5.74456\n"
+        "films  accumulators  11 x 3  float32    132  0.574456\n"
+        "users  parameters    6 x 2   float32     48    3.4641\n"
+        "users  accumulators  6 x 2   float32     48   0.34641\n"
+    )
+
+
+def test_inspect_as_json(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", "--json", "--root", "embedding", saved]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["path"], facts["format"], facts["updates"]) == (
+        saved,
+        "TensorFlow",
+        0,
+    )
+    first = facts["arrays"][0]
+    assert (first["table"], first["array"]) == ("films", "parameters")
+    assert (first["shape"], first["dtype"]) == ([11, 3], "float32")
+    assert first["norm"] == pytest.approx(33**0.5, rel=1e-12)
+
+
+def test_convert_there_and_back(saved: str, tmp_path: pathlib.Path) -> None:
+    arrays, plain = str(tmp_path / "arrays"), str(tmp_path / "plain")
+    assert main(["checkpoint", "convert", saved, arrays, "--to", "numpy"]) == 0
+    names = ["films", "films/accumulators", "users", "users/accumulators"]
+    for name in names:
+        assert (pathlib.Path(arrays) / f"{name}.npy").exists()
+    rename = ["--rename", "films=movies", "--new-root", "model/tables"]
+    assert main(["checkpoint", "convert", arrays, plain, *rename]) == 0
+    assert checkpoint.read(plain, root="model/tables").keys() == {"movies", "users"}
+    alone = str(tmp_path / "alone")
+    assert main(["checkpoint", "convert", saved, alone, "--no-slots"]) == 0
+    assert [bool(table.slots) for table in checkpoint.read(alone).values()] == [
+        False
+    ] * 2
+
+
+def test_convert_to_sparse_core(
+    saved: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    embedding = models.make(te.Adagrad(0.1), stock_stacks.SIZES)
+    plain = checkpoint.save(embedding, tmp_path / "plain")
+    layouts = [stock_stacks.layout_of(p) for p in stock_stacks.stock_layouts(2, 4)]
+    like = checkpoint.save(embedding, tmp_path / "like", layouts=layouts)
+    sharded, back = str(tmp_path / "sharded"), str(tmp_path / "back")
+    to = ["--to", "sparse-core", "--like", like]
+    assert main(["checkpoint", "convert", plain, sharded, *to]) == 0
+    assert checkpoint.read_layouts(sharded) == layouts
+    assert main(["checkpoint", "convert", sharded, back, "--json"]) == 0
+    assert main(["checkpoint", "diff", plain, back]) == 0
+    capsys.readouterr()
+    other = str(tmp_path / "other")
+    assert main(["checkpoint", "convert", plain, other, "--to", "sparse-core"]) == 2
+    assert "needs `--like CHECKPOINT`" in capsys.readouterr().err
+    assert main(["checkpoint", "convert", plain, other, "--like", like]) == 2
+    assert "`--like` is for `--to sparse-core`" in capsys.readouterr().err
+
+
+def test_diff(
+    saved: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "diff", saved, saved]) == 0
+    capsys.readouterr()
+    sizes = {**models.SIZES, "users": (6, 3)}
+    other = models.make(te.SGD(0.1), sizes)
+    for table in other.embedding_tables.values():
+        table.assign(tf.ones_like(table))
+    films = next(iter(other.embedding_tables.values()))
+    films.assign(tf.tensor_scatter_nd_update(films, [[4, 1]], [3.5]))
+    path = checkpoint.save(other, tmp_path / "other", root="other")
+    arguments = ["--root", "embedding", "--other-root", "other"]
+    assert main(["checkpoint", "diff", saved, path, *arguments]) == 1
+    assert capsys.readouterr().out == (
+        "table  array         state              first   second  rows  largest\n"
+        "films  parameters    values             11 x 3  11 x 3     1      2.5\n"
+        "films  accumulators  only in the first  11 x 3  -          0        0\n"
+        "users  parameters    shape              6 x 2   6 x 3      0        0\n"
+        "users  accumulators  only in the first  6 x 2   -          0        0\n"
+    )
+    assert main(["checkpoint", "diff", "--json", path, saved]) == 1
+    states = {entry["state"] for entry in json.loads(capsys.readouterr().out)}
+    assert states == {"values", "only in the second", "shape"}
+
+
+def test_values_that_are_not_numbers(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "a.npy", tmp_path / "b.npy"
+    np.save(first, np.array([[np.nan, 1.0], [np.inf, 2.0]]))
+    np.save(second, np.array([[np.nan, 1.0], [3.0, 2.0]]))
+    copy = str(tmp_path / "copy")
+    assert main(["checkpoint", "convert", str(second), copy, "--rename", "b=a"]) == 0
+    assert main(["checkpoint", "diff", str(first), copy]) == 1
+    assert "values  2 x 2  2 x 2      1      inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "nowhere"], "There is no checkpoint at nowhere"),
+        (["convert", "{saved}", "{saved}"], "Save to another path"),
+        (["convert", "{saved}", "x", "--rename", "films"], "must be OLD=NEW"),
+        (["convert", "{saved}", "x", "--rename", "films=users"], "no other has"),
+        (["diff", "{saved}", "{saved}", "--root", "x"], "holds no tables"),
+    ],
+)
+def test_errors(
+    arguments: list[str], words: str, saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [argument.format(saved=saved) for argument in arguments]
+    assert main(["checkpoint", *filled]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ")
+    assert words in output.err
+    assert not output.out
+
+
+def test_the_module_runs(
+    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `python -m tpu_embedding` does it."""
+    monkeypatch.setattr(sys, "argv", ["", "checkpoint", "inspect", saved])
+    monkeypatch.delitem(sys.modules, "tpu_embedding.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tpu_embedding", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"{saved} (TensorFlow")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress() -> None:
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        progress = TextProgress(stream)
+        progress.start("Reading", 4 << 20)
+        progress.advance(1 << 20)
+        progress.advance(3 << 20)
+        assert (
+            "Reading [" + "#" * 30 + "] 100% 4/4 MiB\n" in stream.getvalue()
+        ) == shown
+        assert bool(stream.getvalue()) == shown

@@ -1,0 +1,123 @@
+"""Files that were cut, changed or lost: an error that names the file, and no change."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from checkpoint import models
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+
+INDEX, DATA = "saved.index", "saved.data-00000-of-00002"
+
+
+def cut(file: pathlib.Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def empty(file: pathlib.Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip(at: float) -> Callable[[pathlib.Path], None]:
+    """Changes one bit, at this share of the file."""
+
+    def change(file: pathlib.Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[int(at * (len(content) - 1))] ^= 4
+        file.write_bytes(bytes(content))
+
+    return change
+
+
+DAMAGE: dict[str, Callable[[pathlib.Path], None]] = {
+    "cut": cut,
+    "empty": empty,
+    "first byte": flip(0.0),
+    "middle": flip(0.5),
+    "last byte": flip(1.0),
+    "lost": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("file", [INDEX, DATA])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files(
+    damage: str, file: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    embedding = models.make(te.Adagrad(0.1))
+    models.scramble(embedding, rng)
+    path = checkpoint.save(embedding, tmp_path / "saved")
+    models.scramble(embedding, rng)
+    before = models.values(embedding)
+    DAMAGE[damage](tmp_path / file)
+    lost = (damage, file) == ("lost", INDEX)
+    error = tf.errors.NotFoundError if lost else tf.errors.DataLossError
+    named = path if lost else str(tmp_path / file)
+    with pytest.raises(error) as raised:
+        checkpoint.restore(embedding, path)
+    assert named in str(raised.value)
+    models.assert_same(models.values(embedding), before)
+
+
+@pytest.mark.parametrize("name", ["tables.npz", "films.npy"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "first byte"])
+def test_damaged_arrays(damage: str, name: str, tmp_path: pathlib.Path) -> None:
+    embedding = models.make(te.SGD(0.1), {"films": (9, 2)})
+    file = tmp_path / name
+    if name.endswith("z"):
+        np.savez(file, films=np.ones((9, 2)))
+    else:
+        np.save(file, np.ones((9, 2)))
+    DAMAGE[damage](file)
+    before = models.values(embedding)
+    with pytest.raises(tf.errors.DataLossError) as raised:
+        checkpoint.restore(embedding, file)
+    assert str(file) in str(raised.value)
+    models.assert_same(models.values(embedding), before)
+
+
+# Saves once, then again, and dies in the middle of that.
+KILLED = """
+import os, signal, sys
+import tensorflow as tf
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+
+class Killer:
+    def start(self, task, total): pass
+    def advance(self, count): os.kill(os.getpid(), signal.SIGKILL)
+
+table = te.TableConfig(9, 2, te.RowIdInitializer(), name="films")
+embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.1))
+checkpoint.save(embedding, sys.argv[1] + "/first")
+checkpoint.save(embedding, sys.argv[1] + "/second", progress=Killer())
+"""
+
+
+def test_a_killed_save(tmp_path: pathlib.Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False
+    )
+    assert result.returncode == -signal.SIGKILL
+    embedding = models.make(te.Adagrad(0.1), {"films": (9, 2)})
+    with pytest.raises(tf.errors.NotFoundError, match="There is no checkpoint at"):
+        checkpoint.restore(embedding, tmp_path / "second")
+    checkpoint.restore(embedding, tmp_path / "first")
+    expected = np.repeat(np.arange(9.0), 2).reshape(9, 2)
+    values = models.values(embedding)["films"]["parameters"]
+    np.testing.assert_array_equal(values, expected)
+    checkpoint.save(embedding, tmp_path / "second")  # What was left is no obstacle.
+    assert not list(tmp_path.glob("*_parts"))
+    checkpoint.read(tmp_path / "second").verify()

@@ -1,0 +1,81 @@
+"""How much memory a save and a restore take beside the tables themselves.
+
+In a process of its own, for the peak of a process never falls. At full size:
+
+    python tests/checkpoint/test_memory.py /some/folder/model 2048
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+MEBIBYTE = 1 << 20
+DIM, NAMES = 64, ("films", "users")
+CI_SIZE = 128  # MiB of tables and slots
+
+
+def limit(size: int) -> float:
+    """MiB above the start: tables and slots, a tenth of them, and 64."""
+    return 1.1 * size + 64
+
+
+def peak() -> float:
+    # Not ru_maxrss: a process begins with that of the process that started it.
+    status = pathlib.Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+
+
+def measure(path: str, size: int) -> dict[str, float]:
+    """The peaks after each task in MiB, above the start."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
+    from tpu_embedding import checkpoint
+
+    def make(rows: int) -> te.TPUEmbedding:
+        features = {
+            name: te.FeatureConfig(te.TableConfig(rows, DIM, name=name))
+            for name in NAMES
+        }
+        embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
+        embedding.enqueue({name: tf.constant([1]) for name in NAMES})
+        embedding.apply_gradients(embedding.dequeue())
+        return embedding
+
+    small = make(8)  # Whatever is loaded at a first use is loaded now.
+    saved = checkpoint.save(small, tempfile.mkdtemp() + "/small")
+    checkpoint.restore(small, saved)
+    start = peak()
+    # Each table has one slot of its size.
+    embedding = make(size * MEBIBYTE // (4 * DIM * 2 * len(NAMES)))
+    built = peak()
+    checkpoint.save(embedding, path)
+    saved = peak()
+    checkpoint.restore(embedding, path)
+    return {
+        "build": built - start,
+        "save": saved - start,
+        "restore": peak() - start,
+        "limit": limit(size),
+    }
+
+
+def test_memory(tmp_path: pathlib.Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    arguments = [str(tmp_path / "model"), str(CI_SIZE)]
+    output = subprocess.check_output(
+        [sys.executable, __file__, *arguments], env=environment
+    )
+    used = json.loads(output.splitlines()[-1])
+    assert used["build"] >= CI_SIZE, used  # The tables are in memory indeed.
+    assert max(used.values()) == used["limit"], used
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))

@@ -1,0 +1,162 @@
+"""Stacked and sharded tables, against TensorFlow's own stacker and unshuffling."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from checkpoint import models
+from checkpoint.stock_stacks import (
+    SIZES,
+    by_stack,
+    layout_of,
+    stock_layouts,
+    stock_stack,
+    write_as_stock,
+)
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+from tensorflow.python.tpu import (
+    tpu_embedding_v3_checkpoint_adapter,
+    tpu_embedding_v3_utils,
+)
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+from tpu_embedding.engines.variables import VariableRows
+from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
+
+GRIDS = pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 4), (4, 2)])
+
+
+@GRIDS
+def test_sharded_to_plain(
+    devices: int, cores: int, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    source, target = (models.make(te.Adagrad(0.1), SIZES) for _ in range(2))
+    models.scramble(source, rng)
+    values, protos = models.values(source), stock_layouts(devices, cores)
+    assert len(by_stack(protos)) < len(SIZES)  # Some are stacked.
+    path = write_as_stock(tmp_path / "sharded", values, protos)
+    assert checkpoint.read(path).format == "TensorFlow, SparseCore"
+    checkpoint.restore(target, path)
+    models.assert_same(models.values(target), values)
+    with pytest.raises(ValueError, match=r"Use tpu_embedding.checkpoint.restore"):
+        tf.train.Checkpoint(embedding=target).read(path)
+
+
+@GRIDS
+def test_plain_to_sharded(
+    devices: int, cores: int, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    source, target = (models.make(te.Adagrad(0.1), SIZES) for _ in range(2))
+    models.scramble(source, rng)
+    values, protos = models.values(source), stock_layouts(devices, cores)
+    like = write_as_stock(tmp_path / "like", values, protos)
+    path = checkpoint.save(
+        source, tmp_path / "sharded", layouts=checkpoint.read_layouts(like)
+    )
+    # The very tensors that TensorFlow's own code makes.
+    theirs, ours = (tf.train.load_checkpoint(p) for p in (like, path))
+    for key in theirs.get_variable_to_dtype_map():
+        if "OBJECT_GRAPH" not in key and "layouts" not in key:
+            np.testing.assert_array_equal(ours.get_tensor(key), theirs.get_tensor(key))
+    adapter = tpu_embedding_v3_checkpoint_adapter.TpuEmbeddingV3CheckpointAdapter
+    found: Any = adapter.create_from_checkpoint(path)
+    assert found.is_layouts_same({proto.table_name: proto for proto in protos})
+    checkpoint.restore(target, path)
+    models.assert_same(models.values(target), values)
+
+
+def test_resharding(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    source, middle, target = (models.make(te.Adam(0.1), SIZES) for _ in range(3))
+    models.scramble(source, rng)
+    paths = []
+    for number, (embedding, grid) in enumerate([(source, (1, 4)), (middle, (4, 2))]):
+        layouts = [layout_of(proto) for proto in stock_layouts(*grid)]
+        path = checkpoint.save(embedding, tmp_path / f"{number}", layouts=layouts)
+        checkpoint.restore([middle, target][number], path)
+        paths.append(path)
+    models.assert_same(models.values(target), models.values(source))
+
+
+def test_slots_of_one_column(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    source, target = (models.make(te.RowwiseAdagrad(0.1), SIZES) for _ in range(2))
+    models.scramble(source, rng)
+    layouts = [layout_of(proto) for proto in stock_layouts(2, 2)]
+    path = checkpoint.save(source, tmp_path / "rowwise", layouts=layouts)
+    checkpoint.restore(target, path)
+    models.assert_same(models.values(target), models.values(source))
+
+
+def test_stacks_in_use(rng: np.random.Generator) -> None:
+    """Reads and writes tables whose stack is held in parts, one for each device."""
+    protos = by_stack(stock_layouts(2, 4))
+    (members,) = [members for members in protos.values() if len(members) > 1]
+    tables = [
+        rng.standard_normal(tuple(proto.unsharded_shape)).astype(np.float32)
+        for proto in members
+    ]
+    stacked = stock_stack(tables, members)
+    parts = [tf.Variable(tf.zeros_like(part)) for part in np.split(stacked, 2)]
+    joined = JoinedRows([VariableRows(part, 0.0) for part in parts], 0.0)
+    for proto, table in zip(members, tables, strict=True):
+        rows = MutableUnstackedRows(joined, layout_of(proto), 0.0)
+        for start in range(0, len(table), 3):
+            rows.write(start, table[start : start + 3])
+        np.testing.assert_array_equal(rows.numpy(), table)
+        np.testing.assert_array_equal(rows.read(2, 5), table[2:5])
+    np.testing.assert_array_equal(np.concatenate([p.numpy() for p in parts]), stacked)
+
+
+def test_refusals(tmp_path: pathlib.Path) -> None:
+    layouts = [layout_of(proto) for proto in stock_layouts(1, 4)]
+    embedding = models.make(te.Adagrad(0.1), SIZES)
+    with pytest.raises(ValueError, match="Tables without: users; layouts without a"):
+        checkpoint.save(embedding, tmp_path / "x", layouts=layouts[1:])
+    other = models.make(te.Adagrad(0.1), {**SIZES, "films": (36, 3)})
+    with pytest.raises(ValueError, match=r"films has shape \[36, 3\], but its layout"):
+        checkpoint.save(other, tmp_path / "x", layouts=layouts)
+    plain = checkpoint.save(embedding, tmp_path / "plain")
+    with pytest.raises(ValueError, match="has no SparseCore layout record"):
+        checkpoint.read_layouts(plain)
+
+
+def test_tables_with_other_slots_in_one_stack(tmp_path: pathlib.Path) -> None:
+    layouts = [layout_of(proto) for proto in stock_layouts(1, 4)]
+    optimizers = {"films": te.SGD(0.1), "genres": te.Adagrad(0.1), "users": None}
+    features = {
+        name: te.FeatureConfig(
+            te.TableConfig(*size, name=name, optimizer=optimizers[name])
+        )
+        for name, size in SIZES.items()
+    }
+    embedding = te.TPUEmbedding(features, te.SGD(0.1))
+    with pytest.raises(ValueError, match="must have the same slots"):
+        checkpoint.save(embedding, tmp_path / "x", layouts=layouts)
+    path = checkpoint.save(embedding, tmp_path / "x", layouts=layouts, slots=False)
+    checkpoint.read(path).verify()
+
+
+@pytest.mark.parametrize("damage", ["record", "stack", "size"])
+def test_records_that_do_not_fit(damage: str, tmp_path: pathlib.Path) -> None:
+    protos = stock_layouts(1, 4)
+    tracked: Any = tf.__internal__.tracking.AutoTrackable()
+    record = sparse_core_layout_pb2.SparseCoreTableLayouts(tables=protos)
+    content = b"\xff" if damage == "record" else record.SerializeToString()
+    tracked._track_trackable(
+        tpu_embedding_v3_utils.SparseCoreLayoutsTrackable(tf.constant(content)),
+        tpu_embedding_v3_utils.SPARSECORE_LAYOUTS_CHECKPOINT_KEY,
+    )
+    for stack in by_stack(protos) if damage == "size" else ["other"]:
+        tracked._track_trackable(tf.Variable(tf.zeros([4, 8])), stack)
+    path = tf.train.Checkpoint(embedding=tracked).write(tmp_path / "x")
+    words = {
+        "record": "its layout record cannot be parsed",
+        "stack": "it lacks the stack",
+        "size": r"has shape \[4, 8\], its record says",
+    }
+    with pytest.raises(tf.errors.DataLossError, match=words[damage]):
+        checkpoint.read(path)

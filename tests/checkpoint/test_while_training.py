@@ -1,0 +1,117 @@
+"""Savers that work while a model is trained never see half an update."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from checkpoint import models
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def each_engine(engine: str) -> str:
+    return engine
+
+
+def make_pair() -> tuple[te.TPUEmbedding, te.TPUEmbedding]:
+    """A pipelined embedding, and one without as its twin, from the same tables."""
+    pair = [
+        models.make(te.Adagrad(0.5), pipeline_execution_with_tensor_core=pipelined)
+        for pipelined in (True, False)
+    ]
+    for embedding in pair:
+        for table in embedding.embedding_tables.values():
+            table.assign(tf.ones_like(table))
+    return pair[0], pair[1]
+
+
+def read(path: str | pathlib.Path) -> models.Values:
+    return {
+        name: {array: rows.numpy() for array, rows in table.arrays.items()}
+        for name, table in checkpoint.read(path, root="embedding").items()
+    }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoint_manager(asynchronous: bool, tmp_path: pathlib.Path) -> None:
+    # The gradients are constant, so that pipelining changes nothing but the moment.
+    pipelined, twin = make_pair()
+    options = tf.train.CheckpointOptions(
+        experimental_enable_async_checkpoint=asynchronous
+    )
+    tracked = tf.train.Checkpoint(embedding=pipelined)
+    manager = tf.train.CheckpointManager(tracked, str(tmp_path), max_to_keep=None)
+    expected = []
+    for _ in range(3):
+        for embedding in (pipelined, twin):
+            models.train(embedding)
+        manager.save(options=options)
+        expected.append(models.values(twin))
+    tracked.sync()
+    for number, values in enumerate(expected, 1):
+        models.assert_same(read(tmp_path / f"ckpt-{number}"), values)
+    assert manager.latest_checkpoint == str(tmp_path / "ckpt-3")
+
+
+def test_an_asynchronous_save_leaves_the_pipeline_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the thread that trains may apply what is pending."""
+    pipelined, _ = make_pair()
+    options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+    tracked = tf.train.Checkpoint(embedding=pipelined)
+    models.train(pipelined)
+    threads: set[int] = set()
+    flush = te.TPUEmbedding.flush
+
+    def noted(embedding: te.TPUEmbedding) -> None:
+        threads.add(threading.get_ident())
+        flush(embedding)
+
+    monkeypatch.setattr(te.TPUEmbedding, "flush", noted)
+    tracked.save(tmp_path / "a", options=options)
+    tracked.sync()
+    assert threads == {threading.get_ident()}
+
+
+class Model(tf.keras.Model):
+    """A model whose train_step trains an embedding with a constant gradient."""
+
+    def __init__(self, embedding: te.TPUEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.dense = tf.keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        self.embedding.enqueue({name: tf.constant([1, 2]) for name in models.SIZES})
+        activations = self.embedding.dequeue()
+        self.embedding.apply_gradients(tf.nest.map_structure(tf.ones_like, activations))
+        return super().train_step(data)
+
+
+def test_a_checkpoint_after_each_epoch_of_fit(tmp_path: pathlib.Path) -> None:
+    pipelined, twin = make_pair()
+    model = Model(pipelined)
+    model.compile("sgd", "mse")
+    saved: list[models.Values] = []
+    tracked = tf.train.Checkpoint(embedding=pipelined)
+
+    class Save(tf.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            saved.append(read(tracked.write(tmp_path / f"epoch-{epoch}")))
+
+    data = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+    model.fit(*data, batch_size=2, epochs=2, verbose=0, callbacks=[Save()])
+    for values in saved:
+        models.train(twin, 2)
+        models.assert_same(values, models.values(twin))

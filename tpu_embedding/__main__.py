@@ -1,0 +1,56 @@
+"""The command line: `python -m tpu_embedding COMMAND ...`.
+
+A command is a row in `_COMMANDS`: a name, a line of help, and a function that adds
+arguments to a parser and sets its default `run`, which gets the arguments and returns
+the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tpu_embedding.checkpoint import command_line as checkpoint
+
+_AddArguments = Callable[[argparse.ArgumentParser], None]
+
+_COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
+    (
+        "checkpoint",
+        "look into checkpoints, convert and compare them",
+        checkpoint.add_arguments,
+    ),
+)
+# Beside TensorFlow's, what a user can mend; anything else is shown with its trace.
+_EXPECTED = (ValueError, TypeError, KeyError, NotImplementedError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      arguments: Those of the command line, or None for this process's.
+
+    Returns:
+      The exit code: 0; 1 if a comparison found differences; 2 for an error, which
+      stands on stderr.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tpu_embedding")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, help_, add_arguments in _COMMANDS:
+        add_arguments(commands.add_parser(name, help=help_))
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except tf.errors.OpError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+    except _EXPECTED as error:
+        print(f"error: {error.args[0]}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Tables and slots in files: saved, read and moved between any two kinds.
+
+>>> import tempfile
+>>> import tpu_embedding as te
+>>> from tpu_embedding import checkpoint
+>>> films = te.TableConfig(8, 2, te.RowIdInitializer(), name="films")
+>>> embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.Adagrad(0.1))
+>>> path = checkpoint.save(embedding, tempfile.mkdtemp() + "/model")
+>>> table = checkpoint.read(path)["films"]
+>>> table.parameters.read(3, 5).tolist()
+[[3.0, 3.0], [4.0, 4.0]]
+>>> list(table.slots)
+['accumulators']
+"""
+
+from tpu_embedding.checkpoint.formats import read
+from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
+from tpu_embedding.checkpoint.saving import restore, save
+from tpu_embedding.checkpoint.tensorflow_format import read_layouts
+
+__all__ = [
+    "LogicalCheckpoint",
+    "LogicalTable",
+    "read",
+    "read_layouts",
+    "restore",
+    "save",
+]

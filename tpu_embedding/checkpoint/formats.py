@@ -1,0 +1,63 @@
+"""Every kind of checkpoint that can be read, and the one place that chooses.
+
+A new kind is one class in a file of its own and one row in `_FORMATS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+
+import tensorflow as tf
+
+from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
+from tpu_embedding.checkpoint.logical import LogicalCheckpoint
+from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
+from tpu_embedding.checkpoint.tensorflow_format import read_tensorflow
+
+_INDEX = ".index"
+_Reader = Callable[[str, str | None, Collection[str]], LogicalCheckpoint]
+# (whether a path is one, how it is read); what is none of them is TensorFlow's.
+_FORMATS: tuple[tuple[Callable[[str], bool], _Reader], ...] = (
+    (is_numpy, read_numpy),
+    (is_keras, read_keras),
+)
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    tables: Collection[str] = (),
+) -> LogicalCheckpoint:
+    """The tables of a checkpoint of any kind.
+
+    Only names and shapes are read at once; values when they are asked for.
+
+    Args:
+      path: The prefix of a TensorFlow checkpoint, or its folder for the latest one;
+        weights that Keras saved, `.weights.h5` or `.keras`, of this package's layer or
+        of a keras-rs DistributedEmbedding; a `.npy` or `.npz` file, or a folder of
+        `.npy` files.
+      root: The object that holds the tables, e.g. "embedding" or "model/embedding".
+        None finds it, if there is only one.
+      tables: Names known to be tables, which helps to find the object.
+
+    Raises:
+      tf.errors.NotFoundError: If no checkpoint is there.
+      tf.errors.DataLossError: If its index is damaged.
+      ValueError: If it holds no tables, or several objects that do.
+    """
+    place = os.fspath(path)
+    for matches, reader in _FORMATS:
+        if matches(place):
+            return reader(place, root, tables)
+    return read_tensorflow(_prefix(place), root, tables)
+
+
+def _prefix(path: str) -> str:
+    if tf.io.gfile.isdir(path):
+        return tf.train.latest_checkpoint(path) or path
+    if path.endswith(_INDEX) and tf.io.gfile.exists(path):
+        return path.removesuffix(_INDEX)
+    return path

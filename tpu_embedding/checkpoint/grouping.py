@@ -1,0 +1,46 @@
+"""Which of an object's variables are tables, and which are slots of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tpu_embedding.checkpoint.logical import LogicalTable
+from tpu_embedding.layout.rows import PARAMETERS, Rows
+
+
+def group_tables(
+    matrices: Mapping[str, Rows], tables: Collection[str] = ()
+) -> dict[str, LogicalTable]:
+    """Tables with their slots, from matrices called `<table>` and `<table>/<slot>`.
+
+    `<table>/parameters` is a table too. A name with a slash is a table of its own
+    unless what stands before it is a table with as many rows.
+
+    Args:
+      matrices: By name.
+      tables: Names known to be tables.
+    """
+    suffix = "/" + PARAMETERS
+    plain = {name.removesuffix(suffix): rows for name, rows in matrices.items()}
+    owners = {name: _owner(name, plain, tables) for name in plain}
+    grouped: dict[str, LogicalTable] = {}
+    for name, owner in owners.items():
+        if owner is None:
+            slots = {
+                other[len(name) + 1 :]: plain[other]
+                for other, its in owners.items()
+                if its == name
+            }
+            grouped[name] = LogicalTable(name, plain[name], slots)
+    return grouped
+
+
+def _owner(
+    name: str, matrices: Mapping[str, Rows], tables: Collection[str]
+) -> str | None:
+    """The table that `name` is a slot of, or None if it is a table."""
+    before, slash, _ = name.rpartition("/")
+    if not slash or name in tables or before not in matrices:
+        return None
+    same_rows = matrices[before].shape[0] == matrices[name].shape[0]
+    return before if before in tables or same_rows else None

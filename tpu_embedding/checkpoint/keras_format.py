@@ -1,0 +1,163 @@
+"""Weights that Keras saved: of this package's layer, and of keras-rs.
+
+Keras keeps a layer's variables as `<path of the layer>/vars/<name>`. The names of this
+package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. keras-rs (0.4)
+has one layer for each table under `_default_device_embedding_layers`, whose variables
+are numbered, and the name of the table in the attribute `name` of its `vars`. Keras 3
+keeps the slots of its optimizers by number alone, so that those cannot be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import urllib.parse
+import zipfile
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.grouping import group_tables
+from tpu_embedding.checkpoint.logical import LogicalCheckpoint
+from tpu_embedding.checkpoint.roots import choose_root
+from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.tables import UPDATES
+
+_FILE, _ARCHIVE = ".h5", ".keras"
+_WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
+_TABLES = "/_default_device_embedding_layers/"
+
+
+def is_keras(path: str) -> bool:
+    """Whether a path is a file of Keras weights."""
+    return path.endswith((_FILE, _ARCHIVE)) and not os.path.isdir(path)
+
+
+def read_keras(
+    path: str, root: str | None, tables: Collection[str]
+) -> LogicalCheckpoint:
+    """See `formats.read`."""
+    if not os.path.exists(path):
+        raise errors.not_found(path)
+    holders: dict[str, dict[str, Rows]] = {}
+    updates: dict[str, int] = {}
+    weights = _Weights(path, _unpacked(path))
+    for name, item in _datasets(weights):
+        layer, table = _place(name, item)
+        if table == UPDATES:
+            updates[layer] = int(item.value)
+        elif table and len(item.shape) == 2:
+            rows = _DatasetRows(weights, name, item.shape, item.dtype)
+            holders.setdefault(layer, {})[table] = rows
+    if not holders:
+        raise errors.no_keras_tables(path)
+    grouped = {layer: group_tables(rows, tables) for layer, rows in holders.items()}
+    layer = choose_root(path, root, tables, grouped)
+    return LogicalCheckpoint(path, "Keras", grouped[layer], updates.get(layer))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """A file of weights.
+
+    Attributes:
+      path: Of the file.
+      content: Of the HDF5 file within a `.keras` archive, else None.
+    """
+
+    path: str
+    content: bytes | None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Any]:
+        """The file as h5py has it; what goes wrong with it names the file."""
+        import h5py  # Keras brings it; only these files need it.
+
+        source = self.path if self.content is None else io.BytesIO(self.content)
+        try:
+            with h5py.File(source, "r") as file:
+                yield file
+        except (OSError, RuntimeError, KeyError) as error:
+            raise errors.corrupted(self.path, str(error)) from error
+
+
+def _unpacked(path: str) -> bytes | None:
+    if not path.endswith(_ARCHIVE):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(_WEIGHTS)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise errors.corrupted(path, str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dataset:
+    """What is known of a dataset once its file is closed.
+
+    Attributes:
+      shape: Its shape.
+      dtype: Its dtype.
+      layer: The attribute `name` of the group that holds it.
+      value: A scalar's value, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    layer: str
+    value: Any
+
+
+def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
+    """All datasets of a file, by their paths in it."""
+    found: list[tuple[str, _Dataset]] = []
+
+    def visit(name: str, item: Any) -> None:
+        if hasattr(item, "shape"):
+            value = item[()] if item.shape == () else None
+            layer = str(item.parent.attrs.get("name", ""))
+            found.append((name, _Dataset(item.shape, item.dtype, layer, value)))
+
+    with weights.opened() as file:
+        file.visititems(visit)
+    return found
+
+
+def _place(name: str, item: _Dataset) -> tuple[str, str]:
+    """(path of the layer, name of the table or slot); "" for what is neither."""
+    owner, _, variable = name.rpartition("/vars/")
+    layer, of_keras_rs, _ = f"/{owner}".partition(_TABLES)
+    if of_keras_rs:
+        return layer.removeprefix("/"), item.layer
+    if owner and not variable.isdigit():
+        return owner, urllib.parse.unquote(variable)
+    return owner, ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _DatasetRows(Rows):
+    weights: _Weights
+    name: str
+    whole: tuple[int, ...]
+    kind: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.whole
+        return rows, columns
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.kind
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        with self.weights.opened() as file:
+            return file[self.name][start:stop]
+
+    def verify(self) -> None:
+        for start, stop in self.slices():
+            self.read(start, stop)

@@ -1,0 +1,126 @@
+"""Checkpoints of tables that SparseCores hold stacked and in shards.
+
+They are those of tf.tpu.experimental.embedding.TPUEmbeddingV2: variables `<stack>` and
+`<stack>/<slot>`, one shard after another with padding, and beside them a string, a
+SparseCoreTableLayouts proto, that says which table is where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from google.protobuf import message
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.logical import LogicalTable
+from tpu_embedding.layout.rows import PARAMETERS, Rows
+from tpu_embedding.layout.stacked_rows import StackedRows, UnstackedRows
+from tpu_embedding.layout.stacking import TableLayout
+
+_protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
+
+LAYOUTS = "_sparse_core_table_layouts"  # The name of the record in checkpoints.
+
+
+def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
+    """The layout record of a checkpoint.
+
+    Raises:
+      tf.errors.DataLossError: If it cannot be parsed.
+    """
+    try:
+        protos = _protos.SparseCoreTableLayouts.FromString(record)
+    except message.DecodeError as error:
+        raise errors.corrupted(path, "its layout record cannot be parsed") from error
+    return [_from_proto(proto) for proto in protos.tables]
+
+
+def unstack(
+    path: str, stacks: Mapping[str, Rows], layouts: Sequence[TableLayout]
+) -> dict[str, LogicalTable]:
+    """The tables out of stacks called `<stack>` and `<stack>/<slot>`.
+
+    Raises:
+      tf.errors.DataLossError: If a stack is missing or does not fit its record.
+    """
+    tables = {}
+    for layout in layouts:
+        stack = layout.stacked_table_name
+        if stack not in stacks:
+            raise errors.corrupted(path, f"it lacks the stack {stack} of its record")
+        slots = {
+            name[len(stack) + 1 :]: UnstackedRows(rows, layout)
+            for name, rows in stacks.items()
+            if name.startswith(stack + "/")
+        }
+        parameters = UnstackedRows(stacks[stack], layout)
+        for rows in (parameters, *slots.values()):
+            _check_rows(path, rows)
+        name = layout.table_name
+        tables[name] = LogicalTable(name, parameters, slots)
+    return tables
+
+
+def stack(
+    tables: Mapping[str, LogicalTable], layouts: Sequence[TableLayout]
+) -> tuple[dict[str, Rows], dict[str, Any]]:
+    """Tables as the stacks of a checkpoint.
+
+    Args:
+      tables: By name.
+      layouts: For each of them its place.
+
+    Returns:
+      (the stacks and their slots by name, the other variables by name).
+    """
+    laid_out = {layout.table_name for layout in layouts}
+    if laid_out != tables.keys():
+        raise errors.missing_layouts(
+            sorted(tables.keys() - laid_out), sorted(laid_out - tables.keys())
+        )
+    by_stack: dict[str, list[TableLayout]] = {}
+    for layout in layouts:
+        table = tables[layout.table_name]
+        if table.parameters.shape != layout.unsharded_shape:
+            raise errors.layout_shape(layout, table.parameters.shape)
+        by_stack.setdefault(layout.stacked_table_name, []).append(layout)
+    matrices: dict[str, Rows] = {}
+    for name, members in by_stack.items():
+        arrays = [tables[layout.table_name].arrays for layout in members]
+        if any(other.keys() != arrays[0].keys() for other in arrays):
+            raise errors.stack_of_two_kinds(name, [list(a) for a in arrays])
+        for array in arrays[0]:
+            own = {la.table_name: tables[la.table_name].arrays[array] for la in members}
+            key = name if array == PARAMETERS else f"{name}/{array}"
+            matrices[key] = StackedRows(own, members)
+    return matrices, {LAYOUTS: tf.constant(_to_record(layouts))}
+
+
+def _check_rows(path: str, rows: UnstackedRows) -> None:
+    layout, (stored, width) = rows.layout, rows.stack.shape
+    expected = layout.total_rows_per_sparse_core_shard * layout.num_sparse_cores
+    widths = (1, layout.unsharded_padded_shape[1])
+    if stored != expected or width not in widths:
+        raise errors.corrupted(
+            path,
+            f"the stack {layout.stacked_table_name} has shape [{stored}, {width}], its "
+            f"record says [{expected}, {widths[1]}]",
+        )
+
+
+def _from_proto(proto: Any) -> TableLayout:
+    values = {f.name: getattr(proto, f.name) for f in dataclasses.fields(TableLayout)}
+    for shape in ("unsharded_shape", "unsharded_padded_shape"):
+        values[shape] = tuple(values[shape])
+    return TableLayout(**values)
+
+
+def _to_record(layouts: Sequence[TableLayout]) -> bytes:
+    record = _protos.SparseCoreTableLayouts()
+    for layout in layouts:
+        record.tables.add(**dataclasses.asdict(layout))
+    return record.SerializeToString(deterministic=True)

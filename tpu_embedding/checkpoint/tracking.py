@@ -1,0 +1,63 @@
+"""What makes the tables of an embedding part of TensorFlow's checkpoints."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_context
+
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS
+from tpu_embedding.engines import Engine
+from tpu_embedding.layout.rows import MutableRows
+
+
+class SavedTables(tf.__internal__.tracking.AutoTrackable):
+    """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
+
+    Nothing saved is half an update: what pipelining left pending is applied before
+    any value is read.
+    """
+
+    @abc.abstractmethod
+    def _built_engine(self) -> Engine:
+        """The engine, which is made if it is not there yet."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Applies the update that pipelining left pending, if there is one."""
+
+    def checkpoint_variables(self) -> dict[str, tf.Variable]:
+        """Tables, slots and counters by their names in checkpoints."""
+        engine = self._built_engine()
+        self.flush()
+        return engine.checkpoint_variables()
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """By table name "parameters" and slots, to be read and written by rows."""
+        engine = self._built_engine()
+        self.flush()
+        return engine.rows()
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        # Saving and restoring begin by asking for the children: the one moment at
+        # which a pending update can still be applied. Not so in the thread of an
+        # asynchronous save, which writes copies while the training goes on.
+        if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
+            self.flush()
+        return super()._trackable_children(save_type, **kwargs)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Restoring asks for each child that the object had when it was saved. Stacks
+        # are no children of this object and would be left out without a word.
+        if name == LAYOUTS:
+            raise errors.stacked_tables()
+        return super()._lookup_dependency(name, *args, **kwargs)
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        # An asynchronous save copies all values with one function that it traces
+        # once, parents before children: this puts the pending update before them.
+        del object_map
+        self.flush()

@@ -1,0 +1,97 @@
+"""Matrices of any size, read and written by ranges of rows.
+
+What stores one, a variable, a file, the shards of a TPU, is the business of a
+subclass. Checkpoints know tables and slots only in this form.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+PARAMETERS = "parameters"  # The name of the table itself among its slots.
+SLICE_BYTES = 4 << 20  # What is held in memory of a matrix at a time.
+
+
+class Rows(abc.ABC):
+    """A matrix [V, C] that is read by ranges of rows."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """[V, C]; V is the vocabulary without padding."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype[Any]:
+        """Of the values, a floating point one."""
+
+    @abc.abstractmethod
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The rows [start, stop)."""
+
+    def verify(self) -> None:
+        """Raises tf.errors.DataLossError unless all rows can be read."""
+        return  # Nothing can be wrong with what is in memory.
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return self.shape[1] * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole."""
+        return self.shape[0] * self.row_bytes
+
+    @property
+    def slice_rows(self) -> int:
+        """How many rows make a slice of about `SLICE_BYTES`."""
+        return max(1, SLICE_BYTES // max(1, self.row_bytes))
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows, each a slice, that make up the whole."""
+        for start in range(0, self.shape[0], self.slice_rows):
+            yield start, min(self.shape[0], start + self.slice_rows)
+
+    def numpy(self) -> np.ndarray:
+        """The whole matrix."""
+        return self.read(0, self.shape[0])
+
+
+class MutableRows(Rows):
+    """A matrix that is also written by ranges of rows: a part of a live embedding.
+
+    Attributes:
+      initial_value: What the rows of a slot start as; None for a table, which has an
+        initializer.
+    """
+
+    initial_value: float | None
+
+    @abc.abstractmethod
+    def write(self, start: int, values: np.ndarray) -> None:
+        """Replaces the rows from `start` on."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayRows(Rows):
+    """Rows of an array, which may be one that NumPy maps from a file."""
+
+    array: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.array.shape
+        return rows, columns
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.array(self.array[start:stop])
