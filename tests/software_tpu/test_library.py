@@ -16,7 +16,16 @@ from tpu_embedding.testing import library
 
 # Of TensorFlow's own ops, those of the software TPU that tensorflow-cpu has no
 # kernels for.
-OPS = ("TPUCopyWithDynamicShape", "TPUAnnotateTensorsWithDynamicShape")
+OPTIMIZERS = ("Sgd", "Adagrad", "AdagradMomentum", "Adam", "Ftrl")
+OPS = (
+    "TPUCopyWithDynamicShape",
+    "TPUAnnotateTensorsWithDynamicShape",
+    *(
+        f"XlaSparseDenseMatmul{part}{suffix}"
+        for part in ("With", *(f"GradWith{name}And" for name in OPTIMIZERS))
+        for suffix in ("StaticBufferSize", "CsrInput")
+    ),
+)
 
 LOAD_TWICE = """
 import sys, tensorflow as tf

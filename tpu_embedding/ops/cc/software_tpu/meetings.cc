@@ -13,9 +13,10 @@ namespace tpu_embedding {
 
 using tensorflow::OpKernelContext;
 
-Meetings::Meetings(std::vector<std::string> devices, absl::Duration patience,
-                   std::function<void()> cancel)
+Meetings::Meetings(std::vector<std::string> devices, int sparse_cores,
+                   absl::Duration patience, std::function<void()> cancel)
     : devices_(std::move(devices)),
+      sparse_cores_(sparse_cores),
       patience_(patience),
       cancel_(std::move(cancel)),
       left_(devices_.size(), false) {}

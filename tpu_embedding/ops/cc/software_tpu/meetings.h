@@ -37,10 +37,13 @@ class Meetings {
  public:
   using Work = std::function<absl::Status(const Contexts&)>;
 
-  // `cancel` ends what a failed run still does elsewhere. It is called once,
-  // and may be called by any thread.
-  Meetings(std::vector<std::string> devices, absl::Duration patience,
-           std::function<void()> cancel);
+  // `sparse_cores`: of each device; 0 where the TPU has none that programs
+  // reach. `cancel` ends what a failed run still does elsewhere. It is called
+  // once, and may be called by any thread.
+  Meetings(std::vector<std::string> devices, int sparse_cores,
+           absl::Duration patience, std::function<void()> cancel);
+
+  int sparse_cores() const { return sparse_cores_; }
 
   // Waits for the other replicas at the meeting `place`. The last one to come
   // calls `work`. Calls `done` in any case, with the status in its context.
@@ -77,6 +80,7 @@ class Meetings {
   absl::Status NobodyComes(const Meeting& meeting) const;
 
   const std::vector<std::string> devices_;
+  const int sparse_cores_;
   const absl::Duration patience_;
   const std::function<void()> cancel_;
   mutable std::mutex mutex_;

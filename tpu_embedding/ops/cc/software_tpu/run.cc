@@ -45,6 +45,7 @@ REGISTER_OP("TpuEmbeddingSoftwareTpuRun")
     .Attr("devices: list(string) >= 1")
     .Attr("num_inputs: list(int) >= 1")
     .Attr("num_outputs: list(int) >= 1")
+    .Attr("sparse_cores: int")
     .Attr("meeting_timeout: float")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
@@ -53,6 +54,7 @@ Runs one function per replica, all at the same time.
 
 replicas, devices: by replica the function and the device that it runs on.
 num_inputs, num_outputs: by replica how many of the inputs and outputs are its.
+sparse_cores: how many each device has.
 meeting_timeout: seconds that a kernel waits for those of the other replicas.
 )doc");
 
@@ -118,6 +120,7 @@ class RunOp : public AsyncOpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("devices", &devices_));
     OP_REQUIRES_OK(context, context->GetAttr("num_inputs", &num_inputs_));
     OP_REQUIRES_OK(context, context->GetAttr("num_outputs", &num_outputs_));
+    OP_REQUIRES_OK(context, context->GetAttr("sparse_cores", &sparse_cores_));
     OP_REQUIRES_OK(context, context->GetAttr("meeting_timeout", &timeout_));
     const size_t size = functions_.size();
     OP_REQUIRES(context,
@@ -202,7 +205,7 @@ class RunOp : public AsyncOpKernel {
     execution->num_running = functions_.size();
     execution->replicas.resize(functions_.size());
     execution->meetings = std::make_shared<Meetings>(
-        devices_, absl::Seconds(timeout_),
+        devices_, sparse_cores_, absl::Seconds(timeout_),
         // Weak: the execution owns the meetings.
         [weak = std::weak_ptr<Execution>(execution)] {
           const auto alive = weak.lock();
@@ -243,6 +246,7 @@ class RunOp : public AsyncOpKernel {
   std::vector<std::string> devices_;
   std::vector<int> num_inputs_;
   std::vector<int> num_outputs_;
+  int sparse_cores_;
   float timeout_;
   std::mutex mutex_;
   std::map<FunctionLibraryRuntime*, Handles> handles_;
