@@ -20,6 +20,7 @@ OPTIMIZERS = ("Sgd", "Adagrad", "AdagradMomentum", "Adam", "Ftrl")
 OPS = (
     "TPUCopyWithDynamicShape",
     "TPUAnnotateTensorsWithDynamicShape",
+    "XlaSparseDenseMatmulGradWithCsrInput",
     *(
         f"XlaSparseDenseMatmul{part}{suffix}"
         for part in ("With", *(f"GradWith{name}And" for name in OPTIMIZERS))

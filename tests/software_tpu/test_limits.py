@@ -149,8 +149,8 @@ def test_a_lookup_refuses(change: dict[str, Any], expected: str):
         (changed("sorted_token_ids", 3, 6), "token id 6 is not in [0, 6)."),
         (
             {"activation_gradients": np.ones((4, 16), np.float32)},
-            "Table films: gradients must be [4, 8] on all replicas, but there is "
-            "[4,16].",
+            "Table films: the gradients of all replicas must be matrices of one shape "
+            "with the table's width, 8, but there is [4,16].",
         ),
         (
             {"activation_gradients": np.ones((3, 8), np.float32)},

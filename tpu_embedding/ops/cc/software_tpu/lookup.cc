@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "software_tpu/registration.h"
 #include "software_tpu/rounding.h"
 #include "software_tpu/sparse_core_op.h"
@@ -30,22 +29,15 @@ class LookupOp : public SparseCoreOp {
  protected:
   absl::Status Meet(const Contexts& contexts) override {
     CsrFrame frame;
+    Tensors parts;
     std::vector<DeviceCsr> csrs;
-    TF_RETURN_IF_ERROR(FrameOf(contexts, "embedding_table", &frame));
+    TF_RETURN_IF_ERROR(Inputs(contexts, "embedding_table", &parts));
+    TF_RETURN_IF_ERROR(FrameOf(contexts, parts, &frame));
     TF_RETURN_IF_ERROR(SetSamples(input_size_, &frame));
     TF_RETURN_IF_ERROR(ReadAll(contexts, frame, &csrs));
-    std::vector<const float*> tables;
     std::vector<float*> activations;
-    int64_t dim = 0;
+    const int64_t dim = parts[0]->dim_size(1);
     for (OpKernelContext* context : contexts) {
-      const Tensor* table;
-      TF_RETURN_IF_ERROR(context->input("embedding_table", &table));
-      if (table->dtype() != tensorflow::DT_FLOAT) {
-        return absl::UnimplementedError(absl::StrCat(
-            "Table ", frame.table, ": the software TPU has no int32 tables."));
-      }
-      tables.push_back(table->flat<float>().data());
-      dim = table->dim_size(1);
       Tensor* output;
       TF_RETURN_IF_ERROR(
           context->allocate_output(0, {input_size_, dim}, &output));
@@ -59,20 +51,20 @@ class LookupOp : public SparseCoreOp {
         total, kCyclesPerEntry * std::max<int64_t>(frame.num_samples, 1),
         [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {
-            LookUp(csrs[i / cores], i % cores, tables, dim,
-                   activations[i / cores]);
+            LookUp(csrs[i / cores], i % cores, parts, activations[i / cores]);
           }
         });
     return absl::OkStatus();
   }
 
  private:
-  void LookUp(const DeviceCsr& csr, int64_t sparse_core,
-              const std::vector<const float*>& tables, int64_t dim,
+  void LookUp(const DeviceCsr& csr, int64_t sparse_core, const Tensors& parts,
               float* activations) const {
+    const int64_t dim = parts[0]->dim_size(1);
     for (const Partition& partition : csr.partitions()) {
       if (partition.sparse_core != sparse_core) continue;
-      const float* const table = tables[csr.Device(partition)];
+      const float* const table =
+          parts[csr.Device(partition)]->flat<float>().data();
       for (int64_t i = partition.begin; i < partition.end; ++i) {
         const float* const row = table + csr.Row(partition, i) * dim;
         float* const sum = activations + csr.Sample(partition, i) * dim;

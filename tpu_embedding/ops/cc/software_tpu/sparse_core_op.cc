@@ -25,6 +25,15 @@ ParallelFor Workers(OpKernelContext* context) {
   };
 }
 
+absl::Status Inputs(const Contexts& contexts, const char* name,
+                    Tensors* tensors) {
+  for (OpKernelContext* context : contexts) {
+    tensors->emplace_back();
+    TF_RETURN_IF_ERROR(context->input(name, &tensors->back()));
+  }
+  return absl::OkStatus();
+}
+
 SparseCoreOp::SparseCoreOp(OpKernelConstruction* context) : MeetingOp(context) {
   OP_REQUIRES_OK(context, context->GetAttr("table_name", &table_));
   OP_REQUIRES_OK(context, context->GetAttr("num_sparsecores_per_device",
@@ -60,29 +69,30 @@ absl::Status SparseCoreOp::NumSparseCores(const Contexts& contexts,
   return absl::OkStatus();
 }
 
-absl::Status SparseCoreOp::FrameOf(const Contexts& contexts, const char* input,
+absl::Status SparseCoreOp::FrameOf(const Contexts& contexts,
+                                   const Tensors& parts,
                                    CsrFrame* frame) const {
   frame->table = table_;
   frame->num_replicas = contexts.size();
   TF_RETURN_IF_ERROR(NumSparseCores(contexts, &frame->num_sparse_cores));
   if (max_ids_ > 0) frame->max_ids = max_ids_;
   if (max_unique_ids_ > 0) frame->max_unique_ids = max_unique_ids_;
-  const Tensor* first = nullptr;
-  for (OpKernelContext* context : contexts) {
-    const Tensor* table;
-    TF_RETURN_IF_ERROR(context->input(input, &table));
-    if (!first) first = table;
-    if (table->dims() != 2 || table->shape() != first->shape() ||
-        table->dim_size(0) % frame->num_sparse_cores != 0 ||
-        table->dim_size(1) % kLaneWidth != 0) {
+  for (const Tensor* part : parts) {
+    if (part->dims() != 2 || part->shape() != parts[0]->shape() ||
+        part->dim_size(0) % frame->num_sparse_cores != 0 ||
+        part->dim_size(1) % kLaneWidth != 0) {
       return absl::InvalidArgumentError(absl::StrCat(
           "Table ", table_, ": the parts on all devices must be matrices of ",
           "one shape, their rows a multiple of the ", frame->num_sparse_cores,
           " SparseCores, their width one of ", kLaneWidth, ", but there is ",
-          table->shape().DebugString(), "."));
+          part->shape().DebugString(), "."));
+    }
+    if (part->dtype() != tensorflow::DT_FLOAT) {
+      return absl::UnimplementedError(absl::StrCat(
+          "Table ", table_, ": the software TPU has no int32 tables."));
     }
   }
-  frame->num_rows = first->dim_size(0);
+  frame->num_rows = parts[0]->dim_size(0);
   return absl::OkStatus();
 }
 
@@ -110,6 +120,25 @@ absl::Status SparseCoreOp::ReadAll(const Contexts& contexts,
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status SparseCoreOp::ReadGradients(const Contexts& contexts, int64_t dim,
+                                         CsrFrame* frame,
+                                         TableGradientSums* sums) const {
+  Tensors gradients;
+  TF_RETURN_IF_ERROR(Inputs(contexts, "activation_gradients", &gradients));
+  for (const Tensor* gradient : gradients) {
+    if (gradient->dims() != 2 || gradient->dim_size(1) != dim ||
+        gradient->shape() != gradients[0]->shape()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "Table ", table_, ": the gradients of all replicas must be matrices ",
+          "of one shape with the table's width, ", dim, ", but there is ",
+          gradient->shape().DebugString(), "."));
+    }
+    sums->AddSamples(*gradient);
+  }
+  TF_RETURN_IF_ERROR(SetSamples(gradients[0]->dim_size(0), frame));
+  return ReadAll(contexts, *frame, &sums->csrs);
 }
 
 }  // namespace tpu_embedding

@@ -10,6 +10,7 @@
 #include "core/parallel.h"
 #include "software_tpu/device_csr.h"
 #include "software_tpu/meetings.h"
+#include "software_tpu/table_gradients.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
@@ -17,14 +18,20 @@ namespace tpu_embedding {
 // TensorFlow's own CPU worker pool.
 ParallelFor Workers(tensorflow::OpKernelContext* context);
 
+using Tensors = std::vector<const tensorflow::Tensor*>;
+
+// The input `name` of each replica.
+absl::Status Inputs(const Contexts& contexts, const char* name,
+                    Tensors* tensors);
+
 class SparseCoreOp : public MeetingOp {
  public:
   explicit SparseCoreOp(tensorflow::OpKernelConstruction* context);
 
  protected:
-  // Checks the tables of all replicas, which `input` names, and sets all of
-  // the frame but the number of samples.
-  absl::Status FrameOf(const Contexts& contexts, const char* input,
+  // Checks the parts of the table, by device, and sets all of the frame but the
+  // number of samples.
+  absl::Status FrameOf(const Contexts& contexts, const Tensors& parts,
                        CsrFrame* frame) const;
 
   // As much of it as depends on the number of samples of a replica.
@@ -33,6 +40,10 @@ class SparseCoreOp : public MeetingOp {
   // The CSR of each replica.
   static absl::Status ReadAll(const Contexts& contexts, const CsrFrame& frame,
                               std::vector<DeviceCsr>* csrs);
+
+  // Checks the gradients of the activations and the CSR of all replicas.
+  absl::Status ReadGradients(const Contexts& contexts, int64_t dim,
+                             CsrFrame* frame, TableGradientSums* sums) const;
 
  private:
   absl::Status NumSparseCores(const Contexts& contexts, int64_t* number) const;

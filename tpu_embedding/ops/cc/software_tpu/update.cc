@@ -10,7 +10,6 @@
 #include "software_tpu/registration.h"
 #include "software_tpu/rules.h"
 #include "software_tpu/sparse_core_op.h"
-#include "software_tpu/table_gradients.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
@@ -45,10 +44,13 @@ class UpdateOp : public SparseCoreOp {
  protected:
   absl::Status Meet(const Contexts& contexts) override {
     CsrFrame frame;
+    Tensors parts;
     TableGradientSums sums;
-    TF_RETURN_IF_ERROR(FrameOf(contexts, "embedding_table", &frame));
+    TF_RETURN_IF_ERROR(Inputs(contexts, "embedding_table", &parts));
+    TF_RETURN_IF_ERROR(FrameOf(contexts, parts, &frame));
     TF_RETURN_IF_ERROR(CheckSlots(contexts, frame));
-    TF_RETURN_IF_ERROR(ReadGradients(contexts, &frame, &sums));
+    TF_RETURN_IF_ERROR(
+        ReadGradients(contexts, parts[0]->dim_size(1), &frame, &sums));
     for (size_t device = 0; device < contexts.size(); ++device) {
       TF_RETURN_IF_ERROR(UpdateDevice(contexts[device], sums, device));
     }
@@ -117,29 +119,6 @@ class UpdateOp : public SparseCoreOp {
     view->num_rows = from->dim_size(0);
     view->dim = from->dim_size(1);
     return absl::OkStatus();
-  }
-
-  absl::Status ReadGradients(const Contexts& contexts, CsrFrame* frame,
-                             TableGradientSums* sums) const {
-    int64_t num_samples = -1;
-    for (OpKernelContext* context : contexts) {
-      const Tensor *table, *gradient;
-      TF_RETURN_IF_ERROR(context->input("embedding_table", &table));
-      TF_RETURN_IF_ERROR(context->input("activation_gradients", &gradient));
-      if (num_samples < 0 && gradient->dims() > 0) {
-        num_samples = gradient->dim_size(0);
-      }
-      if (gradient->dims() != 2 || gradient->dim_size(0) != num_samples ||
-          gradient->dim_size(1) != table->dim_size(1)) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "Table ", frame->table, ": gradients must be [", num_samples, ", ",
-            table->dim_size(1), "] on all replicas, but there is ",
-            gradient->shape().DebugString(), "."));
-      }
-      sums->AddSamples(*gradient);
-    }
-    TF_RETURN_IF_ERROR(SetSamples(num_samples, frame));
-    return ReadAll(contexts, *frame, &sums->csrs);
   }
 
   const SparseCoreRule* rule_ = nullptr;
