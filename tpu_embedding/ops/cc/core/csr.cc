@@ -258,6 +258,7 @@ void CsrBatch::WriteUnit(int64_t core, int64_t g,
   const CsrLayout& layout = results_[group.table].layout;
   const CsrCells& cells = layout.cells;
   const auto* order = u.entries.order.data();
+  const CsrPayload* payloads = u.entries.payloads.data();
   for (int64_t s = 0; s < cells.num_shards; ++s) {
     // What turns a key of this shard into a token of the stack.
     const int64_t shift = group.place.first_token - s * group.place.num_tokens;
@@ -270,9 +271,9 @@ void CsrBatch::WriteUnit(int64_t core, int64_t g,
           cut[1], cut[0] + std::max<int64_t>(layout.ends[cell] - out, 0));
       for (int64_t i = cut[0]; i < last; ++i, ++out) {
         const uint32_t entry = order[i].entry;
-        arrays.sample_ids[out] = u.entries.samples[entry];
+        arrays.sample_ids[out] = payloads[entry].sample;
         arrays.token_ids[out] = static_cast<int32_t>(order[i].key + shift);
-        arrays.gains[out] = u.entries.gains[entry];
+        arrays.gains[out] = payloads[entry].gain;
         if (arrays.positions) {
           arrays.positions[out] = u.entries.positions[entry];
         }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <vector>
 
 #include "core/text.h"
 
@@ -98,24 +99,26 @@ class GainScale {
   explicit GainScale(Combiner combiner) : combiner_(combiner) {}
 
   void Add(float weight) {
+    if (combiner_ == Combiner::kSum) return;
     const bool mean = combiner_ == Combiner::kMean;
     sum_ += mean ? weight : weight * weight;
     wide_sum_ += mean ? double{weight} : double{weight} * double{weight};
   }
 
-  void Apply(float* gains, int64_t size) const {
+  void Apply(CsrPayload* payloads, int64_t size) const {
     if (combiner_ == Combiner::kSum) return;
     const bool mean = combiner_ == Combiner::kMean;
     const float factor = 1.0f / (mean ? sum_ : std::sqrt(sum_));
     if (std::isnormal(sum_) && std::isnormal(factor)) {
-      for (int64_t i = 0; i < size; ++i) gains[i] *= factor;
+      for (int64_t i = 0; i < size; ++i) payloads[i].gain *= factor;
       return;
     }
     const double divisor = mean ? wide_sum_ : std::sqrt(wide_sum_);
     // A mean whose float32 sum is exactly 0 is 0 to Google's op.
     const bool zero = divisor == 0.0 || (mean && sum_ == 0.0f);
     for (int64_t i = 0; i < size; ++i) {
-      gains[i] = zero ? 0.0f : static_cast<float>(gains[i] / divisor);
+      float& gain = payloads[i].gain;
+      gain = zero ? 0.0f : static_cast<float>(gain / divisor);
     }
   }
 
@@ -125,7 +128,7 @@ class GainScale {
   double wide_sum_ = 0.0;
 };
 
-template <class Id, class Sharding>
+template <class Id, class Sharding, bool kWeighted>
 class Appender {
  public:
   Appender(const FeatureSpec& spec, const FeatureInput& input, const Id* ids,
@@ -139,13 +142,20 @@ class Appender {
         out_(out) {}
 
   Error AppendSample(const Span& span, int32_t sample, int64_t max_valency) {
-    const int64_t first = out_->size;
     GainScale scale(spec_.combiner);
+    const int64_t first = out_->size;
+    // Locals, which stay in registers.
+    KeyedEntry<uint32_t>* const order = out_->order.data();
+    CsrPayload* const payloads = out_->payloads.data();
+    int64_t size = first;
     for (int64_t entry = span.begin; entry < span.end; ++entry) {
       uint64_t id = static_cast<uint64_t>(int64_t{ids_[entry]});
-      const float weight = weights_ ? weights_[entry] : 1.0f;
-      if (spec_.check_numerics && !std::isfinite(weight)) {
-        return WeightNotFinite(spec_, span.row, weight);
+      float weight = 1.0f;
+      if (kWeighted) {
+        weight = weights_[entry];
+        if (spec_.check_numerics && !std::isfinite(weight)) {
+          return WeightNotFinite(spec_, span.row, weight);
+        }
       }
       if (__builtin_expect(id >= vocabulary_size_, 0)) {
         if (spec_.invalid_ids == InvalidIds::kDrop) continue;
@@ -155,31 +165,25 @@ class Appender {
         id = Modulo(ids_[entry], spec_.vocabulary_size);
       }
       scale.Add(weight);
-      Append(sharding_.KeyOf(id), sample, weight, first);
+      const uint32_t key = sharding_.KeyOf(id);
+      if (merge_ && size > first && order[size - 1].key == key) {
+        payloads[size - 1].gain += weight;
+        continue;
+      }
+      order[size] = {key, static_cast<uint32_t>(size)};
+      payloads[size] = {sample, weight};
+      if (!merge_) out_->positions[size] = static_cast<int32_t>(size - first);
+      ++size;
     }
-    const int64_t size = out_->size - first;
-    if (max_valency && size > max_valency) {
-      return TooManyEntries(spec_, span.row, size, max_valency);
+    if (max_valency && size - first > max_valency) {
+      return TooManyEntries(spec_, span.row, size - first, max_valency);
     }
-    scale.Apply(out_->gains.data() + first, size);
+    scale.Apply(payloads + first, size - first);
+    out_->size = size;
     return std::nullopt;
   }
 
  private:
-  // `first` is where the entries of this sample begin.
-  void Append(uint32_t key, int32_t sample, float weight, int64_t first) {
-    const int64_t size = out_->size;
-    if (merge_ && size > first && out_->order[size - 1].key == key) {
-      out_->gains[size - 1] += weight;
-      return;
-    }
-    out_->order[size] = {key, static_cast<uint32_t>(size)};
-    out_->samples[size] = sample;
-    out_->gains[size] = weight;
-    if (!merge_) out_->positions[size] = static_cast<int32_t>(size - first);
-    ++out_->size;
-  }
-
   const FeatureSpec& spec_;
   const float* weights_;
   const Id* ids_;
@@ -220,12 +224,20 @@ Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
   };
   return WithIds(input, [&](const auto* ids) -> Error {
     using Id = std::decay_t<decltype(*ids)>;
-    if (IsPowerOfTwo(place.num_shards)) {
+    if (!IsPowerOfTwo(place.num_shards)) {
+      // No hardware so far: one form is enough.
+      const std::vector<float> ones(input.weights ? 0 : input.num_ids, 1.0f);
+      FeatureInput weighted = input;
+      if (!input.weights) weighted.weights = ones.data();
+      return append_all(Appender<Id, ShardByDivision, true>(spec, weighted, ids,
+                                                            place, entries));
+    }
+    if (input.weights) {
       return append_all(
-          Appender<Id, ShardByMask>(spec, input, ids, place, entries));
+          Appender<Id, ShardByMask, true>(spec, input, ids, place, entries));
     }
     return append_all(
-        Appender<Id, ShardByDivision>(spec, input, ids, place, entries));
+        Appender<Id, ShardByMask, false>(spec, input, ids, place, entries));
   });
 }
 

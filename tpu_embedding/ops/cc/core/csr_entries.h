@@ -32,28 +32,31 @@ struct TablePlace {
   uint64_t num_keys() const { return uint64_t(num_shards) * num_tokens; }
 };
 
+struct CsrPayload {
+  int32_t sample;  // within the SparseCore's part of the batch
+  float gain;
+};
+
 // Entries of one table and one SparseCore. An entry's key is
 // shard * num_tokens + token, so that keys order entries as the hardware
 // wants them.
 struct CsrEntries {
   explicit CsrEntries(int64_t capacity, bool keep_positions = false)
       : order(capacity),
-        samples(capacity),
-        gains(capacity),
+        payloads(capacity),
         positions(keep_positions ? capacity : 0),
         keep_positions(keep_positions) {}
 
   // By key once sorted; `entry` indexes the arrays below.
   Buffer<KeyedEntry<uint32_t>> order;
-  Buffer<int32_t> samples;  // within the SparseCore's part of the batch
-  Buffer<float> gains;
+  Buffer<CsrPayload> payloads;
   Buffer<int32_t> positions;  // in the sample, in input order, if kept
   bool keep_positions;
   int64_t size = 0;
 };
 
 // Samples [begin, end) of a feature; `first_sample` is what the first of them
-// is called in `CsrEntries::samples`.
+// is called in `CsrPayload::sample`.
 struct SampleRange {
   int64_t begin = 0;
   int64_t end = 0;

@@ -8,13 +8,14 @@ namespace {
 // Merges what one sample has twice; returns how many entries are left.
 int64_t MergeSamples(CsrEntries* entries) {
   auto* order = entries->order.data();
+  auto* payloads = entries->payloads.data();
   int64_t kept = 0;
   for (int64_t i = 0; i < entries->size; ++i) {
     const KeyedEntry<uint32_t> entry = order[i];
     if (kept > 0 && order[kept - 1].key == entry.key &&
-        entries->samples[order[kept - 1].entry] ==
-            entries->samples[entry.entry]) {
-      entries->gains[order[kept - 1].entry] += entries->gains[entry.entry];
+        payloads[order[kept - 1].entry].sample ==
+            payloads[entry.entry].sample) {
+      payloads[order[kept - 1].entry].gain += payloads[entry.entry].gain;
     } else {
       order[kept++] = entry;
     }

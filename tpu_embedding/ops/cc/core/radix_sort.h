@@ -3,7 +3,6 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_
 
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -31,23 +30,32 @@ inline int BitsBelow(uint64_t bound) {
 template <class Word>
 void RadixSort(uint64_t bound, Buffer<KeyedEntry<Word>>* entries) {
   const int64_t size = entries->size();
-  if (size < 2) return;
-  Buffer<KeyedEntry<Word>> scratch(size);
   const int bits = BitsBelow(bound);
+  if (size < 2 || bits == 0) return;
   const int passes = (bits + kMaxRadixBits - 1) / kMaxRadixBits;
-  const int width = passes ? (bits + passes - 1) / passes : 0;
+  const int width = (bits + passes - 1) / passes;
   const uint64_t mask = (uint64_t{1} << width) - 1;
-  std::vector<int64_t> place(size_t{1} << width);
+  // The digits of all passes are counted at once: one read of the entries.
+  std::vector<Word> counts(size_t(passes) << width);
+  const KeyedEntry<Word>* from = entries->data();
+  for (int64_t i = 0; i < size; ++i) {
+    uint64_t key = from[i].key;
+    for (int pass = 0; pass < passes; ++pass, key >>= width) {
+      ++counts[(size_t(pass) << width) + (key & mask)];
+    }
+  }
+  Buffer<KeyedEntry<Word>> scratch(size);
   for (int pass = 0; pass < passes; ++pass) {
-    std::fill(place.begin(), place.end(), 0);
-    const auto digit = [shift = pass * width, mask](const auto& entry) {
-      return static_cast<int64_t>((uint64_t{entry.key} >> shift) & mask);
-    };
-    for (int64_t i = 0; i < size; ++i) ++place[digit((*entries)[i])];
-    int64_t next = 0;
-    for (int64_t& p : place) next += std::exchange(p, next);
+    Word* const place = counts.data() + (size_t(pass) << width);
+    Word next = 0;
+    for (uint64_t digit = 0; digit <= mask; ++digit) {
+      next += std::exchange(place[digit], next);
+    }
+    from = entries->data();
+    KeyedEntry<Word>* const to = scratch.data();
+    const int shift = pass * width;
     for (int64_t i = 0; i < size; ++i) {
-      scratch[place[digit((*entries)[i])]++] = (*entries)[i];
+      to[place[(uint64_t{from[i].key} >> shift) & mask]++] = from[i];
     }
     std::swap(*entries, scratch);
   }
