@@ -112,7 +112,7 @@ def partition(
         has_weights=[w is not None for w in weights],
         has_weight_structure=[s is not None for s in structures],
         kinds=[b.kind.value for b in batches],
-        splits=[0] * len(partitioning.tables) if splits is None else tf.stack(splits),
+        splits=[0] * len(partitioning.tables) if splits is None else list(splits),
         padded=options.padded,
         check_numerics=options.check_numerics,
         **_feature_attributes(partitioning),
