@@ -1,4 +1,4 @@
-"""Builds the custom-op library against the TensorFlow of this environment.
+"""Builds the custom-op libraries against the TensorFlow of this environment.
 
 Everything else about the package is in pyproject.toml. TensorFlow must be
 visible to the build, so pip is called with `--no-build-isolation`:
@@ -7,7 +7,7 @@ visible to the build, so pip is called with `--no-build-isolation`:
     pip install --no-build-isolation .
 
 Environment variables:
-    TPU_EMBEDDING_BUILD_OPS  0 leaves the library out: a pure-Python package, which
+    TPU_EMBEDDING_BUILD_OPS  0 leaves the libraries out: a pure-Python package, which
         runs on the portable engine.
     CXX  the C++ compiler, `g++` if not set.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -31,7 +32,14 @@ import setuptools
 from setuptools.command import build_ext
 
 SOURCES = pathlib.Path("tpu_embedding", "ops", "cc")
-LIBRARY = "tpu_embedding.ops._tpu_embedding_ops"
+# By module name, the folders and files of each library. Both hold the core and say
+# which TensorFlow they were compiled for.
+LIBRARIES = {
+    "tpu_embedding.ops._tpu_embedding_ops": ("core/**/*.cc", "kernels/**/*.cc"),
+    "tpu_embedding.testing._software_tpu": (
+        *("core/**/*.cc", "kernels/version.cc", "software_tpu/**/*.cc"),
+    ),
+}
 
 # -ffp-contract=off: the clones for each CPU (core/simd.h) differ in speed, never in
 # bits. -fno-math-errno: sqrt becomes one instruction. Never -march=native: a wheel
@@ -78,6 +86,7 @@ class TensorFlow:
     link_flags: list[str]
 
     @classmethod
+    @functools.cache
     def of_environment(cls) -> TensorFlow:
         """Asks the TensorFlow that this Python imports."""
         answer = subprocess.run(
@@ -141,7 +150,8 @@ class Compiler:
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"compiling {source}", flush=True)
-        extra = CORE_FLAGS if source.parent.name == "core" else ()
+        folder = source.relative_to(SOURCES).parts[0]
+        extra = CORE_FLAGS if folder == "core" else ()
         started = time.time_ns()
         record.unlink(missing_ok=True)
         _run(
@@ -174,10 +184,10 @@ class Compiler:
 
 
 class BuildOps(build_ext.build_ext):
-    """Compiles all of `ops/cc` into one library, in parallel and incrementally."""
+    """Compiles `ops/cc` into libraries, in parallel and incrementally."""
 
     def build_extension(self, ext: setuptools.Extension) -> None:
-        """Builds the one extension of this package."""
+        """Builds one library."""
         tensorflow = TensorFlow.of_environment()
         compiler = Compiler.for_tensorflow(tensorflow, pathlib.Path(self.build_temp))
         target = pathlib.Path(self.get_ext_fullpath(ext.name))
@@ -221,11 +231,17 @@ def _jobs(parallel: int | bool | None) -> int:
 def _extensions() -> list[setuptools.Extension]:
     if os.environ.get("TPU_EMBEDDING_BUILD_OPS", "1") == "0":
         return []
-    sources = [
-        *sorted(SOURCES.glob("core/*.cc")),
-        *sorted(SOURCES.glob("kernels/*.cc")),
+    return [
+        setuptools.Extension(
+            name,
+            [
+                str(path)
+                for pattern in patterns
+                for path in sorted(SOURCES.glob(pattern))
+            ],
+        )
+        for name, patterns in LIBRARIES.items()
     ]
-    return [setuptools.Extension(LIBRARY, [str(path) for path in sources])]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class PartitionedFeature:
       output_shape: The shape of its activations per replica without the embedding
         axis; its product is `samples`.
       sequence_length: As FeatureConfig.max_sequence_length; 0 for none.
+      max_valency: The most ids per sample that its CustomCombiner takes; 0 for any.
     """
 
     path: str
@@ -44,6 +45,7 @@ class PartitionedFeature:
     shift: int
     output_shape: tuple[int, ...]
     sequence_length: int = 0
+    max_valency: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,94 +4,11 @@
 #include <cmath>
 #include <type_traits>
 
-#include "core/input_rows.h"
+#include "core/feature_rows.h"
 #include "core/simd.h"
 
 namespace tpu_embedding {
 namespace {
-
-Error CheckWeights(const FeatureSpec& spec, const FeatureInput& input) {
-  if (!input.weight_structure) return std::nullopt;
-  if (!std::equal(input.structure, input.structure + input.structure_size,
-                  input.weight_structure,
-                  input.weight_structure + input.weight_structure_size)) {
-    return Concat("Feature ", spec.path, ": the weights have other ",
-                  spec.kind == InputKind::kSparse ? "indices" : "row_splits",
-                  " than the ids. Build them with `with_values`.");
-  }
-  return std::nullopt;
-}
-
-bool Matches(const std::vector<int64_t>& shape,
-             const std::vector<int64_t>& declared) {
-  if (shape.size() != declared.size()) return false;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (declared[i] >= 0 && declared[i] != shape[i]) return false;
-  }
-  return true;
-}
-
-// A declared shape holds `count` rows if its product is `count`, where one
-// open axis may take up what the others leave.
-bool FillOpenAxis(int64_t count, std::vector<int64_t>* shape) {
-  int64_t known = 1;
-  int64_t* open = nullptr;
-  for (int64_t& axis : *shape) {
-    if (axis >= 0) {
-      known *= axis;
-    } else if (open) {
-      return false;
-    } else {
-      open = &axis;
-    }
-  }
-  if (!open) return true;
-  if (known == 0 || count % known != 0) return false;
-  *open = count / known;
-  return true;
-}
-
-std::string DeclaredText(const FeatureSpec& spec) {
-  return Concat(ShapeText(spec.declared_shape), " that ", spec.declared_source,
-                " declares");
-}
-
-// Sets the output shape and the number of positions per row: 0 where a row is
-// one sample, else each position of a row is a sample of its own.
-Error OutputShape(const FeatureSpec& spec, const Rows& rows, FeatureCsr* csr,
-                  int64_t* positions) {
-  std::vector<int64_t> shape = rows.shape;
-  *positions = spec.sequence_length;
-  if (spec.sequence_length > 0) shape.push_back(spec.sequence_length);
-  if (spec.shape_known && spec.kind == InputKind::kRagged &&
-      spec.sequence_length == 0) {
-    shape = spec.declared_shape;
-    const bool filled = FillOpenAxis(rows.count, &shape);
-    const int64_t product = Product(shape);
-    if (filled && rows.count > 0 && product > rows.count &&
-        product % rows.count == 0) {
-      *positions = product / rows.count;
-    } else if (!filled || product != rows.count) {
-      return Concat("Feature ", spec.path, ": a ragged input of ", rows.count,
-                    " rows does not fill the output shape ", DeclaredText(spec),
-                    ".");
-    }
-  }
-  if (spec.shape_known && !Matches(shape, spec.declared_shape)) {
-    return Concat("Feature ", spec.path, ": the input gives output shape ",
-                  ShapeText(shape), ", not ", DeclaredText(spec), ".");
-  }
-  if (Product(shape) < 0) return TooManySamples(spec, shape);
-  csr->output_shape = shape;
-  return std::nullopt;
-}
-
-Error InvalidId(const FeatureSpec& spec, int64_t row, int64_t id) {
-  return Concat("Feature ", spec.path, ", table ", spec.table, ": sample ", row,
-                " has id ", id, ", but ids must be in [0, ",
-                spec.vocabulary_size, "). Mend the input, or set ",
-                "TableConfig(invalid_ids=\"drop\") or \"mod\".");
-}
 
 // Gains of one sample; a divisor of exactly 0 makes all of them 0.
 void SetGains(Combiner combiner, int64_t begin, int64_t end, float* gains) {
@@ -126,16 +43,15 @@ template <class Id>
 class CsrWriter {
  public:
   CsrWriter(const FeatureSpec& spec, const FeatureInput& input, const Id* ids,
-            int64_t positions, FeatureCsr* csr)
+            const FeatureRows& rows, FeatureCsr* csr)
       : spec_(spec),
         input_(input),
         ids_(ids),
-        positions_(positions),
+        positions_(rows.positions),
         csr_(csr) {}
 
-  Error Write(const Rows& rows) {
-    const int64_t samples = rows.count * (positions_ ? positions_ : 1);
-    csr_->offsets.Resize(samples + 1);
+  Error Write(const FeatureRows& rows) {
+    csr_->offsets.Resize(rows.num_samples() + 1);
     csr_->rows.Resize(input_.num_ids);
     csr_->gains.Resize(input_.num_ids);
     csr_->offsets[0] = 0;
@@ -160,7 +76,7 @@ class CsrWriter {
   }
 
   // The usual batch, without a branch for each id.
-  void WriteAll(const Rows& rows) {
+  void WriteAll(const FeatureRows& rows) {
     const int64_t size = input_.num_ids;
     for (int64_t row = 0; row < rows.count; ++row) {
       csr_->offsets[row + 1] = rows.begin(row + 1);
@@ -181,12 +97,12 @@ class CsrWriter {
     }
   }
 
-  void WriteSample(const Rows& rows, int64_t row) {
+  void WriteSample(const FeatureRows& rows, int64_t row) {
     AppendAll(row, rows.begin(row), rows.begin(row + 1));
     CloseSample();
   }
 
-  void WriteSequence(const Rows& rows, int64_t row) {
+  void WriteSequence(const FeatureRows& rows, int64_t row) {
     const int64_t end = rows.begin(row + 1);
     int64_t entry = rows.begin(row);
     for (int64_t position = 0; position < positions_; ++position) {
@@ -202,8 +118,8 @@ class CsrWriter {
     size_ = kept;
   }
 
-  int64_t Position(const Rows& rows, int64_t row, int64_t entry) const {
-    return spec_.kind == InputKind::kSparse ? SparseCell(input_, entry).column
+  int64_t Position(const FeatureRows& rows, int64_t row, int64_t entry) const {
+    return spec_.kind == InputKind::kSparse ? ReadCell(input_, entry).column
                                             : entry - rows.begin(row);
   }
 
@@ -214,8 +130,7 @@ class CsrWriter {
       int64_t id = ids_[entry];
       const float weight = input_.weights ? input_.weights[entry] : 1.0f;
       if (spec_.check_numerics && !std::isfinite(weight)) {
-        error_ = Concat("Feature ", spec_.path, ": sample ", row,
-                        " has a weight that is not finite (", weight, ").");
+        error_ = WeightNotFinite(spec_, row, weight);
         return;
       }
       if (id < 0 || id >= vocabulary_size) {
@@ -224,7 +139,7 @@ class CsrWriter {
           error_ = InvalidId(spec_, row, id);
           return;
         }
-        id = (id % vocabulary_size + vocabulary_size) % vocabulary_size;
+        id = Modulo(id, vocabulary_size);
       }
       csr_->rows[size_] = static_cast<int32_t>(id);
       csr_->gains[size_] = weight;
@@ -251,18 +166,13 @@ class CsrWriter {
 
 Error BuildCsr(const FeatureSpec& spec, const FeatureInput& input,
                FeatureCsr* csr) {
-  Rows rows;
-  int64_t positions = 0;
-  Error error = BuildRows(spec, input, &rows);
-  if (!error) error = CheckWeights(spec, input);
-  if (!error) error = OutputShape(spec, rows, csr, &positions);
-  if (error) return error;
+  FeatureRows rows;
+  if (Error error = ReadRows(spec, input, &rows)) return error;
+  csr->output_shape = rows.output_shape;
   if (input.ids32) {
-    return CsrWriter<int32_t>(spec, input, input.ids32, positions, csr)
-        .Write(rows);
+    return CsrWriter<int32_t>(spec, input, input.ids32, rows, csr).Write(rows);
   }
-  return CsrWriter<int64_t>(spec, input, input.ids64, positions, csr)
-      .Write(rows);
+  return CsrWriter<int64_t>(spec, input, input.ids64, rows, csr).Write(rows);
 }
 
 }  // namespace tpu_embedding

@@ -78,6 +78,28 @@ void RadixSort(uint64_t bound, int64_t size, const Source& source,
   }
 }
 
+// An entry that stands elsewhere, and what it is sorted by.
+template <class Word>
+struct KeyedEntry {
+  Word key;
+  Word entry;
+};
+
+// Sorts entries where they are; all keys are below `bound`.
+template <class Word>
+void RadixSort(uint64_t bound, Buffer<KeyedEntry<Word>>* entries) {
+  using Entry = KeyedEntry<Word>;
+  Buffer<Entry> sorted, scratch;
+  const auto source = [entries](const auto& visit) {
+    std::for_each(entries->data(), entries->data() + entries->size(), visit);
+  };
+  RadixSort(
+      bound, entries->size(), source,
+      [](const Entry& entry) { return uint64_t{entry.key}; }, &sorted,
+      &scratch);
+  std::swap(*entries, sorted);
+}
+
 }  // namespace tpu_embedding
 
 #endif  // TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_

@@ -38,7 +38,8 @@ void GroupByRow(const std::vector<const FeatureCsr*>& features,
                 int64_t vocabulary_size, RowGroups* groups);
 
 // The groups of several replicas as one; their samples are numbered through
-// the replicas in the order given.
+// the replicas in the order given. Of them only `entries`, in any order, and
+// `num_samples` are read.
 void MergeReplicas(const std::vector<const RowGroups*>& replicas,
                    int64_t vocabulary_size, RowGroups* merged);
 

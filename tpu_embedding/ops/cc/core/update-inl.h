@@ -45,6 +45,15 @@ struct GradientTerms {
   TPU_EMBEDDING_INLINE float gain(int64_t i) const { return entries[i].gain; }
 };
 
+// sum[d] = sum of gain * gradient over the entries of one group.
+TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
+                                       int64_t group, int64_t dim, float* sum) {
+  const RowGroups& groups = *gradients.groups;
+  const GradientTerms terms{groups.entries.data(), gradients.samples, dim,
+                            groups.entries.size() - 1};
+  WeightedSum(terms, groups.starts[group], groups.starts[group + 1], dim, sum);
+}
+
 template <class Rule>
 TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
                                     const TableView& table, int64_t row,
@@ -88,10 +97,6 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
   std::vector<float*> slots(table.slots.size());
   const Buffer<int32_t>& rows = gradients.groups->rows;
   const int64_t num_groups = rows.size();
-  const Buffer<int64_t>& starts = gradients.groups->starts;
-  const Buffer<RowEntry>& entries = gradients.groups->entries;
-  const GradientTerms terms{entries.data(), gradients.samples, table.dim,
-                            entries.size() - 1};
   int64_t group = begin;
   if (options.all_rows) {
     group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
@@ -101,9 +106,7 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
     const int64_t row = options.all_rows ? i : rows[i];
     if (group < num_groups && rows[group] == row) {
       PrefetchGroup(gradients, table, group + kRowsAhead);
-      WeightedSum(terms, starts[group], starts[group + 1], table.dim,
-                  gradient.data());
-      ++group;
+      SumGradients(gradients, group++, table.dim, gradient.data());
     } else {
       std::fill(gradient.begin(), gradient.end(), 0.0f);
     }

@@ -1,0 +1,374 @@
+// CsrBatch against a naive reading of docs/formats.md, on random batches, with
+// one thread and with several.
+
+#include "core/csr.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+
+namespace tpu_embedding {
+namespace {
+
+using Random = std::mt19937;
+
+int64_t Draw(Random& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+void InLine(int64_t total, int64_t, const Range& body) { body(0, total); }
+
+// One thread per unit, as many at once as there are.
+void OnThreads(int64_t total, int64_t, const Range& body) {
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < total; ++i) {
+    threads.emplace_back([&body, i] { body(i, i + 1); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// A ragged feature: its ids, weights and row splits.
+struct Input {
+  std::vector<int64_t> ids;
+  std::vector<float> weights;
+  std::vector<int64_t> splits{0};
+
+  FeatureInput view() const {
+    FeatureInput input;
+    input.ids64 = ids.data();
+    input.num_ids = ids.size();
+    input.weights = weights.data();
+    input.structure = splits.data();
+    input.structure_size = splits.size();
+    input.shape = {static_cast<int64_t>(splits.size()) - 1};
+    return input;
+  }
+};
+
+struct Problem {
+  CsrSetup setup;
+  std::vector<Input> inputs;
+
+  std::vector<FeatureInput> views() const {
+    std::vector<FeatureInput> views;
+    for (const Input& input : inputs) views.push_back(input.view());
+    return views;
+  }
+};
+
+// Weights are small integers, so that sums are exact in any order.
+Input DrawInput(Random& random, int64_t samples, int64_t vocabulary_size) {
+  Input input;
+  const int64_t longest = Draw(random, 0, 9);
+  for (int64_t s = 0; s < samples; ++s) {
+    for (int64_t n = Draw(random, 0, longest); n > 0; --n) {
+      const int64_t range = Draw(random, 0, 1) ? vocabulary_size : 3;
+      input.ids.push_back(Draw(random, 0, range - 1) % vocabulary_size);
+      input.weights.push_back(static_cast<float>(Draw(random, 0, 3)));
+    }
+    input.splits.push_back(input.ids.size());
+  }
+  return input;
+}
+
+void AddFeature(Random& random, CsrFeature feature, Problem* problem) {
+  CsrTable& table = problem->setup.tables[0];
+  const int number = problem->setup.features.size();
+  feature.spec.path = "f" + std::to_string(number);
+  feature.spec.kind = InputKind::kRagged;
+  feature.spec.combiner = static_cast<Combiner>(Draw(random, 0, 2));
+  feature.samples = problem->setup.num_cores * Draw(random, 1, 6);
+  feature.spec.shape_known = true;
+  feature.spec.declared_shape = {feature.samples};
+  feature.sample_offset = table.samples;
+  table.samples += feature.samples;
+  table.features.push_back(number);
+  problem->inputs.push_back(
+      DrawInput(random, feature.samples, feature.spec.vocabulary_size));
+  problem->setup.features.push_back(feature);
+}
+
+Problem DrawProblem(Random& random, bool positions) {
+  Problem problem;
+  CsrSetup& setup = problem.setup;
+  setup.num_cores = Draw(random, 1, 4);
+  setup.num_replicas = Draw(random, 1, 4);
+  setup.max_ids_per_chip_per_sample = 8 * Draw(random, 4, 200);
+  CsrTable table;
+  table.name = "stack";
+  table.limit = {1 << 20, 1 << 20};
+  table.keep_positions = positions;
+  setup.tables.push_back(table);
+  for (int64_t t = Draw(random, 1, 3); t > 0; --t) {
+    CsrFeature feature;
+    feature.spec.table = "t" + std::to_string(t);
+    feature.spec.vocabulary_size = Draw(random, 1, 150);
+    feature.row_offset = setup.tables[0].rows;
+    feature.shift = Draw(random, 0, setup.num_shards() - 1);
+    const int64_t block = 8 * setup.num_shards();
+    setup.tables[0].rows +=
+        (feature.spec.vocabulary_size + block - 1) / block * block;
+    for (int64_t f = Draw(random, 1, 2); f > 0; --f) {
+      AddFeature(random, feature, &problem);
+    }
+  }
+  return problem;
+}
+
+struct Csr {
+  std::vector<int32_t> row_pointers, samples, tokens, positions;
+  std::vector<float> gains;
+};
+
+bool operator==(const Csr& a, const Csr& b) {
+  return a.row_pointers == b.row_pointers && a.samples == b.samples &&
+         a.tokens == b.tokens && a.gains == b.gains &&
+         a.positions == b.positions;
+}
+
+Csr Run(const Problem& problem, uint64_t splits, const ParallelFor& parallel,
+        CsrResult* result) {
+  CsrBatch batch(problem.setup);
+  CHECK_EQ(batch.Prepare(problem.views(), {splits}, parallel).value_or(""), "");
+  *result = batch.result(0);
+  const int64_t size = result->layout.ids_size;
+  Csr csr;
+  // Exact sizes: the sanitizers see a write past the end.
+  csr.row_pointers.resize(result->layout.row_pointers_size);
+  csr.samples.resize(size);
+  csr.tokens.resize(size);
+  csr.gains.resize(size);
+  CsrArrays arrays{csr.row_pointers.data(), csr.samples.data(),
+                   csr.tokens.data(), csr.gains.data(), nullptr};
+  if (problem.setup.tables[0].keep_positions) {
+    csr.positions.resize(size);
+    arrays.positions = csr.positions.data();
+  }
+  batch.Write({arrays}, parallel);
+  return csr;
+}
+
+struct Entry {
+  int64_t core, minibatch, shard, token, sample, position;
+  float gain;
+
+  auto place() const { return std::make_tuple(core, minibatch, shard, token); }
+};
+
+// What one sample of a feature adds, with gains by the formula.
+void AddSample(const Problem& problem, int f, int64_t sample,
+               const std::vector<int>& bounds, std::vector<Entry>* entries) {
+  const CsrSetup& setup = problem.setup;
+  const CsrFeature& feature = setup.features[f];
+  const CsrTable& table = setup.tables[0];
+  const Input& input = problem.inputs[f];
+  const int64_t per_core = feature.samples / setup.num_cores;
+  const int64_t shards = setup.num_shards();
+  float divisor = 0;
+  const int64_t begin = input.splits[sample], end = input.splits[sample + 1];
+  for (int64_t i = begin; i < end; ++i) {
+    const float w = input.weights[i];
+    divisor += feature.spec.combiner == Combiner::kMean ? w : w * w;
+  }
+  if (feature.spec.combiner == Combiner::kSqrtn) divisor = std::sqrt(divisor);
+  if (feature.spec.combiner == Combiner::kSum) divisor = 1;
+  std::map<int64_t, size_t> seen;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t id = input.ids[i];
+    Entry entry;
+    entry.core = sample / per_core;
+    entry.shard = (id + feature.shift) % shards;
+    entry.token = feature.row_offset / shards + id / shards;
+    const int64_t bucket =
+        (entry.token * shards + entry.shard) / BucketWidth(table.rows);
+    entry.minibatch = std::upper_bound(bounds.begin(), bounds.end(), bucket) -
+                      bounds.begin() - 1;
+    entry.sample = feature.sample_offset / setup.num_cores + sample % per_core;
+    entry.position = i - begin;
+    entry.gain = divisor == 0 ? 0 : input.weights[i] / divisor;
+    const bool repeated = !table.keep_positions && seen.count(id);
+    if (repeated) {
+      (*entries)[seen[id]].gain += entry.gain;
+    } else {
+      seen[id] = entries->size();
+      entries->push_back(entry);
+    }
+  }
+}
+
+std::vector<Entry> NaiveEntries(const Problem& problem,
+                                const std::vector<int>& bounds) {
+  std::vector<Entry> entries;
+  for (size_t f = 0; f < problem.inputs.size(); ++f) {
+    const int64_t samples = problem.setup.features[f].samples;
+    for (int64_t s = 0; s < samples; ++s) {
+      AddSample(problem, f, s, bounds, &entries);
+    }
+  }
+  std::stable_sort(
+      entries.begin(), entries.end(),
+      [](const Entry& a, const Entry& b) { return a.place() < b.place(); });
+  return entries;
+}
+
+// The format, written down entry by entry.
+Csr NaiveCsr(const Problem& problem, uint64_t splits) {
+  const CsrSetup& setup = problem.setup;
+  const std::vector<int> bounds = MinibatchBounds(splits);
+  const std::vector<Entry> entries = NaiveEntries(problem, bounds);
+  const bool positions = setup.tables[0].keep_positions;
+  Csr csr;
+  size_t next = 0;
+  const auto append = [&](const Entry& e) {
+    csr.samples.push_back(e.sample);
+    csr.tokens.push_back(e.token);
+    csr.gains.push_back(e.gain);
+    if (positions) csr.positions.push_back(e.position);
+  };
+  const Entry fill{0, 0, 0, kFillId, kFillId, kFillId, kFillGain};
+  const int64_t minibatches = bounds.size() - 1;
+  for (int64_t core = 0; core < setup.num_cores; ++core) {
+    for (int64_t m = 0; m < minibatches; ++m) {
+      for (int64_t s = 0; s < setup.num_shards(); ++s) {
+        while (next < entries.size() && entries[next].core == core &&
+               entries[next].minibatch == m && entries[next].shard == s) {
+          append(entries[next++]);
+        }
+        csr.row_pointers.push_back(csr.samples.size());
+        while (csr.samples.size() % 8 != 0) append(fill);
+      }
+      for (int64_t s = setup.num_shards(); s < 8; ++s) {
+        csr.row_pointers.push_back(csr.samples.size());
+      }
+    }
+  }
+  CHECK_EQ(next, entries.size());
+  return csr;
+}
+
+void CheckSame(const Csr& csr, const Csr& naive) {
+  CHECK_TRUE(csr.row_pointers == naive.row_pointers);
+  CHECK_TRUE(csr.samples == naive.samples);
+  CHECK_TRUE(csr.tokens == naive.tokens);
+  CHECK_TRUE(csr.positions == naive.positions);
+  CHECK_EQ(csr.gains.size(), naive.gains.size());
+  for (size_t i = 0; i < csr.gains.size(); ++i) {
+    // A quotient against a product with the reciprocal, up to nine of them.
+    const float error = std::abs(csr.gains[i] - naive.gains[i]);
+    CHECK_LE(error, 12 * 6e-8f * std::abs(naive.gains[i]));
+  }
+}
+
+void TestRandomBatches() {
+  Random random(1);
+  for (int round = 0; round < 300; ++round) {
+    Problem problem = DrawProblem(random, /*positions=*/round % 5 == 0);
+    CHECK_EQ(CompleteSetup(&problem.setup).value_or(""), "");
+    const bool cut = round % 3 == 0;
+    const uint64_t splits =
+        cut ? uint64_t(random()) & uint64_t(random()) & 0xffff : 0;
+    CsrResult result;
+    const Csr csr = Run(problem, splits, InLine, &result);
+    CheckSame(csr, NaiveCsr(problem, splits));
+    CHECK_EQ(result.layout.dropped_ids, 0);
+    if (round % 20 == 0) {
+      CsrResult threaded;
+      CHECK_TRUE(Run(problem, splits, OnThreads, &threaded) == csr);
+    }
+  }
+}
+
+// A smaller buffer keeps a prefix of what a larger one holds.
+void TestDropping() {
+  Random random(2);
+  int64_t dropped = 0;
+  for (int round = 0; round < 60; ++round) {
+    Problem problem = DrawProblem(random, /*positions=*/false);
+    CHECK_EQ(CompleteSetup(&problem.setup).value_or(""), "");
+    CsrResult whole;
+    const Csr all = Run(problem, 0, InLine, &whole);
+    const int64_t samples = problem.setup.tables[0].samples;
+    problem.setup.max_ids_per_chip_per_sample = samples % 8 == 0 ? 1 : 8;
+    problem.setup.allow_id_dropping = true;
+    CHECK_EQ(CompleteSetup(&problem.setup).value_or(""), "");
+    CsrResult part;
+    const Csr some = Run(problem, 0, InLine, &part);
+    CHECK_LE(some.tokens.size(), samples * 8);
+    CHECK_EQ(part.layout.required_ids, whole.layout.ids_size);
+    const auto kept = [](const Csr& csr) {
+      const auto& ids = csr.tokens;
+      return ids.size() - std::count(ids.begin(), ids.end(), kFillId);
+    };
+    CHECK_EQ(part.layout.dropped_ids, kept(all) - kept(some));
+    for (size_t i = 0; i < some.tokens.size(); ++i) {
+      if (some.tokens[i] != kFillId) CHECK_EQ(some.tokens[i], all.tokens[i]);
+    }
+    dropped += part.layout.dropped_ids;
+  }
+  CHECK_GT(dropped, 0);
+}
+
+// Minibatches keep each partition within its limits, or say that they cannot.
+void TestMinibatching() {
+  Random random(3);
+  int cut = 0, refused = 0;
+  for (int round = 0; round < 100; ++round) {
+    Problem problem = DrawProblem(random, /*positions=*/false);
+    CsrTable& table = problem.setup.tables[0];
+    table.limit = {Draw(random, 2, 12), Draw(random, 1, 8)};
+    problem.setup.minibatching = true;
+    problem.setup.max_ids_per_chip_per_sample = 8000;
+    CHECK_EQ(CompleteSetup(&problem.setup).value_or(""), "");
+    CsrBatch batch(problem.setup);
+    if (batch.Prepare(problem.views(), {0}, InLine)) {
+      ++refused;
+      continue;
+    }
+    CsrResult result;
+    const Csr csr = Run(problem, 0, InLine, &result);
+    CheckSame(csr, NaiveCsr(problem, result.splits));
+    cut += result.splits != 0;
+    for (int64_t cell = 0; cell < result.layout.cells.size(); ++cell) {
+      const int64_t begin = result.layout.starts[cell];
+      const int64_t end = result.layout.ends[cell];
+      std::vector<int32_t> ids(csr.tokens.begin() + begin,
+                               csr.tokens.begin() + end);
+      CHECK_LE(ids.size(), table.limit.ids);
+      ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+      CHECK_LE(ids.size(), table.limit.unique);
+    }
+  }
+  CHECK_GT(cut, 5);
+  CHECK_GT(refused, 5);
+}
+
+void TestSplits() {
+  BucketCounts buckets{};
+  buckets[0] = buckets[1] = buckets[40] = {3, 3};
+  CHECK_EQ(FindSplits(buckets, {9, 9}), 0);
+  CHECK_EQ(FindSplits(buckets, {6, 6}), 1);  // only the root: at bucket 32
+  CHECK_EQ(FindSplits(buckets, {6, 5}), (uint64_t{1} << 31) | 1);
+  CHECK_TRUE((MinibatchBounds(0) == std::vector<int>{0, 64}));
+  CHECK_TRUE((MinibatchBounds(0b111) == std::vector<int>{0, 16, 32, 48, 64}));
+  CHECK_TRUE((MinibatchBounds((uint64_t{1} << 31) | 1) ==
+              std::vector<int>{0, 1, 32, 64}));
+  CHECK_EQ(FirstBucketAbove(buckets, {3, 3}), -1);
+  CHECK_EQ(FirstBucketAbove(buckets, {3, 2}), 0);
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  tpu_embedding::TestRandomBatches();
+  tpu_embedding::TestDropping();
+  tpu_embedding::TestMinibatching();
+  tpu_embedding::TestSplits();
+}

@@ -1,0 +1,115 @@
+"""A slow builder of partitioned CSR, and of tables cut over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# What Google's ops fill the gaps between partitions with.
+FILL_ID = 2**31 - 1
+FILL_GAIN = 2.0**31
+ALIGNMENT = 8
+
+Entry = tuple[int, int, float]  # (sample of the replica, id, gain)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """The devices, and what each replica brings.
+
+    Attributes:
+      num_samples: Of one replica.
+      num_rows: Of the whole table.
+    """
+
+    num_devices: int
+    sparse_cores: int
+    num_samples: int
+    num_rows: int
+    num_minibatches: int = 1
+
+    @property
+    def num_targets(self) -> int:
+        return self.num_devices * self.sparse_cores
+
+    def cut(self, table: np.ndarray) -> list[np.ndarray]:
+        """[num_rows, D] -> for each device its rows, SparseCore after SparseCore."""
+        cores = [table[core :: self.num_targets] for core in range(self.num_targets)]
+        return [
+            np.concatenate(cores[first : first + self.sparse_cores])
+            for first in range(0, self.num_targets, self.sparse_cores)
+        ]
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The reverse of `cut`."""
+        table = np.empty((self.num_rows, *parts[0].shape[1:]), parts[0].dtype)
+        cores = [core for part in parts for core in np.split(part, self.sparse_cores)]
+        for core, rows in enumerate(cores):
+            table[core :: self.num_targets] = rows
+        return table
+
+    def csr(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """The CSR inputs of one replica, by the names that the ops have for them."""
+        per_core = self.num_samples // self.sparse_cores
+        pointers, samples, tokens, gains = [], [], [], []
+        for core in range(self.sparse_cores):
+            for minibatch in range(self.num_minibatches):
+                for target in range(self.num_targets):
+                    chosen = sorted(
+                        (id_ // self.num_targets, sample % per_core, gain)
+                        for sample, id_, gain in entries
+                        if sample // per_core == core
+                        and id_ % self.num_targets == target
+                        and self._minibatch(id_) == minibatch
+                    )
+                    pointers.append(len(samples) + len(chosen))
+                    gap = _align(len(chosen)) - len(chosen)
+                    tokens += [token for token, _, _ in chosen] + [FILL_ID] * gap
+                    samples += [sample for _, sample, _ in chosen] + [FILL_ID] * gap
+                    gains += [gain for _, _, gain in chosen] + [FILL_GAIN] * gap
+                padding = _align(self.num_targets) - self.num_targets
+                pointers += [len(samples)] * padding
+        return {
+            "row_pointers": np.array(pointers, np.int32),
+            "sorted_sample_ids": np.array(samples, np.int32),
+            "sorted_token_ids": np.array(tokens, np.int32),
+            "sorted_gains": np.array(gains, np.float32),
+            "num_minibatches_per_physical_sparse_core": np.int32(self.num_minibatches),
+        }
+
+    def _minibatch(self, id_: int) -> int:
+        # By any hash of the id alone: all entries of a row share a minibatch.
+        return zlib.crc32(str(id_).encode()) % self.num_minibatches
+
+
+def random_entries(
+    system: System, rng: np.random.Generator, per_sample: int = 3
+) -> list[Entry]:
+    """Up to `per_sample` entries a sample, half of them among a few hot rows."""
+    entries = []
+    for sample in range(system.num_samples):
+        for _ in range(int(rng.integers(per_sample + 1))):
+            bound = 4 if rng.random() < 0.5 else system.num_rows
+            gain = float(np.float32(rng.uniform(0.2, 1.0)))
+            entries.append((sample, int(rng.integers(bound)), gain))
+    return entries
+
+
+def gradient_rows(
+    entries: Sequence[Sequence[Entry]], gradients: Sequence[np.ndarray]
+) -> dict[int, np.ndarray]:
+    """By touched row the sum of gain * gradient, over all replicas, float64."""
+    rows: dict[int, np.ndarray] = {}
+    for replica, gradient in zip(entries, gradients, strict=True):
+        for sample, id_, gain in replica:
+            part = gain * gradient[sample].astype(np.float64)
+            rows[id_] = rows.get(id_, 0.0) + part
+    return rows

@@ -1,0 +1,275 @@
+"""Tests of the SparseCore kernels against the NumPy reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import lookup as reference_lookup
+from reference import optimizers as reference
+from software_tpu import calls, partitioned
+
+D = 8
+EPSILON = float(np.finfo(np.float32).eps)
+SPARSE_CORES = {"v5p": 4, "v6e": 2}
+# Roundings of float32 in one update: those of the rule (as in
+# tests/test_optimizer_rules.py), and those of a sum of up to 100 gradients.
+ROUNDINGS = 40 + 100
+
+SYSTEMS = [
+    (generation, num_devices)
+    for generation in SPARSE_CORES
+    for num_devices in (1, 2, 4)
+]
+SUFFIXES = ("StaticBufferSize", "CsrInput")
+
+# By the name in the op: the reference's name, the slots' inputs in its order, and
+# pairs of the op's attributes and the arguments of the reference.
+ADAGRAD_MOMENTUM = {"use_nesterov": False, "exponent": 2.0, "beta1": 0.0, "beta2": 1.0}
+ADAM = {"use_sum_inside_sqrt": True, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-7}
+FTRL = {
+    "multiply_linear_by_learning_rate": False,
+    "beta": 0.0,
+    "learning_rate_power": -0.5,
+    "l1_regularization_strength": 0.0,
+    "l2_regularization_strength": 0.0,
+}
+OPTIMIZERS: list[tuple[str, dict[str, Any], str, list[str], dict[str, Any]]] = [
+    ("Sgd", {}, "SGD", [], {}),
+    ("Adagrad", {}, "Adagrad", ["accumulator"], {}),
+    (
+        "AdagradMomentum",
+        {**ADAGRAD_MOMENTUM, "epsilon": 1e-3},
+        "AdagradMomentum",
+        ["accumulator", "momenta"],
+        {"epsilon": 1e-3},
+    ),
+    (
+        "AdagradMomentum",
+        {
+            "use_nesterov": True,
+            "exponent": 3.0,
+            "beta1": 0.9,
+            "beta2": 0.99,
+            "epsilon": 1e-3,
+        },
+        "AdagradMomentum",
+        ["accumulator", "momenta"],
+        {
+            "use_nesterov": True,
+            "exponent": 3.0,
+            "momentum": 0.9,
+            "beta2": 0.99,
+            "epsilon": 1e-3,
+        },
+    ),
+    ("Adam", ADAM, "Adam", ["momenta", "velocity"], {}),
+    (
+        "Adam",
+        {**ADAM, "use_sum_inside_sqrt": False, "beta2": 0.9, "epsilon": 1e-2},
+        "Adam",
+        ["momenta", "velocity"],
+        {"sum_inside_sqrt": False, "beta_2": 0.9, "epsilon": 1e-2},
+    ),
+    ("Ftrl", FTRL, "FTRL", ["accumulator", "linear"], {}),
+    (
+        "Ftrl",
+        {
+            "multiply_linear_by_learning_rate": True,
+            "beta": 0.4,
+            "learning_rate_power": -0.7,
+            "l1_regularization_strength": 0.2,
+            "l2_regularization_strength": 0.3,
+        },
+        "FTRL",
+        ["accumulator", "linear"],
+        {
+            "multiply_linear_by_learning_rate": True,
+            "beta": 0.4,
+            "learning_rate_power": -0.7,
+            "l1_regularization_strength": 0.2,
+            "l2_regularization_strength": 0.3,
+        },
+    ),
+]
+
+
+def system_of(
+    generation: str, num_devices: int, num_minibatches: int = 1
+) -> partitioned.System:
+    cores = SPARSE_CORES[generation]
+    return partitioned.System(
+        num_devices,
+        cores,
+        num_samples=3 * cores,
+        num_rows=5 * cores * num_devices,
+        num_minibatches=num_minibatches,
+    )
+
+
+def replicas_of(system: partitioned.System, rng: np.random.Generator) -> list:
+    return [
+        partitioned.random_entries(system, rng, per_sample=4)
+        for _ in range(system.num_devices)
+    ]
+
+
+def assert_looked_up(
+    actual: np.ndarray, entries: list[partitioned.Entry], table: np.ndarray
+) -> None:
+    expected = np.zeros(actual.shape)
+    size = np.zeros(actual.shape)
+    for sample, id_, gain in entries:
+        expected[sample] += gain * table[id_].astype(np.float64)
+        size[sample] += gain * np.abs(table[id_])
+    # One rounding for each product and each sum of up to 4 entries.
+    assert np.all(np.abs(actual - expected) <= 5 * EPSILON * size)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 3])
+@pytest.mark.parametrize(("generation", "num_devices"), SYSTEMS)
+def test_lookup(
+    generation: str, num_devices: int, num_minibatches: int, rng: np.random.Generator
+):
+    system = system_of(generation, num_devices, num_minibatches)
+    table = rng.normal(size=(system.num_rows, D)).astype(np.float32)
+    entries = replicas_of(system, rng)
+    inputs = [
+        {**system.csr(own), "embedding_table": part}
+        for own, part in zip(entries, system.cut(table), strict=True)
+    ]
+    for suffix in SUFFIXES:
+        outputs = calls.call(
+            calls.strategy_of(generation, num_devices),
+            f"XlaSparseDenseMatmulWith{suffix}",
+            inputs,
+            **calls.lookup_attributes(system.num_samples),
+        )
+        for (activations,), own in zip(outputs, entries, strict=True):
+            assert activations.shape == (system.num_samples, D)
+            assert_looked_up(activations, own, table)
+
+
+def test_quantized_lookup(rng: np.random.Generator):
+    system = system_of("v6e", 2)
+    table = rng.normal(size=(system.num_rows, D)).astype(np.float32)
+    quantization = reference_lookup.Quantization(5, -1.0, 1.0)
+    entries = replicas_of(system, rng)
+    outputs = calls.call(
+        calls.strategy_of("v6e", 2),
+        "XlaSparseDenseMatmulWithStaticBufferSize",
+        [
+            {**system.csr(own), "embedding_table": part}
+            for own, part in zip(entries, system.cut(table), strict=True)
+        ],
+        input_size=system.num_samples,
+        quantization_config_low=-1.0,
+        quantization_config_high=1.0,
+        quantization_config_num_buckets=5,
+    )
+    rounded = reference_lookup.quantize(table.astype(np.float64), quantization)
+    for (activations,), own in zip(outputs, entries, strict=True):
+        assert_looked_up(activations, own, rounded)
+
+
+class Training:
+    """A table and its slots, on a software TPU and on paper."""
+
+    def __init__(
+        self,
+        system: partitioned.System,
+        optimizer: tuple,
+        rng: np.random.Generator,
+        common: dict[str, float] | None = None,
+    ):
+        self.system = system
+        self.op, self.attributes, self.name, self.slot_inputs, hyper = optimizer
+        self.hyper = {**hyper, **(common or {})}
+        self.attributes = {**self.attributes, **(common or {})}
+        self.rng = rng
+        shape = (system.num_rows, D)
+        table = rng.normal(size=shape).astype(np.float32)
+        slots = reference.initial_slots(self.name, self.hyper, shape)
+        self.paper = (table, slots)
+        values = (table, *(slot.astype(np.float32) for slot in slots.values()))
+        self.parts = list(zip(*map(system.cut, values), strict=True))
+
+    def step(self, strategy: Any, suffix: str, rate: float, entries: list) -> None:
+        size = (self.system.num_samples, D)
+        gradients = [self.rng.normal(size=size).astype(np.float32) for _ in entries]
+        names = ["embedding_table", *self.slot_inputs]
+        inputs = [
+            {
+                **self.system.csr(own),
+                "activation_gradients": gradient,
+                "learning_rate": np.float32(rate),
+                **dict(zip(names, parts, strict=True)),
+            }
+            for own, gradient, parts in zip(entries, gradients, self.parts, strict=True)
+        ]
+        op = f"XlaSparseDenseMatmulGradWith{self.op}And{suffix}"
+        self.parts = calls.call(strategy, op, inputs, **self.attributes)
+        rows = partitioned.gradient_rows(entries, gradients)
+        self.paper = reference.apply(self.name, self.hyper, *self.paper, rows, rate)
+
+    def check(self, num_steps: int) -> None:
+        relative = num_steps * ROUNDINGS * EPSILON
+        expected = [self.paper[0], *self.paper[1].values()]
+        for parts, value in zip(zip(*self.parts, strict=True), expected, strict=True):
+            np.testing.assert_allclose(
+                self.system.join(parts), value, rtol=relative, atol=relative
+            )
+
+
+# Both ops of an optimizer are one kernel: in turn is enough.
+@pytest.mark.parametrize(
+    ("optimizer", "suffix"),
+    [(optimizer, SUFFIXES[n % 2]) for n, optimizer in enumerate(OPTIMIZERS)],
+    ids=[f"{optimizer[0]}-{n}" for n, optimizer in enumerate(OPTIMIZERS)],
+)
+def test_each_optimizer(optimizer: tuple, suffix: str, rng: np.random.Generator):
+    system = system_of("v6e", 2)
+    training = Training(system, optimizer, rng)
+    for rate in (0.25, 0.1):
+        entries = replicas_of(system, rng)
+        training.step(calls.strategy_of("v6e", 2), suffix, rate, entries)
+    training.check(2)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 3])
+@pytest.mark.parametrize(("generation", "num_devices"), SYSTEMS)
+def test_each_system(
+    generation: str, num_devices: int, num_minibatches: int, rng: np.random.Generator
+):
+    system = system_of(generation, num_devices, num_minibatches)
+    training = Training(system, OPTIMIZERS[1], rng)
+    strategy = calls.strategy_of(generation, num_devices)
+    training.step(strategy, "StaticBufferSize", 0.25, replicas_of(system, rng))
+    training.check(1)
+
+
+def test_weights_are_clipped_in_touched_rows_only(rng: np.random.Generator):
+    system = system_of("v6e", 2)
+    limits = {"clip_weight_min": -0.25, "clip_weight_max": 0.25}
+    training = Training(system, OPTIMIZERS[0], rng, limits)
+    entries = [[(0, 1, 1.0)], [(2, 6, 0.5), (3, 1, 0.5)]]
+    training.step(calls.strategy_of("v6e", 2), "CsrInput", 0.5, entries)
+    training.check(1)
+    table = system.join([parts[0] for parts in training.parts])
+    assert np.abs(table[[1, 6]]).max() <= 0.25
+    assert np.abs(np.delete(table, [1, 6], axis=0)).max() > 0.25
+
+
+def test_a_row_with_gradients_that_cancel_is_touched(rng: np.random.Generator):
+    """Adam moves it by what its momenta hold."""
+    system = system_of("v6e", 2)
+    training = Training(system, OPTIMIZERS[4], rng)
+    strategy = calls.strategy_of("v6e", 2)
+    training.step(strategy, "CsrInput", 0.5, [[(0, 1, 1.0)], []])
+    before = system.join([parts[0] for parts in training.parts])
+    training.step(strategy, "CsrInput", 0.5, [[(0, 1, 0.0)], []])
+    training.check(2)
+    after = system.join([parts[0] for parts in training.parts])
+    assert np.all(before[1] != after[1])
+    np.testing.assert_array_equal(np.delete(before, 1, 0), np.delete(after, 1, 0))

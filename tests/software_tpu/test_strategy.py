@@ -1,0 +1,252 @@
+"""Tests of `SoftwareTPUStrategy` as a strategy: devices, variables, values."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+
+@pytest.fixture(scope="module")
+def strategy() -> SoftwareTPUStrategy:
+    return SoftwareTPUStrategy("v5p", 2)
+
+
+def context() -> tf.distribute.ReplicaContext:
+    return tf.distribute.get_replica_context()
+
+
+def values(strategy: SoftwareTPUStrategy, distributed) -> list:
+    local = strategy.experimental_local_results(distributed)
+    return [np.asarray(value).tolist() for value in local]
+
+
+def test_it_says_which_hardware_it_is():
+    v6e = SoftwareTPUStrategy("v6e", 4)
+    assert v6e.extended.tpu_hardware.sparse_cores_per_chip == 2
+    assert v6e.num_replicas_in_sync == 4
+    assert [device[-5:] for device in v6e.extended.worker_devices] == [
+        f"CPU:{i}" for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"generation": "v9"}, "v9"),
+        ({"generation": "v5e"}, "'v5e' would have no embedding hardware"),
+        ({"num_devices": 0}, "`num_devices` must be an integer > 0. Received: 0"),
+        ({"num_devices": "2"}, "`num_devices` must be an integer > 0. Received: '2'"),
+        ({"meeting_timeout": 0}, "`meeting_timeout` must be .* > 0. Received: 0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict, expected: str):
+    with pytest.raises(ValueError, match=expected):
+        SoftwareTPUStrategy(**arguments)
+
+
+def test_too_few_devices_are_an_error_with_the_line_to_put_first():
+    with pytest.raises(RuntimeError) as caught:
+        SoftwareTPUStrategy("v5p", 5)
+    assert "needs 5 logical CPU devices" in str(caught.value)
+    assert "TensorFlow has started with 4" in str(caught.value)
+    assert str(caught.value).endswith(
+        "\n    tf.config.set_logical_device_configuration("
+        'tf.config.list_physical_devices("CPU")[0], '
+        "[tf.config.LogicalDeviceConfiguration()] * 5)"
+    )
+
+
+NEW_PROCESS = """
+import tensorflow as tf
+from tpu_embedding.testing import SoftwareTPUStrategy
+print(SoftwareTPUStrategy("v6e", 3).num_replicas_in_sync)
+print(len(tf.config.list_logical_devices("CPU")))
+"""
+
+
+def test_devices_are_made_before_tensorflow_starts():
+    printed = subprocess.check_output(
+        [sys.executable, "-c", NEW_PROCESS], text=True, timeout=120
+    )
+    assert printed.split() == ["3", "3"]
+
+
+def test_each_replica_gets_its_own_part_and_gives_its_own_result(strategy):
+    given = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant([1.0, 2.0]) * (context.replica_id_in_sync_group + 1)
+    )
+
+    def step(own, *, same):
+        return {"own": own * same, "id": context().replica_id_in_sync_group}, None
+
+    results, nothing = strategy.run(step, (given,), {"same": tf.constant(10.0)})
+    assert values(strategy, results["own"]) == [[10.0, 20.0], [20.0, 40.0]]
+    assert values(strategy, results["id"]) == [0, 1]
+    assert nothing is None
+    assert strategy.reduce("SUM", results["own"], axis=None).numpy().tolist() == [
+        30.0,
+        60.0,
+    ]
+    assert strategy.reduce("MEAN", results["own"], axis=0).numpy() == 22.5
+    assert strategy.gather(results["own"], axis=0).shape == (4,)
+
+
+def test_replicas_run_on_their_devices(strategy):
+    with strategy.scope():
+        table = tf.Variable([1.0])
+    assert [variable.device[-5:] for variable in table.values] == ["CPU:0", "CPU:1"]
+
+    def step():
+        return tf.strings.join([table.handle.device, tf.zeros(1).device])
+
+    assert [device[-5:] for device in strategy.extended.worker_devices] == [
+        value.numpy().decode()[-5:]
+        for value in strategy.experimental_local_results(strategy.run(step))
+    ]
+
+
+def test_variables_are_assigned_in_their_replica(strategy):
+    with strategy.scope():
+        own = tf.Variable(0.0)
+        summed = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        mean = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def step():
+        number = float(tf.get_static_value(context().replica_id_in_sync_group)) + 1.0
+        own.assign_add(number)
+        summed.assign_add(tf.constant(number))
+        mean.assign(tf.constant(number))
+        return own.read_value()
+
+    results = strategy.run(step)
+    assert values(strategy, results) == [1.0, 2.0]
+    assert values(strategy, own) == [1.0, 2.0]
+    assert values(strategy, summed) == [3.0, 3.0]
+    assert values(strategy, mean) == [1.5, 1.5]
+
+
+def test_a_variable_can_be_made_at_the_first_call(strategy):
+    class Model(tf.Module):
+        kept = None
+
+        def __call__(self, x):
+            if self.kept is None:
+                self.kept = tf.Variable(3.0)
+            return self.kept * x
+
+    model = Model()
+    with strategy.scope():
+        model(1.0)
+    assert values(strategy, strategy.run(model, (tf.constant(2.0),))) == [6.0, 6.0]
+
+
+def test_all_reduce_takes_structures_and_has_a_gradient(strategy):
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            parts = context().all_reduce("MEAN", {"a": x, "b": [2.0 * x]})
+            loss = parts["a"] * parts["b"][0]
+        return loss, tape.gradient(loss, x), context().all_reduce("SUM", 1)
+
+    loss, gradient, count = strategy.run(step, (tf.constant(3.0),))
+    assert values(strategy, loss) == [18.0, 18.0]
+    # Each replica's x gets the mean of what the replicas say of the mean.
+    assert values(strategy, gradient) == [12.0, 12.0]
+    assert values(strategy, count) == [2, 2]
+
+
+def test_merge_call_is_refused(strategy):
+    def step():
+        return context().merge_call(lambda *_: None)
+
+    with pytest.raises(NotImplementedError, match=r"has no merge_call.*all_reduce"):
+        strategy.run(step)
+
+
+def test_a_function_is_traced_once_per_replica_and_signature(strategy):
+    traced = []
+
+    def step(x):
+        traced.append(x.shape)
+        return tf.reduce_sum(x)
+
+    for size in (2, 2, 3):
+        strategy.run(step, (tf.ones(size),))
+    assert traced == [(2,), (2,), (3,), (3,)]
+
+
+def test_methods_are_traced_once_too(strategy):
+    class Model:
+        traced = 0
+
+        def step(self, x):
+            self.traced += 1
+            return x
+
+    model = Model()
+    for _ in range(3):
+        strategy.run(model.step, (tf.constant(1.0),))
+    assert model.traced == 2
+
+
+def test_a_program_does_not_outlive_its_function(strategy):
+    def step(x):
+        return x + 1.0
+
+    reference = weakref.ref(step)
+    strategy.run(step, (tf.constant(1.0),))
+    del step
+    gc.collect()
+    assert reference() is None
+
+
+def test_autograph_and_functions(strategy):
+    def branch(x):
+        if x > 0.0:
+            return x
+        else:
+            return -x
+
+    for fn in (branch, tf.function(branch)):
+        assert values(strategy, strategy.run(fn, (tf.constant(-2.0),))) == [2.0, 2.0]
+
+
+def test_a_dataset_is_split_over_replicas(strategy):
+    dataset = tf.data.Dataset.range(8).batch(4)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+
+    total = 0
+    for batch in distributed:
+        sums = strategy.run(tf.reduce_sum, (batch,))
+        total += strategy.reduce("SUM", sums, axis=None).numpy()
+    assert total == 28
+    first = next(iter(distributed))
+    assert values(strategy, first) == [[0, 1], [2, 3]]
+
+
+def test_keras_trains_a_model_on_the_summed_gradients(strategy):
+    x = np.arange(16, dtype=np.float32).reshape(8, 2) / 16.0
+    y = x.sum(axis=1, keepdims=True)
+
+    def weights_after_training(scope) -> np.ndarray:
+        with scope:
+            model = keras.Sequential(
+                [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
+            )
+            model.compile(keras.optimizers.Adam(0.1), loss="mse")
+        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return np.concatenate([w.ravel() for w in model.get_weights()])
+
+    distributed = weights_after_training(strategy.scope())
+    alone = weights_after_training(tf.device("/device:CPU:0"))
+    # A few float32 roundings per step, 4 steps of a relative size of 0.1.
+    np.testing.assert_allclose(distributed, alone, rtol=1e-5)

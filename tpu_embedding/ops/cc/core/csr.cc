@@ -1,0 +1,285 @@
+#include "core/csr.h"
+
+#include <algorithm>
+
+#include "core/csr_errors.h"
+
+namespace tpu_embedding {
+namespace {
+
+// Rough cycles for one id.
+constexpr int64_t kCyclesPerRow = 2;
+constexpr int64_t kCyclesPerSort = 40;
+constexpr int64_t kCyclesPerWrite = 10;
+
+Error FirstOf(const std::vector<Error>& errors) {
+  for (const Error& error : errors) {
+    if (error) return error;
+  }
+  return std::nullopt;
+}
+
+int64_t CountIds(const std::vector<FeatureInput>& inputs) {
+  int64_t count = 0;
+  for (const FeatureInput& input : inputs) count += input.num_ids;
+  return count;
+}
+
+}  // namespace
+
+Error CsrBatch::Prepare(const std::vector<FeatureInput>& inputs,
+                        const std::vector<uint64_t>& splits,
+                        const ParallelFor& parallel_for) {
+  Error error = ReadFeatures(inputs, parallel_for);
+  if (!error) error = SortUnits(inputs, parallel_for);
+  if (error) return error;
+  results_.resize(setup_.tables.size());
+  for (size_t t = 0; t < setup_.tables.size(); ++t) {
+    error = FinishTable(static_cast<int>(t), splits[t]);
+    if (error) return error;
+  }
+  return std::nullopt;
+}
+
+Error CsrBatch::ReadFeatures(const std::vector<FeatureInput>& inputs,
+                             const ParallelFor& parallel_for) {
+  const int64_t num_features = setup_.features.size();
+  rows_.resize(num_features);
+  std::vector<Error> errors(num_features);
+  const int64_t cost =
+      kCyclesPerRow * CountIds(inputs) / std::max<int64_t>(num_features, 1) + 1;
+  parallel_for(num_features, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t f = begin; f < end; ++f) {
+      const FeatureSpec& spec = setup_.features[f].spec;
+      errors[f] = ReadRows(spec, inputs[f], &rows_[f]);
+      // The samples of a sequence leave entries out, which are checked here.
+      if (!errors[f] && rows_[f].positions) {
+        errors[f] = CheckEntries(spec, inputs[f], rows_[f]);
+      }
+    }
+  });
+  return FirstOf(errors);
+}
+
+Error CsrBatch::SortUnits(const std::vector<FeatureInput>& inputs,
+                          const ParallelFor& parallel_for) {
+  const int64_t num_units = setup_.num_cores * num_groups();
+  units_.resize(num_units);
+  std::vector<Error> errors(setup_.features.size() * setup_.num_cores);
+  const int64_t cost =
+      kCyclesPerSort * CountIds(inputs) / std::max<int64_t>(num_units, 1) + 1;
+  parallel_for(num_units, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u) {
+      SortUnit(inputs, u / num_groups(), u % num_groups(), &errors);
+    }
+  });
+  return FirstOf(errors);
+}
+
+void CsrBatch::SortUnit(const std::vector<FeatureInput>& inputs, int64_t core,
+                        int64_t g, std::vector<Error>* errors) {
+  const CsrGroup& group = setup_.groups[g];
+  const CsrTable& table = setup_.tables[group.table];
+  const int64_t cores = setup_.num_cores;
+  std::vector<SampleRange> ranges;
+  int64_t capacity = 0;
+  for (const int f : group.features) {
+    const CsrFeature& feature = setup_.features[f];
+    const int64_t samples = feature.samples / cores;
+    ranges.push_back(
+        {core * samples, (core + 1) * samples, feature.sample_offset / cores});
+    capacity += CountEntries(inputs[f], rows_[f], ranges.back());
+  }
+  Unit& u = unit(core, g);
+  u.entries = CsrEntries(capacity, table.keep_positions);
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const int f = group.features[i];
+    const CsrFeature& feature = setup_.features[f];
+    Error error = AppendEntries(feature.spec, inputs[f], rows_[f], group.place,
+                                ranges[i], feature.max_valency, &u.entries);
+    if (error) {
+      (*errors)[f * cores + core] = std::move(error);
+      return;
+    }
+  }
+  u.partitions = SortIntoPartitions(group.place, &u.entries);
+}
+
+Error CsrBatch::FinishTable(int table, uint64_t splits) {
+  CsrResult* result = &results_[table];
+  *result = CsrResult();
+  result->splits = splits;
+  Error error = CheckPartitions(table, result);
+  if (error && setup_.minibatching) error = FindTableSplits(table, result);
+  if (!error) error = PlaceTable(table, result);
+  return error;
+}
+
+// Sets `largest`; an error tells of the first partition above the limits.
+Error CsrBatch::CheckPartitions(int table, CsrResult* result) {
+  const CsrTable& spec = setup_.tables[table];
+  Error error;
+  std::vector<IdCounts> counts(setup_.num_shards());
+  for (int64_t core = 0; core < setup_.num_cores; ++core) {
+    std::fill(counts.begin(), counts.end(), IdCounts());
+    for (int64_t g = 0; g < num_groups(); ++g) {
+      if (setup_.groups[g].table != table) continue;
+      const Partitions& p = unit(core, g).partitions;
+      for (int64_t s = 0; s < setup_.num_shards(); ++s) {
+        counts[s] =
+            counts[s] + IdCounts{p.begins[s + 1] - p.begins[s], p.unique[s]};
+      }
+    }
+    for (int64_t s = 0; s < setup_.num_shards(); ++s) {
+      const IdCounts& c = counts[s];
+      result->largest.ids = std::max(result->largest.ids, c.ids);
+      result->largest.unique = std::max(result->largest.unique, c.unique);
+      if (error || c.Within(spec.limit)) continue;
+      const bool unique = c.ids <= spec.limit.ids;
+      error =
+          PartitionLimitText(spec.name, s, unique, unique ? c.unique : c.ids,
+                             unique ? spec.limit.unique : spec.limit.ids);
+    }
+  }
+  return error;
+}
+
+Error CsrBatch::FindTableSplits(int table, CsrResult* result) {
+  const CsrTable& spec = setup_.tables[table];
+  const int64_t shards = setup_.num_shards();
+  const int64_t width = BucketWidth(spec.rows);
+  for (int64_t core = 0; core < setup_.num_cores; ++core) {
+    for (int64_t s = 0; s < shards; ++s) {
+      BucketCounts buckets{};
+      for (int64_t g = 0; g < num_groups(); ++g) {
+        const CsrGroup& group = setup_.groups[g];
+        if (group.table != table) continue;
+        const Unit& u = unit(core, g);
+        const auto* order = u.entries.order.data();
+        const int64_t begin = u.partitions.begins[s];
+        for (int64_t i = begin; i < u.partitions.begins[s + 1]; ++i) {
+          const int64_t token = order[i].key - s * group.place.num_tokens +
+                                group.place.first_token;
+          IdCounts& bucket = buckets[(token * shards + s) / width];
+          ++bucket.ids;
+          bucket.unique += i == begin || order[i].key != order[i - 1].key;
+        }
+      }
+      const int above = FirstBucketAbove(buckets, spec.limit);
+      if (above >= 0) {
+        return BucketLimitText(spec.name, s, above, buckets[above].ids,
+                               buckets[above].unique);
+      }
+      result->splits |= FindSplits(buckets, spec.limit);
+    }
+  }
+  return std::nullopt;
+}
+
+void CsrBatch::CutUnit(const CsrGroup& group, const std::vector<int>& bounds,
+                       Unit* unit) const {
+  const TablePlace& place = group.place;
+  const int64_t width = BucketWidth(setup_.tables[group.table].rows);
+  const int64_t shards = place.num_shards;
+  unit->cuts.clear();
+  for (int64_t s = 0; s < shards; ++s) {
+    const int64_t begin = unit->partitions.begins[s];
+    const int64_t end = unit->partitions.begins[s + 1];
+    unit->cuts.push_back(begin);
+    for (size_t m = 1; m + 1 < bounds.size(); ++m) {
+      // The first row of the bucket, and its first token on this shard.
+      const int64_t row = bounds[m] * width;
+      const int64_t token = (row - s + shards - 1) / shards;
+      const int64_t own =
+          std::clamp<int64_t>(token - place.first_token, 0, place.num_tokens);
+      unit->cuts.push_back(
+          LowerBound(unit->entries, begin, end, s * place.num_tokens + own));
+    }
+    unit->cuts.push_back(end);
+  }
+}
+
+Error CsrBatch::PlaceTable(int table, CsrResult* result) {
+  const CsrTable& spec = setup_.tables[table];
+  const std::vector<int> bounds = MinibatchBounds(result->splits);
+  const int64_t minibatches = bounds.size() - 1;
+  if (minibatches > setup_.max_minibatches) {
+    return MinibatchesText(spec.name, minibatches, setup_.max_minibatches);
+  }
+  const CsrCells cells{setup_.num_cores, minibatches, setup_.num_shards()};
+  std::vector<int64_t> counts(cells.size());
+  for (int64_t core = 0; core < setup_.num_cores; ++core) {
+    for (int64_t g = 0; g < num_groups(); ++g) {
+      if (setup_.groups[g].table != table) continue;
+      Unit& u = unit(core, g);
+      CutUnit(setup_.groups[g], bounds, &u);
+      u.places.resize(cells.num_shards * minibatches);
+      for (int64_t s = 0; s < cells.num_shards; ++s) {
+        for (int64_t m = 0; m < minibatches; ++m) {
+          // First counted from the start of the cell, which is not known yet.
+          const int64_t* cut = &u.cuts[s * (minibatches + 1) + m];
+          int64_t& count = counts[cells.index(core, m, s)];
+          u.places[s * minibatches + m] = count;
+          count += cut[1] - cut[0];
+        }
+      }
+    }
+  }
+  result->layout = LayOut(cells, counts, setup_.IdCapacity(spec));
+  if (result->layout.dropped_ids > 0 && !setup_.allow_id_dropping) {
+    return IdBufferText(spec.name, result->layout.required_ids,
+                        setup_.IdCapacity(spec));
+  }
+  return std::nullopt;
+}
+
+void CsrBatch::Write(const std::vector<CsrArrays>& arrays,
+                     const ParallelFor& parallel_for) const {
+  for (size_t t = 0; t < results_.size(); ++t) {
+    WriteFrame(results_[t].layout, arrays[t]);
+  }
+  int64_t entries = 0;
+  for (const Unit& u : units_) entries += u.entries.size;
+  const int64_t num_units = units_.size();
+  const int64_t cost =
+      kCyclesPerWrite * entries / std::max<int64_t>(num_units, 1) + 1;
+  parallel_for(num_units, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u) {
+      const int64_t g = u % num_groups();
+      WriteUnit(u / num_groups(), g, arrays[setup_.groups[g].table]);
+    }
+  });
+}
+
+void CsrBatch::WriteUnit(int64_t core, int64_t g,
+                         const CsrArrays& arrays) const {
+  const CsrGroup& group = setup_.groups[g];
+  const Unit& u = units_[core * num_groups() + g];
+  const CsrLayout& layout = results_[group.table].layout;
+  const CsrCells& cells = layout.cells;
+  const auto* order = u.entries.order.data();
+  const CsrPayload* payloads = u.entries.payloads.data();
+  for (int64_t s = 0; s < cells.num_shards; ++s) {
+    // What turns a key of this shard into a token of the stack.
+    const int64_t shift = group.place.first_token - s * group.place.num_tokens;
+    for (int64_t m = 0; m < cells.num_minibatches; ++m) {
+      const int64_t* cut = &u.cuts[s * (cells.num_minibatches + 1) + m];
+      const int64_t cell = cells.index(core, m, s);
+      int64_t out =
+          layout.starts[cell] + u.places[s * cells.num_minibatches + m];
+      const int64_t last = std::min(
+          cut[1], cut[0] + std::max<int64_t>(layout.ends[cell] - out, 0));
+      for (int64_t i = cut[0]; i < last; ++i, ++out) {
+        const uint32_t entry = order[i].entry;
+        arrays.sample_ids[out] = payloads[entry].sample;
+        arrays.token_ids[out] = static_cast<int32_t>(order[i].key + shift);
+        arrays.gains[out] = payloads[entry].gain;
+        if (arrays.positions) {
+          arrays.positions[out] = u.entries.positions[entry];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace tpu_embedding

@@ -1,0 +1,57 @@
+// Where the samples of a feature lie in its input: what every reader of ids
+// needs, whichever form it brings them into.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/buffer.h"
+#include "core/feature.h"
+
+namespace tpu_embedding {
+
+// Rows of the input (its shape without the last axis) and where their entries
+// lie. Dense rows have one length, the others have splits.
+struct FeatureRows {
+  std::vector<int64_t> shape;
+  int64_t count = 0;
+  int64_t length = 0;               // dense: entries per row
+  const int64_t* splits = nullptr;  // sparse and ragged
+  Buffer<int64_t> own_splits;       // sparse: what `splits` points to
+  // 0 where a row is one sample, else each position of a row is a sample.
+  int64_t positions = 0;
+  std::vector<int64_t> output_shape;  // without the embedding axis
+
+  int64_t begin(int64_t row) const {
+    return splits ? splits[row] : row * length;
+  }
+  int64_t num_samples() const { return count * (positions ? positions : 1); }
+};
+
+// The position of one sparse entry: its row, counted over all axes but the
+// last, and its column.
+struct SparseCell {
+  int64_t row;
+  int64_t column;
+  bool inside;
+};
+
+SparseCell ReadCell(const FeatureInput& input, int64_t entry);
+
+// Checks the structure of the input, but not its ids, and writes `rows`,
+// which may point into `input`.
+Error ReadRows(const FeatureSpec& spec, const FeatureInput& input,
+               FeatureRows* rows);
+
+// The errors of one entry; `row` is the row of the input that it stands in.
+Error InvalidId(const FeatureSpec& spec, int64_t row, int64_t id);
+Error WeightNotFinite(const FeatureSpec& spec, int64_t row, float weight);
+
+// `id` mod `vocabulary_size`, never negative.
+int64_t Modulo(int64_t id, int64_t vocabulary_size);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_

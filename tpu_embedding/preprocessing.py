@@ -1,0 +1,199 @@
+"""Features of one replica -> what the SparseCores take: padded, partitioned CSR.
+
+docs/formats.md draws the format. The work is one op for all tables, on TensorFlow's
+worker pool; it has no state, so it can run inside tf.data.Dataset.map beside training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.partitions import Partitioning
+from tpu_embedding.ops import library
+
+
+class PartitionedCsrFormatTensor(NamedTuple):
+    """The batch of one stacked table; all tensors are int32 but the gains, float32.
+
+    Attributes:
+      row_pointers: Where each partition ends in the three tensors below.
+      sorted_sample_ids: For each entry its sample, counted within its SparseCore.
+      sorted_token_ids: Its row on the shard.
+      sorted_gains: Its gain.
+      sample_count: Samples of the stacked batch, an int.
+      num_minibatches_per_physical_sparse_core: A scalar, 1 without minibatching.
+    """
+
+    row_pointers: Any
+    sorted_sample_ids: Any
+    sorted_token_ids: Any
+    sorted_gains: Any
+    sample_count: Any
+    num_minibatches_per_physical_sparse_core: Any
+
+
+class PartitionedBatch(NamedTuple):
+    """The batch of one replica. Every dict is keyed by the name of a stacked table.
+
+    Attributes:
+      tables: The CSR of each table.
+      row_pointers_sizes: int32 scalars: what is set of `row_pointers`.
+      ids_sizes: int32 scalars: what is set of the other tensors.
+      sorted_pos_ids: int32, beside `sorted_sample_ids`: each entry's position in its
+        sample. Of the tables that keep positions only.
+      dropped_ids: int64 scalars: entries left out because the id buffer was full.
+      required_ids: int64 scalars: the id buffer that would have held all.
+      max_ids: int64 scalars: entries in the fullest partition.
+      max_unique_ids: int64 scalars: different rows in the partition with most.
+      splits: int64 scalars: where the batch was cut into minibatches.
+    """
+
+    tables: dict[str, PartitionedCsrFormatTensor]
+    row_pointers_sizes: dict[str, tf.Tensor]
+    ids_sizes: dict[str, tf.Tensor]
+    sorted_pos_ids: dict[str, tf.Tensor]
+    dropped_ids: dict[str, tf.Tensor]
+    required_ids: dict[str, tf.Tensor]
+    max_ids: dict[str, tf.Tensor]
+    max_unique_ids: dict[str, tf.Tensor]
+    splits: dict[str, tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionOptions:
+    """What may differ from call to call.
+
+    Attributes:
+      padded: Give the tensors the size of the buffers, which is known while tracing.
+        What lies past the sizes of the batch is then not set. Otherwise they end there.
+      check_numerics: Fail on a weight that is not finite.
+    """
+
+    padded: bool = True
+    check_numerics: bool = False
+
+
+def partition(
+    batches: Sequence[IdBatch],
+    partitioning: Partitioning,
+    splits: Sequence[tf.Tensor] | None = None,
+    options: PartitionOptions = PartitionOptions(),
+) -> PartitionedBatch:
+    """Partitions the features of one replica.
+
+    Args:
+      batches: One for each of `partitioning.features`, in their order.
+      partitioning: Where features and tables lie.
+      splits: For each of `partitioning.tables` an int64 scalar: the `splits` that
+        other replicas need. With minibatching all replicas must be cut alike: where
+        the OR of their `splits` is more than this batch got, call again with it.
+      options: See there.
+
+    Raises:
+      tf.errors.InvalidArgumentError: If an input does not fit its feature; if an id is
+        invalid and `invalid_ids` is "error"; if a partition exceeds its limits (and
+        minibatching is off or does not help); if the id buffer is too small and
+        `allow_id_dropping` is off.
+      RuntimeError: If the custom-op library cannot be loaded.
+    """
+    weights = [b.weights for b in batches]
+    structures = [b.weight_structure for b in batches]
+    result = library.load().tpu_embedding_partition(
+        ids=[b.ids for b in batches],
+        structures=[b.structure for b in batches],
+        shapes=[b.shape for b in batches],
+        weights=[w for w in weights if w is not None],
+        weight_structures=[s for s in structures if s is not None],
+        has_weights=[w is not None for w in weights],
+        has_weight_structure=[s is not None for s in structures],
+        kinds=[b.kind.value for b in batches],
+        splits=[0] * len(partitioning.tables) if splits is None else list(splits),
+        padded=options.padded,
+        check_numerics=options.check_numerics,
+        **_feature_attributes(partitioning),
+        **_table_attributes(partitioning),
+    )
+    return _read(result, partitioning)
+
+
+def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
+    names = [table.name for table in partitioning.tables]
+
+    def by_name(values: Any) -> dict[str, Any]:
+        return dict(zip(names, values, strict=True))
+
+    positions = [table.name for table in partitioning.tables if table.positions]
+    return PartitionedBatch(
+        tables={
+            table.name: PartitionedCsrFormatTensor(
+                row_pointers=result.row_pointers[t],
+                sorted_sample_ids=result.sorted_sample_ids[t],
+                sorted_token_ids=result.sorted_token_ids[t],
+                sorted_gains=result.sorted_gains[t],
+                sample_count=table.samples,
+                num_minibatches_per_physical_sparse_core=result.num_minibatches[t],
+            )
+            for t, table in enumerate(partitioning.tables)
+        },
+        row_pointers_sizes=by_name(result.row_pointers_sizes),
+        ids_sizes=by_name(result.ids_sizes),
+        sorted_pos_ids=dict(zip(positions, result.sorted_pos_ids, strict=True)),
+        dropped_ids=by_name(tf.unstack(result.dropped_ids)),
+        required_ids=by_name(tf.unstack(result.required_ids)),
+        max_ids=by_name(tf.unstack(result.max_ids)),
+        max_unique_ids=by_name(tf.unstack(result.max_unique_ids)),
+        splits=by_name(tf.unstack(result.own_splits)),
+    )
+
+
+def _feature_attributes(partitioning: Partitioning) -> dict[str, Any]:
+    features = partitioning.features
+
+    def each(value: Callable[[Any], Any]) -> list[Any]:
+        return [value(feature) for feature in features]
+
+    return {
+        "paths": each(lambda f: f.path),
+        "feature_tables": list(range(len(features))),
+        "table_names": each(lambda f: f.table),
+        "vocabulary_sizes": each(lambda f: f.vocabulary_size),
+        "combiners": each(lambda f: f.combiner),
+        "invalid_ids": each(lambda f: f.invalid_ids),
+        "declared_shapes": each(lambda f: tf.TensorShape(f.output_shape)),
+        "declared_sources": ["FeatureConfig.output_shape"] * len(features),
+        "sequence_lengths": each(lambda f: f.sequence_length),
+        "samples": each(lambda f: f.samples),
+        "sample_offsets": each(lambda f: f.sample_offset),
+        "row_offsets": each(lambda f: f.row_offset),
+        "shifts": each(lambda f: f.shift),
+        "max_valencies": each(lambda f: f.max_valency),
+    }
+
+
+def _table_attributes(partitioning: Partitioning) -> dict[str, Any]:
+    tables = partitioning.tables
+    return {
+        "num_tables": len(tables),
+        "stack_names": [t.name for t in tables],
+        "stack_sizes": [len(t.features) for t in tables],
+        "stack_features": [f for t in tables for f in t.features],
+        "stack_rows": [t.rows for t in tables],
+        "stack_samples": [t.samples for t in tables],
+        "max_ids_per_partition": [t.max_ids_per_partition for t in tables],
+        "max_unique_ids_per_partition": [
+            t.max_unique_ids_per_partition for t in tables
+        ],
+        "keep_positions": [t.positions for t in tables],
+        "num_positions": sum(t.positions for t in tables),
+        "num_sparse_cores": partitioning.num_sparse_cores,
+        "num_replicas": partitioning.num_replicas,
+        "max_ids_per_chip_per_sample": partitioning.max_ids_per_chip_per_sample,
+        "allow_id_dropping": partitioning.allow_id_dropping,
+        "max_minibatches": partitioning.max_minibatches,
+        "minibatching": partitioning.minibatching,
+    }

@@ -1,0 +1,53 @@
+"""The wording of this package's errors: each function returns the exception."""
+
+from __future__ import annotations
+
+
+def library_unusable(problem: str) -> RuntimeError:
+    """The library of kernels is missing, or another TensorFlow's."""
+    return RuntimeError(f"The software TPU has no kernels. {problem}")
+
+
+def too_few_devices(wanted: int, found: int) -> RuntimeError:
+    """TensorFlow has started with fewer logical devices than the TPU has."""
+    return RuntimeError(
+        f"SoftwareTPUStrategy(num_devices={wanted}) needs {wanted} logical CPU "
+        f"devices, but TensorFlow has started with {found}, and they cannot be "
+        "added later. Create the strategy before anything else of TensorFlow runs, "
+        "or put this first:\n"
+        "    tf.config.set_logical_device_configuration("
+        'tf.config.list_physical_devices("CPU")[0], '
+        f"[tf.config.LogicalDeviceConfiguration()] * {wanted})"
+    )
+
+
+def number_of_devices(value: object) -> ValueError:
+    """`num_devices` is no positive integer."""
+    return ValueError(
+        f"Argument `num_devices` must be an integer > 0. Received: {value!r}."
+    )
+
+
+def meeting_timeout(value: object) -> ValueError:
+    """`meeting_timeout` is no positive number."""
+    return ValueError(
+        "Argument `meeting_timeout` must be a number of seconds > 0. "
+        f"Received: {value!r}."
+    )
+
+
+def no_embedding_hardware(name: str) -> ValueError:
+    """A generation without hardware for embeddings."""
+    return ValueError(
+        f"A software TPU {name!r} would have no embedding hardware, as the real one "
+        "has none."
+    )
+
+
+def merge_call() -> NotImplementedError:
+    """A replica asks for cross-replica context."""
+    return NotImplementedError(
+        "SoftwareTPUStrategy has no merge_call: each replica is a program of its own. "
+        "Use tf.distribute.get_replica_context().all_reduce, or do what needs all "
+        "replicas outside of strategy.run."
+    )

@@ -1,0 +1,148 @@
+"""SoftwareTPUStrategy: a tf.distribute strategy whose TPU is a program on the CPU.
+
+Under MirroredStrategy the replicas of one process cannot meet: TensorFlow orders the
+stateful ops of one replica before those of the next, so that the first waits for ever.
+Here each replica is a function of its own, and one op runs all of them together.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import mirrored_strategy
+
+from tpu_embedding import hardware
+from tpu_embedding.testing import errors, library, replicas
+
+
+class SoftwareTPUStrategy(tf.distribute.Strategy):
+    """Runs TPU programs on logical CPU devices, one per TPU chip.
+
+    `run` traces its function once per replica and signature, as TPUStrategy does:
+    Python side effects happen while tracing. Variables made in `scope()` are mirrored.
+
+    >>> strategy = SoftwareTPUStrategy("v5p", num_devices=2)
+    >>> strategy.num_replicas_in_sync
+    2
+    """
+
+    # MirroredExtended asks for it, though nothing here uses collectives.
+    _collective_key_base = 0
+
+    def __init__(
+        self,
+        generation: str = "v5p",
+        num_devices: int = 2,
+        *,
+        meeting_timeout: float = 60.0,
+    ):
+        """Takes the first `num_devices` logical CPU devices; makes them if it can.
+
+        Args:
+          generation: Name of the TPU generation, a key of `hardware.GENERATIONS`.
+          num_devices: Devices, each of which runs one replica.
+          meeting_timeout: Seconds that an op of one replica waits for those of the
+            others before it fails and names the missing ones.
+
+        Raises:
+          ValueError: For an unknown generation or one without embedding hardware,
+            and for arguments out of range.
+          RuntimeError: If TensorFlow has started with fewer devices, or the kernels
+            cannot be loaded.
+        """
+        chosen = hardware.generation(generation)
+        if chosen.embedding == "none":
+            raise errors.no_embedding_hardware(generation)
+        if type(num_devices) is not int or num_devices < 1:
+            raise errors.number_of_devices(num_devices)
+        if not (0 < meeting_timeout < math.inf):
+            raise errors.meeting_timeout(meeting_timeout)
+        library.load()
+        devices = _logical_devices(num_devices)
+        super().__init__(_Extended(self, devices, chosen, meeting_timeout))
+
+
+class _Extended(mirrored_strategy.MirroredExtended):
+    """Variables, datasets and reductions of MirroredStrategy, but its own `run`."""
+
+    def __init__(
+        self,
+        strategy: SoftwareTPUStrategy,
+        devices: list[str],
+        generation: hardware.Generation,
+        meeting_timeout: float,
+    ):
+        # Not the default, collectives: they wait for each other as barriers do.
+        super().__init__(
+            strategy,
+            devices=devices,
+            cross_device_ops=tf.distribute.ReductionToOneDevice(),
+        )
+        self.tpu_hardware = generation
+        self._meeting_timeout = meeting_timeout
+        self._programs = weakref.WeakKeyDictionary()
+
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if not tf.executing_eagerly():
+            return self._trace(fn, args, kwargs or {})
+        if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            # tf.distribute has wrapped the function anew for this call.
+            fn = getattr(fn, "__wrapped__", fn)
+        return self._program(fn)(args, kwargs or {})
+
+    def _trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return replicas.run_together(
+            self._container_strategy(), fn, args, kwargs, self._meeting_timeout
+        )
+
+    def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced program of `fn`; a later call with `fn` gets the same."""
+        method = getattr(fn, "__func__", None)
+        programs = self._programs.setdefault(getattr(fn, "__self__", fn), {})
+        if method not in programs:
+            # Weak: else the program would keep alive what it is kept for.
+            reference = weakref.WeakMethod(fn) if method else weakref.ref(fn)
+            # From here: inside `program` autograph is off, for this library's sake.
+            status = tf.__internal__.autograph.control_status_ctx()
+
+            @tf.function(autograph=False)
+            def program(args: Any, kwargs: Any) -> Any:
+                function = tf.__internal__.autograph.tf_convert(reference(), status)
+                return self._trace(function, args, kwargs)
+
+            programs[method] = program
+        return programs[method]
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        del value  # MirroredStrategy takes collectives where it has no merge_call.
+        return self._cross_device_ops
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        del options  # How collectives communicate: there are none.
+        return replicas.all_reduce(reduce_op, value, self._num_replicas_in_sync)
+
+
+def _logical_devices(count: int) -> list[str]:
+    physical = tf.config.list_physical_devices("CPU")[0]
+    configured = tf.config.get_logical_device_configuration(physical)
+    if len(configured or ()) < count:
+        try:
+            tf.config.set_logical_device_configuration(
+                physical, [tf.config.LogicalDeviceConfiguration()] * count
+            )
+        except RuntimeError as error:
+            found = len(tf.config.list_logical_devices("CPU"))
+            if found < count:
+                raise errors.too_few_devices(count, found) from error
+    return [f"/device:CPU:{index}" for index in range(count)]
