@@ -22,7 +22,7 @@ RowGroups Entries(const DeviceCsr& csr, int64_t device, int64_t num_samples) {
     for (int64_t i = partition.begin; i < partition.end; ++i, ++next) {
       entries.rows[next] = csr.Row(partition, i);
       entries.starts[next] = next;
-      entries.samples[next] = csr.Sample(partition, i);
+      entries.samples[next] = csr.Place(partition, i);
       entries.gains[next] = csr.Gain(i);
     }
   }
