@@ -54,7 +54,8 @@ def run(op: str, inputs: list[dict[str, Any]], functions: dict, **attributes) ->
             concrete[name] = function.get_concrete_function()
             concrete[name].add_to_graph(tf.compat.v1.get_default_graph())
         shape = {"max_valency": VALENCY, "num_weights": WEIGHTS, "table_name": "t"}
-        outputs = getattr(tf.raw_ops, op)(**inputs, **concrete, **shape, **attributes)
+        shape |= attributes
+        outputs = getattr(tf.raw_ops, op)(**inputs, **concrete, **shape)
         return tf.nest.flatten(tuple(outputs))
 
     given = strategy.experimental_distribute_values_from_function(
@@ -207,3 +208,34 @@ def test_more_ids_than_the_valency_are_refused(rng: np.random.Generator):
         match=r"position 4 is not in \[0, 4\), the combiner's max_valency",
     ):
         look_up(entries, table, weights)
+
+
+@tf.function(input_signature=[VALENCIES, VECTORS])
+def first(valency, vectors) -> tf.Tensor:
+    return tf.where(valency > 0, vectors[0], -tf.ones(D))
+
+
+def test_a_combiner_without_weights_gets_none_and_sees_empty_samples(
+    rng: np.random.Generator,
+):
+    table, _, entries = data(rng)
+    entries[0] = [entry for entry in entries[0] if entry[0] != 1]
+    outputs = run(
+        f"{PREFIX}WithCsrInput",
+        [
+            {
+                **SYSTEM.csr(own, with_positions=True),
+                "embedding_table": part,
+                "weights": np.zeros(0, np.float32),
+            }
+            for own, part in zip(entries, SYSTEM.cut(table), strict=True)
+        ],
+        {"combiner_computation": first},
+        num_weights=0,
+        **calls.lookup_attributes(SYSTEM.num_samples),
+    )
+    assert outputs[0][0][1].tolist() == [-1.0] * D
+    for own, (activations, *_) in zip(entries, outputs, strict=True):
+        for sample, found in enumerate(vectors_of(own, table)):
+            expected = found[0] if found else -np.ones(D)
+            np.testing.assert_allclose(activations[sample], expected, rtol=EPSILON)
