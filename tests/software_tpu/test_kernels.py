@@ -139,16 +139,17 @@ def test_lookup(
         {**system.csr(own), "embedding_table": part}
         for own, part in zip(entries, system.cut(table), strict=True)
     ]
-    for suffix in SUFFIXES:
-        outputs = calls.call(
-            calls.strategy_of(generation, num_devices),
-            f"XlaSparseDenseMatmulWith{suffix}",
-            inputs,
-            **calls.lookup_attributes(system.num_samples),
-        )
-        for (activations,), own in zip(outputs, entries, strict=True):
-            assert activations.shape == (system.num_samples, D)
-            assert_looked_up(activations, own, table)
+    # Both ops are one kernel: in turn is enough.
+    suffix = SUFFIXES[num_minibatches > 1]
+    outputs = calls.call(
+        calls.strategy_of(generation, num_devices),
+        f"XlaSparseDenseMatmulWith{suffix}",
+        inputs,
+        **calls.lookup_attributes(system.num_samples),
+    )
+    for (activations,), own in zip(outputs, entries, strict=True):
+        assert activations.shape == (system.num_samples, D)
+        assert_looked_up(activations, own, table)
 
 
 def test_quantized_lookup(rng: np.random.Generator):

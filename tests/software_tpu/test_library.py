@@ -21,6 +21,12 @@ OPS = (
     "TPUCopyWithDynamicShape",
     "TPUAnnotateTensorsWithDynamicShape",
     "XlaSparseDenseMatmulGradWithCsrInput",
+    "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput",
+    "XlaSparseDenseMatmulCustomCombinerOnTcGradWithCsrInput",
+    *(
+        f"XlaSparseDenseMatmulCustomCombinerOnTcGradWith{name}AndCsrInput"
+        for name in OPTIMIZERS
+    ),
     *(
         f"XlaSparseDenseMatmul{part}{suffix}"
         for part in ("With", *(f"GradWith{name}And" for name in OPTIMIZERS))

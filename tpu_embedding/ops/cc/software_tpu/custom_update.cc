@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/update-inl.h"
+#include "software_tpu/combiner.h"
 #include "software_tpu/inline_function.h"
 #include "software_tpu/registration.h"
 #include "software_tpu/sparse_core_op.h"
@@ -25,7 +26,10 @@ using tensorflow::Tensor;
 class CustomUpdateOp : public SparseCoreOp {
  public:
   explicit CustomUpdateOp(OpKernelConstruction* context)
-      : SparseCoreOp(context), rule_(context, "custom_computation") {}
+      : SparseCoreOp(context),
+        rule_(context, context->HasAttr("custom_computation")
+                           ? "custom_computation"
+                           : "optimizer_custom_computation") {}
 
  protected:
   absl::Status Meet(const Contexts& contexts) override {
@@ -131,6 +135,8 @@ class CustomUpdateOp : public SparseCoreOp {
 };
 
 SOFTWARE_TPU_KERNEL(XlaSparseDenseMatmulGradWithCsrInput, CustomUpdateOp);
+SOFTWARE_TPU_KERNEL(XlaSparseDenseMatmulCustomCombinerOnTcGradWithCsrInput,
+                    WithCombiner<CustomUpdateOp>);
 
 }  // namespace
 }  // namespace tpu_embedding

@@ -38,7 +38,11 @@ absl::Status DeviceCsr::Read(OpKernelContext* context, const CsrFrame& frame) {
   num_sparse_cores_ = frame.num_sparse_cores;
   samples_per_core_ = frame.samples_per_core();
   rows_per_core_ = frame.rows_per_core();
+  max_valency_ = frame.max_valency;
   TF_RETURN_IF_ERROR(ReadTensors(context, frame));
+  // The ops with a combiner take positions, and no minibatches.
+  TF_RETURN_IF_ERROR(max_valency_ > 0 ? ReadPositions(context, frame)
+                                      : ReadMinibatches(context, frame));
   TF_RETURN_IF_ERROR(Cut(frame));
   for (const Partition& partition : partitions_) {
     TF_RETURN_IF_ERROR(Check(partition, frame));
@@ -48,13 +52,11 @@ absl::Status DeviceCsr::Read(OpKernelContext* context, const CsrFrame& frame) {
 
 absl::Status DeviceCsr::ReadTensors(OpKernelContext* context,
                                     const CsrFrame& frame) {
-  const Tensor *pointers, *samples, *tokens, *gains, *minibatches;
+  const Tensor *pointers, *samples, *tokens, *gains;
   TF_RETURN_IF_ERROR(Vector(context, "row_pointers", &pointers));
   TF_RETURN_IF_ERROR(Vector(context, "sorted_sample_ids", &samples));
   TF_RETURN_IF_ERROR(Vector(context, "sorted_token_ids", &tokens));
   TF_RETURN_IF_ERROR(Vector(context, "sorted_gains", &gains));
-  TF_RETURN_IF_ERROR(
-      context->input("num_minibatches_per_physical_sparse_core", &minibatches));
   if (samples->shape() != tokens->shape() ||
       samples->shape() != gains->shape()) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -62,18 +64,39 @@ absl::Status DeviceCsr::ReadTensors(OpKernelContext* context,
         "one size, but there are ", samples->NumElements(), ", ",
         tokens->NumElements(), " and ", gains->NumElements(), "."));
   }
-  if (minibatches->NumElements() != 1 || minibatches->flat<int32_t>()(0) < 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "Table ", frame.table, ": the number of minibatches must be one ",
-        "number > 0, but is ", minibatches->DebugString(), "."));
-  }
   pointers_ = pointers->flat<int32_t>().data();
   num_pointers_ = pointers->NumElements();
   samples_ = samples->flat<int32_t>().data();
   tokens_ = tokens->flat<int32_t>().data();
   gains_ = gains->flat<float>().data();
   num_entries_ = samples->NumElements();
+  return absl::OkStatus();
+}
+
+absl::Status DeviceCsr::ReadMinibatches(OpKernelContext* context,
+                                        const CsrFrame& frame) {
+  const Tensor* minibatches;
+  TF_RETURN_IF_ERROR(
+      context->input("num_minibatches_per_physical_sparse_core", &minibatches));
+  if (minibatches->NumElements() != 1 || minibatches->flat<int32_t>()(0) < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Table ", frame.table, ": the number of minibatches must be one ",
+        "number > 0, but is ", minibatches->DebugString(), "."));
+  }
   num_minibatches_ = minibatches->flat<int32_t>()(0);
+  return absl::OkStatus();
+}
+
+absl::Status DeviceCsr::ReadPositions(OpKernelContext* context,
+                                      const CsrFrame& frame) {
+  const Tensor* positions;
+  TF_RETURN_IF_ERROR(Vector(context, "sorted_pos_ids", &positions));
+  if (positions->NumElements() != num_entries_) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Table ", frame.table, ": there are ", num_entries_, " entries, but ",
+        positions->NumElements(), " positions."));
+  }
+  positions_ = positions->flat<int32_t>().data();
   return absl::OkStatus();
 }
 
@@ -120,6 +143,12 @@ absl::Status DeviceCsr::Check(const Partition& partition,
       return Invalid(frame, partition,
                      absl::StrCat("token id ", tokens_[i], " is not in [0, ",
                                   rows_per_core_, ")."));
+    }
+    if (positions_ && (positions_[i] < 0 || positions_[i] >= max_valency_)) {
+      return Invalid(
+          frame, partition,
+          absl::StrCat("position ", positions_[i], " is not in [0, ",
+                       max_valency_, "), the combiner's max_valency."));
     }
     const bool first = i == partition.begin;
     if (!first && tokens_[i] < tokens_[i - 1]) {

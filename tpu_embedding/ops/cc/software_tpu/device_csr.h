@@ -29,6 +29,7 @@ struct CsrFrame {
   int64_t num_sparse_cores = 1;  // of each device
   int64_t num_samples = 0;       // of the replica
   int64_t num_rows = 0;          // of the table's part on one device
+  int64_t max_valency = 0;  // > 0: entries have positions, as combiners need
   int64_t max_ids = std::numeric_limits<int64_t>::max();
   int64_t max_unique_ids = std::numeric_limits<int64_t>::max();
 
@@ -59,6 +60,11 @@ class DeviceCsr {
   int64_t Sample(const Partition& partition, int64_t entry) const {
     return partition.sparse_core * samples_per_core_ + samples_[entry];
   }
+  // What its gradient is the gradient of: a sample, or a position in it.
+  int64_t Place(const Partition& partition, int64_t entry) const {
+    const int64_t sample = Sample(partition, entry);
+    return positions_ ? sample * max_valency_ + positions_[entry] : sample;
+  }
   // The device that holds the rows of `partition`.
   int64_t Device(const Partition& partition) const {
     return partition.target / num_sparse_cores_;
@@ -73,6 +79,10 @@ class DeviceCsr {
  private:
   absl::Status ReadTensors(tensorflow::OpKernelContext* context,
                            const CsrFrame& frame);
+  absl::Status ReadMinibatches(tensorflow::OpKernelContext* context,
+                               const CsrFrame& frame);
+  absl::Status ReadPositions(tensorflow::OpKernelContext* context,
+                             const CsrFrame& frame);
   absl::Status Cut(const CsrFrame& frame);
   absl::Status Check(const Partition& partition, const CsrFrame& frame) const;
 
@@ -80,12 +90,14 @@ class DeviceCsr {
   int64_t num_minibatches_ = 1;
   int64_t num_sparse_cores_ = 1;
   int64_t samples_per_core_ = 0;
+  int64_t max_valency_ = 0;
   int64_t rows_per_core_ = 0;
   const int32_t* pointers_ = nullptr;
   int64_t num_pointers_ = 0;
   int64_t num_entries_ = 0;
   const int32_t* samples_ = nullptr;
   const int32_t* tokens_ = nullptr;
+  const int32_t* positions_ = nullptr;
   const float* gains_ = nullptr;
 };
 

@@ -42,8 +42,9 @@ class SparseCoreOp : public MeetingOp {
                               std::vector<DeviceCsr>* csrs);
 
   // Checks the gradients of the activations and the CSR of all replicas.
-  absl::Status ReadGradients(const Contexts& contexts, int64_t dim,
-                             CsrFrame* frame, TableGradientSums* sums) const;
+  virtual absl::Status ReadGradients(const Contexts& contexts, int64_t dim,
+                                     CsrFrame* frame,
+                                     TableGradientSums* sums) const;
 
  private:
   absl::Status NumSparseCores(const Contexts& contexts, int64_t* number) const;

@@ -18,7 +18,7 @@ RowGroups Entries(const DeviceCsr& csr, int64_t device, int64_t num_samples) {
     if (csr.Device(partition) != device) continue;
     for (int64_t i = partition.begin; i < partition.end; ++i, ++next) {
       groups.entries[next] = {static_cast<int32_t>(csr.Row(partition, i)),
-                              static_cast<uint32_t>(csr.Sample(partition, i)),
+                              static_cast<uint32_t>(csr.Place(partition, i)),
                               csr.Gain(i)};
     }
   }

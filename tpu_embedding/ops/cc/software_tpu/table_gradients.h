@@ -18,8 +18,10 @@ class TableGradientSums {
   // By replica.
   std::vector<DeviceCsr> csrs;
 
-  // The gradients of the next replica's activations, [num_samples, dim].
+  // The gradients of the next replica's activations, [num_samples, dim]; those
+  // of looked-up vectors where there is a combiner.
   void AddSamples(const tensorflow::Tensor& gradients) {
+    kept_.push_back(gradients);
     num_samples_ = gradients.dim_size(0);
     const int64_t dim = gradients.dim_size(1);
     const float* const data = gradients.flat<float>().data();
@@ -38,6 +40,7 @@ class TableGradientSums {
  private:
   int64_t num_samples_ = 0;  // of one replica
   std::vector<const float*> samples_;
+  std::vector<tensorflow::Tensor> kept_;
 };
 
 }  // namespace tpu_embedding

@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "software_tpu/combiner.h"
 #include "software_tpu/registration.h"
 #include "software_tpu/rules.h"
 #include "software_tpu/sparse_core_op.h"
@@ -20,6 +21,8 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
 constexpr char kPrefix[] = "XlaSparseDenseMatmulGradWith";
+constexpr char kCombinerPrefix[] =
+    "XlaSparseDenseMatmulCustomCombinerOnTcGradWith";
 constexpr const char* kSuffixes[] = {"AndStaticBufferSize", "AndCsrInput"};
 
 // Rough cycles of one row.
@@ -29,8 +32,8 @@ class UpdateOp : public SparseCoreOp {
  public:
   explicit UpdateOp(OpKernelConstruction* context) : SparseCoreOp(context) {
     for (const SparseCoreRule& rule : SparseCoreRules()) {
-      const std::string start = absl::StrCat(kPrefix, rule.optimizer, "And");
-      if (absl::StartsWith(type_string(), start)) rule_ = &rule;
+      const std::string part = absl::StrCat("GradWith", rule.optimizer, "And");
+      if (absl::StrContains(type_string(), part)) rule_ = &rule;
     }
     OP_REQUIRES(context, rule_,
                 absl::InternalError(absl::StrCat("No rule for ", name())));
@@ -132,6 +135,8 @@ class UpdateOp : public SparseCoreOp {
       RegisterWhereMissing<UpdateOp>(
           absl::StrCat(kPrefix, rule.optimizer, suffix).c_str());
     }
+    RegisterWhereMissing<WithCombiner<UpdateOp>>(
+        absl::StrCat(kCombinerPrefix, rule.optimizer, "AndCsrInput").c_str());
   }
   return true;
 }();
