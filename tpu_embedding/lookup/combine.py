@@ -84,7 +84,7 @@ def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
       reader: The table.
 
     Returns:
-      float32 [*selection.shape, D].
+      float32 [*selection.axes, D].
     """
     if selection.weights is not None:
         return look_up(reader, selection.entries())
@@ -95,9 +95,9 @@ def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
         data=data,
         indices=indices,
         segment_ids=selection.samples,
-        num_segments=tf.reduce_prod(selection.shape),
+        num_segments=selection.num_samples,
     )
-    return _shaped(sums, selection.shape)
+    return sums if len(selection.axes) == 1 else _shaped(sums, tf.stack(selection.axes))
 
 
 def look_up(reader: TableReader, entries: Entries) -> tf.Tensor:
@@ -119,8 +119,6 @@ def look_up(reader: TableReader, entries: Entries) -> tf.Tensor:
 
 def _shaped(sums: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     """[samples, D] -> [*shape, D]."""
-    if shape.shape.rank is not None and shape.shape[0] == 1:
-        return sums
     return tf.reshape(sums, tf.concat([shape, tf.shape(sums, tf.int64)[1:]], 0))
 
 

@@ -11,6 +11,7 @@ come first: what they are computed from must stand input of any sort.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -26,7 +27,7 @@ from tpu_embedding.lookup.checks import (
 from tpu_embedding.lookup.rows import (
     FeatureInput,
     first,
-    output_shape,
+    output_axes,
     rows_of,
 )
 
@@ -61,7 +62,7 @@ class Selection:
       rows: int64 [n], each in [0, V).
       samples: int64 [n], ascending.
       weights: float32 [n], or None where all are 1.
-      shape: int64 [k], the output shape without the embedding axis.
+      axes: int64 scalars, the output shape without the embedding axis.
       combiner: The table's.
       one_each: Entry i is all that sample i has, and n is the number of samples.
     """
@@ -69,9 +70,14 @@ class Selection:
     rows: tf.Tensor
     samples: tf.Tensor
     weights: tf.Tensor | None
-    shape: tf.Tensor
+    axes: list[tf.Tensor]
     combiner: str
     one_each: bool
+
+    @property
+    def num_samples(self) -> tf.Tensor:
+        """int64 scalar."""
+        return math.prod(self.axes[1:], start=self.axes[0])
 
     def entries(self) -> Entries:
         """With the gain of each entry."""
@@ -79,9 +85,9 @@ class Selection:
         if weights is None:
             weights = tf.ones_like(self.rows, tf.float32)
         # Not negative even where a check fails: tracing looks at constants, too.
-        count = tf.maximum(tf.reduce_prod(self.shape), 0)
+        count = tf.maximum(self.num_samples, 0)
         gains = _gains(self.combiner, self.samples, weights, count)
-        return Entries(self.rows, self.samples, gains, self.shape)
+        return Entries(self.rows, self.samples, gains, tf.stack(self.axes))
 
 
 def build_entries(
@@ -173,7 +179,7 @@ def _check_sizes(feature: FeatureInput) -> list[Check]:
 def _draft(feature: FeatureInput) -> _Draft:
     batch, config = feature.batch, feature.table.config
     rows = rows_of(feature)
-    shape, positions, shape_checks = output_shape(feature, rows)
+    axes, positions, shape_checks = output_axes(feature, rows)
     ids = tf.cast(_flat(batch.ids), tf.int64)
     weights = None if batch.weights is None else _flat(batch.weights)
     kept = []  # Masks of the entries that are to stay.
@@ -196,7 +202,7 @@ def _draft(feature: FeatureInput) -> _Draft:
             rows=columns[0],
             samples=columns[1],
             weights=None if weights is None else columns[2],
-            shape=shape,
+            axes=axes,
             combiner=config.combiner,
             one_each=rows.one_each and not kept,
         )

@@ -51,23 +51,18 @@ class Rows:
     """The rows of an input: its shape without the last axis.
 
     Attributes:
-      shape: int64 [k].
+      axes: int64 scalars, whose product is the number of rows.
       row: int64 [n], the row of each entry.
       position: int64 [n], where in its row each entry stands.
       checks: Of the input's structure.
       one_each: Entry i is all that row i has.
     """
 
-    shape: tf.Tensor
+    axes: list[tf.Tensor]
     row: tf.Tensor
     position: tf.Tensor
     checks: list[Check]
     one_each: bool = False
-
-    @property
-    def count(self) -> tf.Tensor:
-        """int64 scalar, the number of rows."""
-        return tf.reduce_prod(self.shape)
 
 
 def rows_of(feature: FeatureInput) -> Rows:
@@ -80,34 +75,36 @@ def first(mask: tf.Tensor) -> tf.Tensor:
     return tf.where(mask)[0, 0]
 
 
-def output_shape(
+def output_axes(
     feature: FeatureInput, rows: Rows
-) -> tuple[tf.Tensor, tf.Tensor | None, list[Check]]:
-    """The output shape and the number of positions per row.
+) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check]]:
+    """The axes of the output and the number of positions per row.
 
     Positions are None where a row is always one sample; where they are 0 it is one
     in this batch; else each position of a row is a sample of its own.
     """
     length = feature.spec.config.max_sequence_length
-    shape, positions, checks = rows.shape, None, []
+    axes, positions, checks = rows.axes, None, []
     if length:
         positions = tf.constant(length, tf.int64)
-        shape = tf.concat([shape, [length]], 0)
+        axes = [*axes, positions]
     elif feature.declared is not None and feature.batch.kind is InputKind.RAGGED:
-        return _filled(feature, feature.declared, rows.count)
+        (count,) = rows.axes
+        return _filled(feature, feature.declared, count)
     if feature.declared is not None:
-        checks.append(_check_declared(feature, feature.declared, shape))
+        checks.append(_check_declared(feature, feature.declared, axes))
     if feature.batch.kind is InputKind.SPARSE or length:
-        checks.append(_check_size(feature, shape))
-    return shape, positions, checks
+        checks.append(_check_size(feature, axes))
+    return axes, positions, checks
 
 
-def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
+def _check_size(feature: FeatureInput, axes: list[tf.Tensor]) -> Check:
     """That a shape which no data stand for is one that memory may hold."""
     most = feature.most_samples
-    if shape.shape[0] == 1:
-        fits = tf.reduce_all(tf.bitcast(shape, tf.uint64) <= most)
+    if len(axes) == 1:
+        fits = tf.bitcast(axes[0], tf.uint64) <= most
     else:  # In double precision, as hostile axes overflow an integer.
+        shape = tf.stack(axes)
         products = tf.math.cumprod(tf.cast(shape, tf.float64))
         fits = tf.reduce_all((shape >= 0) & (shape <= most)) & tf.reduce_all(
             products <= most
@@ -116,7 +113,7 @@ def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
         fits,
         lambda: text(
             f"{feature.name}: the shape ",
-            _shape_text(shape, shape.shape[0]),
+            _shape_text(axes),
             f" has a negative axis or more than {most} samples.",
         ),
     )
@@ -124,7 +121,7 @@ def _check_size(feature: FeatureInput, shape: tf.Tensor) -> Check:
 
 def _filled(
     feature: FeatureInput, declared: Declared, count: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor | None, list[Check]]:
+) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check]]:
     """How `count` ragged rows fill the declared shape.
 
     They do if its product is `count`, where one open axis may take up what the
@@ -140,7 +137,10 @@ def _filled(
         fills = (count == known) | ((multiple > 0) & (count * multiple == known))
     else:
         fills = (count % divisor == 0) & (known > 0) & (num_open == 1)
-    shape = tf.stack([count // divisor if a is None else a for a in declared.shape])
+    axes = [
+        count // divisor if a is None else tf.constant(a, tf.int64)
+        for a in declared.shape
+    ]
     check = Check(
         fills,
         lambda: text(
@@ -149,22 +149,21 @@ def _filled(
             f" rows does not fill the output shape {_declared_text(declared)}.",
         ),
     )
-    return tf.cast(shape, tf.int64), positions, [check]
+    return axes, positions, [check]
 
 
 def _check_declared(
-    feature: FeatureInput, declared: Declared, shape: tf.Tensor
+    feature: FeatureInput, declared: Declared, axes: list[tf.Tensor]
 ) -> Check:
-    rank = shape.shape[0]
-    matches = tf.constant(rank == len(declared.shape))
-    if rank == len(declared.shape):
-        axes = [tf.constant(-1 if a is None else a, tf.int64) for a in declared.shape]
-        matches = tf.reduce_all((tf.stack(axes) < 0) | (shape == axes))
+    matches = tf.constant(len(axes) == len(declared.shape))
+    for axis, expected in zip(axes, declared.shape, strict=False):
+        if expected is not None:
+            matches &= axis == expected
     return Check(
         matches,
         lambda: text(
             f"{feature.name}: the input gives output shape ",
-            _shape_text(shape, rank),
+            _shape_text(axes),
             f", not {_declared_text(declared)}.",
         ),
     )
@@ -174,9 +173,11 @@ def _dense_rows(feature: FeatureInput) -> Rows:
     batch = feature.batch
     index = tf.range(tf.size(batch.ids, tf.int64))
     if batch.static_shape.rank == 1:
-        return Rows(batch.shape, index, tf.zeros_like(index), [], one_each=True)
-    length = tf.maximum(batch.shape[-1], 1)  # Without ids nothing is divided.
-    return Rows(batch.shape[:-1], index // length, index % length, [])
+        count = tf.unstack(batch.shape, num=1)
+        return Rows(count, index, tf.zeros_like(index), [], one_each=True)
+    *axes, length = tf.unstack(batch.shape, num=batch.static_shape.rank)
+    length = tf.maximum(length, 1)  # Without ids nothing is divided.
+    return Rows(axes, index // length, index % length, [])
 
 
 def _ragged_rows(feature: FeatureInput) -> Rows:
@@ -219,18 +220,20 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
     # The extra split and the maximum are for splits that fail the checks.
     starts = tf.gather(tf.concat([splits, [0]], 0), tf.maximum(row, 0))
     count = tf.size(splits, tf.int64) - 1
-    return Rows(tf.reshape(count, [1]), row, index - starts, checks)
+    return Rows([count], row, index - starts, checks)
 
 
 def _sparse_rows(feature: FeatureInput) -> Rows:
     batch, name = feature.batch, feature.name
     shape, indices = batch.shape, batch.structure
     rank = batch.static_shape.rank
+    axes = tf.unstack(shape, num=rank)
     row, *middle, column = tf.unstack(indices, num=rank, axis=1)
-    for axis, index in enumerate(middle, 1):
-        row = row * shape[axis] + index
-    # Without a sign, negative numbers are the largest: one comparison.
-    inside = tf.bitcast(indices, tf.uint64) < tf.bitcast(shape, tf.uint64)
+    for axis, index in zip(axes[1:], middle, strict=False):
+        row = row * axis + index
+    # Without a sign, negative indices are the largest: one comparison.
+    limits = tf.bitcast(tf.maximum(shape, 0), tf.uint64)
+    inside = tf.bitcast(indices, tf.uint64) < limits
     # An index comes after the one before if its last axis grows and no other falls;
     # each axis that does not suffice wants a step of 1 from the one before it.
     first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=rank, axis=1)
@@ -247,7 +250,7 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         outside = text(
             start,
             " has an index outside of dense_shape ",
-            _shape_text(shape, rank),
+            _shape_text(axes),
             ".",
         )
         unordered = text(
@@ -258,7 +261,7 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         return tf.where(entry_inside[entry], unordered, outside)
 
     check = Check(tf.reduce_all(inside) & tf.reduce_all(ascends), message)
-    return Rows(shape[:-1], row, column, [check])
+    return Rows(axes[:-1], row, column, [check])
 
 
 _READERS = {
@@ -268,11 +271,11 @@ _READERS = {
 }
 
 
-def _shape_text(shape: tf.Tensor, rank: int | None) -> tf.Tensor:
+def _shape_text(axes: list[tf.Tensor]) -> tf.Tensor:
     """The shape as Python writes a tuple."""
-    axes = tf.where(shape < 0, "None", tf.strings.as_string(shape))
-    axes = tf.strings.reduce_join(axes, separator=", ")
-    return text("(", axes, ",)" if rank == 1 else ")")
+    words = tf.strings.as_string(tf.stack(axes))
+    joined = tf.strings.reduce_join(words, separator=", ")
+    return text("(", joined, ",)" if len(axes) == 1 else ")")
 
 
 def _declared_text(declared: Declared) -> str:
