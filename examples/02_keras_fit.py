@@ -67,7 +67,7 @@ def main() -> None:
     ranker.save(options.out / "ranker.keras")
     loaded: Any = keras.models.load_model(options.out / "ranker.keras")
     np.testing.assert_array_equal(loaded.predict(test), ranker.predict(test))
-    ranker.export(options.out / "saved_model")  # TensorFlow alone can serve it.
+    ranker.export(options.out / "saved_model", verbose=False)
 
 
 if __name__ == "__main__":

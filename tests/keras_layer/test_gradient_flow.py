@@ -283,7 +283,9 @@ def test_without_an_optimizer_there_are_lookups_only(graph: bool):
     layer = make_layer(None)
     assert layer(IDS).numpy()[0].tolist() == [1, 1]
     step = tf.function(gradient) if graph else gradient
-    with pytest.raises(RuntimeError, match="cannot train the tables t: they have no"):
+    with pytest.raises(
+        RuntimeError, match=r"the tables t: .* or set `layer.trainable = F"
+    ):
         step(layer)
     layer.trainable = False
     assert layer(IDS).numpy()[0].tolist() == [1, 1]

@@ -60,6 +60,12 @@ def test_loss_scale_of_the_wrong_type(value: Any):
         make(loss_scale=value)
 
 
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+def test_loss_scale_of_no_use(value: float):
+    with pytest.raises(ValueError, match="`loss_scale` must be"):
+        make(loss_scale=value)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -77,8 +83,15 @@ def test_arguments_are_checked_at_birth(options: Any, error: Any, text: str):
 def test_batches_of_another_size_than_promised():
     layer = make(batch_size=4)
     layer({"a": tf.constant([0, 1, 2, 3])})
-    with pytest.raises(ValueError, match="batch of 3 where 4 was expected"):
-        layer({"a": tf.constant([0, 1, 2])})
+    for call in (layer, tf.function(layer)):
+        with pytest.raises(ValueError, match="batch of 3 where 4 was expected"):
+            call({"a": tf.constant([0, 1, 2])})
+
+
+def test_exported_graphs_take_any_batch_size():
+    layer = make(batch_size=4)
+    serve = tf.function(layer, input_signature=[{"a": tf.TensorSpec([None], tf.int64)}])
+    assert serve({"a": tf.constant([3], tf.int64)})["a"].shape == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def test_the_layer_turns_jit_compilation_off():
     model = models.make_model("sgd")
     model.compile("sgd", "mse", jit_compile="auto")
     assert not model.jit_compile
+    with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+        model.compile("sgd", "mse", jit_compile=True)
+    assert not model.jit_compile
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])

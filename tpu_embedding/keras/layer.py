@@ -14,6 +14,7 @@ from tpu_embedding.keras import errors, saving
 from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
 from tpu_embedding.keras.specs import output_spec
 from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
+from tpu_embedding.optimizers.base import check_positive
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 
@@ -302,13 +303,11 @@ class TPUEmbedding(keras.layers.Layer):
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
-        if save_type != "checkpoint":
-            # Exported graphs refer to the virtual weight, which is no attribute.
-            weights = {f"_weight_{i}": w.value for i, w in enumerate(self.weights)}
-            return {**children, **weights}
-        if not self.built:
-            return {}
-        return {name: children[name] for name in self._parts.tables.variables()}
+        if save_type == "checkpoint":
+            return children  # Tables and slots: Keras's own views are no attributes.
+        # Exported graphs refer to the virtual weight too.
+        weights = {f"_weight_{i}": w.value for i, w in enumerate(self.weights)}
+        return {**children, **weights}
 
     def _ensure_built(self) -> None:
         if not self.built:
@@ -340,3 +339,5 @@ def _check_loss_scale(value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not number and not callable(value):
         raise argument_type("loss_scale", value, "None, a number or a callable")
+    if number:
+        check_positive("loss_scale", value)
