@@ -272,8 +272,9 @@ _READERS = {
 
 
 def _shape_text(axes: list[tf.Tensor]) -> tf.Tensor:
-    """The shape as Python writes a tuple."""
-    words = tf.strings.as_string(tf.stack(axes))
+    """The shape as Python writes a tuple; an axis below 0 is None."""
+    shape = tf.stack(axes)
+    words = tf.where(shape < 0, "None", tf.strings.as_string(shape))
     joined = tf.strings.reduce_join(words, separator=", ")
     return text("(", joined, ",)" if len(axes) == 1 else ")")
 
