@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
+from tpu_embedding.config import (
+    FeatureConfig,
+    QuantizationConfig,
+    SparseCoreEmbeddingConfig,
+    TableConfig,
+)
 
 stock = tf.tpu.experimental.embedding
 
@@ -25,7 +30,9 @@ def _arguments(cls: type) -> list[tuple[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("cls", [TableConfig, FeatureConfig, QuantizationConfig])
+@pytest.mark.parametrize(
+    "cls", [TableConfig, FeatureConfig, QuantizationConfig, SparseCoreEmbeddingConfig]
+)
 def test_arguments_are_those_of_tensorflow(cls: type) -> None:
     assert _arguments(cls) == _arguments(getattr(stock, cls.__name__))
 
@@ -228,3 +235,33 @@ def test_configs_survive_pickle_and_copy() -> None:
         assert again.output_shape == (3, None)
         assert again.table.name == "t"
         assert again.table is not feature.table
+
+
+def test_sparse_core_config_keeps_limits_of_its_own() -> None:
+    limits = {"a": 3}
+    config = SparseCoreEmbeddingConfig(max_ids_per_table=limits)
+    limits["a"] = 4
+    assert config.max_ids_per_table == {"a": 3}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("disable_table_stacking", 1, TypeError),
+        ("allow_id_dropping", None, TypeError),
+        ("initialize_tables_on_host", "yes", TypeError),
+        ("enable_fast_table_initialization", 0, TypeError),
+        ("stock_feature_counts", 1, TypeError),
+        ("max_ids_per_chip_per_sample", 0, ValueError),
+        ("max_ids_per_chip_per_sample", 1.5, ValueError),
+        ("max_ids_per_table", 3, TypeError),
+        ("max_ids_per_table", {1: 3}, TypeError),
+        ("max_unique_ids_per_table", {"a": 0}, ValueError),
+        ("max_unique_ids_per_table", {"a": True}, ValueError),
+    ],
+)
+def test_sparse_core_config_is_checked(
+    argument: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=argument):
+        SparseCoreEmbeddingConfig(**{argument: value})

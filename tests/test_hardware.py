@@ -16,8 +16,18 @@ def test_generation_is_found_by_its_own_name(name: str) -> None:
 def test_only_sparse_core_generations_have_sparse_cores(name: str) -> None:
     generation = hardware.generation(name)
     has_sparse_cores = generation.embedding == "sparse_core"
-    assert (generation.sparse_cores_per_chip > 0) == has_sparse_cores
+    assert (generation.sparse_cores_per_device > 0) == has_sparse_cores
     assert (generation.lane_width > 0) == has_sparse_cores
+    assert (generation.row_multiple > 0) == has_sparse_cores
+
+
+def test_sparse_cores_of_each_device() -> None:
+    # As Google's jax-tpu-embedding has them, by device and not by chip.
+    assert {
+        name: generation.sparse_cores_per_device
+        for name, generation in hardware.GENERATIONS.items()
+        if generation.embedding == "sparse_core"
+    } == {"v5p": 4, "v6e": 2, "7x": 2}
 
 
 def test_generations_of_each_kind() -> None:

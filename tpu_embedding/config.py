@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_embedding import combiners, errors
@@ -167,6 +167,67 @@ class FeatureConfig:
             raise errors.sequence_with_output_shape(self.name, length, shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class SparseCoreEmbeddingConfig:
+    """How TPUEmbeddingV2 lays tables and batches out for SparseCores.
+
+    Fields, their order and defaults are those of
+    tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig, and
+    `stock_feature_counts`. The limits concern the buffers of a TPU (or of the
+    software TPU); the host engine has no such buffers and keeps every id.
+
+    >>> SparseCoreEmbeddingConfig(max_ids_per_table={"films": 512}).allow_id_dropping
+    False
+
+    Attributes:
+      disable_table_stacking: Each table is a stack of its own.
+      max_ids_per_chip_per_sample: Times the samples of a stack it is the size of a
+        device's buffer of ids, a positive int.
+      max_ids_per_table: By name of the stack: how many ids one SparseCore may ask
+        another for in one step; 256 for stacks that are not named.
+      max_unique_ids_per_table: The same of different ids.
+      allow_id_dropping: Drop the ids that the buffer has no room for instead of
+        failing.
+      initialize_tables_on_host: Make the initial values on the host rather than on
+        the TPU.
+      enable_fast_table_initialization: Fill a whole stack by the initializer of its
+        first table, on the TPU. Other numbers than those of docs/semantics.md.
+      stock_feature_counts: Count samples as TensorFlow's own TPUEmbeddingV2 does,
+        which sees only the first feature of all: for checkpoints that it wrote.
+
+    Raises:
+      TypeError: If a field is of the wrong type.
+      ValueError: If a limit is below 1.
+    """
+
+    disable_table_stacking: bool = False
+    max_ids_per_chip_per_sample: int = 64
+    max_ids_per_table: Mapping[str, int] | None = None
+    max_unique_ids_per_table: Mapping[str, int] | None = None
+    allow_id_dropping: bool = False
+    initialize_tables_on_host: bool = True
+    enable_fast_table_initialization: bool = False
+    stock_feature_counts: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for flag in (
+            "disable_table_stacking",
+            "allow_id_dropping",
+            "initialize_tables_on_host",
+            "enable_fast_table_initialization",
+            "stock_feature_counts",
+        ):
+            if not isinstance(getattr(self, flag), bool):
+                raise errors.argument_type(flag, getattr(self, flag), "a bool")
+        limit = self.max_ids_per_chip_per_sample
+        if not _is_int(limit) or limit < 1:
+            raise errors.argument_int("max_ids_per_chip_per_sample", limit, smallest=1)
+        for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
+            limits = getattr(self, argument)
+            if limits is not None:
+                object.__setattr__(self, argument, _limits(argument, limits))
+
+
 def check_invalid_ids(value: object) -> None:
     """Raises ValueError unless `value` is one of `INVALID_IDS`."""
     if value not in INVALID_IDS:
@@ -176,6 +237,16 @@ def check_invalid_ids(value: object) -> None:
 def _is_int(value: object) -> bool:
     # As in TensorFlow, NumPy's integers are refused; a bool is one by mistake.
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _limits(argument: str, limits: object) -> dict[str, int]:
+    """A copy: the user may change his own dict later."""
+    if not isinstance(limits, Mapping) or not all(isinstance(k, str) for k in limits):
+        raise errors.argument_type(argument, limits, "a dict by stack name or None")
+    for name, limit in limits.items():
+        if not _is_int(limit) or limit < 1:
+            raise errors.argument_int(f"{argument}[{name!r}]", limit, smallest=1)
+    return dict(limits)
 
 
 def _check_name(name: object) -> None:

@@ -18,30 +18,39 @@ class Generation:
       name: As Google Cloud writes it, e.g. "v5p".
       embedding: "v1" (the TPUEmbedding engine that is configured once per
         system), "sparse_core", or "none".
-      sparse_cores_per_chip: SparseCores that programs can address; 0 where
-        `embedding` is not "sparse_core".
+      sparse_cores_per_device: SparseCores of one device, that is of one replica; 0
+        where `embedding` is not "sparse_core".
       lane_width: Float32 values that a SparseCore handles at once: the width of
         a stored row is a multiple of it. 0 where there is no SparseCore.
+      row_multiple: The rows that a table has on one SparseCore are a multiple of it.
     """
 
     name: str
     embedding: EmbeddingHardware
-    sparse_cores_per_chip: int
-    lane_width: int
+    sparse_cores_per_device: int = 0
+    lane_width: int = 0
+    row_multiple: int = 0
 
 
-# v4 has SparseCores too, but they are reached through the "v1" engine only. A
-# TPU 7x chip shows itself as two devices with two SparseCores each.
+def _sparse_core(name: str, sparse_cores_per_device: int) -> Generation:
+    return Generation(
+        name, "sparse_core", sparse_cores_per_device, lane_width=8, row_multiple=8
+    )
+
+
+# v4 has SparseCores too, but they are reached through the "v1" engine only. A v5p
+# chip and a v6e chip are one device each; a 7x chip shows itself as two, with two of
+# its four SparseCores each.
 GENERATIONS: dict[str, Generation] = {
     generation.name: generation
     for generation in (
-        Generation("v2", "v1", sparse_cores_per_chip=0, lane_width=0),
-        Generation("v3", "v1", sparse_cores_per_chip=0, lane_width=0),
-        Generation("v4", "v1", sparse_cores_per_chip=0, lane_width=0),
-        Generation("v5e", "none", sparse_cores_per_chip=0, lane_width=0),
-        Generation("v5p", "sparse_core", sparse_cores_per_chip=4, lane_width=8),
-        Generation("v6e", "sparse_core", sparse_cores_per_chip=2, lane_width=8),
-        Generation("7x", "sparse_core", sparse_cores_per_chip=4, lane_width=8),
+        Generation("v2", "v1"),
+        Generation("v3", "v1"),
+        Generation("v4", "v1"),
+        Generation("v5e", "none"),
+        _sparse_core("v5p", 4),
+        _sparse_core("v6e", 2),
+        _sparse_core("7x", 2),
     )
 }
 
@@ -49,7 +58,7 @@ GENERATIONS: dict[str, Generation] = {
 def generation(name: str) -> Generation:
     """Returns the generation called `name`.
 
-    >>> generation("v5p").sparse_cores_per_chip
+    >>> generation("v5p").sparse_cores_per_device
     4
 
     Args:

@@ -1,0 +1,107 @@
+"""The wording of errors about layouts and stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def stack_shape(
+    tables: Sequence[str], got: Sequence[int], wanted: Sequence[int]
+) -> ValueError:
+    """For storage of a stack that has another shape than its layout says."""
+    return ValueError(
+        f"The stack of tables {', '.join(tables)} has shape {tuple(got)}, but its "
+        f"layout says {tuple(wanted)} (one column for a slot per row). Use the "
+        "layout that it was stored with."
+    )
+
+
+def stack_without_table(tables: Sequence[str], missing: str) -> ValueError:
+    """For a stack whose tables are not all given."""
+    return ValueError(
+        f"The stack of tables {', '.join(tables)} needs a value for table {missing!r}; "
+        "give all of them."
+    )
+
+
+def stacked_table_shape(
+    table: str, got: Sequence[int], wanted: Sequence[int]
+) -> ValueError:
+    """For a table or slot of another shape than its layout says."""
+    return ValueError(
+        f"Table {table!r} has a value of shape {tuple(got)}, but its layout says "
+        f"{tuple(wanted)}, or one column for a slot per row. Give it without padding."
+    )
+
+
+def layout_kind(table: str, got: object) -> ValueError:
+    """For a TableConfig.layout that is no layout."""
+    return ValueError(
+        f"Table {table!r}: layout must be None, a TableLayout or a "
+        f"SparseCoreTableLayout proto, got {got!r}."
+    )
+
+
+def layout_field(table: str, what: str, got: object, wanted: object) -> ValueError:
+    """For a layout that was made for another table or other hardware."""
+    return ValueError(
+        f"Table {table!r}: {what} of its layout is {got!r}, but here it is {wanted!r}. "
+        "Take the layout from an embedding of this table on this hardware, or leave "
+        "layout=None."
+    )
+
+
+def layout_padding(table: str, padded: Sequence[int], shards: int) -> ValueError:
+    """For a padded shape that cannot be cut into shards."""
+    return ValueError(
+        f"Table {table!r}: unsharded_padded_shape of its layout is {tuple(padded)}; it "
+        f"needs two axes, each at least that of the table, and rows that {shards} "
+        "SparseCores divide."
+    )
+
+
+def stack_of_two_kinds(stack: str, one: str, other: str) -> ValueError:
+    """For a stack whose tables differ in what the hardware keeps once per stack."""
+    return ValueError(
+        f"Tables {one!r} and {other!r} are both in stack {stack!r}, but tables of one "
+        "stack have one padded width, optimizer and quantization_config. Rename a "
+        "table or give it another stacked_table_name in its layout."
+    )
+
+
+def stack_overlap(stack: str, one: str, other: str) -> ValueError:
+    """For two tables at one place."""
+    return ValueError(
+        f"Tables {one!r} and {other!r} share rows of stack {stack!r}. Give them "
+        "layouts that do not overlap, or rename a table: the name of a stack is that "
+        'of its tables joined by "_".'
+    )
+
+
+def output_shape_missing(path: str, shape: object) -> ValueError:
+    """For a feature whose samples a SparseCore cannot know beforehand."""
+    return ValueError(
+        f"Feature {path}: SparseCores need the whole output_shape in FeatureConfig, "
+        f"per replica and without unknown axes, got {shape!r}. Set for example "
+        "output_shape=[batch size per replica]."
+    )
+
+
+def samples_not_divisible(path: str, samples: int, sparse_cores: int) -> ValueError:
+    """For a feature whose samples cannot be dealt out to the SparseCores."""
+    return ValueError(
+        f"Feature {path}: its output_shape has {samples} samples per replica, which "
+        f"the {sparse_cores} SparseCores of a device do not divide. Choose a batch "
+        f"size per replica that is a multiple of {sparse_cores}."
+    )
+
+
+def limit_of_unknown_stack(
+    argument: str, unknown: Sequence[str], names: Sequence[str]
+) -> ValueError:
+    """For limits of a stacked table that is not there."""
+    return ValueError(
+        f"SparseCoreEmbeddingConfig.{argument} names {', '.join(unknown)}, but the "
+        f"stacked tables are {', '.join(names)}. Limits go by the name of the stack: "
+        'the names of its tables, sorted and joined by "_".'
+    )

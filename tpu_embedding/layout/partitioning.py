@@ -1,0 +1,115 @@
+"""From a layout to what the preprocessor takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.layout import errors
+from tpu_embedding.layout.partitions import (
+    PartitionedFeature,
+    PartitionedTable,
+    Partitioning,
+)
+from tpu_embedding.layout.stacking import Layout, StackingOptions
+from tpu_embedding.layout.tables import Plan
+
+# TensorFlow's own, for stacks that no limit is given for.
+DEFAULT_MAX_IDS_PER_TABLE = 256
+DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = 256
+
+
+def make_partitioning(
+    plan: Plan,
+    layout: Layout,
+    options: StackingOptions,
+    config: SparseCoreEmbeddingConfig,
+) -> Partitioning:
+    """What the preprocessor needs for the batches of a plan.
+
+    Args:
+      plan: The tables and features; each feature has a full `output_shape`.
+      layout: Where the tables are, of the same plan.
+      options: What the layout was made for.
+      config: The limits.
+
+    Raises:
+      ValueError: If a limit is given for a stack that does not exist, a feature has
+        no output shape, or its samples cannot be divided by the SparseCores.
+    """
+    names = [stack.name for stack in layout.stacks]
+    for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
+        _check_names(argument, getattr(config, argument), names)
+    ids, unique = config.max_ids_per_table, config.max_unique_ids_per_table
+    return Partitioning(
+        num_sparse_cores=options.sparse_cores_per_device,
+        num_replicas=options.num_devices,
+        features=tuple(
+            _feature(plan, layout, i, options.sparse_cores_per_device)
+            for i in range(len(plan.features))
+        ),
+        tables=tuple(
+            PartitionedTable(
+                name=stack.name,
+                rows=stack.storage.rows,
+                samples=stack.samples,
+                features=stack.features,
+                max_ids_per_partition=(ids or {}).get(
+                    stack.name, DEFAULT_MAX_IDS_PER_TABLE
+                ),
+                max_unique_ids_per_partition=(unique or {}).get(
+                    stack.name, DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
+                ),
+            )
+            for stack in layout.stacks
+        ),
+        max_ids_per_chip_per_sample=config.max_ids_per_chip_per_sample,
+        allow_id_dropping=config.allow_id_dropping,
+    )
+
+
+def full_output_shapes(plan: Plan) -> list[tuple[int, ...]]:
+    """The declared output shape of each feature, which SparseCores need.
+
+    Raises:
+      ValueError: If a feature has none, or one with an unknown axis.
+    """
+    shapes = []
+    for spec in plan.features:
+        shape = spec.config.output_shape
+        if shape is None or None in shape:
+            raise errors.output_shape_missing(spec.path, shape)
+        shapes.append(tuple(shape))
+    return shapes
+
+
+def _feature(
+    plan: Plan, layout: Layout, index: int, sparse_cores: int
+) -> PartitionedFeature:
+    spec = plan.features[index]
+    table = plan.tables[spec.table]
+    place = layout.tables[spec.table]
+    samples = layout.samples[index]
+    if samples % sparse_cores:
+        raise errors.samples_not_divisible(spec.path, samples, sparse_cores)
+    return PartitionedFeature(
+        path=spec.path,
+        table=table.name,
+        vocabulary_size=table.config.vocabulary_size,
+        combiner=table.config.combiner,
+        invalid_ids=table.config.invalid_ids,
+        samples=samples,
+        sample_offset=layout.sample_offsets[index],
+        row_offset=place.sparse_core_shard_row_offset * place.num_sparse_cores,
+        shift=place.sparse_core_shard_rotation,
+        output_shape=full_output_shapes(plan)[index],
+        sequence_length=spec.config.max_sequence_length,
+    )
+
+
+def _check_names(
+    argument: str, limits: Mapping[str, int] | None, names: Sequence[str]
+) -> None:
+    unknown = sorted(set(limits or ()) - set(names))
+    if unknown:
+        raise errors.limit_of_unknown_stack(argument, unknown, names)
