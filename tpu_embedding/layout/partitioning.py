@@ -100,7 +100,7 @@ def _feature(
         invalid_ids=table.config.invalid_ids,
         samples=samples,
         sample_offset=layout.sample_offsets[index],
-        row_offset=place.sparse_core_shard_row_offset * place.num_sparse_cores,
+        row_offset=layout.first_tokens[index],
         shift=place.sparse_core_shard_rotation,
         output_shape=full_output_shapes(plan)[index],
         sequence_length=spec.config.max_sequence_length,
