@@ -156,3 +156,21 @@ def preserved_output(stack: str, got: object) -> ValueError:
         f"PartitionedCsrFormatTensor, got {type(got).__name__}. Pass the second output "
         "of embedding_lookup."
     )
+
+
+def sparse_core_rule(table: str, optimizer: str) -> NotImplementedError:
+    """For an optimizer that SparseCores have no op for."""
+    return NotImplementedError(
+        f"Table {table!r}: SparseCores have no op for {optimizer}. Use SGD, Adagrad, "
+        "AdagradMomentum, FTRL or Adam, or the host engine."
+    )
+
+
+def sparse_core_option(
+    table: str, option: str, got: object, wanted: object
+) -> NotImplementedError:
+    """For an option of an optimizer that the ops of SparseCores do not have."""
+    return NotImplementedError(
+        f"Table {table!r}: the SparseCore ops cannot carry {option}={got!r} of its "
+        f"optimizer. Set {option}={wanted!r}, or use the host engine."
+    )
