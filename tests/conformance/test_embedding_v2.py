@@ -47,10 +47,10 @@ class Stepwise:
 def make_twin(optimizer: Any, kinds: Any, combiner: str, **arguments: Any) -> Twin:
     """Two tables of one kind, which are stacked, and a third; each input twice."""
     dims = {"one": 3, "two": 3, "three": 8}
-    tables = {name: Table(dim=dim, combiner=combiner) for name, dim in dims.items()}
-    features = {}
+    tables, features = {}, {}
     for number, kind in enumerate(kinds):
-        table = list(tables)[number % 3]
+        table = list(dims)[number % 3]
+        tables[table] = Table(dim=dims[table], combiner=combiner)
         features[kind] = Feature(table, cases.INPUT_BY_NAME[kind])
         features[f"{kind}_weighted"] = Feature(table, cases.INPUT_BY_NAME[kind], True)
     return Twin(tables, features, optimizer, make=Stepwise, inside=True, **arguments)
