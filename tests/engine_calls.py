@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.engines import Engine, EngineOptions, create_engine
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.engines import Engine, EngineOptions, create_engine, lay_out
 from tpu_embedding.inputs import IdBatch, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.tables import make_plan
@@ -53,6 +54,7 @@ def make_engine(
             output_shapes=shapes,
             pipelined=pipelined,
             check_numerics=True,
+            layout=lay_out(plan, topology, SparseCoreEmbeddingConfig()),
         )
     )
 

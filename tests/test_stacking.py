@@ -16,7 +16,11 @@ from tensorflow.python.tpu import tpu_embedding_v3
 
 import tpu_embedding as te
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.partitioning import full_output_shapes, make_partitioning
+from tpu_embedding.layout.partitioning import (
+    full_output_shapes,
+    make_partitioning,
+    refuse_for_sparse_cores,
+)
 from tpu_embedding.layout.stacking import (
     Layout,
     Shape,
@@ -319,3 +323,37 @@ def test_what_sparse_cores_cannot_take_is_refused(
 
     with pytest.raises(ValueError, match=text):
         partition()
+
+
+REFUSED = (
+    (te.SGD(0.1, weight_decay_factor=0.5), "weight_decay_factor=0.5"),
+    (te.Adagrad(0.1, clipvalue=1.0), "clipvalue=1.0"),
+    (te.AdagradMomentum(0.1, clipvalue=(None, 1.0)), r"clipvalue=\(None, 1.0\)"),
+    (te.Adam(0.1, lazy_adam=False), "lazy_adam=False"),
+    (te.FTRL(0.1, allow_zero_accumulator=True), "allow_zero_accumulator=True"),
+    (te.RowwiseAdagrad(0.1), "SparseCores have no op for RowwiseAdagrad"),
+)
+CARRIED = (
+    te.SGD(0.1, clip_weight_min=-1.0),
+    te.Adagrad(lambda: 0.1),
+    te.AdagradMomentum(0.1, use_nesterov=True),
+    te.Adam(0.1, sum_inside_sqrt=False),
+    te.FTRL(0.1, multiply_linear_by_learning_rate=True),
+    None,
+)
+
+
+@pytest.mark.parametrize(("optimizer", "text"), REFUSED, ids=str)
+def test_optimizers_that_sparse_cores_lack_are_refused(
+    optimizer: te.SGD, text: str
+) -> None:
+    plan = plan_of([te.TableConfig(8, 2, optimizer=optimizer, name="a")], [0], [(8,)])
+    with pytest.raises(NotImplementedError, match=f"Table 'a': .*{text}"):
+        refuse_for_sparse_cores(plan)
+
+
+@pytest.mark.parametrize("optimizer", CARRIED, ids=str)
+def test_optimizers_that_sparse_cores_have_are_carried(optimizer: Any) -> None:
+    refuse_for_sparse_cores(
+        plan_of([te.TableConfig(8, 2, optimizer=optimizer)], [0], [(8,)])
+    )

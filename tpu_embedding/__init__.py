@@ -1,8 +1,15 @@
 """tpu_embedding: write TPUEmbedding once, train, test and serve it anywhere."""
 
-from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
+from tpu_embedding.config import (
+    FeatureConfig,
+    QuantizationConfig,
+    SparseCoreEmbeddingConfig,
+    TableConfig,
+)
 from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.embedding_v2 import TPUEmbeddingV2
 from tpu_embedding.initializers import RowIdInitializer
+from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
 from tpu_embedding.optimizers import (
     FTRL,
     SGD,
@@ -21,11 +28,14 @@ __all__ = [
     "AdagradMomentum",
     "Adam",
     "FeatureConfig",
+    "PartitionedCsrFormatTensor",
     "QuantizationConfig",
     "RowIdInitializer",
     "RowwiseAdagrad",
+    "SparseCoreEmbeddingConfig",
     "TPUEmbedding",
     "TPUEmbeddingForServing",
+    "TPUEmbeddingV2",
     "TableConfig",
     "serving_embedding_lookup",
 ]

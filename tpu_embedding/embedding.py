@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors, topology
-from tpu_embedding.adapters import (
-    ConstructorArguments,
-    adapt_features,
-    adapt_optimizer,
-)
-from tpu_embedding.checkpoint.tracking import SavedTables
-from tpu_embedding.engines import Engine, EngineOptions, create_engine
-from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.tables import make_plan
-from tpu_embedding.structures import Structure
-
-# The methods trace fine as they are; converting them would only cost time.
-_as_written = tf.autograph.experimental.do_not_convert
+from tpu_embedding import errors
+from tpu_embedding.adapters import ConstructorArguments
+from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
+from tpu_embedding.inputs import IdBatch
 
 
-class TPUEmbedding(SavedTables):
+class TPUEmbedding(EmbeddingBase):
     """Embedding tables that are looked up and trained step by step.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
@@ -96,28 +84,18 @@ class TPUEmbedding(SavedTables):
             batch_size,
             initialize_tpu_embedding,
         ).in_order(older)
-        if not isinstance(check_numerics, bool):
-            raise errors.argument_type("check_numerics", check_numerics, "a bool")
-        adapted = adapt_features(feature_config, invalid_ids)
-        self._structure = Structure(feature_config)
-        self._plan = make_plan(
-            adapted.paths,
-            adapted.features,
-            adapted.keys,
-            adapt_optimizer(arguments.optimizer),
+        super().__init__(
+            feature_config,
+            arguments.optimizer,
+            EmbeddingOptions(arguments.pipelined, invalid_ids, check_numerics),
         )
-        self._topology = topology.current()
-        self._output_shapes = OutputShapes(self._plan.features)
         if arguments.batch_size is not None:
             replicas = self._topology.num_replicas
             if arguments.batch_size % replicas:
                 raise errors.batch_size_not_divisible(arguments.batch_size, replicas)
             self._output_shapes.set_batch_size(arguments.batch_size // replicas)
-        self._pipelined = arguments.pipelined
-        self._check_numerics = check_numerics
-        self._engine: Engine | None = None
 
-    @_as_written
+    @as_written
     def build(
         self,
         per_replica_input_shapes: Any = None,
@@ -142,20 +120,9 @@ class TPUEmbedding(SavedTables):
             self._declare_inputs(per_replica_input_shapes)
         if per_replica_batch_size is not None:
             self._output_shapes.set_batch_size(per_replica_batch_size)
-        with tf.init_scope():
-            self._engine = create_engine(
-                EngineOptions(
-                    plan=self._plan,
-                    topology=self._topology,
-                    output_shapes=self._output_shapes,
-                    pipelined=self._pipelined,
-                    check_numerics=self._check_numerics,
-                )
-            )
-            for name, variable in self._engine.checkpoint_variables().items():
-                self._track_trackable(variable, name)
+        self._create_engine()
 
-    @_as_written
+    @as_written
     def enqueue(
         self,
         features: Any,
@@ -192,11 +159,11 @@ class TPUEmbedding(SavedTables):
             self._require_optimizers("enqueue(training=True)")
         replica = self._topology.replica()
         batches = self._read(features, weights, replica)
-        engine = self._built_engine()
+        engine = self._create_engine()
         with tf.name_scope(name or "embedding_enqueue"):
             engine.enqueue(batches, replica, training=training)
 
-    @_as_written
+    @as_written
     def dequeue(self, name: str | None = None) -> Any:
         """Looks up the oldest batch in the queue.
 
@@ -217,7 +184,7 @@ class TPUEmbedding(SavedTables):
         with tf.name_scope(name or "embedding_dequeue"):
             return self._structure.pack(engine.dequeue(replica))
 
-    @_as_written
+    @as_written
     def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
         """Updates the tables with the gradients of the batch dequeued last.
 
@@ -243,7 +210,7 @@ class TPUEmbedding(SavedTables):
         with tf.name_scope(name or "embedding_apply_gradients"):
             engine.apply_gradients(checked, replica)
 
-    @_as_written
+    @as_written
     def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Any]:
         """Looks a batch up at once, past the queue, for layers built on this class.
 
@@ -266,7 +233,7 @@ class TPUEmbedding(SavedTables):
         result = engine.lookup(batch, replica)
         return self._structure.pack(result.activations), result.ticket
 
-    @_as_written
+    @as_written
     def submit(self, ticket: Any, gradients: Any) -> None:
         """Updates the tables with the gradients of one `lookup`.
 
@@ -281,57 +248,6 @@ class TPUEmbedding(SavedTables):
         engine, replica = self._in_replica("submit")
         self._require_optimizers("submit")
         engine.submit(ticket, self._check_gradients(gradients), replica)
-
-    @_as_written
-    def flush(self) -> None:
-        """Applies the update that pipelining left pending, if there is one."""
-        if self._engine is not None:
-            self._engine.flush()
-
-    @_as_written
-    def reset(self) -> None:
-        """Forgets every batch that is queued, owed or pending; keeps the tables.
-
-        For going on after an error or an interrupt in the middle of a step.
-        """
-        if self._engine is not None:
-            self._engine.reset()
-
-    @property
-    def embedding_tables(self) -> dict[Any, tf.Variable]:
-        """The table variables, float32 [vocabulary_size, dim].
-
-        Keyed by the TableConfig that the user passed. Applies a pending update first.
-        """
-        return {key: table["parameters"] for key, table in self.variables.items()}
-
-    @property
-    def variables(self) -> dict[Any, dict[str, tf.Variable]]:
-        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
-        engine = self._built_engine()
-        self.flush()
-        return {
-            spec.key: {"parameters": table.parameters, **table.slots}
-            for spec, table in zip(self._plan.tables, engine.tables, strict=True)
-        }
-
-    def _built_engine(self) -> Engine:
-        self.build()
-        assert self._engine is not None
-        return self._engine
-
-    def _in_replica(self, method: str) -> tuple[Engine, int]:
-        if self._engine is None:
-            raise errors.not_built(method)
-        replica = self._topology.replica()
-        if replica is None:
-            raise errors.outside_of_replica(method, self._topology.num_replicas)
-        return self._engine, replica
-
-    def _require_optimizers(self, method: str) -> None:
-        without = [spec.name for spec in self._plan.tables if spec.optimizer is None]
-        if without:
-            raise errors.training_without_optimizer(method, without)
 
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes a nested structure whose leaves are shapes."""
@@ -352,34 +268,3 @@ class TPUEmbedding(SavedTables):
         gains = self._topology.split(self._structure.flatten("weights", weights))
         replicas = len(values) if replica is None else 1
         return [self._read_replica(values[r], gains[r]) for r in range(replicas)]
-
-    def _read_replica(
-        self, values: Sequence[Any], weights: Sequence[Any]
-    ) -> list[IdBatch]:
-        specs = self._plan.features
-        batches = [
-            to_id_batch(spec.path, value, weight)
-            for spec, value, weight in zip(specs, values, weights, strict=True)
-        ]
-        shapes = [tuple(batch.static_shape.as_list()) for batch in batches]
-        for spec, batch, shape in zip(specs, batches, shapes, strict=True):
-            ragged = batch.kind is InputKind.RAGGED
-            self._output_shapes.check_input(spec.index, shape, ragged=ragged)
-        self._output_shapes.remember_ranks(shapes)
-        return batches
-
-    def _check_gradients(self, gradients: Any) -> list[tf.Tensor | None]:
-        flat = self._structure.flatten("gradients", gradients)
-        return [self._check_gradient(i, g) for i, g in enumerate(flat)]
-
-    def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
-        if gradient is None:
-            return None
-        spec = self._plan.features[feature]
-        if not isinstance(gradient, tf.Tensor) or not gradient.dtype.is_floating:
-            raise errors.gradient_kind(spec.path, gradient)
-        dim = self._plan.tables[spec.table].config.dim
-        expected = (*self._output_shapes.activation(feature), dim)
-        if not gradient.shape.is_compatible_with(expected):
-            raise errors.gradient_shape(spec.path, expected, gradient.shape)
-        return tf.cast(gradient, tf.float32)

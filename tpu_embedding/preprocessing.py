@@ -13,28 +13,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
 from tpu_embedding.layout.partitions import Partitioning
 from tpu_embedding.ops import library
-
-
-class PartitionedCsrFormatTensor(NamedTuple):
-    """The batch of one stacked table; all tensors are int32 but the gains, float32.
-
-    Attributes:
-      row_pointers: Where each partition ends in the three tensors below.
-      sorted_sample_ids: For each entry its sample, counted within its SparseCore.
-      sorted_token_ids: Its row on the shard.
-      sorted_gains: Its gain.
-      sample_count: Samples of the stacked batch, an int.
-      num_minibatches_per_physical_sparse_core: A scalar, 1 without minibatching.
-    """
-
-    row_pointers: Any
-    sorted_sample_ids: Any
-    sorted_token_ids: Any
-    sorted_gains: Any
-    sample_count: Any
-    num_minibatches_per_physical_sparse_core: Any
 
 
 class PartitionedBatch(NamedTuple):

@@ -110,7 +110,8 @@ class Twin:
       strategy: The strategy of the embedding; None is the default one.
       function: Wraps the training step, e.g. tf.function.
       inside: Training batches are enqueued by each replica, inside strategy.run.
-      constructor: More arguments of TPUEmbedding.
+      make: TPUEmbedding, or what has its methods.
+      constructor: More arguments of `make`.
     """
 
     def __init__(  # noqa: PLR0913 - what there is to vary.
@@ -121,6 +122,7 @@ class Twin:
         strategy: tf.distribute.Strategy | None = None,
         function: Callable[[Any], Any] = lambda step: step,
         inside: bool = False,
+        make: Callable[..., Any] = te.TPUEmbedding,
         **constructor: Any,
     ) -> None:
         self.tables, self.features = dict(tables), dict(sorted(features.items()))
@@ -128,7 +130,7 @@ class Twin:
         self.replicas = self.strategy.num_replicas_in_sync
         self.configs = {name: table.config(name) for name, table in tables.items()}
         with self.strategy.scope():
-            self.embedding = te.TPUEmbedding(
+            self.embedding = make(
                 {name: f.config(self.configs) for name, f in self.features.items()},
                 optimizer,
                 **constructor,

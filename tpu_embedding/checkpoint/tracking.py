@@ -22,7 +22,7 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     """
 
     @abc.abstractmethod
-    def _built_engine(self) -> Engine:
+    def _create_engine(self) -> Engine:
         """The engine, which is made if it is not there yet."""
 
     @abc.abstractmethod
@@ -31,13 +31,13 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
 
     def checkpoint_variables(self) -> dict[str, tf.Variable]:
         """Tables, slots and counters by their names in checkpoints."""
-        engine = self._built_engine()
+        engine = self._create_engine()
         self.flush()
         return engine.checkpoint_variables()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
         """By table name "parameters" and slots, to be read and written by rows."""
-        engine = self._built_engine()
+        engine = self._create_engine()
         self.flush()
         return engine.rows()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import Engine, EngineOptions
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.tables import Plan
+from tpu_embedding.topology import Topology
 
-__all__ = ["Engine", "EngineOptions", "create_engine"]
+__all__ = ["Engine", "EngineOptions", "create_engine", "lay_out"]
 
 _ENGINES: dict[str, type[Engine]] = {
     engine.name: engine for engine in (HostEngine, PortableEngine)
@@ -16,3 +20,10 @@ _ENGINES: dict[str, type[Engine]] = {
 def create_engine(options: EngineOptions) -> Engine:
     """Makes the engine that the topology names."""
     return _ENGINES[options.topology.engine](options)
+
+
+def lay_out(
+    plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+) -> Layout:
+    """Stacks the tables for the engine that the topology names; see `Engine`."""
+    return _ENGINES[topology.engine].lay_out(plan, topology, config)

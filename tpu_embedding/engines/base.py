@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tpu_embedding import errors
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.variables import (
     TableVariables,
@@ -18,8 +18,13 @@ from tpu_embedding.engines.variables import (
     variable_rows,
 )
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.batches import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.rows import MutableRows
+from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import UPDATES, Plan
 from tpu_embedding.topology import Topology
 
@@ -36,6 +41,7 @@ class EngineOptions:
       output_shapes: What is declared of each feature's output.
       pipelined: Leave each update pending until the lookups of the next step.
       check_numerics: Refuse weights and gradients that are not finite.
+      layout: What `Engine.lay_out` gave.
     """
 
     plan: Plan
@@ -43,6 +49,7 @@ class EngineOptions:
     output_shapes: OutputShapes
     pipelined: bool
     check_numerics: bool
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,28 +75,29 @@ class Engine(abc.ABC):
     name: ClassVar[str]
 
     def __init__(self, options: EngineOptions) -> None:
-        """Makes the variables; to be called in an eager context.
-
-        Raises:
-          NotImplementedError: If a table has an option that only a TPU can carry.
-        """
-        self._refuse_tpu_options(options.plan)
+        """Makes the variables; to be called in an eager context."""
         self._options = options
         self._plan = options.plan
         self._device = options.topology.device
         self.tables: list[TableVariables] = create_variables(options.plan, self._device)
         self._rates = Rates(options.plan, self._device)
 
-    def _refuse_tpu_options(self, plan: Plan) -> None:
-        for table in plan.tables:
-            where = f"table {table.name}"
-            layout = table.config.layout
-            if layout is not None:
-                raise errors.refused_by_engine(self.name, where, "layout", layout)
-            if table.optimizer and table.optimizer.low_dimensional_packing_status:
-                raise errors.refused_by_engine(
-                    self.name, where, "low_dimensional_packing_status", True
-                )
+    @classmethod
+    @abc.abstractmethod
+    def lay_out(
+        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+    ) -> Layout:
+        """Stacks the tables of a plan that this engine can carry.
+
+        Args:
+          plan: The tables and features.
+          topology: Replicas and devices.
+          config: How to stack.
+
+        Raises:
+          NotImplementedError: If a table has an option that the engine lacks.
+          ValueError: If the tables cannot be stacked.
+        """
 
     @abc.abstractmethod
     def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
@@ -173,6 +181,34 @@ class Engine(abc.ABC):
 
         Args:
           ticket: The lookup's own.
+          gradients: As for `apply_gradients`.
+          replica: Who calls.
+        """
+
+    @abc.abstractmethod
+    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        """Checks the features of one replica and lays them out in stacks.
+
+        Touches no state, so that it can run ahead, in tf.data.
+        """
+
+    @abc.abstractmethod
+    def lookup_stacked(
+        self, batch: PreprocessedFeatures, replica: int
+    ) -> list[tf.Tensor]:
+        """The activations of what `preprocess` gave, one for each feature."""
+
+    @abc.abstractmethod
+    def update_stacked(
+        self,
+        tables: Mapping[str, PartitionedCsrFormatTensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """Applies the gradients of one batch; the last replica's call updates.
+
+        Args:
+          tables: The batch, by name of the stack.
           gradients: As for `apply_gradients`.
           replica: Who calls.
         """

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
+from tpu_embedding.engines.stacked import (
+    StackedBatches,
+    lay_out_whole,
+    refuse_tpu_options,
+)
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.batches import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.ops import library
 from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.topology import Topology
 
 
 class HostEngine(Engine):
@@ -29,6 +41,7 @@ class HostEngine(Engine):
             slot.handle for table in self.tables for slot in table.slots.values()
         ]
         self._prepare_attributes = _prepare_attributes(options)
+        self._stacks = StackedBatches(options.plan, options.layout)
         self._update_attributes = _update_attributes(options.plan)
         with tf.device(self._device):
             self._queue = self._ops.tpu_embedding_step_queue(
@@ -36,6 +49,15 @@ class HostEngine(Engine):
                 capacity=QUEUE_CAPACITY,
                 pipelined=options.pipelined,
             )
+
+    @classmethod
+    def lay_out(
+        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+    ) -> Layout:
+        """See `Engine.lay_out`."""
+        del topology
+        refuse_tpu_options(cls.name, plan)
+        return lay_out_whole(plan, config)
 
     def enqueue(
         self,
@@ -64,7 +86,10 @@ class HostEngine(Engine):
             if self._options.pipelined:
                 self._apply_if(self._pending(replica).before_evaluation)
             result = self._ops.tpu_embedding_dequeue(
-                queue=self._queue, replica=replica, **self._lookup_arguments()
+                queue=self._queue,
+                replica=replica,
+                num_features=len(self._plan.features),
+                **self._lookup_arguments(),
             )
             if self._options.pipelined:
                 self._apply_if(result.apply_now)
@@ -93,6 +118,7 @@ class HostEngine(Engine):
                 queue=self._queue,
                 batch=self._prepare(batch, None, training=True),
                 replica=replica,
+                num_features=len(self._plan.features),
                 **self._lookup_arguments(),
             )
         return Lookup(result.activations, result.ticket)
@@ -109,6 +135,66 @@ class HostEngine(Engine):
                     ticket=ticket,
                     rates=rates,
                     **self._gradient_arguments(gradients, replica),
+                )
+            self._rates.count_update(completes, after=apply_now)
+            self._apply_if(apply_now)
+
+    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        """See `Engine.preprocess`."""
+        with tf.device(self._device):
+            result = self._ops.tpu_embedding_preprocess(
+                **self._batch_arguments(batch),
+                **_stack_attributes(self._options.layout),
+                num_stacks=len(self._options.layout.stacks),
+            )
+            columns = (
+                result.row_pointers,
+                result.sample_ids,
+                result.token_ids,
+                result.gains,
+            )
+            stacks = list(zip(*columns, strict=True))
+            return self._stacks.pack(stacks, result.output_shapes)
+
+    def lookup_stacked(
+        self, batch: PreprocessedFeatures, replica: int
+    ) -> list[tf.Tensor]:
+        """See `Engine.lookup_stacked`."""
+        with tf.device(self._device):
+            arguments = {
+                **self._stack_arguments(batch.tables),
+                **self._lookup_arguments(),
+            }
+            return self._ops.tpu_embedding_lookup_stacks(
+                queue=self._queue,
+                shapes=[tf.cast(shape, tf.int64) for shape in batch.output_shapes],
+                replica=replica,
+                **arguments,
+            )
+
+    def update_stacked(
+        self,
+        tables: Mapping[str, PartitionedCsrFormatTensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """See `Engine.update_stacked`."""
+        with tf.device(self._device):
+            rates, completes = self._evaluate_rates(replica, submitting=True)
+            flat = [
+                None if gradient is None else tf.reshape(gradient, [-1, dim])
+                for gradient, dim in zip(gradients, _dims(self._plan), strict=True)
+            ]
+            arguments = {
+                **self._stack_arguments(tables),
+                **self._gradient_arguments(flat, replica),
+            }
+            with tf.control_dependencies([rates]):
+                apply_now = self._ops.tpu_embedding_submit_stacks(
+                    queue=self._queue,
+                    samples=tf.stack(self._stacks.samples(tables)),
+                    rates=rates,
+                    **arguments,
                 )
             self._rates.count_update(completes, after=apply_now)
             self._apply_if(apply_now)
@@ -159,30 +245,48 @@ class HostEngine(Engine):
         self, batch: Sequence[IdBatch], replica: int | None, *, training: bool
     ) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""
-        weights = [b.weights for b in batch]
-        structures = [b.weight_structure for b in batch]
         # A failure in one replica among several must be known to the others.
         told = replica is not None and self._options.topology.num_replicas > 1
         return self._ops.tpu_embedding_prepare(
             queue=[self._queue] if told else [],
-            ids=[b.ids for b in batch],
-            structures=[b.structure for b in batch],
-            shapes=[b.shape for b in batch],
-            weights=[w for w in weights if w is not None],
-            weight_structures=[s for s in structures if s is not None],
-            has_weights=[w is not None for w in weights],
-            has_weight_structure=[s is not None for s in structures],
-            kinds=[b.kind.value for b in batch],
-            **self._declared_shapes(),
             training=training,
             replica=replica or 0,
-            **self._prepare_attributes,
+            **self._batch_arguments(batch),
         )
+
+    def _batch_arguments(self, batch: Sequence[IdBatch]) -> dict[str, Any]:
+        weights = [b.weights for b in batch]
+        structures = [b.weight_structure for b in batch]
+        return {
+            "ids": [b.ids for b in batch],
+            "structures": [b.structure for b in batch],
+            "shapes": [b.shape for b in batch],
+            "weights": [w for w in weights if w is not None],
+            "weight_structures": [s for s in structures if s is not None],
+            "has_weights": [w is not None for w in weights],
+            "has_weight_structure": [s is not None for s in structures],
+            "kinds": [b.kind.value for b in batch],
+            **self._declared_shapes(),
+            **self._prepare_attributes,
+        }
+
+    def _stack_arguments(
+        self, tables: Mapping[str, PartitionedCsrFormatTensor]
+    ) -> dict[str, Any]:
+        stacks = [tables[stack.name] for stack in self._options.layout.stacks]
+        return {
+            "row_pointers": [tf.cast(s.row_pointers, tf.int32) for s in stacks],
+            "token_ids": [tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
+            "gains": [tf.cast(s.sorted_gains, tf.float32) for s in stacks],
+            "paths": self._prepare_attributes["paths"],
+            "feature_tables": self._prepare_attributes["feature_tables"],
+            "vocabulary_sizes": self._prepare_attributes["vocabulary_sizes"],
+            **_stack_attributes(self._options.layout),
+        }
 
     def _lookup_arguments(self) -> dict[str, Any]:
         return {
             "tables": self._table_handles,
-            "num_features": len(self._plan.features),
             "feature_tables": self._prepare_attributes["feature_tables"],
             "quantization": _quantization(self._plan),
             "output_shapes": self._activation_shapes(),
@@ -233,6 +337,14 @@ def _prepare_attributes(options: EngineOptions) -> dict[str, Any]:
         "combiners": [table.combiner for table in tables],
         "invalid_ids": [table.invalid_ids for table in tables],
         "check_numerics": options.check_numerics,
+    }
+
+
+def _stack_attributes(layout: Layout) -> dict[str, Any]:
+    return {
+        "stack_names": [stack.name for stack in layout.stacks],
+        "feature_stacks": layout.feature_stacks,
+        "first_tokens": layout.first_tokens,
     }
 
 

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
 from tpu_embedding.engines.portable_cells import pack, unpack
+from tpu_embedding.engines.portable_stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable_steps import StepQueue
 from tpu_embedding.engines.portable_tables import (
     entry_gradients,
     sum_by_row,
     update,
 )
+from tpu_embedding.engines.stacked import (
+    StackedBatches,
+    lay_out_whole,
+    refuse_tpu_options,
+)
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.batches import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.tables import Plan
 from tpu_embedding.lookup.checks import (
     Change,
     Check,
@@ -27,6 +40,7 @@ from tpu_embedding.lookup.checks import (
 from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.rows import FeatureInput, first
+from tpu_embedding.topology import Topology
 
 
 class PortableEngine(Engine):
@@ -43,10 +57,20 @@ class PortableEngine(Engine):
         self._dims = [
             self._plan.tables[f.table].config.dim for f in self._plan.features
         ]
+        self._stacks = StackedBatches(options.plan, options.layout)
         with tf.device(self._host):
             self._steps = StepQueue(
                 self._num_replicas, QUEUE_CAPACITY, pipelined=self._pipelined
             )
+
+    @classmethod
+    def lay_out(
+        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+    ) -> Layout:
+        """See `Engine.lay_out`."""
+        del topology
+        refuse_tpu_options(cls.name, plan)
+        return lay_out_whole(plan, config)
 
     def enqueue(
         self,
@@ -74,7 +98,8 @@ class PortableEngine(Engine):
         with tf.device(self._host):
             if self._pipelined:
                 self._apply_if(self._steps.is_ready_before_evaluation(replica))
-            activations = self._look_up(self._steps.dequeue(replica))
+            batch = self._steps.dequeue(replica)
+            activations = self._look_up(self._unpack_entries(batch))
             if self._pipelined:
                 self._apply_if(self._steps.lookups_are_done())
         return activations
@@ -90,7 +115,8 @@ class PortableEngine(Engine):
             rates, completes = self._evaluate_rates(replica, submitting=False)
             with tf.control_dependencies([rates]):
                 batch = self._steps.owed(replica)
-            sums = self._row_sums(batch, gradients, on_failure)
+            entries = self._unpack_entries(batch)
+            sums = self._row_sums(entries, gradients, on_failure)
             apply_now = self._steps.deposit(replica, pack([sums, rates]))
             self._rates.count_update(completes, after=apply_now)
             if not self._pipelined:
@@ -102,7 +128,8 @@ class PortableEngine(Engine):
             packed = self._prepare(batch, no_change)
             with tf.control_dependencies([packed]):
                 ticket = self._steps.begin_lookup(replica, packed)
-            activations = self._look_up(self._steps.ticket_batch(ticket))
+            entries = self._unpack_entries(self._steps.ticket_batch(ticket))
+            activations = self._look_up(entries)
         return Lookup(activations, ticket)
 
     def submit(
@@ -113,7 +140,50 @@ class PortableEngine(Engine):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
                 batch = self._steps.ticket_batch(ticket)
-            sums = self._row_sums(batch, gradients, no_change)
+            sums = self._row_sums(self._unpack_entries(batch), gradients, no_change)
+            apply_now = self._steps.submit(replica, ticket, pack([sums, rates]))
+            self._rates.count_update(completes, after=apply_now)
+            self._apply_if(apply_now)
+
+    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        """See `Engine.preprocess`."""
+        layout = self._options.layout
+        with tf.device(self._host):
+            entries = build_entries(self._inputs(batch))
+            stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
+            return self._stacks.pack(stacks, [entry.shape for entry in entries])
+
+    def lookup_stacked(
+        self, batch: PreprocessedFeatures, replica: int
+    ) -> list[tf.Tensor]:
+        """See `Engine.lookup_stacked`."""
+        shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
+        with tf.device(self._host):
+            entries = self._read_stacks(batch.tables, shapes)
+            nothing = pack([])
+            with tf.control_dependencies([entries[-1].rows]):
+                ticket = self._steps.begin_lookup(replica, nothing)
+            with tf.control_dependencies([ticket]):
+                return self._look_up(entries)
+
+    def update_stacked(
+        self,
+        tables: Mapping[str, PartitionedCsrFormatTensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """See `Engine.update_stacked`."""
+        flat = [
+            None if gradient is None else tf.reshape(gradient, [-1, dim])
+            for gradient, dim in zip(gradients, self._dims, strict=True)
+        ]
+        with tf.device(self._host):
+            rates, completes = self._evaluate_rates(replica, submitting=True)
+            with tf.control_dependencies([rates]):
+                samples = [n[tf.newaxis] for n in self._stacks.samples(tables)]
+                entries = self._read_stacks(tables, samples)
+            sums = self._row_sums(entries, flat, no_change)
+            ticket = self._steps.new_ticket(pack([]))
             apply_now = self._steps.submit(replica, ticket, pack([sums, rates]))
             self._rates.count_update(completes, after=apply_now)
             self._apply_if(apply_now)
@@ -159,8 +229,12 @@ class PortableEngine(Engine):
 
     def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""
+        entries = build_entries(self._inputs(batch), on_failure)
+        return pack([x for e in entries for x in (e.rows, e.samples, e.gains, e.shape)])
+
+    def _inputs(self, batch: Sequence[IdBatch]) -> list[FeatureInput]:
         shapes = self._options.output_shapes
-        inputs = [
+        return [
             FeatureInput(
                 spec=spec,
                 table=self._plan.tables[spec.table],
@@ -170,8 +244,13 @@ class PortableEngine(Engine):
             )
             for spec, feature in zip(self._plan.features, batch, strict=True)
         ]
-        entries = build_entries(inputs, on_failure)
-        return pack([x for e in entries for x in (e.rows, e.samples, e.gains, e.shape)])
+
+    def _read_stacks(
+        self,
+        tables: Mapping[str, PartitionedCsrFormatTensor],
+        shapes: Sequence[tf.Tensor],
+    ) -> list[Entries]:
+        return read_stacks(self._plan, self._options.layout, tables, shapes)
 
     def _unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
         shapes = self._options.output_shapes
@@ -183,8 +262,7 @@ class PortableEngine(Engine):
         tensors = unpack(batch, specs)
         return [Entries(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
-    def _look_up(self, batch: tf.Tensor) -> list[tf.Tensor]:
-        entries = self._unpack_entries(batch)
+    def _look_up(self, entries: Sequence[Entries]) -> list[tf.Tensor]:
         activations = []
         with tf.device(self._device):
             for feature, entry, dim in zip(
@@ -200,12 +278,11 @@ class PortableEngine(Engine):
 
     def _row_sums(
         self,
-        batch: tf.Tensor,
+        entries: Sequence[Entries],
         gradients: Sequence[tf.Tensor | None],
         on_failure: Change,
     ) -> tf.Tensor:
         """Checks one replica's gradients; a variant of rows and sums by table."""
-        entries = self._unpack_entries(batch)
         checks = [
             check
             for feature, gradient in enumerate(gradients)

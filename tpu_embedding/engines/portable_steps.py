@@ -128,12 +128,18 @@ class StepQueue:
         """
         outcome = self._call(Ledger.begin_lookup, replica)
         with self._unless_refused(outcome, changes=True):
-            # The table gets an entry once the ticket is used, and goes with it.
-            used = tf.raw_ops.AnonymousMutableHashTable(
-                key_dtype=tf.int64, value_dtype=tf.int64
-            )
+            ticket = self.new_ticket(batch)
             with _after(lambda: self._commit(outcome)):
-                return pack([batch, used])
+                return tf.identity(ticket)
+
+    @staticmethod
+    def new_ticket(batch: tf.Tensor) -> tf.Tensor:
+        """A ticket for `submit` of a batch that was looked up before."""
+        # The table gets an entry once the ticket is used, and goes with it.
+        used = tf.raw_ops.AnonymousMutableHashTable(
+            key_dtype=tf.int64, value_dtype=tf.int64
+        )
+        return pack([batch, used])
 
     def ticket_batch(self, ticket: tf.Tensor) -> tf.Tensor:
         """The batch of a ticket."""

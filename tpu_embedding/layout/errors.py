@@ -105,3 +105,72 @@ def limit_of_unknown_stack(
         f"stacked tables are {', '.join(names)}. Limits go by the name of the stack: "
         'the names of its tables, sorted and joined by "_".'
     )
+
+
+def weights_of_preprocessed() -> ValueError:
+    """For weights beside features that were prepared with their own."""
+    return ValueError(
+        "`weights` cannot be given for features that were preprocessed: pass them to "
+        "preprocess_features."
+    )
+
+
+def not_preprocessed(got: object) -> TypeError:
+    """For dequeue of something that enqueue did not give."""
+    return TypeError(
+        "dequeue takes what enqueue or preprocess_features returns, a "
+        f"PreprocessedFeatures, got {type(got).__name__}. Use embedding_lookup for raw "
+        "features."
+    )
+
+
+def preprocessed_features(got: int, wanted: int) -> ValueError:
+    """For a batch of another embedding."""
+    return ValueError(
+        f"The preprocessed batch has {got} features, but this embedding has {wanted}. "
+        "Preprocess it with this embedding."
+    )
+
+
+def preserved_outputs_type(got: object) -> TypeError:
+    """For preserved outputs that are no dict."""
+    return TypeError(
+        "Preserved outputs are a dict by name of the stacked table, got "
+        f"{type(got).__name__}. Pass the second output of embedding_lookup."
+    )
+
+
+def preserved_outputs_names(got: Sequence[str], wanted: Sequence[str]) -> ValueError:
+    """For preserved outputs of other stacks."""
+    return ValueError(
+        f"Preserved outputs have the stacked tables {', '.join(map(str, got))}, but "
+        f"this embedding has {', '.join(wanted)}. Pass the second output of "
+        "embedding_lookup."
+    )
+
+
+def preserved_output(stack: str, got: object) -> ValueError:
+    """For a value of the preserved outputs that is no batch."""
+    return ValueError(
+        f"Preserved outputs of stacked table {stack!r} must be a "
+        f"PartitionedCsrFormatTensor, got {type(got).__name__}. Pass the second output "
+        "of embedding_lookup."
+    )
+
+
+def sparse_core_rule(table: str, optimizer: str) -> NotImplementedError:
+    """For an optimizer that SparseCores have no op for."""
+    return NotImplementedError(
+        f"Table {table!r}: SparseCores have no op for {optimizer}. Use SGD, Adagrad, "
+        "AdagradMomentum, FTRL or Adam, or the host engine."
+    )
+
+
+def sparse_core_option(
+    table: str, option: str, got: object, wanted: object
+) -> NotImplementedError:
+    """For an option of an optimizer that the ops of SparseCores do not have."""
+    return NotImplementedError(
+        f"Table {table!r}: the SparseCore ops cannot carry {option}={got!r} of its "
+        f"optimizer. Set {option}={wanted!r}, or use the host engine."
+    )

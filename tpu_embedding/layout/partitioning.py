@@ -68,6 +68,27 @@ def make_partitioning(
     )
 
 
+def refuse_for_sparse_cores(plan: Plan) -> None:
+    """Refuses what the SparseCore ops cannot carry, by name.
+
+    Args:
+      plan: The tables; their optimizers say what they need.
+
+    Raises:
+      NotImplementedError: If a table has such an optimizer or option.
+    """
+    for table in plan.tables:
+        if table.optimizer is None:
+            continue
+        allowed = table.optimizer.sparse_core_values
+        if allowed is None:
+            raise errors.sparse_core_rule(table.name, type(table.optimizer).__name__)
+        for option, value in allowed.items():
+            own = getattr(table.optimizer, option)
+            if own != value:
+                raise errors.sparse_core_option(table.name, option, own, value)
+
+
 def full_output_shapes(plan: Plan) -> list[tuple[int, ...]]:
     """The declared output shape of each feature, which SparseCores need.
 
@@ -100,7 +121,7 @@ def _feature(
         invalid_ids=table.config.invalid_ids,
         samples=samples,
         sample_offset=layout.sample_offsets[index],
-        row_offset=place.sparse_core_shard_row_offset * place.num_sparse_cores,
+        row_offset=layout.first_tokens[index],
         shift=place.sparse_core_shard_rotation,
         output_shape=full_output_shapes(plan)[index],
         sequence_length=spec.config.max_sequence_length,

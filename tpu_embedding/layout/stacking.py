@@ -156,12 +156,16 @@ class Layout:
       tables: For each table of the plan its place.
       sample_offsets: For each feature its first sample in the stacked batch.
       samples: For each feature its samples per replica.
+      feature_stacks: For each feature the index of its stack.
+      first_tokens: For each feature the first row of the stack that is its table's.
     """
 
     stacks: tuple[Stack, ...]
     tables: tuple[TableLayout, ...]
     sample_offsets: tuple[int, ...]
     samples: tuple[int, ...]
+    feature_stacks: tuple[int, ...]
+    first_tokens: tuple[int, ...]
 
 
 def make_layout(
@@ -186,17 +190,30 @@ def make_layout(
         layouts.update(pile.layouts(options))
     stacks = _collect(plan, [s.index for s in by_name], layouts, samples)
     offsets: dict[int, int] = {}
-    for stack in stacks:
+    owners: dict[int, int] = {}
+    for index, stack in enumerate(stacks):
         total = 0
         for feature in stack.features:
             offsets[feature] = total
+            owners[feature] = index
             total += samples[feature]
+    places = [layouts[spec.table] for spec in plan.features]
     return Layout(
         stacks=tuple(stacks),
         tables=tuple(layouts[i] for i in range(len(plan.tables))),
         sample_offsets=tuple(offsets[i] for i in range(len(samples))),
         samples=samples,
+        feature_stacks=tuple(owners[i] for i in range(len(samples))),
+        first_tokens=tuple(
+            place.sparse_core_shard_row_offset * place.num_sparse_cores
+            for place in places
+        ),
     )
+
+
+def layout_fields(layout: TableLayout) -> dict[str, Any]:
+    """The fields as TensorFlow's SparseCoreTableLayout takes them."""
+    return {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}
 
 
 @dataclasses.dataclass

@@ -32,6 +32,10 @@ class Adam(base.Optimizer):
     """
 
     rule: ClassVar[str] = "adam"
+    sparse_core_values: ClassVar[dict[str, Any] | None] = {
+        **base.SPARSE_CORE_VALUES,
+        "lazy_adam": True,
+    }
 
     learning_rate: base.Rate = 0.001
     beta_1: float = 0.9

@@ -40,6 +40,10 @@ class ArrayOps(Protocol):
         ...
 
 
+# The one value of each option that the SparseCore ops can carry.
+SPARSE_CORE_VALUES: dict[str, Any] = {"weight_decay_factor": None, "clipvalue": None}
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """A value that an optimizer keeps beside the table, float32.
@@ -74,6 +78,8 @@ class Optimizer(abc.ABC):
     """
 
     rule: ClassVar[str]
+    # None: SparseCores have no op for the rule at all.
+    sparse_core_values: ClassVar[dict[str, Any] | None] = SPARSE_CORE_VALUES
 
     learning_rate: Rate
     use_gradient_accumulation: bool

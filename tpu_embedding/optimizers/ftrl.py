@@ -35,6 +35,10 @@ class FTRL(base.Optimizer):
     """
 
     rule: ClassVar[str] = "ftrl"
+    sparse_core_values: ClassVar[dict[str, Any] | None] = {
+        **base.SPARSE_CORE_VALUES,
+        "allow_zero_accumulator": False,
+    }
 
     learning_rate: base.Rate = 0.001
     learning_rate_power: float = -0.5

@@ -19,10 +19,21 @@ std::vector<int> ByDescendingSize(const std::vector<int64_t>& sizes) {
   return order;
 }
 
-// Groups each table's entries by row.
-void GroupTables(const TableMap& tables, int64_t num_ids,
-                 const ParallelFor& parallel_for, PreparedBatch* batch) {
-  const int64_t num_tables = batch->tables.size();
+}  // namespace
+
+std::vector<int> TableMap::FeaturesOf(int table) const {
+  std::vector<int> features;
+  for (size_t f = 0; f < feature_tables.size(); ++f) {
+    if (feature_tables[f] == table) features.push_back(f);
+  }
+  return features;
+}
+
+void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
+               PreparedBatch* batch) {
+  const int64_t num_tables = tables.vocabulary_sizes.size();
+  batch->tables.resize(num_tables);
+  int64_t num_ids = 0;
   std::vector<std::vector<const FeatureCsr*>> features(num_tables);
   std::vector<int64_t> sizes(num_tables);
   for (int64_t t = 0; t < num_tables; ++t) {
@@ -30,6 +41,7 @@ void GroupTables(const TableMap& tables, int64_t num_ids,
       features[t].push_back(&batch->features[f]);
       sizes[t] += batch->features[f].rows.size();
     }
+    num_ids += sizes[t];
   }
   const auto order = ByDescendingSize(sizes);
   ForEachItem(parallel_for, num_tables,
@@ -39,16 +51,6 @@ void GroupTables(const TableMap& tables, int64_t num_ids,
                 GroupByRow(features[t], tables.vocabulary_sizes[t],
                            &batch->tables[t]);
               });
-}
-
-}  // namespace
-
-std::vector<int> TableMap::FeaturesOf(int table) const {
-  std::vector<int> features;
-  for (size_t f = 0; f < feature_tables.size(); ++f) {
-    if (feature_tables[f] == table) features.push_back(f);
-  }
-  return features;
 }
 
 Error PrepareBatch(const std::vector<FeatureSpec>& specs,
@@ -74,8 +76,11 @@ Error PrepareBatch(const std::vector<FeatureSpec>& specs,
   for (const Error& error : errors) {
     if (error) return error;
   }
-  batch->tables.resize(training ? tables.vocabulary_sizes.size() : 0);
-  GroupTables(tables, num_ids, parallel_for, batch);
+  if (training) {
+    GroupRows(tables, parallel_for, batch);
+  } else {
+    batch->tables.clear();
+  }
   return std::nullopt;
 }
 

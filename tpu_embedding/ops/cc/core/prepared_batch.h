@@ -34,6 +34,10 @@ Error PrepareBatch(const std::vector<FeatureSpec>& specs,
                    const std::vector<FeatureInput>& inputs, bool training,
                    const ParallelFor& parallel_for, PreparedBatch* batch);
 
+// Groups each table's entries by row: what an update needs of a batch.
+void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
+               PreparedBatch* batch);
+
 }  // namespace tpu_embedding
 
 #endif  // TPU_EMBEDDING_OPS_CC_CORE_PREPARED_BATCH_H_

@@ -5,13 +5,12 @@
 #include <utility>
 
 namespace tpu_embedding {
+namespace {
 
 using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-namespace {
 
 const std::map<std::string, InputKind>& Kinds() {
   static const auto* kinds =
@@ -59,11 +58,24 @@ absl::Status CheckStructure(const FeatureSpec& spec,
 
 }  // namespace
 
-void FeatureReader::ReadSpecs(OpKernelConstruction* context) {
+absl::Status FeatureInputs::ReadAttributes(OpKernelConstruction* context) {
+  tables_.feature_tables = GetList<int>(context, "feature_tables");
+  tables_.vocabulary_sizes = GetList<int64_t>(context, "vocabulary_sizes");
   has_weights_ = GetList<bool>(context, "has_weights");
   has_weight_structure_ = GetList<bool>(context, "has_weight_structure");
-  const auto feature_tables = GetList<int>(context, "feature_tables");
-  const auto vocabulary_sizes = GetList<int64_t>(context, "vocabulary_sizes");
+  TF_RETURN_IF_ERROR(context->status());
+  return ReadSpecs(context);
+}
+
+absl::Status FeatureInputs::Prepare(OpKernelContext* context, bool training,
+                                    PreparedBatch* batch) const {
+  std::vector<FeatureInput> inputs;
+  TF_RETURN_IF_ERROR(ReadInputs(context, &inputs));
+  return InvalidArgument(PrepareBatch(specs_, tables_, inputs, training,
+                                      WorkerPool(context), batch));
+}
+
+absl::Status FeatureInputs::ReadSpecs(OpKernelConstruction* context) {
   const auto paths = GetList<std::string>(context, "paths");
   const auto kinds = GetList<std::string>(context, "kinds");
   const auto lengths = GetList<int64_t>(context, "sequence_lengths");
@@ -74,19 +86,20 @@ void FeatureReader::ReadSpecs(OpKernelConstruction* context) {
       GetList<tensorflow::PartialTensorShape>(context, "declared_shapes");
   const auto sources = GetList<std::string>(context, "declared_sources");
   bool check_numerics = false;
-  OP_REQUIRES_OK(context, context->GetAttr("check_numerics", &check_numerics));
-  if (!context->status().ok()) return;
-  for (const int64_t rows : vocabulary_sizes) {
-    OP_REQUIRES(context, rows <= kMostRows,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "A table of ", rows, " rows; int32 must number them.")));
+  TF_RETURN_IF_ERROR(context->GetAttr("check_numerics", &check_numerics));
+  TF_RETURN_IF_ERROR(context->status());
+  for (const int64_t rows : tables_.vocabulary_sizes) {
+    if (rows > kMostRows) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("A table of ", rows, " rows; int32 must number them."));
+    }
   }
   for (size_t f = 0; f < paths.size(); ++f) {
-    const int table = feature_tables[f];
+    const int table = tables_.feature_tables[f];
     FeatureSpec spec;
     spec.path = paths[f];
     spec.table = names[table];
-    spec.vocabulary_size = vocabulary_sizes[table];
+    spec.vocabulary_size = tables_.vocabulary_sizes[table];
     spec.kind = Kinds().at(kinds[f]);
     spec.combiner = Combiners().at(combiners[table]);
     spec.invalid_ids = InvalidIdRules().at(rules[table]);
@@ -101,9 +114,10 @@ void FeatureReader::ReadSpecs(OpKernelConstruction* context) {
     }
     specs_.push_back(std::move(spec));
   }
+  return absl::OkStatus();
 }
 
-absl::Status FeatureReader::ReadInputs(
+absl::Status FeatureInputs::ReadInputs(
     OpKernelContext* context, std::vector<FeatureInput>* inputs) const {
   OpInputList ids, structures, shapes;
   TF_RETURN_IF_ERROR(context->input_list("ids", &ids));
@@ -127,7 +141,7 @@ absl::Status FeatureReader::ReadInputs(
   return ReadWeights(context, inputs);
 }
 
-absl::Status FeatureReader::ReadWeights(
+absl::Status FeatureInputs::ReadWeights(
     OpKernelContext* context, std::vector<FeatureInput>* inputs) const {
   OpInputList weights, structures;
   TF_RETURN_IF_ERROR(context->input_list("weights", &weights));

@@ -21,6 +21,15 @@ ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 absl::Status InvalidArgument(const Error& error);
 absl::Status FailedPrecondition(const Error& error);
 
+// An attribute that is a list; a failure is left in the context's status.
+template <class T>
+std::vector<T> GetList(tensorflow::OpKernelConstruction* context,
+                       const char* name) {
+  std::vector<T> values;
+  context->SetStatus(context->GetAttr(name, &values));
+  return values;
+}
+
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
 // The variables behind the resource inputs of the list `name`; each must hold

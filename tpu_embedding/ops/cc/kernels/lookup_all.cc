@@ -60,7 +60,7 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
   return absl::OkStatus();
 }
 
-absl::Status ActivationShapes(
+absl::Status SetActivationShapes(
     tensorflow::shape_inference::InferenceContext* context) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
@@ -70,7 +70,13 @@ absl::Status ActivationShapes(
         context->MakeShapeFromPartialTensorShape(shapes[f], &shape));
     context->set_output(f, shape);
   }
-  context->set_output(shapes.size(), context->Scalar());
+  return absl::OkStatus();
+}
+
+absl::Status ActivationShapes(
+    tensorflow::shape_inference::InferenceContext* context) {
+  TF_RETURN_IF_ERROR(SetActivationShapes(context));
+  context->set_output(context->num_outputs() - 1, context->Scalar());
   return absl::OkStatus();
 }
 

@@ -35,7 +35,11 @@ class BatchLookup {
   std::unique_ptr<HugePages> huge_pages_;
 };
 
-// The shapes of the attribute `output_shapes`, then one scalar.
+// The shapes of the attribute `output_shapes`.
+absl::Status SetActivationShapes(
+    tensorflow::shape_inference::InferenceContext* context);
+
+// The same, then one scalar.
 absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context);
 

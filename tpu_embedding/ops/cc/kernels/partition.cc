@@ -188,7 +188,7 @@ absl::Status ReadPlaces(OpKernelConstruction* context,
 class PartitionOp : public tensorflow::OpKernel {
  public:
   explicit PartitionOp(OpKernelConstruction* context) : OpKernel(context) {
-    features_.ReadSpecs(context);
+    OP_REQUIRES_OK(context, features_.ReadAttributes(context));
     OP_REQUIRES_OK(context, context->status());
     OP_REQUIRES_OK(context, context->GetAttr("padded", &padded_));
     OP_REQUIRES_OK(context, ReadSetup(context));
@@ -322,7 +322,7 @@ class PartitionOp : public tensorflow::OpKernel {
                  [](const CsrResult& result) { return result.splits; });
   }
 
-  FeatureReader features_;
+  FeatureInputs features_;
   CsrSetup setup_;
   bool padded_ = true;
 };

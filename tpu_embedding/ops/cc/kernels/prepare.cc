@@ -68,22 +68,15 @@ batch: a scalar that the other ops take.
 class PrepareOp : public tensorflow::OpKernel {
  public:
   explicit PrepareOp(OpKernelConstruction* context) : OpKernel(context) {
-    tables_.feature_tables = GetList<int>(context, "feature_tables");
-    tables_.vocabulary_sizes = GetList<int64_t>(context, "vocabulary_sizes");
     OP_REQUIRES_OK(context, context->GetAttr("training", &training_));
     OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
-    features_.ReadSpecs(context);
+    OP_REQUIRES_OK(context, inputs_.ReadAttributes(context));
   }
 
   void Compute(OpKernelContext* context) override {
-    std::vector<FeatureInput> inputs;
     const std::shared_ptr<PreparedBatch> batch = pool_->Take();
-    absl::Status status = features_.ReadInputs(context, &inputs);
-    if (status.ok()) {
-      status = InvalidArgument(PrepareBatch(features_.specs(), tables_, inputs,
-                                            training_, WorkerPool(context),
-                                            batch.get()));
-    }
+    const absl::Status status =
+        inputs_.Prepare(context, training_, batch.get());
     if (!status.ok()) OP_REQUIRES_OK(context, TellQueue(context));
     OP_REQUIRES_OK(context, status);
     Tensor* output = nullptr;
@@ -104,8 +97,7 @@ class PrepareOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  FeatureReader features_;
-  TableMap tables_;
+  FeatureInputs inputs_;
   bool training_ = false;
   int replica_ = 0;
   const std::shared_ptr<BatchPool> pool_ = std::make_shared<BatchPool>();

@@ -1,0 +1,264 @@
+"""TPUEmbeddingV2 beyond its numbers, which conformance/test_embedding_v2.py checks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from v2_calls import BATCH, films, table, two_tables
+
+import tpu_embedding as te
+from tpu_embedding import engines, topology
+from tpu_embedding.layout.batches import PreprocessedFeatures
+
+stock = tf.tpu.experimental.embedding
+ENGINES = sorted(engines._ENGINES)
+
+
+@pytest.fixture(params=ENGINES, autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["__call__", "apply_gradients", "build", "dequeue", "embedding_lookup", "enqueue"],
+)
+def test_arguments_are_those_of_tensorflow(method: str) -> None:
+    own = inspect.signature(getattr(te.TPUEmbeddingV2, method)).parameters
+    expected = inspect.signature(getattr(stock.TPUEmbeddingV2, method)).parameters
+    assert [(p.name, p.default) for p in own.values()] == [
+        (p.name, p.default) for p in expected.values()
+    ]
+
+
+def test_constructor_arguments_are_those_of_tensorflow() -> None:
+    own = inspect.signature(te.TPUEmbeddingV2).parameters.values()
+    expected = inspect.signature(stock.TPUEmbeddingV2).parameters.values()
+    assert [(p.name, p.default) for p in own if p.kind is not p.KEYWORD_ONLY] == [
+        (p.name, p.default) for p in expected
+    ]
+
+
+def test_preserved_outputs_are_plain_csr() -> None:
+    activations, preserved = two_tables()(BATCH)
+    np.testing.assert_array_equal(activations["a"], [[7, 7], [0, 0]])
+    np.testing.assert_array_equal(activations["b"], [[208, 208], [0, 0]])
+    np.testing.assert_array_equal(activations["c"], [[5, 5], [0, 0]])
+    assert list(preserved) == ["films_users"]
+    batch = preserved["films_users"]
+    assert type(batch) is te.PartitionedCsrFormatTensor
+    np.testing.assert_array_equal(batch.row_pointers, [0, 1, 2, 4, 4, 6, 6])
+    np.testing.assert_array_equal(batch.sorted_sample_ids, [0, 1, 2, 2, 4, 4])
+    # Rows of users come after the 8 of films.
+    np.testing.assert_array_equal(batch.sorted_token_ids, [7, 0, 12, 12, 2, 3])
+    np.testing.assert_array_equal(batch.sorted_gains, [1] * 6)
+    np.testing.assert_array_equal(batch.sample_count, [2, 2, 2])
+    assert batch.num_minibatches_per_physical_sparse_core == 1
+    dtypes = [tensor.dtype for tensor in batch]
+    assert dtypes == [tf.int32, tf.int32, tf.int32, tf.float32, tf.int32, tf.int32]
+
+
+def test_the_sample_count_is_a_scalar_where_shapes_are_given() -> None:
+    embedding = two_tables(output_shape=[2])
+    _, preserved = embedding(BATCH)
+    assert preserved["films_users"].sample_count.numpy() == 6
+    embedding.apply_gradients({"a": None, "b": tf.ones([2, 2]), "c": None}, preserved)
+    assert table(embedding, "users")[4].tolist() == [102, 102]
+
+
+def test_updates_reach_the_rows_of_each_table() -> None:
+    embedding = two_tables()
+    _, preserved = embedding(BATCH)
+    gradients = {
+        "a": tf.constant([[1.0, 2.0], [3.0, 4.0]]),
+        "b": tf.constant([[10.0, 20.0], [30.0, 40.0]]),
+        "c": tf.constant([[0.5, 0.25], [9.0, 9.0]]),
+    }
+    embedding.apply_gradients(gradients, preserved)
+    expected = np.repeat(np.arange(8.0)[:, np.newaxis], 2, 1)
+    for row, gradient in ((7, [1, 2]), (0, [3, 4]), (2, [0.5, 0.25]), (3, [0.5, 0.25])):
+        expected[row] -= gradient
+    np.testing.assert_array_equal(table(embedding, "films"), expected)
+    assert table(embedding, "users")[4].tolist() == [84, 64]
+    assert table(embedding, "users")[3].tolist() == [103, 103]
+
+
+def test_a_gradient_of_none_touches_the_rows() -> None:
+    optimizer = te.SGD(1.0, weight_decay_factor=0.5)
+    embedding = te.TPUEmbeddingV2(te.FeatureConfig(films()), optimizer)
+    _, preserved = embedding(tf.constant([4]))
+    embedding.apply_gradients(None, preserved)
+    assert table(embedding, "films")[:, 0].tolist() == [0, 1, 2, 3, 2, 5, 6, 7]
+
+
+def test_stacking_can_be_disabled() -> None:
+    config = te.SparseCoreEmbeddingConfig(disable_table_stacking=True)
+    tables = [te.TableConfig(8, 2, name=name) for name in ("b", "a")]
+    embedding = te.TPUEmbeddingV2(
+        [te.FeatureConfig(t) for t in tables], te.SGD(0.1), False, config
+    )
+    _, preserved = embedding([tf.constant([1]), tf.constant([2])])
+    assert set(preserved) == set(embedding.stacked_tables) == {"a", "b"}
+
+
+def test_stacked_tables_are_the_tables() -> None:
+    embedding = two_tables()
+    (stacked,) = embedding.stacked_tables.values()
+    tables = list(embedding.embedding_tables.values())
+    assert [v is t for v, t in zip(stacked, tables, strict=True)] == [True, True]
+    layouts = embedding.embedding_layouts
+    users = layouts["users"]
+    assert users.stacked_table_name == "films_users"
+    assert users.sparse_core_shard_row_offset == 8
+    assert users.num_sparse_cores == users.num_partitions == 1
+    assert users.total_rows_per_sparse_core_shard == 13
+    shards = embedding.embedding_table_shards
+    assert shards.keys() == embedding.embedding_tables.keys()
+    ((device, value),) = next(iter(shards.values()))
+    assert "CPU:0" in device
+    np.testing.assert_array_equal(value, tables[0])
+
+
+def test_batches_may_be_prepared_in_tf_data() -> None:
+    embedding = two_tables()
+    ids = tf.data.Dataset.from_tensors(BATCH).repeat(2)
+    batches = list(ids.map(embedding.preprocess_features).prefetch(1))
+    assert isinstance(batches[0], PreprocessedFeatures)
+    expected, _ = embedding(BATCH)
+    for batch in batches:
+        activations, preserved = embedding.embedding_lookup(batch)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(activations[name], value)
+    assert embedding.enqueue(batches[0]) is batches[0]
+    embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+    assert table(embedding, "films")[7].tolist() == [6, 6]
+
+
+def test_preserved_outputs_pass_through_functions() -> None:
+    embedding = two_tables()
+    embedding.build()
+
+    @tf.function(reduce_retracing=True)
+    def forward(batch: Any) -> Any:
+        return embedding(batch)
+
+    @tf.function(reduce_retracing=True)
+    def backward(gradients: Any, preserved: Any) -> None:
+        embedding.apply_gradients(gradients, preserved)
+
+    for rows in (2, 3):
+        ids = {n: tf.fill([rows], 1) for n in "abc"}
+        activations, preserved = forward(ids)
+        assert activations["a"].shape == (rows, 2)
+        backward({"a": None, "b": tf.ones([rows, 2]), "c": None}, preserved)
+    assert table(embedding, "users")[1].tolist() == [96, 96]
+
+
+def test_a_loop_in_a_function() -> None:
+    embedding = two_tables(output_shape=[2])
+    embedding.build()
+
+    @tf.function
+    def train(steps: int) -> None:
+        for _ in tf.range(steps):
+            _, preserved = embedding(BATCH)
+            embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+
+    train(tf.constant(5))
+    assert table(embedding, "films")[7].tolist() == [2, 2]
+
+
+def test_replicas_sum_their_gradients() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        embedding = two_tables()
+        embedding.build()
+
+    def step(batch: Any) -> Any:
+        activations, preserved = embedding(batch)
+        embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+        return activations["a"]
+
+    batches = (
+        tf.data.Dataset.from_tensors(BATCH).repeat().map(embedding.preprocess_features)
+    )
+    for _ in range(2):
+        strategy.run(step, (BATCH,))
+    dataset = strategy.distribute_datasets_from_function(lambda _: batches)
+    strategy.run(step, (next(iter(dataset)),))
+    assert table(embedding, "films")[7].tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="belongs to one replica, and there are 2"):
+        embedding(BATCH)
+
+
+def test_pipelined_updates_are_one_step_late() -> None:
+    embedding = te.TPUEmbeddingV2(
+        te.FeatureConfig(films()), te.SGD(1.0), pipeline_execution_with_tensor_core=True
+    )
+    seen = []
+    for _ in range(4):
+        activations, preserved = embedding(tf.constant([5]))
+        seen.append(activations.numpy()[0, 0])
+        embedding.apply_gradients(tf.ones([1, 2]), preserved)
+    assert seen == [5, 5, 4, 3]
+    embedding.flush()
+    assert embedding(tf.constant([5]))[0].numpy()[0, 0] == 1
+
+
+def test_a_batch_may_be_applied_more_than_once() -> None:
+    embedding = te.TPUEmbeddingV2(te.FeatureConfig(films()), te.SGD(1.0))
+    _, first = embedding(tf.constant([5]))
+    _, second = embedding(tf.constant([6]))
+    for preserved in (second, first, first):
+        embedding.apply_gradients(tf.ones([1, 2]), preserved)
+    assert table(embedding, "films")[:, 0].tolist() == [0, 1, 2, 3, 4, 3, 5, 7]
+
+
+def test_the_checkpoint_is_that_of_tpu_embedding(tmp_path: Any) -> None:
+    embedding = two_tables()
+    _, preserved = embedding(BATCH)
+    embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+    path = tf.train.Checkpoint(embedding=embedding).save(str(tmp_path / "c"))
+    keys = [te.TableConfig(8, 2, name="films"), te.TableConfig(5, 2, name="users")]
+    other = te.TPUEmbedding([te.FeatureConfig(key) for key in keys], te.SGD(1.0))
+    other.build()
+    tf.train.Checkpoint(embedding=other).restore(path).assert_consumed()
+    for key in keys:
+        np.testing.assert_array_equal(
+            other.embedding_tables[key], table(embedding, str(key.name))
+        )
+
+
+def test_without_an_optimizer_there_are_lookups_only() -> None:
+    embedding = te.TPUEmbeddingV2(te.FeatureConfig(films()))
+    activations, preserved = embedding(tf.constant([5]))
+    assert activations.numpy().tolist() == [[5, 5]]
+    with pytest.raises(RuntimeError, match="apply_gradients"):
+        embedding.apply_gradients(tf.ones([1, 2]), preserved)
+
+
+def test_calls_before_build() -> None:
+    embedding = two_tables()
+    with pytest.raises(RuntimeError, match="apply_gradients"):
+        embedding.apply_gradients({}, {})
+    with pytest.raises(RuntimeError, match="dequeue"):
+        embedding.dequeue({})  # pyright: ignore[reportArgumentType]
+
+
+def test_configs_of_tensorflow_are_taken() -> None:
+    key = stock.TableConfig(8, 2, initializer=te.RowIdInitializer(), name="films")
+    embedding = te.TPUEmbeddingV2(
+        stock.FeatureConfig(key),
+        stock.SGD(0.5),
+        sparse_core_embedding_config=stock.SparseCoreEmbeddingConfig(
+            max_ids_per_table={"films": 3}
+        ),
+    )
+    activations, preserved = embedding(tf.constant([5]))
+    embedding.apply_gradients(tf.ones_like(activations), preserved)
+    assert embedding.embedding_tables[key].numpy()[5].tolist() == [4.5, 4.5]

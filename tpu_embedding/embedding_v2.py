@@ -1,0 +1,318 @@
+"""TPUEmbeddingV2: lookups that hand their batch out, updates that take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+
+from tpu_embedding import errors
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
+from tpu_embedding.layout import errors as layout_errors
+from tpu_embedding.layout.batches import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.partitioning import (
+    DEFAULT_MAX_IDS_PER_TABLE,
+    DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
+)
+from tpu_embedding.layout.stacking import layout_fields
+
+# The module makes its classes when it is imported; type checkers cannot know them.
+_SparseCoreTableLayout: Any = vars(sparse_core_layout_pb2)["SparseCoreTableLayout"]
+
+
+class TPUEmbeddingV2(EmbeddingBase):
+    """Embedding tables for SparseCores, which also run on the CPU.
+
+    A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV2. A lookup gives the
+    activations and, as plain tensors, the batch that it looked up; apply_gradients
+    takes that batch back. There is no queue in between:
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(8, 2, initializer=te.RowIdInitializer(), name="films")
+    >>> embedding = te.TPUEmbeddingV2({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+    >>> activations, preserved = embedding({"film": tf.constant([3, 5])})
+    >>> activations["film"].numpy().tolist()
+    [[3.0, 3.0], [5.0, 5.0]]
+    >>> preserved["films"].sorted_token_ids.numpy().tolist()
+    [3, 5]
+    >>> embedding.apply_gradients({"film": tf.ones([2, 2])}, preserved)
+    >>> embedding.embedding_tables[films].numpy()[3].tolist()
+    [2.5, 2.5]
+
+    The numbers are those of docs/semantics.md and of TPUEmbedding. Batches can be
+    prepared ahead, inside tf.data:
+
+    >>> ids = tf.data.Dataset.from_tensors({"film": [3, 5]})
+    >>> for batch in ids.map(embedding.preprocess_features):
+    ...     activations, preserved = embedding.embedding_lookup(batch)
+    >>> activations["film"].numpy()[0].tolist()
+    [2.5, 2.5]
+
+    Under a MirroredStrategy the replicas share one copy of each table, and the
+    gradients of the n-th apply_gradients of every replica make up one update.
+    """
+
+    DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
+    DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
+
+    def __init__(  # noqa: PLR0913 - TensorFlow's arguments and two of ours.
+        self,
+        feature_config: Any,
+        optimizer: Any = None,
+        pipeline_execution_with_tensor_core: bool = False,
+        sparse_core_embedding_config: Any = None,
+        *,
+        invalid_ids: str | None = None,
+        check_numerics: bool = False,
+    ) -> None:
+        """Reads the configuration; tables are made by build or the first call.
+
+        Args:
+          feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
+            of them, of this package or of tf.tpu.experimental.embedding.
+          optimizer: For tables without one of their own. None: lookups only.
+          pipeline_execution_with_tensor_core: Each update is applied after the
+            lookups of the next step, which are thus one step old. Call `flush` before
+            an evaluation.
+          sparse_core_embedding_config: A SparseCoreEmbeddingConfig, of this package or
+            of tf.tpu.experimental.embedding, or None for its defaults.
+          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          check_numerics: Refuse weights and gradients that are not finite.
+
+        Raises:
+          ValueError: If the configuration is wrong: no features, two tables or stacks
+            of one name, an unsupported optimizer.
+          TypeError: If an argument is of the wrong type.
+          NotImplementedError: If a strategy or option has no engine here.
+        """
+        if not isinstance(pipeline_execution_with_tensor_core, bool):
+            raise errors.argument_type(
+                "pipeline_execution_with_tensor_core",
+                pipeline_execution_with_tensor_core,
+                "a bool",
+            )
+        options = EmbeddingOptions(
+            pipeline_execution_with_tensor_core,
+            invalid_ids,
+            check_numerics,
+            _adapt_config(sparse_core_embedding_config),
+        )
+        super().__init__(feature_config, optimizer, options)
+
+    @as_written
+    def build(self) -> None:
+        """Makes the tables and slots; called by the first lookup if not before."""
+        self._create_engine()
+
+    @as_written
+    def __call__(
+        self, features: Any, weights: Any = None
+    ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
+        """See `embedding_lookup`."""
+        return self.embedding_lookup(features, weights)
+
+    @as_written
+    def embedding_lookup(
+        self, features: Any, weights: Any = None
+    ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
+        """Looks one batch up: enqueue, then dequeue.
+
+        Args:
+          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
+            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+            in any mix; or what `preprocess_features` gave.
+          weights: None, or the same structure with floating point weights of each
+            feature's own layout, or None for features without.
+
+        Returns:
+          The activations in the structure of `feature_config`, float32
+          [output shape..., dim] each, and the preserved outputs for apply_gradients:
+          by name of the stacked table a PartitionedCsrFormatTensor.
+
+        Raises:
+          TypeError: If a container or dtype is of the wrong type.
+          ValueError: If a structure, rank or static shape does not fit.
+          RuntimeError: If called outside of strategy.run with several replicas.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+        """
+        self.build()
+        self._in_replica("embedding_lookup")
+        return self.dequeue(self.enqueue(features, weights))
+
+    @as_written
+    def preprocess_features(
+        self, features: Any, weights: Any = None
+    ) -> PreprocessedFeatures:
+        """Checks one replica's batch and lays it out; what enqueue does.
+
+        It touches no table and no queue, so that it can run in tf.data.Dataset.map.
+
+        Args:
+          features: As for embedding_lookup.
+          weights: As for embedding_lookup.
+
+        Returns:
+          What embedding_lookup, enqueue and dequeue take.
+
+        Raises:
+          The errors of embedding_lookup that concern features and weights.
+        """
+        if weights is None:
+            weights = self._structure.pack([None] * len(self._plan.features))
+        batch = self._read_replica(
+            self._structure.flatten("features", features),
+            self._structure.flatten("weights", weights),
+        )
+        return self._create_engine().preprocess(batch)
+
+    @as_written
+    def enqueue(
+        self, features: Any, weights: Any = None, device: str | None = None
+    ) -> PreprocessedFeatures:
+        """Prepares one replica's batch for dequeue.
+
+        Args:
+          features: As for embedding_lookup.
+          weights: As for embedding_lookup.
+          device: For TPUs only.
+
+        Raises:
+          The errors of embedding_lookup that concern features and weights.
+          ValueError: If `device` is given.
+        """
+        if device is not None:
+            raise errors.enqueue_device(device)
+        if not isinstance(features, PreprocessedFeatures):
+            return self.preprocess_features(features, weights)
+        if weights is not None:
+            raise layout_errors.weights_of_preprocessed()
+        return features
+
+    @as_written
+    def dequeue(
+        self, partitioned_tensors: PreprocessedFeatures
+    ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
+        """Looks up what enqueue gave; see embedding_lookup.
+
+        Raises:
+          TypeError: If it is something else.
+          ValueError: If it comes from an embedding of other stacks or features.
+          RuntimeError: If called before build, or outside of strategy.run with several
+            replicas.
+        """
+        engine, replica = self._in_replica("dequeue")
+        if not isinstance(partitioned_tensors, PreprocessedFeatures):
+            raise layout_errors.not_preprocessed(partitioned_tensors)
+        shapes = partitioned_tensors.output_shapes
+        if len(shapes) != len(self._plan.features):
+            raise layout_errors.preprocessed_features(
+                len(shapes), len(self._plan.features)
+            )
+        tables = self._check_tables(partitioned_tensors.tables)
+        with tf.name_scope("embedding_lookup"):
+            activations = engine.lookup_stacked(
+                PreprocessedFeatures(tables, shapes), replica
+            )
+        return self._structure.pack(activations), tables
+
+    @as_written
+    def apply_gradients(
+        self,
+        gradients: Any,
+        preserved_outputs: Mapping[str, PartitionedCsrFormatTensor],
+    ) -> None:
+        """Updates the tables with the gradients of one lookup.
+
+        The gradients of all entries of a row, of all features and replicas, are
+        summed, clipped and given to the table's optimizer once.
+
+        Args:
+          gradients: In the structure of `feature_config` a tf.Tensor of the shape of
+            the activation, or None, which counts as zeros.
+          preserved_outputs: The second output of that lookup.
+
+        Raises:
+          TypeError: If a container is of the wrong type.
+          ValueError: If a structure differs, or a gradient is no tf.Tensor or has the
+            wrong static shape.
+          RuntimeError: If called before build, without an optimizer, or outside of
+            strategy.run where there are several replicas.
+          tf.errors.InvalidArgumentError: If gradients and preserved outputs do not
+            belong together, before anything has changed.
+        """
+        engine, replica = self._in_replica("apply_gradients")
+        self._require_optimizers("apply_gradients")
+        checked = self._check_gradients(gradients)
+        tables = self._check_tables(preserved_outputs)
+        with tf.name_scope("embedding_apply_gradients"):
+            engine.update_stacked(tables, checked, replica)
+
+    @property
+    def embedding_table_shards(self) -> dict[Any, list[tuple[str, tf.Tensor]]]:
+        """For each table (device, value) of each part, without padding.
+
+        Keyed by the TableConfig that the user passed. The host engine has one part,
+        the whole table.
+        """
+        return {
+            key: [(table.device, table.read_value())]
+            for key, table in self.embedding_tables.items()
+        }
+
+    @property
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """By name of the stack the variables that store it, in order of its rows.
+
+        On the host engine these are the tables of the stack themselves.
+        """
+        engine = self._create_engine()
+        self.flush()
+        return {
+            stack.name: tuple(engine.tables[index].parameters for index in stack.tables)
+            for stack in self._layout.stacks
+        }
+
+    @property
+    def embedding_layouts(self) -> dict[str, Any]:
+        """By name of the table, as a SparseCoreTableLayout, where it is in its stack.
+
+        On the host engine one shard holds the whole stack, without padding.
+        """
+        return {
+            table.table_name: _SparseCoreTableLayout(**layout_fields(table))
+            for table in self._layout.tables
+        }
+
+    def _check_tables(self, tables: Any) -> dict[str, PartitionedCsrFormatTensor]:
+        """The batches of all stacks, in the order of the layout."""
+        if not isinstance(tables, Mapping):
+            raise layout_errors.preserved_outputs_type(tables)
+        names = [stack.name for stack in self._layout.stacks]
+        if set(tables) != set(names):
+            raise layout_errors.preserved_outputs_names(list(tables), names)
+        for name in names:
+            if not isinstance(tables[name], PartitionedCsrFormatTensor):
+                raise layout_errors.preserved_output(name, tables[name])
+        return {name: tables[name] for name in names}
+
+
+def _adapt_config(config: Any) -> SparseCoreEmbeddingConfig:
+    """Ours as it is, TensorFlow's as one of ours, None as the defaults."""
+    if config is None:
+        return SparseCoreEmbeddingConfig()
+    if isinstance(config, SparseCoreEmbeddingConfig):
+        return config
+    stock = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig
+    if type(config) is not stock:
+        raise errors.argument_type(
+            "sparse_core_embedding_config", config, "a SparseCoreEmbeddingConfig"
+        )
+    return SparseCoreEmbeddingConfig(**vars(config))

@@ -1,0 +1,126 @@
+"""What the engines that keep each table whole share about stacks.
+
+For them a stack is a way of numbering: its rows go through its tables, without shards
+or padding, and its samples through its features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tpu_embedding import errors
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.layout.batches import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
+from tpu_embedding.layout.tables import Plan
+
+
+def refuse_tpu_options(engine: str, plan: Plan) -> None:
+    """Refuses what describes how a TPU stores a table.
+
+    Raises:
+      NotImplementedError: If a table has such an option.
+    """
+    for table in plan.tables:
+        where = f"table {table.name}"
+        layout = table.config.layout
+        if layout is not None:
+            raise errors.refused_by_engine(engine, where, "layout", layout)
+        if table.optimizer and table.optimizer.low_dimensional_packing_status:
+            raise errors.refused_by_engine(
+                engine, where, "low_dimensional_packing_status", True
+            )
+
+
+def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
+    """The stacks of tables that are not cut: one shard, no padding."""
+    shapes = [_full_shape(spec.config.output_shape) for spec in plan.features]
+    return make_layout(
+        plan,
+        shapes,
+        StackingOptions(
+            num_devices=1,
+            sparse_cores_per_device=1,
+            width_multiple=1,
+            row_multiple=1,
+            disable_table_stacking=config.disable_table_stacking,
+            stock_feature_counts=config.stock_feature_counts,
+        ),
+    )
+
+
+class StackedBatches:
+    """Turns what an engine computes into the records of `layout.batches`, and back."""
+
+    def __init__(self, plan: Plan, layout: Layout) -> None:
+        """Remembers how many samples each feature is declared to have."""
+        self._layout = layout
+        self._declared: list[int | None] = []
+        for spec in plan.features:
+            shape = _full_shape(spec.config.output_shape)
+            self._declared.append(None if shape is None else math.prod(shape))
+
+    def pack(
+        self, stacks: Sequence[Sequence[tf.Tensor]], shapes: Sequence[tf.Tensor]
+    ) -> PreprocessedFeatures:
+        """The record of one batch.
+
+        Args:
+          stacks: For each stack row_pointers, sample ids, token ids, gains.
+          shapes: For each feature its output shape, int64 [k].
+        """
+        samples = [tf.cast(tf.reduce_prod(shape), tf.int32) for shape in shapes]
+        return PreprocessedFeatures(
+            tables={
+                stack.name: PartitionedCsrFormatTensor(
+                    *tensors,
+                    sample_count=self._count([samples[f] for f in stack.features], k),
+                    num_minibatches_per_physical_sparse_core=tf.constant(1, tf.int32),
+                )
+                for k, (stack, tensors) in enumerate(
+                    zip(self._layout.stacks, stacks, strict=True)
+                )
+            },
+            output_shapes=tuple(shapes),
+        )
+
+    def samples(
+        self, tables: Mapping[str, PartitionedCsrFormatTensor]
+    ) -> list[tf.Tensor]:
+        """For each feature the number of its samples, an int64 scalar."""
+        counts: dict[int, tf.Tensor] = {}
+        for k, stack in enumerate(self._layout.stacks):
+            count = tf.cast(tables[stack.name].sample_count, tf.int64)
+            if len(self._undeclared(k)) > 1:
+                # As many as there are features, else the op would not run at all.
+                count = tf.ensure_shape(count, [len(stack.features)])
+                counts.update(zip(stack.features, tf.unstack(count), strict=True))
+                continue
+            known = {f: self._declared[f] for f in stack.features}
+            total = sum(n for n in known.values() if n is not None)
+            for feature, n in known.items():
+                rest = count - total
+                counts[feature] = rest if n is None else tf.constant(n, tf.int64)
+        return [counts[f] for f in range(len(self._declared))]
+
+    def _undeclared(self, stack: int) -> list[int]:
+        features = self._layout.stacks[stack].features
+        return [f for f in features if self._declared[f] is None]
+
+    def _count(self, samples: Sequence[tf.Tensor], stack: int) -> tf.Tensor:
+        if len(self._undeclared(stack)) > 1:
+            return tf.stack(samples)
+        return tf.add_n(samples)
+
+
+def _full_shape(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    known = tuple(axis for axis in shape if axis is not None)
+    return known if len(known) == len(shape) else None

@@ -1,0 +1,49 @@
+"""Batches in the form that TPUEmbeddingV2 hands to the user: tuples of tensors.
+
+They pass through tf.function, tf.data and strategy.run as any structure of tensors
+does. Nothing here needs TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class PartitionedCsrFormatTensor(NamedTuple):
+    """The entries of one stacked table, of one replica.
+
+    An entry is an id with its gain: activation[s] is the sum of gain * row over the
+    entries of sample s. On the host engine these are plain CSR without padding: the
+    entries of sample s are those from row_pointers[s] to row_pointers[s + 1], and a
+    token is the first row of the table in its stack plus the id.
+
+    Attributes:
+      row_pointers: int32 [samples + 1] on the host engine; for SparseCores, where each
+        partition ends in the three tensors below (docs/formats.md).
+      sorted_sample_ids: int32 [entries], the sample of each entry.
+      sorted_token_ids: int32 [entries], the row of each entry in the stack.
+      sorted_gains: float32 [entries].
+      sample_count: int32 scalar, the samples of the stack. On the host engine int32
+        [features of the stack], where two of them or more have no output_shape.
+      num_minibatches_per_physical_sparse_core: int32 scalar; 1 on the host engine.
+    """
+
+    row_pointers: Any
+    sorted_sample_ids: Any
+    sorted_token_ids: Any
+    sorted_gains: Any
+    sample_count: Any
+    num_minibatches_per_physical_sparse_core: Any
+
+
+class PreprocessedFeatures(NamedTuple):
+    """One replica's batch, ready to be looked up.
+
+    Attributes:
+      tables: By name of the stack its entries.
+      output_shapes: For each feature, flat, int64 [k]: the shape of its activations
+        without the embedding axis.
+    """
+
+    tables: dict[str, PartitionedCsrFormatTensor]
+    output_shapes: tuple[Any, ...]

@@ -1,0 +1,119 @@
+#include "core/stacks.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace tpu_embedding {
+namespace {
+
+std::string Stack(const StackInput& input) {
+  return "Stacked table " + input.name + ": ";
+}
+
+// The product of the axes, or -1 where one is negative or it is too large.
+int64_t NumSamples(const std::vector<int64_t>& shape) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  int64_t samples = 1;
+  for (const int64_t axis : shape) {
+    if (axis < 0 || axis > kMost) return -1;
+    samples *= axis;
+    if (samples > kMost) return -1;
+  }
+  return samples;
+}
+
+Error CheckPointers(const StackInput& input, int64_t num_samples) {
+  if (input.num_row_pointers != num_samples + 1) {
+    return Stack(input) + std::to_string(input.num_row_pointers) +
+           " row_pointers for " + std::to_string(num_samples) +
+           " samples; it needs one more than samples.";
+  }
+  const int32_t* pointers = input.row_pointers;
+  if (pointers[0] != 0 || pointers[num_samples] != input.num_tokens ||
+      input.num_gains != input.num_tokens ||
+      !std::is_sorted(pointers, pointers + num_samples + 1)) {
+    return Stack(input) +
+           "row_pointers must rise from 0 to the number of sorted_token_ids, "
+           "which is that of sorted_gains. Pass on what the lookup gave.";
+  }
+  return std::nullopt;
+}
+
+Error ReadFeature(const StackedFeature& feature, const StackInput& input,
+                  int64_t first_sample, int64_t num_samples,
+                  FeatureCsr* batch) {
+  const int32_t* pointers = input.row_pointers + first_sample;
+  const int64_t first = pointers[0];
+  const int64_t size = pointers[num_samples] - first;
+  batch->offsets.Resize(num_samples + 1);
+  batch->rows.Resize(size);
+  batch->gains.Resize(size);
+  for (int64_t s = 0; s <= num_samples; ++s) {
+    batch->offsets[s] = pointers[s] - first;
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t row = input.token_ids[first + i] - feature.first_token;
+    if (row < 0 || row >= feature.vocabulary_size) {
+      return Stack(input) + "entry " + std::to_string(first + i) +
+             " has token id " + std::to_string(input.token_ids[first + i]) +
+             ", but it belongs to feature " + feature.path +
+             ", whose table has the ids [" +
+             std::to_string(feature.first_token) + ", " +
+             std::to_string(feature.first_token + feature.vocabulary_size) +
+             "). Pass on what the lookup gave.";
+    }
+    batch->rows[i] = static_cast<int32_t>(row);
+    batch->gains[i] = input.gains[first + i];
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+void WriteStack(const std::vector<StackedFeature>& features,
+                const std::vector<const FeatureCsr*>& batches,
+                const StackOutput& output) {
+  int32_t entry = 0;
+  int32_t sample = 0;
+  output.row_pointers[0] = 0;
+  for (size_t f = 0; f < features.size(); ++f) {
+    const FeatureCsr& batch = *batches[f];
+    for (int64_t s = 0; s < batch.num_samples(); ++s) {
+      for (int64_t i = batch.offsets[s]; i < batch.offsets[s + 1]; ++i) {
+        output.sample_ids[entry] = sample;
+        output.token_ids[entry] =
+            static_cast<int32_t>(features[f].first_token + batch.rows[i]);
+        output.gains[entry++] = batch.gain(i);
+      }
+      output.row_pointers[++sample] = entry;
+    }
+  }
+}
+
+Error ReadStack(const std::vector<StackedFeature>& features,
+                const StackInput& input,
+                const std::vector<FeatureCsr*>& batches) {
+  std::vector<int64_t> samples;
+  int64_t total = 0;
+  for (size_t f = 0; f < features.size(); ++f) {
+    samples.push_back(NumSamples(batches[f]->output_shape));
+    if (samples[f] < 0) {
+      return Stack(input) + "feature " + features[f].path +
+             " has a number of samples that is negative or too large. Pass on "
+             "what the lookup gave.";
+    }
+    total += samples[f];
+  }
+  if (Error error = CheckPointers(input, total)) return error;
+  int64_t first = 0;
+  for (size_t f = 0; f < features.size(); ++f) {
+    if (Error error =
+            ReadFeature(features[f], input, first, samples[f], batches[f])) {
+      return error;
+    }
+    first += samples[f];
+  }
+  return std::nullopt;
+}
+
+}  // namespace tpu_embedding
