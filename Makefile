@@ -23,7 +23,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint format ops bench bench-peers clean
+.PHONY: help demo test lint format ops bench bench-peers test-peers clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -67,8 +67,18 @@ build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 	    --requirement $<
 	@touch $@
 
+PEER_TESTS := build/peers/tests
+
+test-peers: ## compare the Keras layer with tensorflow-recommenders
+	$(PYTHON) -m venv --clear $(PEER_TESTS)
+	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
+	    setuptools wheel --requirement tests/peers/requirements-tfrs.txt
+	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
+	    --no-build-isolation --no-deps .
+	$(PEER_TESTS)/bin/pytest tests/peers
+
 clean: ## remove all that set-up and builds made
-	rm -rf $(VENV) build dist *.egg-info tpu_embedding/ops/*.so
+	rm -rf $(VENV) build dist *.egg-info tpu_embedding/*/*.so
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find tpu_embedding tests examples -name __pycache__ -prune -exec rm -rf {} +
 

@@ -84,6 +84,8 @@ def current() -> Topology:
     for name, classes in _UNSUPPORTED.items():
         if isinstance(strategy, classes):
             raise errors.unsupported_strategy(name)
+    if _is_software_tpu(strategy):
+        raise errors.unsupported_strategy("SoftwareTPUStrategy")
     device = "/device:CPU:0"
     if tf.distribute.has_strategy():
         device = strategy.extended.worker_devices[0]
@@ -98,8 +100,12 @@ def current() -> Topology:
 def is_tpu() -> bool:
     """Whether a TPU strategy's scope is active, or one that stands in for it."""
     strategy = tf.distribute.get_strategy()
-    simulated = hasattr(strategy.extended, "tpu_hardware")
-    return simulated or isinstance(strategy, _UNSUPPORTED["TPUStrategy"])
+    is_tpu_strategy = isinstance(strategy, _UNSUPPORTED["TPUStrategy"])
+    return is_tpu_strategy or _is_software_tpu(strategy)
+
+
+def _is_software_tpu(strategy: tf.distribute.Strategy) -> bool:
+    return hasattr(strategy.extended, "tpu_hardware")
 
 
 def _choose_engine(device: str) -> str:

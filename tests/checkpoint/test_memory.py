@@ -73,7 +73,8 @@ def test_memory(tmp_path: pathlib.Path) -> None:
         [sys.executable, __file__, *arguments], env=environment
     )
     used = json.loads(output.splitlines()[-1])
-    assert used["build"] >= CI_SIZE, used  # The tables are in memory indeed.
+    # The tables are in memory indeed; a part of it may have been there at the start.
+    assert used["build"] > 0.9 * CI_SIZE, used
     assert max(used.values()) == used["limit"], used
 
 

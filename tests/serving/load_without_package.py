@@ -8,10 +8,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-sys.modules["tpu_embedding"] = None  # pyright: ignore[reportArgumentType]
 
-import tensorflow as tf  # noqa: E402 - after the package was made impossible.
+def main() -> None:
+    """Prints the logits of the example."""
+    sys.modules["tpu_embedding"] = None  # pyright: ignore[reportArgumentType]
 
-model: Any = tf.saved_model.load(sys.argv[1])
-answers = model.signatures["examples"](examples=tf.constant([sys.stdin.buffer.read()]))
-print(*answers["logits"].numpy().tolist())
+    import tensorflow as tf  # After the package was made impossible.
+
+    model: Any = tf.saved_model.load(sys.argv[1])
+    example = tf.constant([sys.stdin.buffer.read()])
+    answers = model.signatures["examples"](examples=example)
+    print(*answers["logits"].numpy().tolist())
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ def run_together(
             devices=devices,
             num_inputs=[len(function.captured_inputs) for function in traced],
             num_outputs=[len(function.outputs) for function in traced],
-            sparse_cores=strategy.extended.tpu_hardware.sparse_cores_per_chip,
+            sparse_cores=strategy.extended.tpu_hardware.sparse_cores_per_device,
             meeting_timeout=meeting_timeout,
         )
     remaining = iter(outputs if traced[0].outputs else ())
