@@ -343,7 +343,9 @@ CARRIED = (
 )
 
 
-@pytest.mark.parametrize(("optimizer", "text"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "text"), REFUSED, ids=lambda optimizer: type(optimizer).__name__
+)
 def test_optimizers_that_sparse_cores_lack_are_refused(
     optimizer: te.SGD, text: str
 ) -> None:
@@ -352,7 +354,9 @@ def test_optimizers_that_sparse_cores_lack_are_refused(
         refuse_for_sparse_cores(plan)
 
 
-@pytest.mark.parametrize("optimizer", CARRIED, ids=str)
+@pytest.mark.parametrize(
+    "optimizer", CARRIED, ids=lambda optimizer: type(optimizer).__name__
+)
 def test_optimizers_that_sparse_cores_have_are_carried(optimizer: Any) -> None:
     refuse_for_sparse_cores(
         plan_of([te.TableConfig(8, 2, optimizer=optimizer)], [0], [(8,)])
