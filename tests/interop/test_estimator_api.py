@@ -154,6 +154,23 @@ def _examples() -> tf.Tensor:
 _CLASSIC = ("regress", "classify")
 
 
+def test_a_use_tpu_of_the_params_gives_way(tmp_path: pathlib.Path):
+    """Old models hand all of their flags over as params, this one among them."""
+    seen = []
+
+    def input_fn(params: dict[str, Any]) -> Any:
+        seen.append((params["use_tpu"], params["depth"]))
+        return batches(FEATURES)()
+
+    def model(made: list[Any]) -> Any:
+        inner = linear_model(made)
+        return lambda features, labels, mode, params: inner(features, labels, mode)
+
+    flags = {"use_tpu": False, "depth": 3}
+    make(tmp_path, model, params=flags, use_tpu=True).evaluate(input_fn, steps=1)
+    assert seen == [(True, 3)]
+
+
 def test_export_of_named_outputs(tmp_path: pathlib.Path):
     made = [interop.embedding_column(ids("a"), 1, initializer=ROWS)]
 

@@ -19,7 +19,7 @@ from tpu_embedding.interop.run_config import InputPipelineConfig, RunConfig
 from tpu_embedding.interop.warm_start import WarmStartSettings, warm_start
 
 _v1 = tf.compat.v1
-_RESERVED = ("batch_size", "context", "use_tpu")
+_RESERVED = ("batch_size", "context")
 _PER_HOST = (InputPipelineConfig.PER_HOST_V1, InputPipelineConfig.PER_HOST_V2)
 
 
@@ -59,7 +59,7 @@ class TPUEstimator:
             temporary folder.
           config: A RunConfig.
           params: For the input_fn and model_fn, which get "batch_size" and "use_tpu"
-            besides.
+            besides; a "use_tpu" of their own is overwritten, as in TensorFlow.
           use_tpu: Whether the spec's tables are TPU embedding tables.
           train_batch_size: For params["batch_size"] in training.
           eval_batch_size: The same in evaluation.
