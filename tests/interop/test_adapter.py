@@ -159,6 +159,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "Table 't' has no `optimization_parameters`",
     ),
+    "no parameters at all": (
+        lambda: dict_spec(optimization_parameters="sgd"),
+        ValueError,
+        "Argument `optimization_parameters` must be one of AdagradParameters,",
+    ),
     "two limits": (
         lambda: spec(
             parameters=interop.AdagradParameters(0.1, clip_gradient_max=1.0),
@@ -184,6 +189,16 @@ def test_what_cannot_be_carried_is_refused_by_name(case: str):
     made = make()
     with pytest.raises(error, match=re.escape(text)):
         made.to_tpu_embedding()
+
+
+def test_parameters_that_no_table_needs_are_not_looked_at():
+    own = interop.TableConfig(8, 2, optimization_parameters=SGD)
+    for unneeded in (interop.MomentumParameters(0.1, 0.9), "sgd", None):
+        made = dict_spec(tables={"t": own}, optimization_parameters=unneeded)
+        assert made.adapt().optimizer is None
+        assert (
+            made.adapt().tables["t"].optimizer == spec(parameters=SGD).adapt().optimizer
+        )
 
 
 def test_a_multiplier_needs_the_parts():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.interop import carried, errors
 from tpu_embedding.interop import table_config as v1
+from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
 
 
@@ -143,7 +144,7 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
     for key in old_tables:
         if key not in used:
             raise errors.unused_table(key)
-    optimizers = _Optimizers(spec, global_step)
+    optimizers = _Optimizers(spec, old_tables.values(), global_step)
     tables = {
         key: _table(key, table, optimizers.of_table(key, table))
         for key, table in sorted(old_tables.items())
@@ -195,17 +196,24 @@ class _Optimizers:
     """The optimizers of one spec.
 
     Attributes:
-      common: That of the spec's own parameters, or None.
+      common: That of the spec's own parameters; None if no table needs it.
     """
 
-    def __init__(self, spec: Any, global_step: Any) -> None:
+    def __init__(
+        self, spec: Any, tables: Iterable[v1.TableConfig], global_step: Any
+    ) -> None:
         self._limit = spec.clipping_limit
         self._step = global_step
         self._rates: dict[int, StepRate | VariableRate] = {}
         self.common: Optimizer | None = None
-        if spec.optimization_parameters is not None:
+        shared = spec.optimization_parameters
+        # Upstream does not look at them where every table has its own.
+        if shared is not None and any(
+            table.optimization_parameters is None for table in tables
+        ):
+            check_parameters(shared)
             self.common = carried.to_optimizer(
-                "EmbeddingConfigSpec", spec.optimization_parameters, self._limit
+                "EmbeddingConfigSpec", shared, self._limit
             )
 
     def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
