@@ -210,6 +210,14 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda path: read(path, spec(*shared("b", "c"))),
         "must belong to 'tbl_b_c_shared_embedding', and none matches",
     ),
+    "strategy of no letters": (
+        lambda path: read(path, spec(), partition_strategy=""),
+        "`partition_strategy` must be",
+    ),
+    "parameters of another class": (
+        lambda path: read(path, dict_spec(optimization_parameters="sgd")),
+        "Argument `optimization_parameters` must be one of AdagradParameters,",
+    ),
     "key of the map": (
         lambda path: read(path, spec(), name_map={"a": "t"}),
         "`name_map` has the key 'a', but the spec has 'tbl_a'.",
@@ -250,3 +258,29 @@ def test_bad_calls(case: str, tmp_path: pathlib.Path):
     call, text = BAD[case]
     with pytest.raises(ValueError, match=re.escape(text)):
         call(path)
+
+
+@pytest.mark.parametrize("suffix", ["index", "data-00000-of-00001"])
+@pytest.mark.parametrize("size", [0, 20])
+def test_damaged_files_are_named(tmp_path: pathlib.Path, suffix: str, size: int):
+    path = save(tmp_path, {"t": A})
+    file = pathlib.Path(f"{path}.{suffix}")
+    file.write_bytes(file.read_bytes()[:size])
+    words = f"The checkpoint {path!r} cannot be read: "
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read(path, dict_spec())
+
+
+def test_a_lost_part_is_named(tmp_path: pathlib.Path):
+    path = save(tmp_path, {"t": A})
+    pathlib.Path(path + ".data-00000-of-00001").unlink()
+    with pytest.raises(ValueError, match="cannot be read: "):
+        read(path, dict_spec())
+
+
+def test_tables_of_the_tensor_core_are_refused(tmp_path: pathlib.Path):
+    column = embedding(
+        "a", embedding_lookup_device="tpu_tensor_core", tensor_core_shape=[None, 3]
+    )
+    with pytest.raises(NotImplementedError, match="import_estimator_checkpoint"):
+        read(save(tmp_path, {TABLE_A: A}), spec(column))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,24 @@ class EstimatorCheckpoint:
         self.path = tf.train.latest_checkpoint(path) or os.fspath(path)
         if not tf.io.gfile.exists(self.path + ".index"):
             raise errors.no_checkpoint(os.fspath(path))
-        self._reader = tf.train.load_checkpoint(self.path)
+        with _readable(self.path):
+            self._reader = tf.train.load_checkpoint(self.path)
         self.shapes: dict[str, list[int]] = self._reader.get_variable_to_shape_map()
 
     def read(self, name: str) -> np.ndarray:
         """The whole variable; slices are put together."""
-        return self._reader.get_tensor(name)
+        with _readable(self.path):
+            return self._reader.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Names the file in what TensorFlow's reader says of one that is damaged."""
+    try:
+        yield
+    # Its wrapper knows some of the reader's errors by their words.
+    except (tf.errors.OpError, IndexError, RuntimeError) as error:
+        raise errors.damaged_checkpoint(path, error) from error
 
 
 class ImportedTables(dict[str, dict[str, np.ndarray]]):
@@ -114,14 +127,21 @@ def import_estimator_checkpoint(
       optimization parameters that the file holds.
 
     Raises:
-      ValueError: If there is no checkpoint, a table has no variable or more than one, a
-        shape does not fit, or an argument is wrong.
+      NotImplementedError: If the spec has columns of the tensor core.
+      ValueError: If there is no checkpoint, it cannot be read, a table has no
+        variable or more than one, a shape does not fit, or an argument is wrong.
     """
     if not isinstance(num_hosts, int) or num_hosts < 1:
         raise errors.argument_value("num_hosts", num_hosts, "an int >= 1")
-    strategy = partition_strategy or spec.partition_strategy
+    strategy = partition_strategy
+    if strategy is None:
+        strategy = spec.partition_strategy
     if strategy not in ("div", "mod"):
         raise errors.partition_strategy(strategy)
+    if spec.tensor_core_feature_columns:
+        raise errors.tensor_core_columns(
+            spec.tensor_core_feature_columns, "import_estimator_checkpoint"
+        )
     checkpoint = EstimatorCheckpoint(path)
     wanted = [
         _Wanted(key, config, _pattern(key, spec), _sources(config, spec))

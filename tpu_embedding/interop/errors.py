@@ -294,6 +294,14 @@ def no_checkpoint(path: str) -> ValueError:
     )
 
 
+def damaged_checkpoint(path: str, reason: object) -> ValueError:
+    """A checkpoint's file that is cut off, lost or changed."""
+    return ValueError(
+        f"The checkpoint {path!r} cannot be read: {reason}. Copy its .index and all of "
+        "its .data files again."
+    )
+
+
 def no_variable(
     key: str, found: Sequence[str], names: Iterable[str], path: str
 ) -> ValueError:

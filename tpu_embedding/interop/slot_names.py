@@ -54,5 +54,12 @@ _SLOTS: dict[type, tuple[SlotSource, ...]] = {
 
 
 def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
-    """The slots of one of the *Parameters; none for None."""
-    return () if parameters is None else _SLOTS[type(parameters)]
+    """The slots of one of the *Parameters; none for None.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    if parameters is None:
+        return ()
+    v1.check_parameters(parameters)
+    return _SLOTS[type(parameters)]
