@@ -136,6 +136,21 @@ FEATURES: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
         "Feature 'a' of the EmbeddingConfigSpec is not among the features of the "
         "input_fn: 'b'.",
     ),
+    "dense rank": (
+        SPEC,
+        {"a": dense([[[1]]])},
+        model_fn,
+        ValueError,
+        "Feature 'a': ids must be of shape [batch] or [batch, n]. Received shape "
+        "(1, 1, 1).",
+    ),
+    "sparse rank": (
+        SPEC,
+        {"a": sparse([[[1]]])},
+        model_fn,
+        ValueError,
+        "Only sequence columns take ids of rank 3.",
+    ),
     "strings": (
         SPEC,
         {"a": sparse([["x"]], object)},

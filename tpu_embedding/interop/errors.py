@@ -113,6 +113,11 @@ def unknown_table(feature: str, table: str, tables: Iterable[str]) -> ValueError
     )
 
 
+def config_dict(argument: str, value: object) -> TypeError:
+    """Something else instead of a dict of configs."""
+    return argument_type(argument, value, "a dict of configs by name")
+
+
 def table_config(table: str, value: object) -> TypeError:
     """A value in table_to_config_dict of another class."""
     return TypeError(
@@ -251,6 +256,32 @@ def tensor_core_columns(columns: Iterable[Any], where: str) -> NotImplementedErr
         'embedding_lookup_device="tpu_tensor_core". Their tables are trained by the '
         "model's own optimizer, not as TPU embedding tables. Make them without "
         "`embedding_lookup_device`."
+    )
+
+
+def serving_columns(columns: Iterable[Any]) -> ValueError:
+    """Columns that are for serving only."""
+    return ValueError(
+        f"Columns {_names(c.name for c in columns)} have "
+        'embedding_lookup_device="cpu", which is for serving and not for training. '
+        "Make them without `embedding_lookup_device`."
+    )
+
+
+def no_tables() -> ValueError:
+    """A spec of columns none of which has a TPU table."""
+    return ValueError(
+        "No column of the EmbeddingConfigSpec has a TPU embedding table. Add one of "
+        "interop.embedding_column or interop.shared_embedding_columns; numeric and "
+        "plain embedding columns alone need no spec."
+    )
+
+
+def gradient_multiplier(shape: object) -> ValueError:
+    """A multiplier that is no single number."""
+    return ValueError(
+        "`experimental_gradient_multiplier_fn` must return a scalar, which multiplies "
+        f"all gradients. Received shape {shape}."
     )
 
 
@@ -462,6 +493,14 @@ def one_id_each(key: str, shape: object) -> ValueError:
     return ValueError(
         f"Feature {key!r}: a table without combiner takes one id for each sample, of "
         f"shape [batch] or [batch, 1]. Received shape {shape}."
+    )
+
+
+def id_rank(key: str, shape: object) -> ValueError:
+    """Ids of a rank that only sequences have."""
+    return ValueError(
+        f"Feature {key!r}: ids must be of shape [batch] or [batch, n]. Received shape "
+        f"{shape}. Only sequence columns take ids of rank 3."
     )
 
 

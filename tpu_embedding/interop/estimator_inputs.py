@@ -92,10 +92,13 @@ def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> A
         raise errors.ragged_feature(key)
     if value.dtype == tf.string:
         raise errors.string_feature(key)
+    flat = not config.max_sequence_length
+    if flat and value.shape.rank is not None and value.shape.rank > 2:
+        raise errors.id_rank(key, value.shape)
     if isinstance(value, tf.SparseTensor):
         return value
     value = tf.convert_to_tensor(value)
-    if combiner is None and not config.max_sequence_length:
+    if combiner is None and flat:
         if value.shape.rank != 1 and value.shape[-1] != 1:
             raise errors.one_id_each(key, value.shape)
         return tf.reshape(value, [-1])
