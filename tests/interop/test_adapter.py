@@ -147,6 +147,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         NotImplementedError,
         "columns 'a_embedding' have embedding_lookup_device",
     ),
+    "for serving": (
+        lambda: spec(embedding("a", embedding_lookup_device="cpu")),
+        ValueError,
+        "Columns 'a_embedding' have embedding_lookup_device=\"cpu\"",
+    ),
+    "no table": (
+        lambda: spec(tf.feature_column.numeric_column("n")),
+        ValueError,
+        "No column of the EmbeddingConfigSpec has a TPU embedding table.",
+    ),
     "unused table": (
         lambda: dict_spec(
             tables={"t": interop.TableConfig(8, 2), "u": interop.TableConfig(8, 2)}
@@ -208,6 +218,13 @@ def test_a_multiplier_needs_the_parts():
     scaled = made.adapt().scale({"a": tf.ones([2]), "b": None}, 3.0)
     assert scaled["a"].numpy().tolist() == [6.0, 6.0]
     assert scaled["b"] is None
+    one_each = spec(experimental_gradient_multiplier_fn=lambda step: tf.ones([2]))
+    with pytest.raises(ValueError, match=r"must return a scalar.*shape \(2,\)"):
+        one_each.adapt().scale({"a": tf.ones([2])}, 3)
+
+
+def test_an_empty_profile_directory_is_none():
+    assert spec(profile_data_directory="").to_tpu_embedding().embedding_tables
 
 
 def constant(columns: int, rows: int = 8) -> Any:

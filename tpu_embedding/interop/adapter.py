@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.interop import carried, errors
+from tpu_embedding.interop import carried, columns, errors
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
@@ -70,10 +70,15 @@ class AdaptedSpec:
         Args:
           gradients: For each feature a tensor or None.
           step: The global step before the update.
+
+        Raises:
+          ValueError: If the function returns no scalar.
         """
         if self.gradient_multiplier is None:
             return dict(gradients)
         factor = tf.cast(self.gradient_multiplier(step), tf.float32)
+        if factor.shape.rank not in (0, None):  # None: not known in a graph.
+            raise errors.gradient_multiplier(factor.shape)
         return {
             feature: None if gradient is None else gradient * factor
             for feature, gradient in gradients.items()
@@ -132,14 +137,19 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
     Raises:
       NotImplementedError: If the rule of a table's optimizer or a column of the tensor
         core cannot be carried.
-      ValueError: If a table has no features or no optimizer, or a limit of gradients
-        is given twice.
+      ValueError: If there is no table, one has no features or no optimizer, a column
+        is for serving only, or a limit of gradients is given twice.
     """
     if spec.tensor_core_feature_columns:
         raise errors.tensor_core_columns(
             spec.tensor_core_feature_columns, "EmbeddingConfigSpec"
         )
+    serving = [c for c in spec.embedding_columns() if columns.on_cpu(c)]
+    if serving:
+        raise errors.serving_columns(serving)
     old_tables, old_features = spec.table_to_config(), spec.feature_to_config()
+    if not old_features:
+        raise errors.no_tables()
     used = {feature.table_id for feature in old_features.values()}
     for key in old_tables:
         if key not in used:
@@ -185,7 +195,7 @@ def to_tpu_embedding(spec: Any, global_step: Any, **options: Any) -> TPUEmbeddin
     adapted = adapt(spec, global_step)
     if adapted.gradient_multiplier is not None:
         raise errors.multiplier_not_carried()
-    if spec.profile_data_directory is not None:
+    if spec.profile_data_directory:  # An empty path counts as none, as upstream.
         raise errors.profile_not_carried()
     return TPUEmbedding(
         adapted.feature_config, adapted.optimizer, adapted.pipelined, **options

@@ -67,8 +67,12 @@ def is_accepted(column: Any) -> bool:
 
 def on_tensor_core(column: Any) -> bool:
     """Whether the column asks to be looked up on the tensor core."""
-    device = getattr(column, "_embedding_lookup_device", None)
-    return getattr(device, "name", "") == "TPU_TENSOR_CORE"
+    return _device(column) == "TPU_TENSOR_CORE"
+
+
+def on_cpu(column: Any) -> bool:
+    """Whether the column is for serving on a CPU only."""
+    return _device(column) == "CPU"
 
 
 def is_shared(column: Any) -> bool:
@@ -122,6 +126,12 @@ def get_configs_from_feature_columns(
             weight_key=column.get_weight_key_name(),
         )
     return tables, features
+
+
+def _device(column: Any) -> str:
+    """The name of the `embedding_lookup_device`, or ""."""
+    device = getattr(column, "_embedding_lookup_device", None)
+    return getattr(device, "name", "")
 
 
 def _table(column: EmbeddingColumn) -> TableConfig:

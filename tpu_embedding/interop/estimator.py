@@ -181,7 +181,7 @@ class TPUEstimator:
             features, labels = estimator_graph.call_input_fn(input_fn, mode)
             graph = estimator_graph.build(self._model_fn, mode, features, labels)
             spec = self._embedding_spec
-            if graph.tables and spec and spec.profile_data_directory is not None:
+            if graph.tables and spec and spec.profile_data_directory:
                 hooks.append(estimator_sessions.ProfileHook(spec, graph.tables.ids))
             if self._warm_start is not None:
                 warm_start(self._warm_start, graph.table_variables)

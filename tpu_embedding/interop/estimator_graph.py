@@ -115,7 +115,7 @@ def build(
 
 def ignored_options(embedding_spec: Any) -> list[str]:
     """The options of a spec that have no effect with use_tpu=False."""
-    defaults = (None, False)
+    defaults = (None, False, "")
     return [o for o in _TPU_OPTIONS if getattr(embedding_spec, o) not in defaults]
 
 

@@ -111,7 +111,7 @@ class EmbeddingProfiler:
           ValueError: If the spec has no folder, or its folder is a file.
         """
         folder = spec.profile_data_directory
-        if folder is None:
+        if not folder:
             raise errors.no_profile_directory()
         self._folder = os.fspath(folder)
         if os.path.exists(self._folder) and not os.path.isdir(self._folder):
