@@ -72,6 +72,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "StochasticGradientDescentParameters. Received:",
     ),
+    "no dict of features": (
+        lambda: dict_spec(features=[FEATURE]),
+        TypeError,
+        "Argument `feature_to_config_dict` must be a dict of configs by name.",
+    ),
+    "no dict of tables": (
+        lambda: dict_spec(tables=[TABLE]),
+        TypeError,
+        "Argument `table_to_config_dict` must be a dict of configs by name.",
+    ),
     "feature type": (
         lambda: dict_spec(features={"f": 1}),
         TypeError,

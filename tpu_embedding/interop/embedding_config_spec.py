@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
-import math
 import numbers
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpu_embedding.interop import adapter, columns, errors
@@ -16,6 +15,7 @@ from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
 
 PARTITION_STRATEGIES = ("div", "mod")
+_DICTS = ("feature_to_config_dict", "table_to_config_dict")
 _DERIVED = "tensor_core_feature_columns"
 # In upstream's order; the derived field is the second.
 _FIELDS = (
@@ -241,6 +241,9 @@ def _warn_of_single_dict(feature_to_config: Any, table_to_config: Any) -> None:
 
 
 def _check_dicts(features: dict[str, Any], tables: dict[str, Any]) -> None:
+    for argument, value in zip(_DICTS, (features, tables), strict=True):
+        if not isinstance(value, Mapping):
+            raise errors.config_dict(argument, value)
     for feature, config in features.items():
         if not isinstance(config, FeatureConfig):
             raise errors.feature_config(feature, config)
@@ -256,7 +259,7 @@ def _check_clipping_limit(limit: Any) -> None:
         return
     if not isinstance(limit, numbers.Real) or isinstance(limit, bool):
         raise errors.argument_type("clipping_limit", limit, "a number or None")
-    if not limit > 0 or math.isnan(limit):
+    if not limit > 0:  # NaN is not, either.
         raise errors.argument_value("clipping_limit", limit, "above 0, or None")
 
 
