@@ -72,9 +72,16 @@ def test_reference_checkpoint_predicts_and_trains_on(folder: pathlib.Path):
         error = (oracle.predict(activations, head) - labels) ** 2
         loss = tf.reduce_mean(error)
     embedding.apply_gradients(tape.gradient(loss, activations))
+    # Other runs may have a first batch without entries of a table.
+    named = {
+        config.table.name
+        for key, config in adapted.feature_config.items()
+        if features[key].values.shape[0]
+    }
+    assert named
     for table, variable in embedding.embedding_tables.items():
         changed = (variable.numpy() != before[table.name]).any(axis=1)
-        assert changed.any(), table.name
+        assert changed.any() or table.name not in named, table.name
 
 
 def save(folder: pathlib.Path, variables: dict[str, Any], step: int = 7) -> str:

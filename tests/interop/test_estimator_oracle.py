@@ -69,5 +69,6 @@ def test_reference_checkpoint(folder: pathlib.Path, tmp_path: pathlib.Path):
         trained.train(reference_inputs(run), steps=2)
         found[use_tpu] = variables(trained)
         assert found[use_tpu]["global_step"] == run.meta["steps"] + 2
-        assert np.abs(found[use_tpu]["head"] - run.variables["head"]).max() > 1e-4
+        # By how much is the rate's affair, and other runs may have a small one.
+        assert (found[use_tpu]["head"] != run.variables["head"]).any()
     assert_same(found[True], found[False])
