@@ -215,6 +215,19 @@ def test_a_persistent_tape_serves_several_calls():
     np.testing.assert_array_equal(table_of(layer)[1], [-3, -3])
 
 
+@pytest.mark.parametrize("pfor", [True, False])
+def test_a_jacobian_of_the_tables_is_refused(pfor: bool):
+    layer = make_layer()
+    with tf.GradientTape(persistent=True) as tape:
+        activations = layer(IDS)
+        tape.watch(activations)
+        score = tf.reduce_sum(activations**2, axis=1)
+    with pytest.raises(NotImplementedError, match=r"or call tape\.gradient"):
+        tape.jacobian(score, layer.trainable_variables, experimental_use_pfor=pfor)
+    assert tape.jacobian(score, activations).shape == (3, 3, 2)
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
 def test_nested_tapes_update_once():
     layer = make_layer()
     kernel = tf.Variable([[1.0], [2.0]])

@@ -32,6 +32,15 @@ def gradient_of_control_flow() -> NotImplementedError:
     )
 
 
+def jacobian() -> NotImplementedError:
+    """Many gradients of one call at once."""
+    return NotImplementedError(
+        "A Jacobian with respect to the weights of tpu_embedding.keras.TPUEmbedding "
+        "would update its tables once for each element of the target. Leave the "
+        "layer's weights out of the sources, or call tape.gradient."
+    )
+
+
 def second_gradient(memory: int) -> str:
     """The text for a call of a traced function whose gradient is asked for again."""
     return (

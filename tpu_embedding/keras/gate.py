@@ -11,12 +11,16 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
+from tpu_embedding.keras import errors
+
 _NO_GRADIENT = (
     "tpu_embedding.keras.TPUEmbedding was traced where no tf.GradientTape was "
     "recording, as for evaluation and export, so no gradient can reach its tables. "
     "Open the tape before the tf.function is first called, or inside of it, or use a "
     "second tf.function for training."
 )
+# They ask for many gradients of one call, of which the tables would take the first.
+_JACOBIANS = (tf.GradientTape.jacobian, tf.GradientTape.batch_jacobian)
 
 
 def is_recording() -> bool:
@@ -82,9 +86,20 @@ def _is_asked_for(variable: keras.Variable) -> bool:
             return True  # The gradient of a function, to be used for any sources.
         if frame.f_code is tf.GradientTape.gradient.__code__:
             sources = tf.nest.flatten(frame.f_locals["sources"])
-            return _handle(variable) in [_handle(source) for source in sources]
+            asked = _handle(variable) in [_handle(source) for source in sources]
+            if asked and _calls(frame, _JACOBIANS):
+                raise errors.jacobian()
+            return asked
         frame = frame.f_back
     return True
+
+
+def _calls(frame: Any, functions: Sequence[Any]) -> bool:
+    """Whether one of some functions is being run around a frame."""
+    codes = [function.__code__ for function in functions]
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _handle(value: Any) -> int:
