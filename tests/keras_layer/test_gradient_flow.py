@@ -215,6 +215,19 @@ def test_a_persistent_tape_serves_several_calls():
     np.testing.assert_array_equal(table_of(layer)[1], [-3, -3])
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_activations_may_be_gathered(graph: bool):
+    layer = make_layer()
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(layer(IDS), [0, 0]))
+        tape.gradient(loss, layer.trainable_variables)
+
+    (tf.function(step) if graph else step)()
+    np.testing.assert_array_equal(table_of(layer)[1:3], [[-1, -1], [2, 2]])
+
+
 @pytest.mark.parametrize("pfor", [True, False])
 def test_a_jacobian_of_the_tables_is_refused(pfor: bool):
     layer = make_layer()

@@ -179,7 +179,9 @@ class UpdatedTables(LayerTables):
         def backward(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             if self._without_optimizer:
                 raise errors.no_optimizer(self._without_optimizer)
-            unscaled = structure.pack(self._unscaled(gradients))
+            # A tf.gather of activations sends IndexedSlices.
+            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            unscaled = structure.pack(self._unscaled(dense))
             graph = tf.compat.v1.get_default_graph()
             if call.reaches(graph):
                 self._core.submit(ticket, unscaled)
