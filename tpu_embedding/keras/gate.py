@@ -19,8 +19,9 @@ _NO_GRADIENT = (
     "Open the tape before the tf.function is first called, or inside of it, or use a "
     "second tf.function for training."
 )
+_Tape: Any = tf.GradientTape  # Type checkers miss two of its methods.
 # They ask for many gradients of one call, of which the tables would take the first.
-_JACOBIANS = (tf.GradientTape.jacobian, tf.GradientTape.batch_jacobian)
+_JACOBIANS = (_Tape.jacobian, _Tape.batch_jacobian)
 
 
 def is_recording() -> bool:
