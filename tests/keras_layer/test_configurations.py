@@ -69,6 +69,15 @@ def test_configurations_survive_json():
             np.testing.assert_array_equal(models.state(other)[name], value)
 
 
+def test_features_may_be_called_like_the_options_of_features():
+    table = te.TableConfig(4, 2, te.RowIdInitializer(), name="t")
+    names = ["kind", "max_sequence_length", "table"]
+    layer = TPUEmbedding({name: te.FeatureConfig(table) for name in names}, "sgd")
+    other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
+    activations = other({name: tf.constant([1]) for name in names})
+    assert sorted(activations) == names
+
+
 def test_tables_and_optimizers_survive_json():
     tables = tables_of_all_kinds()
     layer = layer_of_all_kinds(tables)

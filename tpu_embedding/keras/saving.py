@@ -43,7 +43,9 @@ def encode_features(feature_config: Any, invalid_ids: str | None) -> dict[str, A
     structure = Structure(feature_config)
     leaves = structure.flatten("feature_config", feature_config)
     tables = list({leaf.table: None for leaf in leaves})
-    features = [_encode_feature(leaf, tables.index(leaf.table)) for leaf in leaves]
+    features = [
+        _Feature(_encode_feature(leaf, tables.index(leaf.table))) for leaf in leaves
+    ]
     return {
         "tables": [_encode_table(table, invalid_ids) for table in tables],
         "features": _encode_structure(structure.pack(features)),
@@ -171,15 +173,22 @@ def _decode_table(config: Mapping[str, Any]) -> TableConfig:
     return TableConfig(**arguments)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Feature:
+    """A leaf; a dict would be taken for one of the user's."""
+
+    arguments: dict[str, Any]
+
+
 def _encode_structure(structure: Any) -> Any:
-    """Containers as JSON that tells them apart; leaves are dicts of a feature."""
-    if isinstance(structure, Mapping) and "max_sequence_length" not in structure:
+    """Containers as JSON that tells them apart."""
+    if isinstance(structure, Mapping):
         items = [[key, _encode_structure(value)] for key, value in structure.items()]
         return {"kind": "dict", "items": items}
     if isinstance(structure, (list, tuple)):
         kind = "list" if isinstance(structure, list) else "tuple"
         return {"kind": kind, "items": [_encode_structure(s) for s in structure]}
-    return {"kind": "feature", **structure}
+    return {"kind": "feature", **structure.arguments}
 
 
 def _decode_structure(config: Mapping[str, Any], tables: list[TableConfig]) -> Any:
