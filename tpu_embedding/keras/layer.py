@@ -103,7 +103,8 @@ class TPUEmbedding(keras.layers.Layer):
           trainable_tables: Make the tables ordinary trainable weights, which the
             optimizer of the model trains, as TFRS did on a CPU.
           loss_scale: What the loss was multiplied by, or a callable that returns it;
-            gradients are divided by it.
+            gradients are divided by it. Where one of a call is not finite then, all
+            of that call count as 0, or with `check_numerics` are an error.
           invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of ours has its own.
           check_numerics: Refuse weights and gradients that are not finite.

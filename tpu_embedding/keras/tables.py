@@ -239,7 +239,14 @@ class UpdatedTables(LayerTables):
             return list(gradients)
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
         scale = tf.cast(tf.convert_to_tensor(scale), tf.float32)
-        return [gradient / scale for gradient in gradients]
+        unscaled = [gradient / scale for gradient in gradients]
+        if self._check_numerics:
+            return unscaled
+        # A scale grows until a gradient overflows; Keras leaves such steps out.
+        finite = tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(gradient)) for gradient in unscaled]
+        )
+        return [tf.where(finite, gradient, 0.0) for gradient in unscaled]
 
 
 class TrainableTables(LayerTables):
