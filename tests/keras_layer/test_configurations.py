@@ -78,6 +78,14 @@ def test_features_may_be_called_like_the_options_of_features():
     assert sorted(activations) == names
 
 
+@pytest.mark.parametrize("key", [3, ("user", "film")])
+def test_keys_need_not_be_strings(key: Any):
+    table = te.TableConfig(4, 2, te.RowIdInitializer(), name="t")
+    layer = TPUEmbedding({key: te.FeatureConfig(table)}, "sgd")
+    other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
+    assert list(other({key: tf.constant([1])})) == [key]
+
+
 def test_tables_and_optimizers_survive_json():
     tables = tables_of_all_kinds()
     layer = layer_of_all_kinds(tables)

@@ -183,7 +183,11 @@ class _Feature:
 def _encode_structure(structure: Any) -> Any:
     """Containers as JSON that tells them apart."""
     if isinstance(structure, Mapping):
-        items = [[key, _encode_structure(value)] for key, value in structure.items()]
+        # JSON has no tuples; a list is no key, so lists that are read were tuples.
+        items = [
+            [list(key) if isinstance(key, tuple) else key, _encode_structure(value)]
+            for key, value in structure.items()
+        ]
         return {"kind": "dict", "items": items}
     if isinstance(structure, (list, tuple)):
         kind = "list" if isinstance(structure, list) else "tuple"
@@ -194,7 +198,12 @@ def _encode_structure(structure: Any) -> Any:
 def _decode_structure(config: Mapping[str, Any], tables: list[TableConfig]) -> Any:
     kind = config["kind"]
     if kind == "dict":
-        return {k: _decode_structure(value, tables) for k, value in config["items"]}
+        return {
+            tuple(key) if isinstance(key, list) else key: _decode_structure(
+                value, tables
+            )
+            for key, value in config["items"]
+        }
     if kind in ("list", "tuple"):
         items = [_decode_structure(item, tables) for item in config["items"]]
         return items if kind == "list" else tuple(items)
