@@ -293,6 +293,15 @@ def test_gradients_with_respect_to_other_things_train_nothing(graph: bool):
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
 
 
+def test_forward_mode_trains_nothing():
+    layer = make_layer()
+    (virtual,) = layer.trainable_variables
+    with tf.autodiff.ForwardAccumulator(virtual.value, tf.constant(1.0)) as forward:
+        activations = layer(IDS)
+    assert forward.jvp(activations) is None
+    np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
 def test_only_the_tapes_that_record_count():
     layer = make_layer()
     with tf.GradientTape() as tape:

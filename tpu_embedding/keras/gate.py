@@ -91,6 +91,8 @@ def _is_asked_for(variable: keras.Variable) -> bool:
             if asked and _calls(frame, _JACOBIANS):
                 raise errors.jacobian()
             return asked
+        if frame.f_code is let_through.__code__:
+            return False  # Of a tf.autodiff.ForwardAccumulator, in the forward pass.
         frame = frame.f_back
     return True
 
