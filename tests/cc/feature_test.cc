@@ -146,6 +146,14 @@ void TestInvalidIds() {
   FeatureCsr csr;
   const std::vector<int64_t> cut{4, 99};
   CHECK_TRUE(BuildCsr(spec, Input(cut, {}, {1, 2}), &csr));
+  // Of several bad ids the first is told, whether it is kept or cut.
+  const std::vector<int64_t> bad{97, 98, 99};
+  for (const int64_t length : {1, 2, 3}) {
+    spec.sequence_length = length;
+    CHECK_TRUE(BuildCsr(spec, Input(bad, {}, {1, 3}), &csr)
+                   .value_or("accepted")
+                   .find("sample 0 has id 97,") != std::string::npos);
+  }
 }
 
 void TestRefusedStructures() {
@@ -162,6 +170,10 @@ void TestRefusedStructures() {
   CheckRefused(sparse, Input(ids, {0, 0, 2, 0}, {2, 2}),
                "Feature user/film: sparse entry 1 has an index outside of "
                "dense_shape (2, 2).");
+  const int64_t far = int64_t{1} << 62;  // times an axis: past any integer
+  CheckRefused(sparse, Input(ids, {0, 0, 0, far, far, 0}, {2, 8, 2}),
+               "Feature user/film: sparse entry 1 has an index outside of "
+               "dense_shape (2, 8, 2).");
   const std::string order =
       "Feature user/film: sparse entry 1 is out of order or occurs twice. "
       "Call tf.sparse.reorder first and keep one entry per index.";

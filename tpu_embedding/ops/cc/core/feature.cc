@@ -123,10 +123,11 @@ class CsrWriter {
                                             : entry - rows.begin(row);
   }
 
-  // Appends the entries [begin, end), up to the first that is an error.
+  // Appends the entries [begin, end), up to the first that is an error; none
+  // after that.
   void AppendAll(int64_t row, int64_t begin, int64_t end) {
     const int64_t vocabulary_size = spec_.vocabulary_size;
-    for (int64_t entry = begin; entry < end; ++entry) {
+    for (int64_t entry = begin; entry < end && !error_; ++entry) {
       int64_t id = ids_[entry];
       const float weight = input_.weights ? input_.weights[entry] : 1.0f;
       if (spec_.check_numerics && !std::isfinite(weight)) {

@@ -194,7 +194,8 @@ SparseCell ReadCell(const FeatureInput& input, int64_t entry) {
   const int64_t* index = input.structure + entry * rank;
   SparseCell cell{0, index[rank - 1], true};
   for (int64_t axis = 0; axis < rank; ++axis) {
-    cell.inside &= index[axis] >= 0 && index[axis] < input.shape[axis];
+    cell.inside = index[axis] >= 0 && index[axis] < input.shape[axis];
+    if (!cell.inside) break;  // the row may be past any integer
     if (axis + 1 < rank) cell.row = cell.row * input.shape[axis] + index[axis];
   }
   return cell;

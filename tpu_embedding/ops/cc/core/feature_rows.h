@@ -31,7 +31,7 @@ struct FeatureRows {
 };
 
 // The position of one sparse entry: its row, counted over all axes but the
-// last, and its column.
+// last, and its column. Neither means anything where it is not `inside`.
 struct SparseCell {
   int64_t row;
   int64_t column;
