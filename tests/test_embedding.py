@@ -93,6 +93,14 @@ def test_bad_features_change_nothing(case: str, training: bool) -> None:
     assert state(embedding) == state(twin)
 
 
+@pytest.mark.parametrize("method", ["enqueue", "lookup"])
+def test_a_refused_first_batch_fixes_no_rank(method: str) -> None:
+    embedding = make()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        getattr(embedding, method)({"film": tf.constant([[[1, V]]])})
+    train_once(embedding)
+
+
 BAD_WEIGHTS: dict[str, tuple[Any, type[Exception], str]] = {
     "kind": ({"film": tf.ragged.constant([[1.0]])}, ValueError, "as the feature"),
     "shape": ({"film": tf.ones([2])}, ValueError, "must have the shape of its ids"),

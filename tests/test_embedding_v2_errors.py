@@ -135,6 +135,13 @@ def test_bad_ids_change_nothing() -> None:
         list(dataset)
 
 
+def test_a_refused_first_batch_fixes_no_rank() -> None:
+    embedding = two_tables()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        embedding({**BATCH, "a": tf.constant([[[3, 8]]])})
+    embedding(BATCH)
+
+
 def test_preserved_outputs_are_not_trusted_in_a_function() -> None:
     embedding = two_tables()
     _, preserved = embedding(BATCH)

@@ -158,10 +158,11 @@ class TPUEmbedding(EmbeddingBase):
         if training:
             self._require_optimizers("enqueue(training=True)")
         replica = self._topology.replica()
-        batches = self._read(features, weights, replica)
-        engine = self._create_engine()
-        with tf.name_scope(name or "embedding_enqueue"):
-            engine.enqueue(batches, replica, training=training)
+        with self._output_shapes.forgets_refused():
+            batches = self._read(features, weights, replica)
+            engine = self._create_engine()
+            with tf.name_scope(name or "embedding_enqueue"):
+                engine.enqueue(batches, replica, training=training)
 
     @as_written
     def dequeue(self, name: str | None = None) -> Any:
@@ -229,8 +230,9 @@ class TPUEmbedding(EmbeddingBase):
         """
         self.build()
         engine, replica = self._in_replica("lookup")
-        (batch,) = self._read(features, weights, replica)
-        result = engine.lookup(batch, replica)
+        with self._output_shapes.forgets_refused():
+            (batch,) = self._read(features, weights, replica)
+            result = engine.lookup(batch, replica)
         return self._structure.pack(result.activations), result.ticket
 
     @as_written

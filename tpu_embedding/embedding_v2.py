@@ -167,11 +167,12 @@ class TPUEmbeddingV2(EmbeddingBase):
         """
         if weights is None:
             weights = self._structure.pack([None] * len(self._plan.features))
-        batch = self._read_replica(
-            self._structure.flatten("features", features),
-            self._structure.flatten("weights", weights),
-        )
-        return self._create_engine().preprocess(batch)
+        with self._output_shapes.forgets_refused():
+            batch = self._read_replica(
+                self._structure.flatten("features", features),
+                self._structure.flatten("weights", weights),
+            )
+            return self._create_engine().preprocess(batch)
 
     @as_written
     def enqueue(

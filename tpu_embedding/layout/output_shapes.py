@@ -5,9 +5,10 @@ Shapes are per replica, without the embedding axis, as tuples of int or None.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig
@@ -90,6 +91,16 @@ class OutputShapes:
             if self._ranks[spec.index] is None:
                 incoming = from_input(spec.path, spec.config, shape)
                 self._ranks[spec.index] = len(incoming)
+
+    @contextlib.contextmanager
+    def forgets_refused(self) -> Iterator[None]:
+        """Forgets the ranks of a batch that is read inside and then refused."""
+        ranks = list(self._ranks)
+        try:
+            yield
+        except BaseException:
+            self._ranks = ranks
+            raise
 
     def declared(self, feature: int) -> Declared | None:
         """What a batch of this feature has to fill, or None where nothing is."""
