@@ -264,7 +264,7 @@ CALLS = [
         lambda: inputs.to_id_batch("a", RAGGED, THING),
         ValueError,
         "The weights of feature a must be None or, as the feature itself, a "
-        f"RaggedTensor. Received: Thing() of type {__name__}.Thing.",
+        f"tf.RaggedTensor. Received: Thing() of type {__name__}.Thing.",
     ),
     Case(
         "weights_shape",

@@ -102,7 +102,7 @@ def test_a_refused_first_batch_fixes_no_rank(method: str) -> None:
 
 
 BAD_WEIGHTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "kind": ({"film": tf.ragged.constant([[1.0]])}, ValueError, "as the feature"),
+    "kind": ({"film": tf.ragged.constant([[1.0]])}, ValueError, "itself, a tf.Tensor."),
     "shape": ({"film": tf.ones([2])}, ValueError, "must have the shape of its ids"),
     "dtype": ({"film": tf.constant([1, 1, 1])}, TypeError, "floating point"),
     "structure": ([tf.ones([3])], TypeError, "`weights`"),
@@ -122,6 +122,7 @@ BAD_GRADIENTS: dict[str, tuple[Any, type[Exception], str]] = {
     "list": ([tf.ones([3, D])], TypeError, "`gradients`"),
     "missing": ({}, ValueError, "missing keys ['film']"),
     "numpy": ({"film": np.ones([3, D], np.float32)}, ValueError, "tf.Tensor or None"),
+    "integers": ({"film": tf.ones([3, D], tf.int32)}, ValueError, "floating point"),
     "slices": (
         {"film": tf.IndexedSlices(tf.ones([1, D]), tf.constant([0]))},
         ValueError,

@@ -116,9 +116,9 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "gradient_kind",
         ("a", THING),
         ValueError,
-        "The gradient of feature a must be a tf.Tensor or None. Received: Thing() of "
-        f"type {Thing.__module__}.Thing. Turn tf.IndexedSlices into a tensor with "
-        "tf.convert_to_tensor.",
+        "The gradient of feature a must be a floating point tf.Tensor or None. "
+        f"Received: Thing() of type {Thing.__module__}.Thing. Turn "
+        "tf.IndexedSlices into a tensor with tf.convert_to_tensor.",
     ),
     (
         "gradient_shape",

@@ -356,11 +356,11 @@ def batch_size_not_divisible(batch_size: int, num_replicas: int) -> ValueError:
 
 
 def gradient_kind(path: str, value: object) -> ValueError:
-    """A gradient that is neither a tensor nor None."""
+    """A gradient that is neither a tensor of floats nor None."""
     return ValueError(
-        f"The gradient of feature {path} must be a tf.Tensor or None. Received: "
-        f"{value!r} of type {_type(value)}. Turn tf.IndexedSlices into a tensor with "
-        "tf.convert_to_tensor."
+        f"The gradient of feature {path} must be a floating point tf.Tensor or None. "
+        f"Received: {value!r} of type {_type(value)}. Turn "
+        "tf.IndexedSlices into a tensor with tf.convert_to_tensor."
     )
 
 

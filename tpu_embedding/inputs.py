@@ -45,6 +45,13 @@ class IdBatch:
     weight_structure: tf.Tensor | None = None
 
 
+_CLASSES: dict[InputKind, type] = {
+    InputKind.DENSE: tf.Tensor,
+    InputKind.SPARSE: tf.SparseTensor,
+    InputKind.RAGGED: tf.RaggedTensor,
+}
+
+
 def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     """Reads one feature and its weights.
 
@@ -67,20 +74,15 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     if weights is None:
         return batch
     if _kind(weights) is not kind:
-        raise errors.weights_kind(path, type(value).__name__, weights)
+        raise errors.weights_kind(path, f"tf.{_CLASSES[kind].__name__}", weights)
     if not weights.dtype.is_floating:
         raise errors.weights_dtype(path, weights.dtype.name)
     return _with_weights(batch, path, value, weights)
 
 
 def _kind(value: Any) -> InputKind | None:
-    if isinstance(value, tf.SparseTensor):
-        return InputKind.SPARSE
-    if isinstance(value, tf.RaggedTensor):
-        return InputKind.RAGGED
-    if isinstance(value, tf.Tensor):
-        return InputKind.DENSE
-    return None
+    kinds = (kind for kind, of in _CLASSES.items() if isinstance(value, of))
+    return next(kinds, None)
 
 
 def _read_dense(path: str, value: tf.Tensor) -> IdBatch:
