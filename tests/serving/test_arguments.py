@@ -168,3 +168,29 @@ def test_nothing_is_overwritten(
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
         export(KEPT, tmp_path, signatures=["dense"])
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "examples"])
+def test_missing_weights_name_the_feature_where_entries_are_left_out(
+    kind: str, tmp_path: pathlib.Path
+) -> None:
+    table = te.TableConfig(V, D, name="films", invalid_ids="drop")
+    features = {"film": te.FeatureConfig(table, max_sequence_length=2)}
+    source = te.TPUEmbedding(features, None)
+    export(source, tmp_path / "model", signatures=[kind], weighted=["film"])
+    ids, weights = tf.constant([1, 2], tf.int64), tf.constant([1.0])
+    example = tf.train.Example()
+    example.features.feature["film"].int64_list.value.extend([1, 2])
+    example.features.feature["film_weights"].float_list.value.append(1.0)
+    inputs: dict[str, Any] = {
+        "ragged": {"film_row_splits": tf.constant([0, 2], tf.int64)},
+        "sparse": {
+            "film_indices": tf.constant([[0, 0], [0, 1]], tf.int64),
+            "film_dense_shape": tf.constant([1, 2], tf.int64),
+        },
+        "examples": {"examples": tf.constant([example.SerializeToString()])},
+    }[kind]
+    if kind != "examples":
+        inputs |= {"film_values": ids, "film_weights": weights}
+    with pytest.raises(tf.errors.InvalidArgumentError, match="film: 1 weights for 2"):
+        load(tmp_path / "model")[kind](**inputs)

@@ -194,8 +194,10 @@ def _draft(feature: FeatureInput) -> _Draft:
     def finish(ids: tf.Tensor, samples: tf.Tensor) -> Selection:
         columns = [ids, samples] if weights is None else [ids, samples, weights]
         if kept:
-            mask = tf.reduce_all(tf.stack(kept), axis=0)
-            columns = [tf.boolean_mask(column, mask) for column in columns]
+            # After the checks: masks and weights of other sizes fail without a name.
+            with tf.control_dependencies([ids]):
+                mask = tf.reduce_all(tf.stack(kept), axis=0)
+                columns = [tf.boolean_mask(column, mask) for column in columns]
         if config.invalid_ids == "mod":
             columns[0] = tf.math.floormod(columns[0], config.vocabulary_size)
         return Selection(
