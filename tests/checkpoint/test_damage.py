@@ -16,6 +16,7 @@ from checkpoint import models
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
+from tpu_embedding.__main__ import main
 
 INDEX, DATA = "saved.index", "saved.data-00000-of-00002"
 
@@ -93,6 +94,7 @@ import os, signal, sys
 import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding import checkpoint
+from tpu_embedding.__main__ import main
 
 class Killer:
     def start(self, task, total): pass
@@ -119,5 +121,31 @@ def test_a_killed_save(tmp_path: pathlib.Path) -> None:
     values = models.values(embedding)["films"]["parameters"]
     np.testing.assert_array_equal(values, expected)
     checkpoint.save(embedding, tmp_path / "second")  # What was left is no obstacle.
-    assert not list(tmp_path.glob("*_parts"))
+    assert not list(tmp_path.glob("*unfinished*"))
     checkpoint.read(tmp_path / "second").verify()
+
+
+@pytest.mark.parametrize("kind", ["tensorflow", "numpy"])
+def test_other_folders_are_left_alone(kind: str, tmp_path: pathlib.Path) -> None:
+    source = models.make(te.SGD(0.1), {"films": (9, 2)})
+    path = checkpoint.save(source, tmp_path / "first")
+    mine = tmp_path / "second_parts" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    arguments = ["convert", path, str(tmp_path / "second"), "--to", kind]
+    assert main(["checkpoint", *arguments]) == 0
+    assert mine.exists()
+
+
+@pytest.mark.parametrize("name", ["../films", "{folder}/films", "a//b", "."])
+def test_names_that_lead_out_of_the_folder(
+    name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = models.make(te.SGD(0.1), {"films": (9, 2)})
+    path = checkpoint.save(source, tmp_path / "plain")
+    before = sorted(tmp_path.rglob("*"))
+    rename = "films=" + name.format(folder=tmp_path)
+    arguments = [path, str(tmp_path / "arrays"), "--to", "numpy", "--rename", rename]
+    assert main(["checkpoint", "convert", *arguments]) == 2
+    assert "cannot be a file below" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

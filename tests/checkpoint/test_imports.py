@@ -152,6 +152,15 @@ def test_arrays_that_are_refused(tmp_path: pathlib.Path) -> None:
         checkpoint.read(tmp_path / "nothing.npy")
 
 
+def test_a_folder_of_checkpoints_may_have_arrays(tmp_path: pathlib.Path) -> None:
+    source = models.make(te.SGD(0.1), {"films": (11, 2)})
+    source.build()
+    tracked = tf.train.Checkpoint(embedding=source)
+    tf.train.CheckpointManager(tracked, str(tmp_path), max_to_keep=1).save()
+    np.save(tmp_path / "curve.npy", np.zeros((3, 2), np.float32))
+    assert list(checkpoint.read(tmp_path)) == ["films"]
+
+
 @pytest.mark.parametrize("form", ["Checkpoint", "Saver"])
 def test_a_bare_variable(form: str, tmp_path: pathlib.Path) -> None:
     values = np.arange(22, dtype=np.float32).reshape(11, 2)

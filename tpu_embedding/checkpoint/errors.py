@@ -52,6 +52,14 @@ def exists(path: str) -> tf.errors.AlreadyExistsError:
     )
 
 
+def no_file_name(path: str, name: str) -> ValueError:
+    """A table that cannot be a file of a folder."""
+    return ValueError(
+        f"Table or slot {name!r} cannot be a file below {path}. Rename the table, e.g. "
+        "with `--rename OLD=NEW`, to one without the parts '', '.' and '..'."
+    )
+
+
 def no_tables(path: str) -> ValueError:
     """A checkpoint in which no embedding tables can be found."""
     return ValueError(

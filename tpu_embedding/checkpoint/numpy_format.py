@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.grouping import group_tables
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.progress import Progress
+from tpu_embedding.checkpoint.writing import SCRATCH
 from tpu_embedding.layout.rows import Rows
 
 _FILE, _ARCHIVE = ".npy", ".npz"
@@ -28,6 +30,9 @@ _FILE, _ARCHIVE = ".npy", ".npz"
 def is_numpy(path: str) -> bool:
     """Whether a path is one of the three."""
     if os.path.isdir(path):
+        # The folder of a training run may well have arrays of its own somewhere.
+        if tf.train.latest_checkpoint(path):
+            return False
         return any(pathlib.Path(path).rglob("*" + _FILE))
     return path.endswith((_FILE, _ARCHIVE))
 
@@ -64,10 +69,12 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
 
     Raises:
       tf.errors.AlreadyExistsError: If the folder is there.
+      ValueError: If a name is no path of a file below the folder.
     """
     if os.path.exists(path):
         raise errors.exists(path)
-    scratch = pathlib.Path(path + "_parts")
+    _refuse_names(path, matrices)
+    scratch = pathlib.Path(path + SCRATCH)
     shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
     progress.start("Writing", sum(rows.nbytes for rows in matrices.values()))
     for name, rows in matrices.items():
@@ -88,6 +95,13 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
                 progress.advance((stop - start) * rows.row_bytes)
     scratch.rename(path)
     return path
+
+
+def _refuse_names(path: str, matrices: Mapping[str, Rows]) -> None:
+    """Names come out of checkpoints of anyone: none may lead out of the folder."""
+    for name in matrices:
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise errors.no_file_name(path, name)
 
 
 @dataclasses.dataclass(frozen=True)

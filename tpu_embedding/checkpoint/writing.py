@@ -22,6 +22,8 @@ from tpu_embedding.layout.rows import Rows
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import UPDATES
 
+# A folder beside what is written, emptied first: no user may have one so called.
+SCRATCH = ".tpu_embedding_unfinished"
 _MIN_PART_BYTES = 16 << 20
 _MAX_PARTS = 128  # Of large checkpoints: each part becomes a file.
 
@@ -89,7 +91,7 @@ def write_tensorflow(
         values[UPDATES] = tf.constant(options.updates, tf.int64)
     if tf.io.gfile.exists(path + ".index"):
         raise errors.exists(path)
-    scratch = path + "_parts"  # Of an interrupted save there may be some.
+    scratch = path + SCRATCH  # Of an interrupted save there may be some.
     if tf.io.gfile.exists(scratch):
         tf.io.gfile.rmtree(scratch)
     tf.io.gfile.makedirs(scratch)
