@@ -124,6 +124,36 @@ def dense_input(name: str, value: object) -> ValueError:
     )
 
 
+def single_name(argument: str, value: str) -> TypeError:
+    """A string where names are expected: its letters would be taken for them."""
+    return TypeError(
+        f"`{argument}` must be a list of names. Received the string {value!r}; pass "
+        f"[{value!r}]."
+    )
+
+
+def dense_inputs_without_model() -> ValueError:
+    """Inputs that nothing would read."""
+    return ValueError(
+        "`dense_inputs` go to the model, and there is none. Pass `model`, or leave "
+        "them out."
+    )
+
+
+def own_signatures(argument: str) -> ValueError:
+    """An option of the signatures that export makes by itself."""
+    return ValueError(
+        f"`{argument}` is for the signatures that export makes by itself. A Signature "
+        "of your own has its weights and further inputs in its Request: leave "
+        f"`{argument}` out."
+    )
+
+
+def most_samples(value: object) -> ValueError:
+    """A limit that no batch keeps."""
+    return ValueError(f"`most_samples` must be an int >= 1. Received: {value!r}.")
+
+
 def model_output(value: object) -> TypeError:
     """A model whose result cannot be named."""
     return TypeError(

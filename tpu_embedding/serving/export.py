@@ -92,6 +92,13 @@ def export(  # noqa: PLR0913 - keywords, each with a default that does.
       tf.errors.InvalidArgumentError: If a table has values that the storage cannot
         hold.
     """
+    for argument, value in (("signatures", signatures), ("weighted", weighted)):
+        if isinstance(value, str):
+            raise errors.single_name(argument, value)
+    if dense_inputs and model is None:
+        raise errors.dense_inputs_without_model()
+    if not isinstance(most_samples, int) or most_samples < 1:
+        raise errors.most_samples(most_samples)
     exported = _read_source(source, feature_config, invalid_ids)
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
@@ -167,6 +174,9 @@ def _make_signatures(
     if not signatures:
         raise errors.no_signature()
     if isinstance(signatures, Mapping):
+        for argument, value in (("weighted", weighted), ("dense_inputs", dense_inputs)):
+            if value:
+                raise errors.own_signatures(argument)
         return dict(signatures)
     options = SignatureOptions(
         exported.plan.features, exported.structure.pack, weighted, dense_inputs
