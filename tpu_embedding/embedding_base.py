@@ -15,7 +15,7 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import Engine, EngineOptions
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.tables import make_plan
+from tpu_embedding.layout.tables import Plan, make_plan
 from tpu_embedding.structures import Structure
 
 # The methods trace fine as they are; converting them would only cost time.
@@ -93,6 +93,16 @@ class EmbeddingBase(SavedTables):
             for name, variable in self._engine.checkpoint_variables().items():
                 self._track_trackable(variable, name)
         return self._engine
+
+    @property
+    def plan(self) -> Plan:
+        """Its tables and features, with optimizers and rules resolved."""
+        return self._plan
+
+    @property
+    def structure(self) -> Structure:
+        """The nesting of its features."""
+        return self._structure
 
     @as_written
     def flush(self) -> None:

@@ -65,6 +65,21 @@ def test_exports_tables_that_were_restored(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(found, serving.embedding_tables[FILMS][5:])
 
 
+def test_exports_stacked_tables(tmp_path: pathlib.Path) -> None:
+    features = {
+        name: te.FeatureConfig(
+            te.TableConfig(V, D, te.RowIdInitializer(offset), name=name), name=name
+        )
+        for name, offset in (("film", 0), ("user", 10))
+    }
+    source = te.TPUEmbeddingV2(features, te.SGD(0.1))
+    export(source, tmp_path / "model", signatures=["dense"])
+    ids = tf.constant([4, 5], tf.int64)
+    served = load(tmp_path / "model")["dense"](film=ids, user=ids)
+    np.testing.assert_array_equal(served["film"], np.repeat([[4.0], [5.0]], D, 1))
+    np.testing.assert_array_equal(served["user"], np.repeat([[14.0], [15.0]], D, 1))
+
+
 def test_hostile_sizes_can_be_limited(tmp_path: pathlib.Path) -> None:
     export(
         TABLE,
@@ -106,7 +121,7 @@ def test_shapes_of_inputs_follow_the_features(tmp_path: pathlib.Path) -> None:
 KEPT = te.TPUEmbedding(FEATURES, None)
 CLASH = {"film/0": FEATURES["film"], "film": [FEATURES["film"]]}
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (3, {}, TypeError, "must be a TPUEmbedding, a TPUEmbeddingForServing, or, toget"),
+    (3, {}, TypeError, "must be a TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingFor"),
     (TABLE, {}, ValueError, "export needs `feature_config` for a dict of tables"),
     ({}, {"feature_config": FEATURES}, ValueError, "`tables` lacks table films"),
     (KEPT, {"feature_config": FEATURES}, ValueError, "an embedding has its own"),

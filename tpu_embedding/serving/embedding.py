@@ -14,6 +14,7 @@ from tpu_embedding.engines.variables import (
     create_variables,
     named_variables,
 )
+from tpu_embedding.layout.tables import Plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.lookup import (
@@ -123,6 +124,16 @@ class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
         paths = [path for path, _ in flatten_with_paths(features)]
         specs = features_at(self._plan, paths)
         return look_up_structure(lookup, specs, features, weights)
+
+    @property
+    def plan(self) -> Plan:
+        """Its tables and features, with optimizers and rules resolved."""
+        return self._plan
+
+    @property
+    def structure(self) -> Structure:
+        """The nesting of its features."""
+        return self._structure
 
     @property
     def embedding_tables(self) -> dict[Any, tf.Variable]:

@@ -53,7 +53,7 @@ def sparse_core_restore_info(value: object) -> NotImplementedError:
 def export_source(value: object) -> TypeError:
     """Something without tables."""
     return TypeError(
-        "The first argument of export must be a TPUEmbedding, a "
+        "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
         "TPUEmbeddingForServing, or, together with `feature_config`, a dict of tables "
         f"by TableConfig. Received: {value!r}."
     )

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.adapters import adapt_features
-from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.lookup.rows import MOST_SAMPLES
 from tpu_embedding.serving import errors
@@ -64,8 +64,9 @@ def export(  # noqa: PLR0913 - keywords, each with a default that does.
     [[3.0, 3.0, 3.0, 3.0], [5.0, 5.0, 5.0, 5.0]]
 
     Args:
-      source: A TPUEmbedding, a TPUEmbeddingForServing, or a dict of variables or
-        tensors [vocabulary_size, dim] by TableConfig, as `embedding_tables` has them.
+      source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingForServing, or a dict of
+        variables or tensors [vocabulary_size, dim] by TableConfig, as
+        `embedding_tables` has them.
       path: A folder that does not exist or is empty.
       model: Takes the activations in the structure of the features and, if there are
         `dense_inputs`, a dict of those; returns a tensor or a dict of tensors. None:
@@ -135,12 +136,12 @@ class _Exported:
 
 
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
-    if isinstance(source, (TPUEmbedding, TPUEmbeddingForServing)):
+    if isinstance(source, (EmbeddingBase, TPUEmbeddingForServing)):
         if feature_config is not None:
             raise errors.feature_config_twice()
         if invalid_ids is not None:
             raise errors.invalid_ids_of_embedding()
-        plan, structure = source._plan, source._structure
+        plan, structure = source.plan, source.structure
         tables: Any = source.embedding_tables
     elif isinstance(source, Mapping):
         if feature_config is None:
