@@ -7,6 +7,7 @@ import json
 import pathlib
 import runpy
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -128,6 +129,14 @@ def test_values_that_are_not_numbers(
     assert main(["checkpoint", "convert", str(second), copy, "--rename", "b=a"]) == 0
     assert main(["checkpoint", "diff", str(first), copy]) == 1
     assert "values  2 x 2  2 x 2      1      inf" in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["checkpoint", "diff", str(first), str(first)]) == 0
+    capsys.readouterr()
+    for command in (["inspect", str(first)], ["diff", str(first), copy]):
+        main(["checkpoint", *command, "--json"])
+        # JSON has no NaN and no infinity: other readers refuse them.
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -193,4 +192,4 @@ def _cells(record: Any) -> list[Any]:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(report.json_text(value))

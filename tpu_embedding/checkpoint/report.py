@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,6 +59,15 @@ class Difference:
     second: tuple[int, int] | None = None
     rows: int = 0
     largest: float = 0.0
+
+
+def json_text(value: Any) -> str:
+    """JSON as others read it: NaN and infinity, which it lacks, are null.
+
+    >>> json_text({"norm": float("nan"), "rows": [1]}).split()
+    ['{', '"norm":', 'null,', '"rows":', '[', '1', ']', '}']
+    """
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 
 def inspect(checkpoint: LogicalCheckpoint, progress: Progress) -> list[ArrayReport]:
@@ -144,7 +155,8 @@ def _compare(
     for start, stop in left.slices():
         one, other = _read(left, start, stop), _read(right, start, stop)
         same = (one == other) | (np.isnan(one) & np.isnan(other))
-        distance = np.where(same, 0.0, np.abs(one - other))
+        with np.errstate(invalid="ignore"):  # Of infinity on both sides.
+            distance = np.where(same, 0.0, np.abs(one - other))
         differing += int(np.sum(~same.all(axis=1)))
         largest = max(largest, float(np.max(distance)))
         progress.advance((stop - start) * left.row_bytes)
@@ -160,6 +172,14 @@ def _text(cell: Any) -> str:
     if isinstance(cell, tuple):
         return " x ".join(str(axis) for axis in cell)
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_number(text: str) -> bool:
