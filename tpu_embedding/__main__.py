@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parsed.run(parsed)
     except tf.errors.OpError as error:
         print(f"error: {error.message}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
     except _EXPECTED as error:
         print(f"error: {error.args[0]}", file=sys.stderr)
     return 2

@@ -147,6 +147,10 @@ def test_values_that_are_not_numbers(
         (["convert", "{saved}", "x", "--rename", "films"], "must be OLD=NEW"),
         (["convert", "{saved}", "x", "--rename", "films=users"], "no other has"),
         (["diff", "{saved}", "{saved}", "--root", "x"], "holds no tables"),
+        (
+            ["convert", "{saved}", "{saved}.index/x", "--to=numpy", "--no-slots"],
+            "Not a d",
+        ),
     ],
 )
 def test_errors(

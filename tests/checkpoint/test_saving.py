@@ -219,3 +219,12 @@ def test_names_with_slashes_and_dots(
 def test_saving_over_a_checkpoint(saved: Saved) -> None:
     with pytest.raises(tf.errors.AlreadyExistsError, match="Save to another path"):
         checkpoint.save(models.make(te.SGD(0.1)), saved[0])
+
+
+def test_other_objects_are_refused(saved: Saved, tmp_path: pathlib.Path) -> None:
+    config = te.FeatureConfig(te.TableConfig(9, 2, name="films"))
+    serving: Any = te.TPUEmbeddingForServing(config, None)
+    with pytest.raises(TypeError, match="take a TPUEmbedding or a TPUEmbeddingV2"):
+        checkpoint.restore(serving, saved[0])
+    with pytest.raises(TypeError, match="take a TPUEmbedding or a TPUEmbeddingV2"):
+        checkpoint.save(serving, tmp_path / "x")

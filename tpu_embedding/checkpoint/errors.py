@@ -52,6 +52,15 @@ def exists(path: str) -> tf.errors.AlreadyExistsError:
     )
 
 
+def not_an_embedding(value: object) -> TypeError:
+    """An object whose tables cannot be told."""
+    return TypeError(
+        "checkpoint.save and checkpoint.restore take a TPUEmbedding or a "
+        f"TPUEmbeddingV2. Received: {value!r}. tf.train.Checkpoint saves and restores "
+        "others: layers, and TPUEmbeddingForServing."
+    )
+
+
 def no_file_name(path: str, name: str) -> ValueError:
     """A table that cannot be a file of a folder."""
     return ValueError(

@@ -55,9 +55,11 @@ def save(  # noqa: PLR0913 - keyword-only, each on its own.
       The path.
 
     Raises:
+      TypeError: If `embedding` is none.
       tf.errors.AlreadyExistsError: If a checkpoint is there.
       ValueError: If `layouts` are of other tables, shapes or mixed slots.
     """
+    _require_tables(embedding)
     tables = {
         name: LogicalTable(
             name,
@@ -113,10 +115,12 @@ def restore(  # noqa: PLR0913 - keyword-only, each on its own.
       KeyError: If the checkpoint lacks a table.
       ValueError: If a table has another shape; the text names both. If `tables` or
         `rename` has names that the embedding lacks.
-      TypeError: If a stored value is of no floating point dtype.
+      TypeError: If a stored value is of no floating point dtype, or `embedding` is no
+        embedding.
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
+    _require_tables(embedding)
     live = embedding.checkpoint_rows()
     names = _names(live, tables, rename or {})
     source = formats.read(path, root=root, tables=list(names.values()))
@@ -141,6 +145,11 @@ def restore(  # noqa: PLR0913 - keyword-only, each on its own.
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)
     return source
+
+
+def _require_tables(embedding: object) -> None:
+    if not isinstance(embedding, SavedTables):
+        raise errors.not_an_embedding(embedding)
 
 
 @dataclasses.dataclass(frozen=True)
