@@ -228,3 +228,9 @@ def test_other_objects_are_refused(saved: Saved, tmp_path: pathlib.Path) -> None
         checkpoint.restore(serving, saved[0])
     with pytest.raises(TypeError, match="take a TPUEmbedding or a TPUEmbeddingV2"):
         checkpoint.save(serving, tmp_path / "x")
+
+
+def test_a_path_without_a_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="must not be empty or end in a slash"):
+        checkpoint.save(models.make(te.SGD(0.1)), f"{tmp_path}/")
+    assert not list(tmp_path.iterdir())

@@ -61,6 +61,14 @@ def not_an_embedding(value: object) -> TypeError:
     )
 
 
+def no_prefix(path: str) -> ValueError:
+    """A prefix without a name: the files would be hidden ones, `.index` and others."""
+    return ValueError(
+        "A checkpoint's path is the beginning of the names of its files and must not "
+        f"be empty or end in a slash. Received: {path!r}. Pass e.g. 'folder/model'."
+    )
+
+
 def no_file_name(path: str, name: str) -> ValueError:
     """A table that cannot be a file of a folder."""
     return ValueError(

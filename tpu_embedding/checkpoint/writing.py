@@ -9,6 +9,7 @@ leaves those that were there before as they are.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
@@ -82,7 +83,10 @@ def write_tensorflow(
 
     Raises:
       tf.errors.AlreadyExistsError: If a checkpoint is there.
+      ValueError: If the path ends in a slash.
     """
+    if not os.path.basename(path):
+        raise errors.no_prefix(path)
     if options.layouts is None:
         matrices, values = named_matrices(tables), {}
     else:
