@@ -75,7 +75,10 @@ print(len(tf.config.list_logical_devices("CPU")))
 
 def test_devices_are_made_before_tensorflow_starts():
     printed = subprocess.check_output(
-        [sys.executable, "-c", NEW_PROCESS], text=True, timeout=120
+        # -P: the package under test may not be the one in the current folder.
+        [sys.executable, "-P", "-c", NEW_PROCESS],
+        text=True,
+        timeout=120,
     )
     assert printed.split() == ["3", "3"]
 
