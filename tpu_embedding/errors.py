@@ -15,7 +15,7 @@ _OPTIMIZERS = "SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad"
 _COMBINERS = '"sum", "mean", "sqrtn"'
 
 
-def _type(value: object) -> str:
+def type_name(value: object) -> str:
     """The class as an import writes it, built-in ones without their module."""
     cls = type(value)
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
@@ -34,7 +34,7 @@ def argument_type(argument: str, value: object, allowed: str) -> TypeError:
     """An argument of the wrong type."""
     return TypeError(
         f"Argument `{argument}` must be {allowed}. Received: {value!r} of type "
-        f"{_type(value)}."
+        f"{type_name(value)}."
     )
 
 
@@ -42,7 +42,7 @@ def argument_int(argument: str, value: object, smallest: int) -> ValueError:
     """A size that is no int, or too small. TensorFlow has ValueError for both."""
     return ValueError(
         f"Argument `{argument}` must be an int >= {smallest}. Received: {value!r} "
-        f"of type {_type(value)}. Convert other kinds of integers with int(...)."
+        f"of type {type_name(value)}. Convert other kinds of integers with int(...)."
     )
 
 
@@ -58,7 +58,7 @@ def learning_rate(value: object) -> TypeError:
     """A learning rate that is neither a number nor a callable."""
     return TypeError(
         "Argument `learning_rate` must be a finite number or a callable that returns "
-        f"one. Received: {value!r} of type {_type(value)}. For a rate held in a "
+        f"one. Received: {value!r} of type {type_name(value)}. For a rate held in a "
         "variable pass `lambda: variable`."
     )
 
@@ -123,7 +123,8 @@ def feature_table(value: object) -> ValueError:
     """FeatureConfig with something else than a table."""
     return ValueError(
         f"Argument `table` must be a TableConfig, of this package or of "
-        f"tf.tpu.experimental.embedding. Received: {value!r} of type {_type(value)}."
+        f"tf.tpu.experimental.embedding. Received: {value!r} of type "
+        f"{type_name(value)}."
     )
 
 
@@ -155,7 +156,7 @@ def not_a_feature_config(path: str, value: object) -> ValueError:
     return ValueError(
         f"Feature {path}: each leaf of `feature_config` must be a FeatureConfig, of "
         "this package or of tf.tpu.experimental.embedding. Received: "
-        f"{value!r} of type {_type(value)}."
+        f"{value!r} of type {type_name(value)}."
     )
 
 
@@ -200,9 +201,9 @@ def reserved_table_name(name: str) -> ValueError:
 def unsupported_optimizer(where: str, optimizer: object) -> ValueError:
     """An optimizer of a class that embeddings do not have."""
     return ValueError(
-        f"Unsupported optimizer for {where}: {optimizer!r} of type {_type(optimizer)}. "
-        f"Supported are {_OPTIMIZERS}, and those of tf.tpu.experimental.embedding with "
-        "the same names."
+        f"Unsupported optimizer for {where}: {optimizer!r} of type "
+        f"{type_name(optimizer)}. Supported are {_OPTIMIZERS}, and those "
+        "of tf.tpu.experimental.embedding with the same names."
     )
 
 
@@ -273,7 +274,7 @@ def feature_kind(path: str, value: object) -> ValueError:
     """A feature that is no tensor."""
     return ValueError(
         f"Feature {path} must be a tf.Tensor, tf.SparseTensor or tf.RaggedTensor. "
-        f"Received: {value!r} of type {_type(value)}."
+        f"Received: {value!r} of type {type_name(value)}."
     )
 
 
@@ -281,7 +282,7 @@ def weights_kind(path: str, expected: str, value: object) -> ValueError:
     """Weights that are not built as their feature is."""
     return ValueError(
         f"The weights of feature {path} must be None or, as the feature itself, a "
-        f"{expected}. Received: {value!r} of type {_type(value)}."
+        f"{expected}. Received: {value!r} of type {type_name(value)}."
     )
 
 
@@ -359,7 +360,7 @@ def gradient_kind(path: str, value: object) -> ValueError:
     """A gradient that is neither a tensor of floats nor None."""
     return ValueError(
         f"The gradient of feature {path} must be a floating point tf.Tensor or None. "
-        f"Received: {value!r} of type {_type(value)}. Turn "
+        f"Received: {value!r} of type {type_name(value)}. Turn "
         "tf.IndexedSlices into a tensor with tf.convert_to_tensor."
     )
 

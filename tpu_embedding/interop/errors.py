@@ -9,33 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tpu_embedding.errors import argument_type, argument_value, type_name
+
+__all__ = ["argument_type", "argument_value"]
+
 _DOCUMENTED = "`feature_columns`, or both `feature_to_config_dict` and"
-
-
-def _type(value: object) -> str:
-    cls = value if isinstance(value, type) else type(value)
-    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
-    return f"{module}{cls.__qualname__}"
 
 
 def _names(names: Iterable[object]) -> str:
     return ", ".join(repr(name) for name in names)
-
-
-# Arguments of all classes.
-
-
-def argument_value(argument: str, value: object, allowed: str) -> ValueError:
-    """An argument whose value is not allowed."""
-    return ValueError(f"Argument `{argument}` must be {allowed}. Received: {value!r}.")
-
-
-def argument_type(argument: str, value: object, allowed: str) -> TypeError:
-    """An argument of the wrong type."""
-    return TypeError(
-        f"Argument `{argument}` must be {allowed}. Received: {value!r} of type "
-        f"{_type(value)}."
-    )
 
 
 # EmbeddingConfigSpec, in the order of its checks.
@@ -76,7 +58,7 @@ def feature_column(column: object) -> TypeError:
     """Something among the feature columns that no spec takes."""
     return TypeError(
         f"Each of `feature_columns` must be {_COLUMNS}. Received: {column!r} of type "
-        f"{_type(column)}."
+        f"{type_name(column)}."
     )
 
 
@@ -84,7 +66,7 @@ def single_feature_column(column: object) -> TypeError:
     """One column, or no column at all, in place of several."""
     return TypeError(
         f"Argument `feature_columns` must be a list; each element is {_COLUMNS}. "
-        f"Received: {column!r} of type {_type(column)}. Put a single column into a "
+        f"Received: {column!r} of type {type_name(column)}. Put a single column into a "
         "list."
     )
 
@@ -93,7 +75,7 @@ def optimization_parameters(value: object, allowed: Sequence[str]) -> ValueError
     """Something else than a *Parameters object."""
     return ValueError(
         f"Argument `optimization_parameters` must be one of {', '.join(allowed)}. "
-        f"Received: {value!r} of type {_type(value)}."
+        f"Received: {value!r} of type {type_name(value)}."
     )
 
 
@@ -101,7 +83,7 @@ def feature_config(feature: str, value: object) -> TypeError:
     """A value in feature_to_config_dict of another class."""
     return TypeError(
         f"feature_to_config_dict[{feature!r}] must be a FeatureConfig of "
-        f"tpu_embedding.interop. Received: {value!r} of type {_type(value)}."
+        f"tpu_embedding.interop. Received: {value!r} of type {type_name(value)}."
     )
 
 
@@ -122,7 +104,7 @@ def table_config(table: str, value: object) -> TypeError:
     """A value in table_to_config_dict of another class."""
     return TypeError(
         f"table_to_config_dict[{table!r}] must be a TableConfig of "
-        f"tpu_embedding.interop. Received: {value!r} of type {_type(value)}."
+        f"tpu_embedding.interop. Received: {value!r} of type {type_name(value)}."
     )
 
 
@@ -180,7 +162,7 @@ def frequency_estimator_dimension(dimension: int) -> ValueError:
 def unsupported_column(column: Any) -> TypeError:
     """A column that a spec may hold but that names no TPU table."""
     return TypeError(
-        f"Feature column {column.name!r} of type {_type(column)} describes no TPU "
+        f"Feature column {column.name!r} of type {type_name(column)} describes no TPU "
         "embedding table. Leave it out of this call, or make it with "
         "embedding_column or shared_embedding_columns of "
         "tf.compat.v1.tpu.experimental."
@@ -435,8 +417,8 @@ def column_of_layer(function: str, column: Any) -> ValueError:
     """A column that gives no tensor of the wanted kind."""
     return ValueError(
         f"{function} takes columns with a tensor of that kind. Received: {column!r} of "
-        f"type {_type(column)}. Wrap categorical columns in an embedding or indicator "
-        "column."
+        f"type {type_name(column)}. Wrap categorical columns in an embedding or "
+        "indicator column."
     )
 
 
@@ -444,7 +426,7 @@ def export_output(name: str, output: object) -> TypeError:
     """An export output of another class."""
     return TypeError(
         f"export_outputs[{name!r}] must be a PredictOutput, ClassificationOutput or "
-        f"RegressionOutput. Received: {output!r} of type {_type(output)}."
+        f"RegressionOutput. Received: {output!r} of type {type_name(output)}."
     )
 
 
@@ -594,7 +576,7 @@ def model_fn_result(value: object, allowed: str) -> ValueError:
     """A model_fn that returns something else."""
     return ValueError(
         f"The model_fn must return {allowed}. Received: {value!r} of type "
-        f"{_type(value)}."
+        f"{type_name(value)}."
     )
 
 
