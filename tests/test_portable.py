@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpu_embedding.engines.portable import _host_of
-from tpu_embedding.engines.portable_cells import Cells, pack, unpack
+from tpu_embedding.engines.portable.cells import Cells, pack, unpack
+from tpu_embedding.engines.portable.engine import _host_of
 from tpu_embedding.lookup.checks import Check, refuse, require, text
 
 

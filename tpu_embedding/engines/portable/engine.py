@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
-from tpu_embedding.engines.portable_cells import pack, unpack
-from tpu_embedding.engines.portable_stacks import read_stacks, write_stack
-from tpu_embedding.engines.portable_steps import StepQueue
-from tpu_embedding.engines.portable_tables import (
+from tpu_embedding.engines.portable.cells import pack, unpack
+from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
+from tpu_embedding.engines.portable.steps import StepQueue
+from tpu_embedding.engines.portable.tables import (
     entry_gradients,
     sum_by_row,
     update,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.engines.portable_refusals import MOST_UPDATES, Refusal
+from tpu_embedding.engines.portable.refusals import MOST_UPDATES, Refusal
 
 # States of a replica's part of a step.
 _AWAITED, _QUEUED, _DEQUEUED, _DEPOSITED, _DONE = range(5)
