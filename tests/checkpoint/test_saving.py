@@ -46,6 +46,18 @@ def test_read(saved: Saved) -> None:
     assert tables.keys() == values.keys()
 
 
+def test_tensorflow_saves_an_embedding_that_is_not_built_yet(
+    tmp_path: pathlib.Path,
+) -> None:
+    embedding = models.make(te.Adagrad(0.1))
+    path = tf.train.Checkpoint(embedding=embedding).write(str(tmp_path / "new"))
+    saved, values = checkpoint.read(path), models.values(embedding)
+    for name, table in saved.items():
+        for array, rows in table.arrays.items():
+            np.testing.assert_array_equal(rows.numpy(), values[name][array])
+    assert saved.keys() == values.keys()
+
+
 def test_missing_slots_start_anew_with_one_warning(
     saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:

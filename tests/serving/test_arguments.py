@@ -65,6 +65,16 @@ def test_exports_tables_that_were_restored(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(found, serving.embedding_tables[FILMS][5:])
 
 
+def test_tables_are_named_in_any_script(tmp_path: pathlib.Path) -> None:
+    table = te.TableConfig(V, D, te.RowIdInitializer(), name="фильмы")
+    source = te.TPUEmbedding({"кино": te.FeatureConfig(table)}, te.Adagrad(0.1))
+    report = export(source, tmp_path, signatures=["dense"])
+    assert report.tables[0].name == "фильмы"
+    served = load(tmp_path)["dense"]
+    (answer,) = served(*(tf.constant([5], tf.int64),)).values()
+    np.testing.assert_array_equal(answer, [[5.0] * D])
+
+
 def test_exports_stacked_tables(tmp_path: pathlib.Path) -> None:
     features = {
         name: te.FeatureConfig(

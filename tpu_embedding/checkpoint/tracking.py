@@ -43,9 +43,11 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # Saving and restoring begin by asking for the children: the one moment at
-        # which a pending update can still be applied. Not so in the thread of an
-        # asynchronous save, which writes copies while the training goes on.
+        # which tables can still be made, which would be left out without a word, and
+        # a pending update be applied. Not so in the thread of an asynchronous save,
+        # which writes copies while the training goes on.
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
+            self._create_engine()
             self.flush()
         return super()._trackable_children(save_type, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +67,9 @@ class VariableRows(MutableRows):
         return rows.numpy()
 
     def write(self, start: int, values: np.ndarray) -> None:
+        rows, columns = self.shape
+        assert 0 <= start <= rows - len(values), (start, len(values), rows)
+        assert values.shape[1:] == (columns,), (values.shape, columns)
         with tf.device(self._variable.device):
             tf.raw_ops.ResourceScatterUpdate(
                 resource=self._variable.handle,
@@ -178,8 +182,21 @@ def _create_variable(
         return value
 
     return _ResourceVariable(
-        initial_value=initial_value, name=name, trainable=False, dtype=tf.float32
+        initial_value=initial_value,
+        name=variable_name(name),
+        trainable=False,
+        dtype=tf.float32,
     )
+
+
+def variable_name(name: str) -> str:
+    """The name of a table or slot with "_" for what graphs do not allow in names.
+
+    >>> variable_name("films/velocities"), variable_name("größe")
+    ('films/velocities', 'gr__e')
+    """
+    allowed = re.sub(r"[^\w./>-]", "_", name, flags=re.ASCII)
+    return re.sub(r"^[^A-Za-z0-9.]", "table_", allowed)
 
 
 def create_counter(name: str, device: str) -> tf.Variable:
