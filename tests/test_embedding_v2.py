@@ -11,11 +11,11 @@ import tensorflow as tf
 from v2_calls import BATCH, films, table, two_tables
 
 import tpu_embedding as te
-from tpu_embedding import engines, topology
+from tpu_embedding import topology
 from tpu_embedding.layout.batches import PreprocessedFeatures
 
 stock = tf.tpu.experimental.embedding
-ENGINES = sorted(engines._ENGINES)
+ENGINES = topology.CPU_ENGINES
 
 
 @pytest.fixture(params=ENGINES, autouse=True)

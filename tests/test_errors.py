@@ -47,6 +47,15 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "strategy's scope, or under one of these.",
     ),
     (
+        "tpu_not_initialized",
+        (),
+        RuntimeError,
+        "The TPU system of this TPUStrategy is not initialized, so that its hardware "
+        "for embeddings is not known. Before you create the strategy call "
+        "tf.tpu.experimental.initialize_tpu_system(resolver), with the resolver that "
+        "the strategy gets.",
+    ),
+    (
         "other_strategy",
         (THING, 3),
         RuntimeError,

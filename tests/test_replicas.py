@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.testing import SoftwareTPUStrategy
 
 V, D, R = 8, 2, 3
 
@@ -219,10 +218,3 @@ def test_unsupported_strategy() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), pytest.raises(NotImplementedError, match="MultiWorker"):
         te.TPUEmbedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(1.0))
-
-
-@pytest.mark.parametrize("embedding", [te.TPUEmbedding, te.TPUEmbeddingV2])
-def test_no_engine_serves_the_software_tpu_yet(embedding: Any) -> None:
-    strategy = SoftwareTPUStrategy("v6e", 2)
-    with strategy.scope(), pytest.raises(NotImplementedError, match="SoftwareTPU"):
-        embedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(1.0))

@@ -235,6 +235,16 @@ def unsupported_strategy(name: str) -> NotImplementedError:
     )
 
 
+def tpu_not_initialized() -> RuntimeError:
+    """A TPUStrategy that does not know its TPUs' hardware."""
+    return RuntimeError(
+        "The TPU system of this TPUStrategy is not initialized, so that its hardware "
+        "for embeddings is not known. Before you create the strategy call "
+        "tf.tpu.experimental.initialize_tpu_system(resolver), with the resolver that "
+        "the strategy gets."
+    )
+
+
 def unknown_generation(name: object, known: Iterable[str]) -> ValueError:
     """A TPU generation that is not in the table."""
     return ValueError(f"Unknown TPU generation {name!r}. Known are {', '.join(known)}.")

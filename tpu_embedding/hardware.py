@@ -71,3 +71,28 @@ def generation(name: str) -> Generation:
     if found is None:
         raise errors.unknown_generation(name, GENERATIONS)
     return found
+
+
+_REPORTED: dict[str, EmbeddingHardware] = {
+    "V1": "v1",
+    "V2": "sparse_core",
+    "UNSUPPORTED": "none",
+}
+
+
+def reported(feature: str, sparse_cores_per_device: int) -> Generation:
+    """Returns a generation by what a TPU system reports of itself.
+
+    >>> reported("V2", 4).sparse_cores_per_device
+    4
+
+    Args:
+      feature: The value of tf.tpu.experimental.HardwareFeature.EmbeddingFeature.
+      sparse_cores_per_device: Its `num_embedding_devices_per_chip`, which in spite of
+        its name is counted by device.
+    """
+    name = f"TPU with embedding feature {feature}"
+    embedding = _REPORTED[feature]
+    if embedding == "sparse_core":
+        return _sparse_core(name, sparse_cores_per_device)
+    return Generation(name, embedding)

@@ -13,20 +13,47 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding import errors
+from tpu_embedding import errors, hardware
 from tpu_embedding.ops import library
 
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
-_ENGINES = ("host", "portable")
+CPU_ENGINES = ("host", "portable")
+# By what a generation has for embeddings.
+TPU_ENGINES = {"v1": "tpu_v1", "sparse_core": "sparse_core", "none": "none"}
 # By public name, which is not always that of the class.
+_TPU_STRATEGIES: tuple[Any, ...] = (
+    tf.distribute.TPUStrategy,
+    tf.distribute.experimental.TPUStrategy,
+)
 _UNSUPPORTED: dict[str, Any] = {
-    "TPUStrategy": (
-        tf.distribute.TPUStrategy,
-        tf.distribute.experimental.TPUStrategy,
-    ),
     "MultiWorkerMirroredStrategy": tf.distribute.MultiWorkerMirroredStrategy,
     "ParameterServerStrategy": tf.distribute.ParameterServerStrategy,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUSystem:
+    """The TPUs of a strategy.
+
+    Attributes:
+      generation: What they are. A real TPU does not tell its name, only what it has
+        for embeddings.
+      devices: For each replica the names of its devices, one for each of its cores.
+      hosts: Names of the CPUs beside them, ordered by task.
+      assigned: Whether a tf.tpu.experimental.DeviceAssignment has placed the replicas.
+      simulated: Whether they are programs on this machine's CPU.
+    """
+
+    generation: hardware.Generation
+    devices: tuple[tuple[str, ...], ...]
+    hosts: tuple[str, ...]
+    assigned: bool
+    simulated: bool
+
+    @property
+    def cores_per_replica(self) -> int:
+        """The cores that work on one replica's part of the batch."""
+        return len(self.devices[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +61,23 @@ class Topology:
     """One embedding's place in the world.
 
     Attributes:
-      engine: "host" or "portable".
+      engine: "host", "portable", "sparse_core", "tpu_v1", or "none" for a TPU that
+        has no hardware for embeddings.
       num_replicas: Replicas that share the tables, R.
-      device: Where the tables live.
+      device: Where the tables live, or for TPUs the first host.
+      tpu: The TPUs, or None.
     """
 
     strategy: tf.distribute.Strategy
     engine: str
     num_replicas: int
     device: str
+    tpu: TPUSystem | None = None
 
     def replica(self) -> int | None:
         """The replica that is being traced or run, or None outside of replicas.
+
+        0 under TPUStrategy, which traces its function once for all replicas.
 
         Raises:
           RuntimeError: If a strategy is active that is not the embedding's own.
@@ -54,10 +86,12 @@ class Topology:
         active = tf.distribute.get_strategy()
         if active is not self.strategy and tf.distribute.has_strategy():
             raise errors.other_strategy(self.strategy, active)
-        if self.num_replicas == 1:
+        if self.num_replicas == 1 and self.tpu is None:
             return 0
         if context is None or active is not self.strategy:
             return None
+        if self.tpu is not None and not self.tpu.simulated:
+            return 0
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
@@ -77,15 +111,17 @@ def current() -> Topology:
 
     Raises:
       NotImplementedError: For strategies that no engine serves yet.
-      ValueError: If the environment variable TPU_EMBEDDING_ENGINE names no engine.
-      RuntimeError: If it asks for the host engine and its library cannot be loaded.
+      ValueError: If the environment variable TPU_EMBEDDING_ENGINE names no engine, or
+        not that of the strategy's TPUs.
+      RuntimeError: If it asks for the host engine and its library cannot be loaded, or
+        if the strategy's TPUs are not initialized.
     """
     strategy = tf.distribute.get_strategy()
     for name, classes in _UNSUPPORTED.items():
         if isinstance(strategy, classes):
             raise errors.unsupported_strategy(name)
-    if _is_software_tpu(strategy):
-        raise errors.unsupported_strategy("SoftwareTPUStrategy")
+    if is_tpu():
+        return _of_tpu(strategy)
     device = "/device:CPU:0"
     if tf.distribute.has_strategy():
         device = strategy.extended.worker_devices[0]
@@ -100,18 +136,69 @@ def current() -> Topology:
 def is_tpu() -> bool:
     """Whether a TPU strategy's scope is active, or one that stands in for it."""
     strategy = tf.distribute.get_strategy()
-    is_tpu_strategy = isinstance(strategy, _UNSUPPORTED["TPUStrategy"])
-    return is_tpu_strategy or _is_software_tpu(strategy)
+    return isinstance(strategy, _TPU_STRATEGIES) or _is_software_tpu(strategy)
 
 
 def _is_software_tpu(strategy: tf.distribute.Strategy) -> bool:
     return hasattr(strategy.extended, "tpu_hardware")
 
 
+def _of_tpu(strategy: tf.distribute.Strategy) -> Topology:
+    simulated = _is_software_tpu(strategy)
+    tpu = _software_system(strategy) if simulated else _tpu_system(strategy)
+    engine = TPU_ENGINES[tpu.generation.embedding]
+    _check_asked((engine,))
+    return Topology(
+        strategy=strategy,
+        engine=engine,
+        num_replicas=strategy.num_replicas_in_sync,
+        device=tpu.hosts[0],
+        tpu=tpu,
+    )
+
+
+def _software_system(strategy: Any) -> TPUSystem:
+    """Every device is a TPU, and the first one their host, too."""
+    devices = strategy.extended.worker_devices
+    return TPUSystem(
+        generation=strategy.extended.tpu_hardware,
+        devices=tuple((device,) for device in devices),
+        hosts=(devices[0],),
+        assigned=False,
+        simulated=True,
+    )
+
+
+def _tpu_system(strategy: Any) -> TPUSystem:
+    extended = strategy.extended
+    feature = extended.tpu_hardware_feature
+    if feature.tpu_hardware_feature_proto is None:
+        raise errors.tpu_not_initialized()
+    # No public property has the devices of all cores.
+    devices = tuple(tuple(cores) for cores in extended._tpu_devices)
+    return TPUSystem(
+        generation=hardware.reported(
+            feature.embedding_feature.value, feature.num_embedding_devices_per_chip
+        ),
+        devices=devices,
+        hosts=_hosts([cores[0] for cores in devices]),
+        assigned=extended._device_assignment is not None,
+        simulated=False,
+    )
+
+
+def _hosts(devices: Sequence[str]) -> tuple[str, ...]:
+    """The hosts of TPU devices, in the order in which TensorFlow numbers shards."""
+    specs = [tf.DeviceSpec.from_string(device) for device in devices]
+    specs.sort(key=lambda spec: (spec.replica or 0, spec.task or 0))
+    hosts = [
+        spec.replace(device_type="CPU", device_index=0).to_string() for spec in specs
+    ]
+    return tuple(dict.fromkeys(hosts))
+
+
 def _choose_engine(device: str) -> str:
-    asked = os.environ.get(ENGINE_VARIABLE, "")
-    if asked and asked not in _ENGINES:
-        raise errors.unknown_engine(ENGINE_VARIABLE, asked, _ENGINES)
+    asked = _check_asked(CPU_ENGINES)
     if asked == "portable":
         return asked
     reason = library.unavailable_reason()
@@ -125,3 +212,11 @@ def _choose_engine(device: str) -> str:
         logging.WARNING, "tpu_embedding uses its portable engine: %s", 1, reason
     )
     return "portable"
+
+
+def _check_asked(engines: Sequence[str]) -> str:
+    """The engine that the environment asks for, one of `engines`, or ""."""
+    asked = os.environ.get(ENGINE_VARIABLE, "")
+    if asked and asked not in engines:
+        raise errors.unknown_engine(ENGINE_VARIABLE, asked, engines)
+    return asked

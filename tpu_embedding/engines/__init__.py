@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
@@ -19,11 +20,19 @@ _ENGINES: dict[str, type[Engine]] = {
 
 def create_engine(options: EngineOptions) -> Engine:
     """Makes the engine that the topology names."""
-    return _ENGINES[options.topology.engine](options)
+    return _engine_of(options.topology)(options)
 
 
 def lay_out(
     plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
 ) -> Layout:
     """Stacks the tables for the engine that the topology names; see `Engine`."""
-    return _ENGINES[topology.engine].lay_out(plan, topology, config)
+    return _engine_of(topology).lay_out(plan, topology, config)
+
+
+def _engine_of(topology: Topology) -> type[Engine]:
+    found = _ENGINES.get(topology.engine)
+    if found is None:
+        assert topology.tpu is not None
+        raise errors.no_engine(topology.engine, topology.tpu.generation.name)
+    return found

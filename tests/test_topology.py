@@ -1,0 +1,200 @@
+"""What the package knows about strategies of TPUs, real ones and the software's.
+
+A TPUStrategy needs no TPU to be created, only a resolver that describes one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from tensorflow.core.protobuf.tpu import topology_pb2
+
+import tpu_embedding as te
+from tpu_embedding import hardware, topology
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+HOSTS, PER_HOST = 2, 4
+# Two hosts of a 2x2 mesh, two cores a chip.
+TOPOLOGY = tf.tpu.experimental.Topology(
+    mesh_shape=[2, 2, 1, 2],
+    device_coordinates=[
+        [[x, y, 0, core] for x in range(2) for core in range(2)] for y in range(HOSTS)
+    ],
+)
+
+
+class Described:
+    """A cluster resolver that describes TPUs which are not there."""
+
+    def __init__(self, feature: str | None = "V1", sparse_cores: int = 0) -> None:
+        self.tpu_hardware_feature = None
+        if feature is not None:
+            proto: Any = vars(topology_pb2)["TPUHardwareFeature"]
+            self.tpu_hardware_feature = proto(
+                embedding_feature=proto.EmbeddingFeature.Value(feature),
+                num_embedding_devices_per_chip=sparse_cores,
+            )
+
+    def get_tpu_system_metadata(self) -> Any:
+        @dataclasses.dataclass
+        class Device:
+            name: str
+
+        names = [tpu(task, i) for task in range(HOSTS) for i in range(PER_HOST)]
+        return tf.tpu.experimental.TPUSystemMetadata(
+            num_cores=HOSTS * PER_HOST,
+            num_hosts=HOSTS,
+            num_of_cores_per_host=PER_HOST,
+            topology=TOPOLOGY,
+            devices=[Device(name) for name in [host(0), host(1), *names]],
+        )
+
+
+def tpu(task: int, index: int) -> str:
+    return f"/job:worker/replica:0/task:{task}/device:TPU:{index}"
+
+
+def host(task: int) -> str:
+    return f"/job:worker/replica:0/task:{task}/device:CPU:0"
+
+
+def read(strategy: Any) -> topology.Topology:
+    with strategy.scope():
+        assert topology.is_tpu()
+        return topology.current()
+
+
+def test_tpu_strategy() -> None:
+    found = read(tf.distribute.TPUStrategy(Described("V1")))
+    assert found.engine == "tpu_v1"
+    assert found.num_replicas == 8
+    assert found.device == host(0)
+    assert found.tpu is not None
+    assert found.tpu.devices == tuple(
+        (tpu(task, index),) for task in range(HOSTS) for index in range(PER_HOST)
+    )
+    assert found.tpu.hosts == (host(0), host(1))
+    assert found.tpu.cores_per_replica == 1
+    assert not found.tpu.assigned
+    assert not found.tpu.simulated
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4])
+def test_device_assignment(cores: int) -> None:
+    """Several cores for each replica, the replicas in whatever order TensorFlow has."""
+    assignment = tf.tpu.experimental.DeviceAssignment.build(
+        TOPOLOGY,
+        computation_shape=[max(1, cores // 2), 1, 1, min(cores, 2)],
+        num_replicas=8 // cores,
+    )
+    found = read(
+        tf.distribute.TPUStrategy(
+            Described("V1"), experimental_device_assignment=assignment
+        )
+    )
+    assert found.num_replicas == 8 // cores
+    assert found.tpu is not None
+    assert found.tpu.cores_per_replica == cores
+    assert found.tpu.assigned
+    assert found.tpu.hosts == (host(0), host(1))
+    for replica, devices in enumerate(found.tpu.devices):
+        for core, device in enumerate(devices):
+            expected = assignment.tpu_device(replica, core, job="worker")
+            task = assignment.host_device(replica, core, job="worker")
+            assert tf.DeviceSpec.from_string(expected).make_merged_spec(
+                tf.DeviceSpec(replica=0)
+            ) == tf.DeviceSpec.from_string(device)
+            assert tf.DeviceSpec.from_string(task).task in (0, 1)
+
+
+def test_part_of_the_system() -> None:
+    """Hosts are those of the replicas, by task, not by replica."""
+    assignment = tf.tpu.experimental.DeviceAssignment(
+        TOPOLOGY, [[[1, 1, 0, 0]], [[1, 0, 0, 1]]]
+    )
+    strategy = tf.distribute.TPUStrategy(
+        Described("V1"), experimental_device_assignment=assignment
+    )
+    found = read(strategy).tpu
+    assert found is not None
+    assert found.devices == ((tpu(1, 2),), (tpu(0, 3),))
+    assert found.hosts == (host(0), host(1))
+    assert strategy.extended.num_hosts == 2
+
+
+@pytest.mark.parametrize(
+    ("feature", "sparse_cores", "engine"),
+    [("V1", 0, "tpu_v1"), ("V2", 4, "sparse_core"), ("UNSUPPORTED", 0, "none")],
+)
+def test_hardware_feature(feature: str, sparse_cores: int, engine: str) -> None:
+    found = read(tf.distribute.TPUStrategy(Described(feature, sparse_cores)))
+    assert found.engine == engine
+    assert found.tpu is not None
+    assert found.tpu.generation.sparse_cores_per_device == sparse_cores
+    assert found.tpu.generation.name == f"TPU with embedding feature {feature}"
+
+
+def test_tpu_that_is_not_initialized() -> None:
+    strategy = tf.distribute.TPUStrategy(Described(None))
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match="initialize_tpu_system"),
+    ):
+        topology.current()
+
+
+@pytest.mark.parametrize(("name", "engine"), [("v4", "tpu_v1"), ("v6e", "sparse_core")])
+def test_software_tpu(name: str, engine: str) -> None:
+    strategy = SoftwareTPUStrategy(name, 2)
+    found = read(strategy)
+    assert found.engine == engine
+    assert found.num_replicas == 2
+    assert found.tpu is not None
+    assert found.tpu.generation is hardware.generation(name)
+    devices = strategy.extended.worker_devices
+    assert found.tpu.devices == tuple((device,) for device in devices)
+    assert found.tpu.hosts == (found.device,) == (devices[0],)
+    assert found.tpu.simulated
+    assert not found.tpu.assigned
+    assert found.replica() is None
+
+    def replica_fn() -> tf.Tensor:
+        return tf.constant(found.replica())
+
+    numbers = strategy.experimental_local_results(strategy.run(replica_fn))
+    assert [int(number) for number in numbers] == [0, 1]
+
+
+def test_one_device_is_a_replica_too() -> None:
+    """Unlike on the host, where one replica needs no strategy.run."""
+    assert read(SoftwareTPUStrategy("v6e", 1)).replica() is None
+    assert topology.current().replica() == 0
+    assert topology.current().tpu is None
+    assert not topology.is_tpu()
+
+
+def test_engine_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = SoftwareTPUStrategy("v4", 1)
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, "tpu_v1")
+    assert read(strategy).engine == "tpu_v1"
+    with pytest.raises(ValueError, match="one of host, portable"):
+        topology.current()
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, "portable")
+    with strategy.scope(), pytest.raises(ValueError, match="to one of tpu_v1"):
+        topology.current()
+
+
+@pytest.mark.parametrize("embedding", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_tpu_without_an_engine(embedding: Any) -> None:
+    strategy = tf.distribute.TPUStrategy(Described("UNSUPPORTED"))
+    with strategy.scope(), pytest.raises(NotImplementedError) as raised:
+        embedding(te.FeatureConfig(te.TableConfig(8, 4)), te.SGD(1.0))
+    assert str(raised.value) == (
+        "This release has no embedding engine 'none', which TPU with embedding feature "
+        "UNSUPPORTED would need. Code written for TPUStrategy runs on this machine's "
+        "CPU when it is built outside the strategy's scope, or under OneDeviceStrategy "
+        "or MirroredStrategy."
+    )
