@@ -120,22 +120,22 @@ class EmbeddingBase(SavedTables):
             self._engine.reset()
 
     @property
-    def embedding_tables(self) -> dict[Any, tf.Variable]:
-        """The table variables, float32 [vocabulary_size, dim].
+    def embedding_tables(self) -> dict[Any, Any]:
+        """The tables, float32 [vocabulary_size, dim].
 
-        Keyed by the TableConfig that the user passed. Applies a pending update first.
+        Keyed by the TableConfig that the user passed. Variables; on SparseCores, where
+        tables are stacked and in parts, tensors with what they hold now. Applies a
+        pending update first.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
 
     @property
-    def variables(self) -> dict[Any, dict[str, tf.Variable]]:
+    def variables(self) -> dict[Any, dict[str, Any]]:
         """As `embedding_tables`, with a dict of "parameters" and slots for each."""
         engine = self._create_engine()
         self.flush()
-        return {
-            spec.key: {"parameters": table.parameters, **table.slots}
-            for spec, table in zip(self._plan.tables, engine.tables, strict=True)
-        }
+        keys = [spec.key for spec in self._plan.tables]
+        return dict(zip(keys, engine.variables(), strict=True))
 
     def _in_replica(self, method: str) -> tuple[Engine, int]:
         if self._engine is None:

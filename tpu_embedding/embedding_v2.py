@@ -219,10 +219,8 @@ class TPUEmbeddingV2(EmbeddingBase):
             )
         tables = self._check_tables(partitioned_tensors.tables)
         with tf.name_scope("embedding_lookup"):
-            activations = engine.lookup_stacked(
-                PreprocessedFeatures(tables, shapes), replica
-            )
-        return self._structure.pack(activations), tables
+            found = engine.lookup_stacked(PreprocessedFeatures(tables, shapes), replica)
+        return self._structure.pack(found.activations), found.ticket
 
     @as_written
     def apply_gradients(
@@ -263,10 +261,10 @@ class TPUEmbeddingV2(EmbeddingBase):
         Keyed by the TableConfig that the user passed. The host engine has one part,
         the whole table.
         """
-        return {
-            key: [(table.device, table.read_value())]
-            for key, table in self.embedding_tables.items()
-        }
+        engine = self._create_engine()
+        self.flush()
+        keys = [spec.key for spec in self._plan.tables]
+        return dict(zip(keys, engine.table_shards(), strict=True))
 
     @property
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
@@ -276,10 +274,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         """
         engine = self._create_engine()
         self.flush()
-        return {
-            stack.name: tuple(engine.tables[index].parameters for index in stack.tables)
-            for stack in self._layout.stacks
-        }
+        return engine.stacked_tables()
 
     @property
     def embedding_layouts(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def save(  # noqa: PLR0913 - keyword-only, each on its own.
         )
         for name, arrays in embedding.checkpoint_rows().items()
     }
-    updates = embedding.checkpoint_variables().get(UPDATES) if slots else None
+    updates = embedding.checkpoint_updates() if slots else None
     options = WriteOptions(
         root=root,
         layouts=layouts,
@@ -130,7 +130,7 @@ def restore(  # noqa: PLR0913 - keyword-only, each on its own.
     for copy in job.copies:
         copy.source.verify()
         progress.advance(copy.source.nbytes)
-    updates = embedding.checkpoint_variables().get(UPDATES)
+    updates = embedding.checkpoint_updates()
     counted = updates is not None and tables is None
     lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
     if slots and lacking:

@@ -29,11 +29,15 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     def flush(self) -> None:
         """Applies the update that pipelining left pending, if there is one."""
 
-    def checkpoint_variables(self) -> dict[str, tf.Variable]:
+    def checkpoint_variables(self) -> dict[str, Any]:
         """Tables, slots and counters by their names in checkpoints."""
         engine = self._create_engine()
         self.flush()
         return engine.checkpoint_variables()
+
+    def checkpoint_updates(self) -> tf.Variable | None:
+        """The number of updates already applied, where a rate asks for it."""
+        return self._create_engine().updates()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
         """By table name "parameters" and slots, to be read and written by rows."""

@@ -10,13 +10,6 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.variables import (
-    TableVariables,
-    create_variables,
-    named_variables,
-    variable_rows,
-)
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import (
     PartitionedCsrFormatTensor,
@@ -25,7 +18,7 @@ from tpu_embedding.layout.batches import (
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import UPDATES, Plan
+from tpu_embedding.layout.tables import Plan
 from tpu_embedding.topology import Topology
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
@@ -58,7 +51,7 @@ class Lookup:
 
     Attributes:
       activations: As `Engine.dequeue` gives them.
-      ticket: What `Engine.submit` takes, once; opaque.
+      ticket: What `Engine.submit` takes, once, opaque; or `Engine.update_stacked`.
     """
 
     activations: list[tf.Tensor]
@@ -75,12 +68,10 @@ class Engine(abc.ABC):
     name: ClassVar[str]
 
     def __init__(self, options: EngineOptions) -> None:
-        """Makes the variables; to be called in an eager context."""
+        """Subclasses make the variables; to be called in an eager context."""
         self._options = options
         self._plan = options.plan
         self._device = options.topology.device
-        self.tables: list[TableVariables] = create_variables(options.plan, self._device)
-        self._rates = Rates(options.plan, self._device)
 
     @classmethod
     @abc.abstractmethod
@@ -100,36 +91,31 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
-        """Whether the next gradients of `replica` are the last of their step."""
+    def variables(self) -> list[dict[str, Any]]:
+        """For each table of the plan its values by "parameters" and slots, [V, ...].
 
-    def _evaluate_rates(
-        self, replica: int, *, submitting: bool
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rates of a step and True in the replica that completes it.
-
-        Zeros and False in the others, so that their sum is the rate. To be called
-        before the gradients are handed in: a rate that fails then changes nothing,
-        and a pipelined update has the rate of its own step.
+        Variables where each table is one, else tensors with what they hold now.
         """
-        if self._options.topology.num_replicas == 1:
-            return self._rates.evaluate(), tf.constant(True)
-        completes = self._completes(replica, submitting=submitting)
-        return self._rates.evaluate_if(completes), completes
 
-    def checkpoint_variables(self) -> dict[str, tf.Variable]:
-        """Every variable to be saved, by its name in checkpoints."""
-        variables = dict(named_variables(self._plan, self.tables))
-        if self._rates.updates is not None:
-            variables[UPDATES] = self._rates.updates
-        return variables
+    @abc.abstractmethod
+    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
+        """For each table (device, rows there) of each part, without padding."""
 
+    @abc.abstractmethod
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """By name of the stack the variables that store it, in order of its rows."""
+
+    @abc.abstractmethod
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """Every object to be tracked for checkpoints, by its name there."""
+
+    @abc.abstractmethod
+    def updates(self) -> tf.Variable | None:
+        """The number of updates already applied, where a rate asks for it."""
+
+    @abc.abstractmethod
     def rows(self) -> dict[str, dict[str, MutableRows]]:
         """Tables in their logical form: by name "parameters" and slots, unpadded."""
-        return {
-            spec.name: variable_rows(spec, table)
-            for spec, table in zip(self._plan.tables, self.tables, strict=True)
-        }
 
     @abc.abstractmethod
     def enqueue(
@@ -193,10 +179,13 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def lookup_stacked(
-        self, batch: PreprocessedFeatures, replica: int
-    ) -> list[tf.Tensor]:
-        """The activations of what `preprocess` gave, one for each feature."""
+    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
+        """Looks up what `preprocess` gave; the ticket is what `update_stacked` takes.
+
+        Args:
+          batch: Of `replica`.
+          replica: Who calls.
+        """
 
     @abc.abstractmethod
     def update_stacked(
@@ -208,7 +197,7 @@ class Engine(abc.ABC):
         """Applies the gradients of one batch; the last replica's call updates.
 
         Args:
-          tables: The batch, by name of the stack.
+          tables: The ticket of a lookup: its batch, by name of the stack.
           gradients: As for `apply_gradients`.
           replica: Who calls.
         """

@@ -9,12 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
+from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.stacked import (
     StackedBatches,
     lay_out_whole,
     refuse_tpu_options,
 )
+from tpu_embedding.engines.whole import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import (
     PartitionedCsrFormatTensor,
@@ -27,7 +28,7 @@ from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.topology import Topology
 
 
-class HostEngine(Engine):
+class HostEngine(WholeTablesEngine):
     """One op per step and direction for all tables (see docs/architecture.md)."""
 
     name = "host"
@@ -156,21 +157,20 @@ class HostEngine(Engine):
             stacks = list(zip(*columns, strict=True))
             return self._stacks.pack(stacks, result.output_shapes)
 
-    def lookup_stacked(
-        self, batch: PreprocessedFeatures, replica: int
-    ) -> list[tf.Tensor]:
+    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """See `Engine.lookup_stacked`."""
         with tf.device(self._device):
             arguments = {
                 **self._stack_arguments(batch.tables),
                 **self._lookup_arguments(),
             }
-            return self._ops.tpu_embedding_lookup_stacks(
+            activations = self._ops.tpu_embedding_lookup_stacks(
                 queue=self._queue,
                 shapes=[tf.cast(shape, tf.int64) for shape in batch.output_shapes],
                 replica=replica,
                 **arguments,
             )
+        return Lookup(activations, batch.tables)
 
     def update_stacked(
         self,

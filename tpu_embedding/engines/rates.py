@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.engines.variables import create_counter
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import takes_step
 
@@ -20,14 +20,15 @@ class Rates:
         None where no rate asks for it.
     """
 
-    def __init__(self, plan: Plan, device: str) -> None:
+    def __init__(self, plan: Plan, create_counter: Callable[[], tf.Variable]) -> None:
+        """Makes the counter, by the function given, where a rate asks for it."""
         self._rates = [
             spec.optimizer.learning_rate if spec.optimizer else 0.0
             for spec in plan.tables
         ]
         self.updates: tf.Variable | None = None
         if any(callable(rate) and takes_step(rate) for rate in self._rates):
-            self.updates = create_counter("updates", device)
+            self.updates = create_counter()
 
     def evaluate(self) -> tf.Tensor:
         """float32 [number of tables]; each distinct callable is called once."""

@@ -17,7 +17,6 @@ from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.interop import columns, errors
 from tpu_embedding.interop.slot_names import SlotSource, slot_sources
 from tpu_embedding.interop.table_config import TableConfig
-from tpu_embedding.layout.tables import UPDATES
 
 PARAMETERS = "parameters"
 _GLOBAL_STEP = "global_step"
@@ -89,7 +88,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
                     continue
                 pairs.append((_variable(table, name, value, ours[table]), value))
             _warn_of_missing(table, set(ours[table]) - set(arrays))
-        updates = embedding.checkpoint_variables().get(UPDATES)
+        updates = embedding.checkpoint_updates()
         if updates is not None and self.global_step is not None:
             pairs.append((updates, np.int64(self.global_step)))
         for variable, value in pairs:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Engine, EngineOptions, Lookup
+from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.portable.cells import pack, unpack
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable.steps import StepQueue
@@ -23,6 +23,7 @@ from tpu_embedding.engines.stacked import (
     lay_out_whole,
     refuse_tpu_options,
 )
+from tpu_embedding.engines.whole import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import (
     PartitionedCsrFormatTensor,
@@ -43,7 +44,7 @@ from tpu_embedding.lookup.rows import FeatureInput, first
 from tpu_embedding.topology import Topology
 
 
-class PortableEngine(Engine):
+class PortableEngine(WholeTablesEngine):
     """Batches travel as variants of entries, gradients as variants of row sums."""
 
     name = "portable"
@@ -153,9 +154,7 @@ class PortableEngine(Engine):
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
             return self._stacks.pack(stacks, [entry.shape for entry in entries])
 
-    def lookup_stacked(
-        self, batch: PreprocessedFeatures, replica: int
-    ) -> list[tf.Tensor]:
+    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """See `Engine.lookup_stacked`."""
         shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
         with tf.device(self._host):
@@ -164,7 +163,7 @@ class PortableEngine(Engine):
             with tf.control_dependencies([entries[-1].rows]):
                 ticket = self._steps.begin_lookup(replica, nothing)
             with tf.control_dependencies([ticket]):
-                return self._look_up(entries)
+                return Lookup(self._look_up(entries), batch.tables)
 
     def update_stacked(
         self,

@@ -1,0 +1,84 @@
+"""What the engines share that keep each table as one variable."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.base import Engine, EngineOptions
+from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.variables import (
+    TableVariables,
+    create_counter,
+    create_variables,
+    named_variables,
+    variable_rows,
+)
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.tables import UPDATES
+
+
+class WholeTablesEngine(Engine):
+    """Each table and slot is one variable on one device; abstract."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes the variables; see `Engine`."""
+        super().__init__(options)
+        self.tables: list[TableVariables] = create_variables(options.plan, self._device)
+        self._rates = Rates(
+            options.plan, lambda: create_counter("updates", self._device)
+        )
+
+    @abc.abstractmethod
+    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
+        """Whether the next gradients of `replica` are the last of their step."""
+
+    def _evaluate_rates(
+        self, replica: int, *, submitting: bool
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rates of a step and True in the replica that completes it.
+
+        Zeros and False in the others, so that their sum is the rate. To be called
+        before the gradients are handed in: a rate that fails then changes nothing,
+        and a pipelined update has the rate of its own step.
+        """
+        if self._options.topology.num_replicas == 1:
+            return self._rates.evaluate(), tf.constant(True)
+        completes = self._completes(replica, submitting=submitting)
+        return self._rates.evaluate_if(completes), completes
+
+    def variables(self) -> list[dict[str, Any]]:
+        """See `Engine.variables`."""
+        return [{PARAMETERS: table.parameters, **table.slots} for table in self.tables]
+
+    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
+        """See `Engine.table_shards`: one part, the whole table."""
+        parameters = [table.parameters for table in self.tables]
+        return [[(table.device, table.read_value())] for table in parameters]
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`: the tables themselves."""
+        return {
+            stack.name: tuple(self.tables[index].parameters for index in stack.tables)
+            for stack in self._options.layout.stacks
+        }
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`."""
+        variables = dict(named_variables(self._plan, self.tables))
+        if self._rates.updates is not None:
+            variables[UPDATES] = self._rates.updates
+        return variables
+
+    def updates(self) -> tf.Variable | None:
+        """See `Engine.updates`."""
+        return self._rates.updates
+
+    def rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `Engine.rows`."""
+        return {
+            spec.name: variable_rows(spec, table)
+            for spec, table in zip(self._plan.tables, self.tables, strict=True)
+        }
