@@ -253,3 +253,19 @@ def test_keras_trains_a_model_on_the_summed_gradients(strategy):
     alone = weights_after_training(tf.device("/device:CPU:0"))
     # A few float32 roundings per step, 4 steps of a relative size of 0.1.
     np.testing.assert_allclose(distributed, alone, rtol=1e-5)
+
+
+def test_methods_that_autograph_leaves_alone(strategy: SoftwareTPUStrategy):
+    """TensorFlow wraps them not at all, others in a function."""
+
+    class Counter:
+        @tf.autograph.experimental.do_not_convert
+        def as_written(self) -> tf.Tensor:
+            return tf.constant(1)
+
+        def converted(self) -> tf.Tensor:
+            return tf.constant(2)
+
+    counter = Counter()
+    for method, expected in ((counter.as_written, 1), (counter.converted, 2)):
+        assert values(strategy, strategy.run(method)) == [expected] * 2

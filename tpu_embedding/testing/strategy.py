@@ -8,6 +8,7 @@ Here each replica is a function of its own, and one op runs all of them together
 from __future__ import annotations
 
 import math
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -91,8 +92,11 @@ class _Extended(mirrored_strategy.MirroredExtended):
     ) -> Any:
         if not tf.executing_eagerly():
             return self._trace(fn, args, kwargs or {})
-        if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            # tf.distribute has wrapped the function anew for this call.
+        if not isinstance(
+            fn, (tf.types.experimental.PolymorphicFunction, types.MethodType)
+        ):
+            # tf.distribute has wrapped the function anew for this call. (Methods come
+            # as they are if autograph leaves them alone, else as functions.)
             fn = getattr(fn, "__wrapped__", fn)
         return self._program(fn)(args, kwargs or {})
 
