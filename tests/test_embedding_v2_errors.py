@@ -72,7 +72,7 @@ def test_bad_preserved_outputs() -> None:
     with pytest.raises(
         ValueError, match="batch has 0 features, but this embedding has 3"
     ):
-        embedding.dequeue(PreprocessedFeatures(preserved, ()))
+        embedding.dequeue(PreprocessedFeatures(preserved, (), {}, {}))
     with pytest.raises(ValueError, match="`weights` cannot be given for features that"):
         embedding.enqueue(embedding.preprocess_features(BATCH), BATCH)
     with pytest.raises(ValueError, match="TPU:0"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors
+from tpu_embedding import engines, errors, topology
 from tpu_embedding.adapters import ConstructorArguments
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
 from tpu_embedding.inputs import IdBatch
@@ -84,6 +84,7 @@ class TPUEmbedding(EmbeddingBase):
             batch_size,
             initialize_tpu_embedding,
         ).in_order(older)
+        engines.require_queue(topology.current(), "TPUEmbedding")
         super().__init__(
             feature_config,
             arguments.optimizer,

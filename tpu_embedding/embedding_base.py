@@ -15,6 +15,7 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import Engine, EngineOptions
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import Plan, make_plan
 from tpu_embedding.structures import Structure
 
@@ -88,11 +89,15 @@ class EmbeddingBase(SavedTables):
                     pipelined=self._options.pipelined,
                     check_numerics=self._options.check_numerics,
                     layout=self._layout,
+                    sparse_core=self._options.sparse_core,
                 )
             )
-            for name, variable in self._engine.checkpoint_variables().items():
-                self._track_trackable(variable, name)
+            self._track_state(self._engine)
         return self._engine
+
+    @property
+    def _stored_layouts(self) -> tuple[TableLayout, ...]:
+        return engines.stored_layouts(self._topology, self._layout)
 
     @property
     def plan(self) -> Plan:

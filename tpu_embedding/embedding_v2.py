@@ -219,7 +219,8 @@ class TPUEmbeddingV2(EmbeddingBase):
             )
         tables = self._check_tables(partitioned_tensors.tables)
         with tf.name_scope("embedding_lookup"):
-            found = engine.lookup_stacked(PreprocessedFeatures(tables, shapes), replica)
+            batch = partitioned_tensors._replace(tables=tables)
+            found = engine.lookup_stacked(batch, replica)
         return self._structure.pack(found.activations), found.ticket
 
     @as_written

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -93,6 +93,15 @@ class Topology:
         if self.tpu is not None and not self.tpu.simulated:
             return 0
         return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+    def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function` so that its ops run on a CPU beside the replica's TPU."""
+        if self.replica() is None:
+            with tf.device(self.device):
+                return function(*arguments)
+        if self.tpu is None or self.tpu.simulated:
+            return function(*arguments)
+        return tf.compat.v1.tpu.outside_compilation(function, *arguments)
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
         """For each replica its part of each value.

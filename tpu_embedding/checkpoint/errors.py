@@ -237,3 +237,12 @@ def _listed(names: Iterable[str]) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return "[" + ", ".join(str(axis) for axis in shape) + "]"
+
+
+def other_stacks(path: str) -> ValueError:
+    """A checkpoint whose stacks are not those of an embedding on SparseCores."""
+    return ValueError(
+        f"The tables in {path} are not stacked and cut as those of this embedding on "
+        "SparseCores: other tables, devices or SparseCores, or none. Use "
+        "tpu_embedding.checkpoint.restore(embedding, path), which moves them."
+    )

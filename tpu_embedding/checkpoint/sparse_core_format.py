@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 from google.protobuf import message
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.logical import LogicalTable
@@ -22,6 +23,7 @@ from tpu_embedding.layout.stacked_rows import StackedRows, UnstackedRows
 from tpu_embedding.layout.stacking import TableLayout
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
+VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # It does not see exported names.
 
 LAYOUTS = "_sparse_core_table_layouts"  # The name of the record in checkpoints.
 
@@ -98,6 +100,38 @@ def stack(
             key = name if array == PARAMETERS else f"{name}/{array}"
             matrices[key] = StackedRows(own, members)
     return matrices, {LAYOUTS: tf.constant(_to_record(layouts))}
+
+
+class LayoutRecord(base.Trackable):
+    """The record as a part of TensorFlow's checkpoints."""
+
+    def __init__(self, layouts: Sequence[TableLayout]) -> None:
+        """Takes the place of each table."""
+        self._layouts = list(layouts)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {VALUE_KEY: tf.constant(_to_record(self._layouts))}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        # `SavedTables` looked before anything was restored, but cannot tell which
+        # record of several would be its own.
+        record: Any = restored_tensors[VALUE_KEY].numpy()
+        if not same_layouts(self._layouts, parse_layouts("the checkpoint", record)):
+            raise errors.other_stacks("the checkpoint")
+
+
+def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> bool:
+    """Whether two records put every value at the same place."""
+
+    def places(layouts: Sequence[TableLayout]) -> list[TableLayout]:
+        # How many samples a table has says nothing about where it is.
+        plain = [
+            dataclasses.replace(la, per_sparse_core_batch_size=0, num_features=0)
+            for la in layouts
+        ]
+        return sorted(plain, key=lambda layout: layout.table_name)
+
+    return places(some) == places(others)
 
 
 def _check_rows(path: str, rows: UnstackedRows) -> None:

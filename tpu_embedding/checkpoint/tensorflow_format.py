@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.bundle import Bundle, BundleRows
@@ -66,11 +66,17 @@ def read_layouts(prefix: str) -> list[TableLayout]:
     Raises:
       ValueError: If there is none.
     """
+    for layouts in read_all_layouts(prefix):
+        return layouts
+    raise errors.no_layouts(prefix)
+
+
+def read_all_layouts(prefix: str) -> Iterator[list[TableLayout]]:
+    """The layout records of all objects of a checkpoint that have one."""
     bundle = Bundle(prefix)
     for node in read_objects(bundle).values():
         if LAYOUTS in node.values:
-            return parse_layouts(prefix, bundle.value(node.values[LAYOUTS]))
-    raise errors.no_layouts(prefix)
+            yield parse_layouts(prefix, bundle.value(node.values[LAYOUTS]))
 
 
 def _tables(

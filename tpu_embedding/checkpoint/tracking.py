@@ -9,9 +9,15 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS
+from tpu_embedding.checkpoint.sparse_core_format import (
+    LAYOUTS,
+    LayoutRecord,
+    same_layouts,
+)
+from tpu_embedding.checkpoint.tensorflow_format import read_all_layouts
 from tpu_embedding.engines import Engine
 from tpu_embedding.layout.rows import MutableRows
+from tpu_embedding.layout.stacking import TableLayout
 
 
 class SavedTables(tf.__internal__.tracking.AutoTrackable):
@@ -24,6 +30,11 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     @abc.abstractmethod
     def _create_engine(self) -> Engine:
         """The engine, which is made if it is not there yet."""
+
+    @property
+    @abc.abstractmethod
+    def _stored_layouts(self) -> tuple[TableLayout, ...]:
+        """Where each table is, if checkpoints hold stacks; else nothing."""
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -45,6 +56,13 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         self.flush()
         return engine.rows()
 
+    def _track_state(self, engine: Engine) -> None:
+        """Makes what an engine holds a part of checkpoints of this object."""
+        for name, part in engine.checkpoint_variables().items():
+            self._track_trackable(part, name)
+        if self._stored_layouts:
+            self._track_trackable(LayoutRecord(self._stored_layouts), LAYOUTS)
+
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # Saving and restoring begin by asking for the children: the one moment at
         # which tables can still be made, which would be left out without a word, and
@@ -55,10 +73,17 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
             self.flush()
         return super()._trackable_children(save_type, **kwargs)
 
+    def _checkpoint_adapter(self, path: str) -> Any:
+        # Restoring asks once for each object, before it reads any value.
+        own = self._stored_layouts
+        if own and not any(same_layouts(own, la) for la in read_all_layouts(path)):
+            raise errors.other_stacks(path)
+        return super()._checkpoint_adapter(path)
+
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Restoring asks for each child that the object had when it was saved. Stacks
         # are no children of this object and would be left out without a word.
-        if name == LAYOUTS:
+        if name == LAYOUTS and not self._stored_layouts:
             raise errors.stacked_tables()
         return super()._lookup_dependency(name, *args, **kwargs)
 

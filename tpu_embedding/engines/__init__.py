@@ -7,14 +7,22 @@ from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
-from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.engines.sparse_core import SparseCoreEngine
+from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.topology import Topology
 
-__all__ = ["Engine", "EngineOptions", "create_engine", "lay_out"]
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "create_engine",
+    "lay_out",
+    "require_queue",
+    "stored_layouts",
+]
 
 _ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (HostEngine, PortableEngine)
+    engine.name: engine for engine in (HostEngine, PortableEngine, SparseCoreEngine)
 }
 
 
@@ -28,6 +36,22 @@ def lay_out(
 ) -> Layout:
     """Stacks the tables for the engine that the topology names; see `Engine`."""
     return _engine_of(topology).lay_out(plan, topology, config)
+
+
+def stored_layouts(topology: Topology, layout: Layout) -> tuple[TableLayout, ...]:
+    """Where each table is, if checkpoints hold stacks; else nothing."""
+    return layout.tables if _engine_of(topology).stores_stacks else ()
+
+
+def require_queue(topology: Topology, what: str) -> None:
+    """Refuses a class that queues batches, where the engine cannot.
+
+    Raises:
+      NotImplementedError: It names `what` and the way out.
+    """
+    engine = _engine_of(topology)
+    if not engine.has_queue:
+        raise errors.no_queue(what, engine.name)
 
 
 def _engine_of(topology: Topology) -> type[Engine]:

@@ -35,6 +35,7 @@ class EngineOptions:
       pipelined: Leave each update pending until the lookups of the next step.
       check_numerics: Refuse weights and gradients that are not finite.
       layout: What `Engine.lay_out` gave.
+      sparse_core: What it was given: limits and how SparseCores fill the tables.
     """
 
     plan: Plan
@@ -43,6 +44,7 @@ class EngineOptions:
     pipelined: bool
     check_numerics: bool
     layout: Layout
+    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Engine(abc.ABC):
     """
 
     name: ClassVar[str]
+    # False: `enqueue`, `dequeue` and `apply_gradients` are refused.
+    has_queue: ClassVar[bool] = True
+    # True: `checkpoint_variables` are stacks, which a record of the layout goes with.
+    stores_stacks: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Subclasses make the variables; to be called in an eager context."""

@@ -11,3 +11,13 @@ def no_engine(engine: str, generation: str) -> NotImplementedError:
         "built outside the strategy's scope, or under OneDeviceStrategy or "
         "MirroredStrategy."
     )
+
+
+def no_queue(what: str, engine: str) -> NotImplementedError:
+    """A class or method that queues batches."""
+    return NotImplementedError(
+        f"{what} queues batches, which the engine {engine!r} cannot. Use "
+        "TPUEmbeddingV2, whose lookup hands the batch out and whose apply_gradients "
+        "takes it back; or build it outside of the strategy's scope, where it runs on "
+        "this machine's CPU."
+    )

@@ -88,6 +88,10 @@ class StackedBatches:
                 )
             },
             output_shapes=tuple(shapes),
+            dropped_ids={
+                stack.name: tf.constant(0, tf.int64) for stack in self._layout.stacks
+            },
+            sizes={},
         )
 
     def samples(

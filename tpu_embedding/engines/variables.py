@@ -172,17 +172,32 @@ def _filled(slot: Slot) -> Initializer:
     return tf.constant_initializer(slot.initial_value)
 
 
+def initial_value(
+    name: str, shape: tuple[int, int], initializer: Callable[[], Any]
+) -> tf.Tensor:
+    """What a table or slot starts as, float32.
+
+    Args:
+      name: For messages.
+      shape: What the value must have.
+      initializer: The user's, with its arguments.
+
+    Raises:
+      ValueError: If the value has another shape.
+    """
+    value = tf.convert_to_tensor(initializer(), tf.float32)
+    if tuple(value.shape) != shape:
+        raise errors.initial_value(name, shape, tuple(value.shape))
+    return value
+
+
 def _create_variable(
     name: str, shape: tuple[int, int], initializer: Initializer
 ) -> tf.Variable:
-    def initial_value() -> tf.Tensor:
-        value = tf.convert_to_tensor(initializer(shape, dtype=tf.float32), tf.float32)
-        if tuple(value.shape) != shape:
-            raise errors.initial_value(name, shape, tuple(value.shape))
-        return value
-
     return _ResourceVariable(
-        initial_value=initial_value,
+        initial_value=lambda: initial_value(
+            name, shape, lambda: initializer(shape, dtype=tf.float32)
+        ),
         name=variable_name(name),
         trainable=False,
         dtype=tf.float32,

@@ -36,6 +36,18 @@ class PartitionedCsrFormatTensor(NamedTuple):
     num_minibatches_per_physical_sparse_core: Any
 
 
+class BufferSizes(NamedTuple):
+    """How much of the buffers of one stacked table is set; int32 scalars.
+
+    Attributes:
+      row_pointers: Of `row_pointers`.
+      ids: Of the tensors of entries.
+    """
+
+    row_pointers: Any
+    ids: Any
+
+
 class PreprocessedFeatures(NamedTuple):
     """One replica's batch, ready to be looked up.
 
@@ -43,7 +55,13 @@ class PreprocessedFeatures(NamedTuple):
       tables: By name of the stack its entries.
       output_shapes: For each feature, flat, int64 [k]: the shape of its activations
         without the embedding axis.
+      dropped_ids: By name of the stack, int64 scalar: entries left out because the id
+        buffer of a SparseCore was full. The host engine has no such buffer: zeros.
+      sizes: By name of the stack the sizes of the batch. Empty on the host engine,
+        whose tensors are of just these sizes.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]
     output_shapes: tuple[Any, ...]
+    dropped_ids: dict[str, Any]
+    sizes: dict[str, BufferSizes]

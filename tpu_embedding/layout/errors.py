@@ -174,3 +174,46 @@ def sparse_core_option(
         f"Table {table!r}: the SparseCore ops cannot carry {option}={got!r} of its "
         f"optimizer. Set {option}={wanted!r}, or use the host engine."
     )
+
+
+def sparse_core_without_name(path: str, what: str) -> ValueError:
+    """For a table or feature that SparseCores cannot name."""
+    config = {"table": "TableConfig", "feature": "FeatureConfig"}[what]
+    return ValueError(
+        f"Feature {path}: under a strategy of SparseCores its {what} needs a name. "
+        f"Give {config} a `name`."
+    )
+
+
+def sparse_core_without_optimizer(table: str) -> ValueError:
+    """For a table that could not be trained."""
+    return ValueError(
+        f"Table {table!r} has no optimizer, and a strategy of SparseCores needs one. "
+        "Give one to TableConfig or to the embedding, or build it outside of the "
+        "strategy's scope for lookups alone."
+    )
+
+
+def sparse_core_sequence(path: str, length: int) -> ValueError:
+    """For a sequence, whose number of samples only the input says."""
+    return ValueError(
+        f"Feature {path}: SparseCores need the whole output_shape in FeatureConfig, "
+        f"which max_sequence_length={length} excludes. Give it as a RaggedTensor with "
+        f"output_shape=[batch size per replica, {length}] and no max_sequence_length."
+    )
+
+
+def unpartitioned(stack: str) -> ValueError:
+    """For a batch that was preprocessed for another engine."""
+    return ValueError(
+        f"The preprocessed batch has no sizes of stacked table {stack}: another engine "
+        "made it. Preprocess it with this embedding."
+    )
+
+
+def cores_per_replica(cores: int) -> NotImplementedError:
+    """For a DeviceAssignment with several cores for each replica."""
+    return NotImplementedError(
+        f"Each replica has {cores} TPU cores, and embeddings on SparseCores need one. "
+        "Use a DeviceAssignment of one core per replica."
+    )

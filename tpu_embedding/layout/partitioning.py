@@ -80,13 +80,27 @@ def refuse_for_sparse_cores(plan: Plan) -> None:
     for table in plan.tables:
         if table.optimizer is None:
             continue
-        allowed = table.optimizer.sparse_core_values
-        if allowed is None:
+        if table.optimizer.sparse_core_op is None:
             raise errors.sparse_core_rule(table.name, type(table.optimizer).__name__)
-        for option, value in allowed.items():
+        for option, value in table.optimizer.sparse_core_values.items():
             own = getattr(table.optimizer, option)
             if own != value:
                 raise errors.sparse_core_option(table.name, option, own, value)
+
+
+def require_names_and_optimizers(plan: Plan) -> None:
+    """Refuses tables and features that a strategy of SparseCores has no use for.
+
+    Raises:
+      ValueError: If a table or feature has no name, or a table no optimizer.
+    """
+    for feature in plan.features:
+        table = plan.tables[feature.table]
+        for what, config in (("table", table.config), ("feature", feature.config)):
+            if config.name is None:
+                raise errors.sparse_core_without_name(feature.path, what)
+        if table.optimizer is None:
+            raise errors.sparse_core_without_optimizer(table.name)
 
 
 def full_output_shapes(plan: Plan) -> list[tuple[int, ...]]:
@@ -98,6 +112,10 @@ def full_output_shapes(plan: Plan) -> list[tuple[int, ...]]:
     shapes = []
     for spec in plan.features:
         shape = spec.config.output_shape
+        if spec.config.max_sequence_length:
+            raise errors.sparse_core_sequence(
+                spec.path, spec.config.max_sequence_length
+            )
         if shape is None or None in shape:
             raise errors.output_shape_missing(spec.path, shape)
         shapes.append(tuple(shape))

@@ -104,3 +104,9 @@ class Partitioning:
     def num_shards(self) -> int:
         """Parts that each stacked table is cut into: one per SparseCore of all."""
         return self.num_sparse_cores * self.num_replicas
+
+    @property
+    def num_row_pointers(self) -> int:
+        """Row pointers of a device's buffers: those of a minibatch come in eights."""
+        padded_shards = -(-self.num_shards // 8) * 8
+        return self.num_sparse_cores * self.max_minibatches * padded_shards

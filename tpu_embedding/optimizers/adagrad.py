@@ -52,6 +52,9 @@ class Adagrad(AdagradOptions):
     """
 
     rule: ClassVar[str] = "adagrad"
+    sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
+        "Adagrad", ("accumulator",)
+    )
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

@@ -29,6 +29,17 @@ class AdagradMomentum(base.Optimizer):
     """
 
     rule: ClassVar[str] = "adagrad_momentum"
+    sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
+        "AdagradMomentum",
+        ("accumulator", "momenta"),
+        {
+            "use_nesterov": "use_nesterov",
+            "exponent": "exponent",
+            "beta1": "momentum",
+            "beta2": "beta2",
+            "epsilon": "epsilon",
+        },
+    )
 
     learning_rate: base.Rate = 0.001
     momentum: float = 0.0

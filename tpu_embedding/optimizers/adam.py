@@ -32,7 +32,17 @@ class Adam(base.Optimizer):
     """
 
     rule: ClassVar[str] = "adam"
-    sparse_core_values: ClassVar[dict[str, Any] | None] = {
+    sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
+        "Adam",
+        ("momenta", "velocity"),
+        {
+            "use_sum_inside_sqrt": "sum_inside_sqrt",
+            "beta1": "beta_1",
+            "beta2": "beta_2",
+            "epsilon": "epsilon",
+        },
+    )
+    sparse_core_values: ClassVar[dict[str, Any]] = {
         **base.SPARSE_CORE_VALUES,
         "lazy_adam": True,
     }

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from tpu_embedding import errors
@@ -41,7 +41,27 @@ class ArrayOps(Protocol):
 
 
 # The one value of each option that the SparseCore ops can carry.
-SPARSE_CORE_VALUES: dict[str, Any] = {"weight_decay_factor": None, "clipvalue": None}
+SPARSE_CORE_VALUES: dict[str, Any] = {
+    "weight_decay_factor": None,
+    "clipvalue": None,
+    "slot_variable_creation_fn": None,
+    "low_dimensional_packing_status": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseCoreOp:
+    """How TensorFlow's SparseCore ops are called for one rule.
+
+    Attributes:
+      name: As in the names of the ops, XlaSparseDenseMatmulGradWith<name>And...
+      slots: The inputs for the slots, in the order of `Optimizer.slots`.
+      attributes: By attribute of the op the field of the optimizer.
+    """
+
+    name: str
+    slots: tuple[str, ...] = ()
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +99,8 @@ class Optimizer(abc.ABC):
 
     rule: ClassVar[str]
     # None: SparseCores have no op for the rule at all.
-    sparse_core_values: ClassVar[dict[str, Any] | None] = SPARSE_CORE_VALUES
+    sparse_core_op: ClassVar[SparseCoreOp | None] = None
+    sparse_core_values: ClassVar[dict[str, Any]] = SPARSE_CORE_VALUES
 
     learning_rate: Rate
     use_gradient_accumulation: bool

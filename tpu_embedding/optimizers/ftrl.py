@@ -35,7 +35,18 @@ class FTRL(base.Optimizer):
     """
 
     rule: ClassVar[str] = "ftrl"
-    sparse_core_values: ClassVar[dict[str, Any] | None] = {
+    sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
+        "Ftrl",
+        ("accumulator", "linear"),
+        {
+            "multiply_linear_by_learning_rate": "multiply_linear_by_learning_rate",
+            "beta": "beta",
+            "learning_rate_power": "learning_rate_power",
+            "l1_regularization_strength": "l1_regularization_strength",
+            "l2_regularization_strength": "l2_regularization_strength",
+        },
+    )
+    sparse_core_values: ClassVar[dict[str, Any]] = {
         **base.SPARSE_CORE_VALUES,
         "allow_zero_accumulator": False,
     }

@@ -17,7 +17,6 @@ class RowwiseAdagrad(adagrad.AdagradOptions):
     """
 
     rule: ClassVar[str] = "rowwise_adagrad"
-    sparse_core_values: ClassVar[dict[str, Any] | None] = None
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

@@ -18,6 +18,7 @@ class SGD(base.Optimizer):
     """
 
     rule: ClassVar[str] = "sgd"
+    sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp("Sgd")
 
     learning_rate: base.Rate = 0.01
     use_gradient_accumulation: bool = True

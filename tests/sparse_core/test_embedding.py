@@ -1,0 +1,235 @@
+"""TPUEmbeddingV2 on SparseCores beyond its numbers, which test_conformance.py has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from software_tpu.calls import strategy_of
+from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
+from sparse_core.twins import run
+
+import tpu_embedding as te
+from tpu_embedding.layout.batches import PreprocessedFeatures
+
+ONES = {name: tf.ones([2, 2]) for name in "abc"}
+STRATEGY = strategy_of(*SYSTEM)
+
+
+def test_a_step_that_builds_the_tables() -> None:
+    embedding = two_tables()
+
+    def step() -> Any:
+        activations, preserved = embedding(BATCH)
+        embedding.apply_gradients({**ONES, "b": None}, preserved)
+        return activations, preserved
+
+    (activations, preserved), _ = run(STRATEGY, step)
+    np.testing.assert_array_equal(activations["a"], [[7, 7], [0, 0]])
+    np.testing.assert_array_equal(activations["b"], [[208, 208], [0, 0]])
+    np.testing.assert_array_equal(activations["c"], [[5, 5], [0, 0]])
+    assert list(preserved) == ["films_users"]
+    assert type(preserved["films_users"]) is te.PartitionedCsrFormatTensor
+    assert preserved["films_users"].sample_count == 6
+    # Both replicas looked each of these rows up once.
+    changed = [-2, 1, 0, 1, 4, 5, 6, 5]
+    assert table(embedding, "films")[:, 0].tolist() == changed
+    assert table(embedding, "users")[:, 0].tolist() == [100, 101, 102, 103, 104]
+
+
+def test_values_by_table_and_storage_by_stack() -> None:
+    embedding = two_tables()
+    films, users = embedding.embedding_tables
+    assert (films.name, users.name) == ("films", "users")
+    shards = embedding.embedding_table_shards
+    for key, value in embedding.embedding_tables.items():
+        assert value.shape == (key.vocabulary_size, 2)
+        devices = [device[-5:] for device, _ in shards[key]]
+        assert devices == ["CPU:0", "CPU:1"]
+        parts = np.concatenate([part for _, part in shards[key]])
+        np.testing.assert_array_equal(np.sort(parts, axis=0), value)
+    assert set(embedding.variables[films]) == {"parameters"}
+    # 8 rows of each table on each of 4 SparseCores, the width a multiple of 8.
+    (stack,) = embedding.stacked_tables.items()
+    assert (stack[0], [part.shape for part in stack[1]]) == (
+        "films_users",
+        [(32, 8), (32, 8)],
+    )
+    layout = embedding.embedding_layouts["users"]
+    assert layout.stacked_table_name == "films_users"
+    assert (layout.num_sparse_cores, layout.num_partitions) == (4, 2)
+    assert layout.sparse_core_shard_row_offset == 8
+    assert layout.sparse_core_shard_rotation == 2
+    assert list(layout.unsharded_padded_shape) == [32, 8]
+
+
+def test_batches_may_be_prepared_in_tf_data() -> None:
+    embedding = two_tables()
+    ids = tf.data.Dataset.from_tensors(BATCH).repeat(2)
+    batches = ids.map(embedding.preprocess_features).prefetch(1)
+    assert isinstance(batches.element_spec, PreprocessedFeatures)
+    for batch in batches:
+        assert batch.dropped_ids["films_users"].numpy() == 0
+        found = run(STRATEGY, lambda own: embedding(own)[0], batch)
+        assert found[1]["b"].tolist() == [[208, 208], [0, 0]]
+
+
+def test_a_loop_in_a_function() -> None:
+    embedding = two_tables()
+    embedding.build()
+    batch = embedding.preprocess_features(BATCH)
+
+    def step() -> None:
+        _, preserved = embedding(batch)
+        embedding.apply_gradients(ONES, preserved)
+
+    @tf.function
+    def train(steps: tf.Tensor) -> None:
+        for _ in tf.range(steps):
+            STRATEGY.run(step)
+
+    train(tf.constant(3))
+    assert table(embedding, "films")[7, 0] == 7 - 6
+    assert table(embedding, "users")[4, 0] == 104 - 12
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_pipelined_updates_are_one_step_late(pipelined: bool) -> None:
+    rates = tf.Variable(1.0)
+    embedding = films(
+        optimizer=te.SGD(lambda: rates),
+        pipeline_execution_with_tensor_core=pipelined,
+    )
+
+    def step() -> Any:
+        activations, preserved = embedding(tf.constant([5, 0]))
+        embedding.apply_gradients(tf.constant([[1.0, 2.0], [0.0, 0.0]]), preserved)
+        return activations
+
+    seen = []
+    for number in range(4):
+        rates.assign(2.0**number)  # That of the step whose gradients they are.
+        seen.append(run(STRATEGY, step)[1][0].tolist())
+    expected = [[5, 5], [3, 1], [-1, -7], [-9, -23]]
+    assert seen == ([expected[0], *expected[:3]] if pipelined else expected)
+    assert table(embedding, "films")[5].tolist() == [-25, -55]
+    if pipelined:
+        run(STRATEGY, step)
+        embedding.reset()
+        assert table(embedding, "films")[5].tolist() == [-25, -55]
+        STRATEGY.run(step)
+        STRATEGY.run(embedding.flush)
+        assert table(embedding, "films")[5].tolist() == [-41, -87]
+
+
+def test_a_schedule_counts_the_updates() -> None:
+    embedding = films(optimizer=te.SGD(lambda step: tf.cast(step + 1, tf.float32)))
+
+    def step() -> None:
+        _, preserved = embedding(tf.constant([5, 0]))
+        embedding.apply_gradients(tf.constant([[1.0, 2.0], [0.0, 0.0]]), preserved)
+
+    for _ in range(3):
+        STRATEGY.run(step)
+    assert table(embedding, "films")[5, 0] == 5 - 2 * (1 + 2 + 3)
+    updates = embedding.checkpoint_updates()
+    assert updates is not None
+    assert updates.numpy() == 3
+
+
+def failing(embedding: te.TPUEmbeddingV2, batch: Any, gradient: Any = None) -> None:
+    """A step of which only the second replica is bad."""
+    before = table(embedding, "films")
+    gradients = tf.ones([2, 2]) if gradient is None else gradient
+
+    def step(own: Any, own_gradients: Any) -> None:
+        _, preserved = embedding(*own)
+        embedding.apply_gradients(own_gradients, preserved)
+
+    good = (tf.constant([5, 0]), tf.constant([1.0, 1.0]))
+    distribute = STRATEGY.experimental_distribute_values_from_function
+    given = [
+        distribute(lambda context, x=x: x[context.replica_id_in_sync_group])
+        for x in ((good, batch), (tf.ones([2, 2]), gradients))
+    ]
+    try:
+        STRATEGY.run(step, given)
+    finally:
+        np.testing.assert_array_equal(table(embedding, "films"), before)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "gradient", "text"),
+    [
+        ([5, 8], [1.0, 1.0], 1.0, r"Feature feature, table films: sample 1 has id 8"),
+        (
+            [5, 0],
+            [1.0, np.nan],
+            1.0,
+            r"sample 1 has a weight that is not finite \(nan\)",
+        ),
+        ([5, 0], [1.0, 1.0], np.inf, r"gradient of sample 0 is not finite \(inf\)"),
+    ],
+)
+def test_a_bad_step_changes_nothing(
+    ids: Any, weights: Any, gradient: float, text: str
+) -> None:
+    embedding = films(check_numerics=True, optimizer=te.Adam(0.1))
+    batch = (tf.constant(ids), tf.constant(weights, tf.float32))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        failing(embedding, batch, tf.fill([2, 2], np.float32(gradient)))
+
+
+@pytest.mark.parametrize("rule", ["drop", "mod"])
+def test_invalid_ids(rule: str) -> None:
+    config = te.TableConfig(
+        8, 2, te.RowIdInitializer(1), name="films", invalid_ids=rule
+    )
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(
+            te.FeatureConfig(config, output_shape=[2], name="film"), te.SGD(1.0)
+        )
+    ids = tf.ragged.constant([[11, 2], [-5]], dtype=tf.int64)
+    found = run(STRATEGY, lambda: embedding(ids)[0])[0]
+    expected = {"drop": [[3, 3], [0, 0]], "mod": [[3.5, 3.5], [4, 4]]}
+    np.testing.assert_array_equal(found, expected[rule])
+
+
+def test_calls_outside_of_replicas() -> None:
+    for system in (SYSTEM, ("v6e", 1)):
+        embedding = two_tables(system)
+        for call in (
+            lambda own=embedding: own(BATCH),
+            lambda own=embedding: own.apply_gradients(ONES, {}),
+        ):
+            embedding.build()
+            with pytest.raises(RuntimeError, match=r"to `strategy.run`"):
+                call()
+
+
+def test_a_batch_of_another_engine_is_refused() -> None:
+    configs = [te.TableConfig(8, 2, name="films"), te.TableConfig(5, 2, name="users")]
+    shape = {"output_shape": [2]}
+    host = te.TPUEmbeddingV2(
+        {
+            "a": te.FeatureConfig(configs[0], **shape),
+            "b": te.FeatureConfig(configs[1], **shape),
+            "c": te.FeatureConfig(configs[0], **shape),
+        },
+        te.SGD(1.0),
+    )
+    batch = host.preprocess_features(BATCH)
+    embedding = two_tables()
+    with pytest.raises(ValueError, match="no sizes of stacked table films_users"):
+        STRATEGY.run(lambda: embedding(batch))
+
+
+def test_classes_with_a_queue_are_refused() -> None:
+    feature = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
+    with (
+        STRATEGY.scope(),
+        pytest.raises(NotImplementedError, match=r"TPUEmbedding queues .*EmbeddingV2"),
+    ):
+        te.TPUEmbedding(feature, te.SGD(0.1))

@@ -1,0 +1,204 @@
+"""Each option is carried or refused by name on SparseCores."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from software_tpu.calls import strategy_of
+from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
+from sparse_core.twins import run
+
+import tpu_embedding as te
+
+STRATEGY = strategy_of(*SYSTEM)
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    return {"sparse_core_embedding_config": te.SparseCoreEmbeddingConfig(**fields)}
+
+
+def stacks(**fields: Any) -> set[str]:
+    return set(two_tables(**config(**fields)).stacked_tables)
+
+
+def stocks_count(**fields: Any) -> set[str]:
+    """Of three tables whose activations together are above the limit of a stack."""
+    tables = [te.TableConfig(8, 64, name=name) for name in "abc"]
+    features = [
+        te.FeatureConfig(t, output_shape=[8192], name=str(t.name)) for t in tables
+    ]
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(features, te.SGD(1.0), **config(**fields))
+    return set(embedding.stacked_tables)
+
+
+def ids_of(count: int, **fields: Any) -> Any:
+    """What a batch of `count` ids for one sample gives, and how many were dropped."""
+    embedding = films(**config(**fields))
+    rows = [list(range(count)), []]
+    batch = embedding.preprocess_features(tf.ragged.constant(rows, dtype=tf.int64))
+    found = run(STRATEGY, lambda: embedding(batch)[0])[0][0, 0]
+    return found, int(batch.dropped_ids["films"])
+
+
+def start(**fields: Any) -> np.ndarray:
+    tf.random.set_seed(3)
+    tables = [te.TableConfig(11, 3, name=n) for n in ("films", "users")]
+    features = [te.FeatureConfig(t, output_shape=[2], name=str(t.name)) for t in tables]
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(features, te.SGD(1.0), **config(**fields))
+    return table(embedding, "users")
+
+
+def check_disable_table_stacking() -> None:
+    assert stacks() == {"films_users"}
+    assert stacks(disable_table_stacking=True) == {"films", "users"}
+
+
+def check_max_ids_per_chip_per_sample() -> None:
+    # A partition takes 8 places: of two samples, 4 of 8 SparseCores' parts fit into 16.
+    assert ids_of(8) == (28, 0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"max_ids_per_chip_per"):
+        ids_of(8, max_ids_per_chip_per_sample=8)
+
+
+def check_allow_id_dropping() -> None:
+    small = {"max_ids_per_chip_per_sample": 8, "allow_id_dropping": True}
+    # Ids are 0 and 4, 1 and 5, ... on the four SparseCores; the first two fit.
+    assert ids_of(8, **small) == (0 + 4 + 1 + 5, 4)
+
+
+def check_max_ids_per_table() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"films.* 2 ids"):
+        ids_of(8, max_ids_per_table={"films": 1})
+    with pytest.raises(ValueError, match="max_ids_per_table names users"):
+        films(**config(max_ids_per_table={"users": 1}))
+
+
+def check_max_unique_ids_per_table() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"films.* 2 unique"):
+        ids_of(8, max_unique_ids_per_table={"films": 1})
+
+
+def check_initialize_tables_on_host() -> None:
+    np.testing.assert_array_equal(start(initialize_tables_on_host=False), start())
+
+
+def check_enable_fast_table_initialization() -> None:
+    fast = start(enable_fast_table_initialization=True)
+    assert np.abs(fast).min() > 0
+    assert np.all(fast != start())
+
+
+def check_stock_feature_counts() -> None:
+    assert stocks_count() == {"a", "b", "c"}
+    assert stocks_count(stock_feature_counts=True) == {"a_b_c"}
+
+
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(te.SparseCoreEmbeddingConfig)]
+)
+def test_every_field_of_the_configuration(field: str) -> None:
+    globals()[f"check_{field}"]()
+
+
+def test_the_same_start_as_on_the_host() -> None:
+    """Random numbers too: the initializers are called in the same order."""
+    tf.random.set_seed(3)
+    tables = [te.TableConfig(11, 3, name=name) for name in ("films", "users")]
+    host = te.TPUEmbeddingV2([te.FeatureConfig(t) for t in tables], te.SGD(1.0))
+    expected = table(host, "users")
+    np.testing.assert_array_equal(start(), expected)
+
+
+def test_initializers_by_shard() -> None:
+    """As TensorFlow's class calls them: a value for each place of a device's part."""
+    calls = []
+
+    def initializer(shape: Any, dtype: Any, shard_info: Any) -> tf.Tensor:
+        calls.append((tuple(shape), tuple(shard_info.shape), tuple(shard_info.offset)))
+        rows = shard_info.offset[0] + tf.range(shard_info.shape[0], dtype=dtype)
+        return tf.broadcast_to(rows[:, tf.newaxis] % shape[0], shard_info.shape)
+
+    tables = [te.TableConfig(20, 3, initializer, name=name) for name in "ab"]
+    features = [te.FeatureConfig(t, output_shape=[2], name=str(t.name)) for t in tables]
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(features, te.SGD(1.0))
+    # Of 32 rows with padding each of 4 SparseCores has 8. Table b begins at the third.
+    found = np.arange(20) % 4 * 8 + np.arange(20) // 4
+    np.testing.assert_array_equal(table(embedding, "a")[:, 0], found)
+    np.testing.assert_array_equal(table(embedding, "b")[:, 2], found)
+    assert calls == [((32, 8), (16, 8), (first, 0)) for first in (0, 16, 16, 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"optimizer": None}, ValueError, "Table 'films' has no optimizer"),
+        (
+            {"optimizer": te.SGD(1.0, clipvalue=1.0)},
+            NotImplementedError,
+            "Table 'films': the SparseCore ops cannot carry clipvalue=1.0",
+        ),
+        (
+            {"optimizer": te.Adam(1.0, slot_variable_creation_fn=lambda *_: {})},
+            NotImplementedError,
+            "cannot carry slot_variable_creation_fn=",
+        ),
+        (
+            {"optimizer": te.SGD(1.0, low_dimensional_packing_status=True)},
+            NotImplementedError,
+            "cannot carry low_dimensional_packing_status=True",
+        ),
+        ({"output_shape": None}, ValueError, "Feature films: .* whole output_shape"),
+        ({"output_shape": [3]}, ValueError, "3 samples per replica, which the 2"),
+        (
+            {"output_shape": None, "max_sequence_length": 3},
+            ValueError,
+            r"Feature films: .* max_sequence_length=3 .*output_shape=\[batch size per "
+            r"replica, 3\]",
+        ),
+        ({"name": None}, ValueError, "Feature films: .* its feature needs a name"),
+        ({"table_name": None}, ValueError, "Feature films: .* its table needs a name"),
+    ],
+)
+def test_refused_at_construction(
+    change: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    values = {
+        "optimizer": te.SGD(1.0),
+        "output_shape": [4],
+        "name": "film",
+        "table_name": "films",
+        **change,
+    }
+    key = te.TableConfig(8, 2, name=values.pop("table_name"))
+    optimizer = values.pop("optimizer")
+    with STRATEGY.scope(), pytest.raises(error, match=text):
+        te.TPUEmbeddingV2({"films": te.FeatureConfig(key, **values)}, optimizer)
+
+
+def test_layouts_given_by_the_user() -> None:
+    layout = two_tables().embedding_layouts
+    configs = [
+        te.TableConfig(
+            8, 2, te.RowIdInitializer(), name="films", layout=layout["films"]
+        ),
+        te.TableConfig(
+            5, 2, te.RowIdInitializer(100), name="users", layout=layout["users"]
+        ),
+    ]
+    features = [
+        te.FeatureConfig(c, output_shape=[2], name=str(c.name)) for c in configs
+    ]
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(
+            features, te.SGD(1.0), **config(disable_table_stacking=True)
+        )
+    assert set(embedding.stacked_tables) == {"films_users"}
+    found = run(STRATEGY, lambda: embedding([BATCH["a"], BATCH["b"]])[0])[1]
+    assert [value[0, 0] for value in found] == [7, 104]

@@ -1,0 +1,318 @@
+"""SparseCoreEngine: stacked tables on TPUs v5p, v6e and 7x, real or in software."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.engines import errors
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookup
+from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.sparse_core import ops
+from tpu_embedding.engines.sparse_core.checks import check_gradients
+from tpu_embedding.engines.sparse_core.pending import PendingUpdate
+from tpu_embedding.engines.sparse_core.saving import SavedStack
+from tpu_embedding.engines.sparse_core.stacked_samples import StackedSamples
+from tpu_embedding.engines.sparse_core.state import (
+    create_counter,
+    create_state,
+    outside_of_replicas,
+)
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout import errors as layout_errors
+from tpu_embedding.layout.batches import (
+    BufferSizes,
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.partitioning import (
+    full_output_shapes,
+    make_partitioning,
+    refuse_for_sparse_cores,
+    require_names_and_optimizers,
+)
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.stacking import (
+    Layout,
+    StackingOptions,
+    make_layout,
+)
+from tpu_embedding.layout.tables import UPDATES, Plan
+from tpu_embedding.preprocessing import PartitionOptions, partition
+from tpu_embedding.topology import Topology
+
+
+class SparseCoreEngine(Engine):
+    """Batches are preprocessed on the host; TensorFlow's XLA ops do the rest.
+
+    There is no queue: a lookup hands its batch out, an update takes it back.
+    """
+
+    name = "sparse_core"
+    has_queue = False
+    stores_stacks = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes and fills the stacks; see `Engine`."""
+        super().__init__(options)
+        topology, plan, layout = options.topology, options.plan, options.layout
+        self._partitioning = make_partitioning(
+            plan,
+            layout,
+            _stacking_options(topology, options.sparse_core),
+            options.sparse_core,
+        )
+        self._samples = StackedSamples(
+            plan, layout, self._partitioning.num_sparse_cores
+        )
+        self._preprocessing = PartitionOptions(check_numerics=options.check_numerics)
+        self._stacks = outside_of_replicas(lambda: create_state(options))
+        self._rates = Rates(
+            plan,
+            lambda: outside_of_replicas(lambda: create_counter(options, "updates")),
+        )
+        self._pending = self._create_pending() if options.pipelined else None
+        self._flush = tf.function(self._apply_pending, autograph=False)
+        self._reset = tf.function(self._clear_pending, autograph=False)
+
+    @classmethod
+    def lay_out(
+        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+    ) -> Layout:
+        """See `Engine.lay_out`."""
+        assert topology.tpu is not None
+        if topology.tpu.cores_per_replica > 1:
+            raise layout_errors.cores_per_replica(topology.tpu.cores_per_replica)
+        require_names_and_optimizers(plan)
+        refuse_for_sparse_cores(plan)
+        options = _stacking_options(topology, config)
+        layout = make_layout(plan, full_output_shapes(plan), options)
+        make_partitioning(plan, layout, options, config)  # For its errors.
+        return layout
+
+    def variables(self) -> list[dict[str, Any]]:
+        """See `Engine.variables`."""
+        found = {
+            index: {array: tf.constant(rows.numpy()) for array, rows in arrays.items()}
+            for stack in self._stacks
+            for index, arrays in stack.tables()
+        }
+        return [found[index] for index in range(len(self._plan.tables))]
+
+    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
+        """See `Engine.table_shards`."""
+        found = {
+            index: stack.shards(index)
+            for stack in self._stacks
+            for index in stack.stack.tables
+        }
+        return [found[index] for index in range(len(self._plan.tables))]
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`: the part of each device."""
+        return {
+            stack.stack.name: tuple(stack.parameters.values) for stack in self._stacks
+        }
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`: those of TensorFlow's own class."""
+        saved: dict[str, Any] = {}
+        for stack in self._stacks:
+            for array, variable in stack.arrays.items():
+                name = stack.stack.name
+                key = name if array == PARAMETERS else f"{name}/{array}"
+                saved[key] = SavedStack(variable.values)
+        if self._rates.updates is not None:
+            saved[UPDATES] = self._rates.updates
+        return saved
+
+    def updates(self) -> tf.Variable | None:
+        """See `Engine.updates`."""
+        return self._rates.updates
+
+    def rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `Engine.rows`."""
+        names = [spec.name for spec in self._plan.tables]
+        found = {
+            names[index]: arrays
+            for stack in self._stacks
+            for index, arrays in stack.tables()
+        }
+        return {name: found[name] for name in names}
+
+    def enqueue(
+        self,
+        batches: Sequence[Sequence[IdBatch]],
+        replica: int | None,
+        *,
+        training: bool,
+    ) -> None:
+        """Refused; see `Engine.has_queue`."""
+        raise errors.no_queue("enqueue", self.name)
+
+    def dequeue(self, replica: int) -> list[tf.Tensor]:
+        """Refused; see `Engine.has_queue`."""
+        raise errors.no_queue("dequeue", self.name)
+
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """Refused; see `Engine.has_queue`."""
+        raise errors.no_queue("apply_gradients", self.name)
+
+    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
+        """See `Engine.lookup`."""
+        return self.lookup_stacked(self.preprocess(batch), replica)
+
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.submit`."""
+        self.update_stacked(ticket, gradients, replica)
+
+    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        """See `Engine.preprocess`."""
+        return self._options.topology.on_host(self._preprocess, batch)
+
+    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
+        """See `Engine.lookup_stacked`."""
+        del replica  # Each is a program of its own.
+        for stack in self._stacks:
+            if stack.stack.name not in batch.sizes:
+                raise layout_errors.unpartitioned(stack.stack.name)
+        tables = self._options.topology.on_host(ops.copy_to_device, batch)
+        activations = {}
+        for table, stack in zip(self._partitioning.tables, self._stacks, strict=True):
+            first = self._plan.tables[stack.stack.tables[0]]
+            activations[table.name] = ops.look_up(
+                table,
+                tables[table.name],
+                stack.parameters.read_value(),
+                first.config.quantization_config,
+            )
+        return Lookup(self._samples.split(activations), tables)
+
+    def update_stacked(
+        self,
+        tables: Mapping[str, PartitionedCsrFormatTensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """See `Engine.update_stacked`."""
+        del replica
+        rates = self._rates.evaluate()
+        if self._options.check_numerics:
+            gradients = self._options.topology.on_host(
+                check_gradients, self._plan, gradients
+            )
+        # No replica begins to update before it has its rates and sound gradients, and
+        # none can update without the others: what fails has changed nothing.
+        with tf.control_dependencies([rates, *(g for g in gradients if g is not None)]):
+            by_stack = self._samples.join(gradients)
+            inputs = {
+                stack.stack.name: ops.update_inputs(
+                    tables[stack.stack.name],
+                    by_stack[stack.stack.name],
+                    rates[stack.stack.tables[0]],
+                )
+                for stack in self._stacks
+            }
+            due = inputs
+            if self._pending is not None:
+                due = self._pending.read()
+                self._pending.write(inputs)
+            updated = self._apply(due)
+        self._rates.count_update(tf.constant(True), after=updated)
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        if self._pending is not None:
+            self._in_replicas(self._flush)
+
+    def reset(self) -> None:
+        """See `Engine.reset`: nothing is queued or owed here."""
+        if self._pending is not None:
+            self._in_replicas(self._reset)
+
+    def _preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        result = partition(batch, self._partitioning, options=self._preprocessing)
+        return PreprocessedFeatures(
+            tables={
+                table.name: result.tables[table.name]._replace(
+                    sample_count=tf.constant(table.samples, tf.int32)
+                )
+                for table in self._partitioning.tables
+            },
+            output_shapes=tuple(
+                tf.constant(feature.output_shape, tf.int64)
+                for feature in self._partitioning.features
+            ),
+            dropped_ids=result.dropped_ids,
+            sizes={
+                name: BufferSizes(size, result.ids_sizes[name])
+                for name, size in result.row_pointers_sizes.items()
+            },
+        )
+
+    def _apply(self, due: Mapping[str, Mapping[str, tf.Tensor]]) -> tf.Tensor:
+        """Updates all stacks; a tensor that is there when it is done."""
+        results = []
+        for table, stack in zip(self._partitioning.tables, self._stacks, strict=True):
+            optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
+            assert optimizer is not None
+            values = [variable.read_value() for variable in stack.arrays.values()]
+            updated = ops.update(
+                table, optimizer, due[table.name], values[0], values[1:]
+            )
+            results.append((stack.arrays.values(), updated))
+        for variables, updated in results:
+            for variable, value in zip(variables, updated, strict=True):
+                variable.assign(value)
+        return results[-1][1][0]
+
+    def _create_pending(self) -> PendingUpdate:
+        specs = {}
+        shards = self._partitioning
+        for table, stack in zip(shards.tables, self._stacks, strict=True):
+            specs[table.name] = ops.update_input_specs(shards, table, stack.stack.width)
+
+        def create() -> PendingUpdate:
+            with self._options.topology.strategy.scope():
+                return PendingUpdate(specs)
+
+        return outside_of_replicas(create)
+
+    def _apply_pending(self) -> None:
+        assert self._pending is not None
+        self._apply(self._pending.read())
+        self._pending.clear()
+
+    def _clear_pending(self) -> None:
+        assert self._pending is not None
+        self._pending.clear()
+
+    def _in_replicas(self, function: Any) -> None:
+        """Calls `function` in this replica, or in each from outside."""
+        topology = self._options.topology
+        if topology.replica() is None:
+            topology.strategy.run(function)
+        else:
+            function()
+
+
+def _stacking_options(
+    topology: Topology, config: SparseCoreEmbeddingConfig
+) -> StackingOptions:
+    assert topology.tpu is not None
+    generation = topology.tpu.generation
+    return StackingOptions(
+        num_devices=topology.num_replicas,
+        sparse_cores_per_device=generation.sparse_cores_per_device,
+        width_multiple=generation.lane_width,
+        row_multiple=generation.row_multiple,
+        disable_table_stacking=config.disable_table_stacking,
+        stock_feature_counts=config.stock_feature_counts,
+    )

@@ -1,0 +1,61 @@
+"""The update that pipelining keeps until the lookups of the next step are done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.sparse_core.state import create_local
+
+# By stack the inputs of its update op.
+Inputs = Mapping[str, Mapping[str, tf.Tensor]]
+
+
+class PendingUpdate:
+    """One update of all stacks, kept in variables of each replica.
+
+    Where nothing is pending the row pointers are 0: then no partition has an entry, and
+    the update touches no row.
+    """
+
+    def __init__(self, specs: Mapping[str, Mapping[str, tf.TensorSpec]]) -> None:
+        """Makes the variables; to be called in the strategy's scope.
+
+        Args:
+          specs: Of the inputs, whose shapes are known.
+        """
+        self._variables: dict[str, dict[str, Any]] = {
+            stack: {
+                name: create_local(
+                    f"pending/{stack}/{name}",
+                    lambda spec=spec: tf.zeros(spec.shape, spec.dtype),
+                )
+                for name, spec in own.items()
+            }
+            for stack, own in specs.items()
+        }
+        for own in self._variables.values():
+            # Checked by the op even where there is nothing to do.
+            for part in own["num_minibatches_per_physical_sparse_core"].values:
+                part.assign(1)
+
+    def read(self) -> dict[str, dict[str, tf.Tensor]]:
+        """What is pending, in one replica."""
+        return {
+            stack: {name: variable.read_value() for name, variable in own.items()}
+            for stack, own in self._variables.items()
+        }
+
+    def write(self, inputs: Inputs) -> None:
+        """Replaces what is pending, in one replica."""
+        for stack, own in self._variables.items():
+            for name, variable in own.items():
+                variable.assign(tf.ensure_shape(inputs[stack][name], variable.shape))
+
+    def clear(self) -> None:
+        """Forgets what is pending, in one replica."""
+        for own in self._variables.values():
+            pointers = own["row_pointers"]
+            pointers.assign(tf.zeros(pointers.shape, pointers.dtype))

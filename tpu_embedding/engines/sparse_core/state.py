@@ -1,0 +1,139 @@
+"""Tables and slots of SparseCores: stacks in parts, one part for each device."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.sparse_core.initial_values import fill_tables
+from tpu_embedding.engines.variables import VariableRows, variable_name
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
+from tpu_embedding.layout.stacking import Stack
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackState:
+    """The state of one stack.
+
+    Attributes:
+      stack: What it holds.
+      parameters: float32 [rows of a device, width] in each replica.
+      slots: By name, likewise.
+      initial_values: By name of a slot what its rows start as.
+    """
+
+    stack: Stack
+    parameters: Any
+    slots: dict[str, Any]
+    initial_values: dict[str, float]
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The parameters, then the slots."""
+        return {PARAMETERS: self.parameters, **self.slots}
+
+    def rows(self, array: str) -> JoinedRows:
+        """The whole stack, or one slot of it, out of the parts of all devices."""
+        start = self.initial_values.get(array)
+        parts = [VariableRows(part, start) for part in self.arrays[array].values]
+        return JoinedRows(parts, start)
+
+    def tables(self) -> Iterator[tuple[int, dict[str, MutableRows]]]:
+        """Each table of the plan, by index, with its slots in logical form."""
+        joined = {array: self.rows(array) for array in self.arrays}
+        for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
+            yield (
+                index,
+                {
+                    array: MutableUnstackedRows(rows, layout, rows.initial_value)
+                    for array, rows in joined.items()
+                },
+            )
+
+    def shards(self, index: int) -> list[tuple[str, tf.Tensor]]:
+        """For one table of the plan (device, rows there) of each part."""
+        layout = self.stack.layouts[self.stack.tables.index(index)]
+        vocabulary, dim = layout.unsharded_shape
+        places = layout.sharding.place_of(np.arange(vocabulary))
+        local = places.sparse_core * self.stack.rows_per_shard + places.row
+        return [
+            (
+                part.device,
+                tf.gather(part.read_value(), local[places.device == device])[:, :dim],
+            )
+            for device, part in enumerate(self.parameters.values)
+        ]
+
+
+def create_state(options: EngineOptions) -> list[StackState]:
+    """Makes the variables of all stacks and fills them.
+
+    To be called outside of replicas; see `outside_of_replicas`.
+    """
+    with options.topology.strategy.scope():
+        states = [_create_stack(options, stack) for stack in options.layout.stacks]
+    fill_tables(options, [state.rows(PARAMETERS) for state in states])
+    return states
+
+
+def create_counter(options: EngineOptions, name: str) -> tf.Variable:
+    """An int64 scalar at 0 that each replica counts for itself."""
+    with options.topology.strategy.scope():
+        return create_local(
+            name,
+            lambda: tf.zeros([], tf.int64),
+            tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+
+def create_local(
+    name: str,
+    initial_value: Callable[[], tf.Tensor],
+    aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
+) -> Any:
+    """A variable of which each replica has its own; in the strategy's scope."""
+    return tf.Variable(
+        initial_value,
+        trainable=False,
+        name=variable_name(name),
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=aggregation,
+    )
+
+
+def outside_of_replicas(function: Callable[[], Result]) -> Result:
+    """Calls `function` eagerly and in cross-replica context, wherever the caller is.
+
+    In another thread: tf.init_scope leaves the graph that is being traced, but not the
+    replica that it is traced for, and a replica cannot make variables of all.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(function).result()
+
+
+def _create_stack(options: EngineOptions, stack: Stack) -> StackState:
+    optimizer = options.plan.tables[stack.tables[0]].optimizer
+    assert optimizer is not None
+    starts = {slot.name: slot.initial_value for slot in optimizer.slots}
+    storage = stack.storage
+    shape = (storage.rows // storage.num_devices, storage.width)
+    return StackState(
+        stack=stack,
+        parameters=create_local(stack.name, lambda: tf.zeros(shape)),
+        slots={
+            name: create_local(
+                f"{stack.name}/{name}", lambda start=start: tf.fill(shape, start)
+            )
+            for name, start in starts.items()
+        },
+        initial_values=starts,
+    )
