@@ -8,12 +8,13 @@
 #include <vector>
 
 #include "check.h"
+#include "core/prepared_batch.h"
 
 namespace tpu_embedding {
 namespace {
 
 void TestStorageIsUsedAgain() {
-  const auto pool = std::make_shared<BatchPool>();
+  const auto pool = std::make_shared<BatchPool<PreparedBatch>>();
   const PreparedBatch* first = pool->Take().get();
   const auto taken = pool->Take();
   CHECK_TRUE(taken.get() == first);
@@ -21,7 +22,7 @@ void TestStorageIsUsedAgain() {
 }
 
 void TestBatchOutlivesItsPool() {
-  auto pool = std::make_shared<BatchPool>();
+  auto pool = std::make_shared<BatchPool<PreparedBatch>>();
   const auto batch = pool->Take();
   pool.reset();
   batch->vocabulary_sizes = {1, 2};
@@ -30,7 +31,7 @@ void TestBatchOutlivesItsPool() {
 
 // No two threads hold the same batch at once.
 void TestThreads() {
-  const auto pool = std::make_shared<BatchPool>();
+  const auto pool = std::make_shared<BatchPool<PreparedBatch>>();
   std::vector<std::thread> threads;
   for (int64_t t = 0; t < 4; ++t) {
     threads.emplace_back([&pool, t] {

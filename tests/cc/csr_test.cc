@@ -39,12 +39,13 @@ struct Input {
   std::vector<int64_t> ids;
   std::vector<float> weights;
   std::vector<int64_t> splits{0};
+  bool weighted = true;  // else all weights are 1, and nobody gives them
 
   FeatureInput view() const {
     FeatureInput input;
     input.ids64 = ids.data();
     input.num_ids = ids.size();
-    input.weights = weights.data();
+    if (weighted) input.weights = weights.data();
     input.structure = splits.data();
     input.structure_size = splits.size();
     input.shape = {static_cast<int64_t>(splits.size()) - 1};
@@ -67,11 +68,13 @@ struct Problem {
 Input DrawInput(Random& random, int64_t samples, int64_t vocabulary_size) {
   Input input;
   const int64_t longest = Draw(random, 0, 9);
+  input.weighted = Draw(random, 0, 1);
   for (int64_t s = 0; s < samples; ++s) {
     for (int64_t n = Draw(random, 0, longest); n > 0; --n) {
       const int64_t range = Draw(random, 0, 1) ? vocabulary_size : 3;
       input.ids.push_back(Draw(random, 0, range - 1) % vocabulary_size);
-      input.weights.push_back(static_cast<float>(Draw(random, 0, 3)));
+      input.weights.push_back(
+          input.weighted ? static_cast<float>(Draw(random, 0, 3)) : 1.0f);
     }
     input.splits.push_back(input.ids.size());
   }
@@ -134,8 +137,9 @@ bool operator==(const Csr& a, const Csr& b) {
 }
 
 Csr Run(const Problem& problem, uint64_t splits, const ParallelFor& parallel,
-        CsrResult* result) {
-  CsrBatch batch(problem.setup);
+        CsrResult* result, CsrBatch* used = nullptr) {
+  CsrBatch fresh(problem.setup);
+  CsrBatch& batch = used ? *used : fresh;
   CHECK_EQ(batch.Prepare(problem.views(), {splits}, parallel).value_or(""), "");
   *result = batch.result(0);
   const int64_t size = result->layout.ids_size;
@@ -285,6 +289,26 @@ void TestRandomBatches() {
   }
 }
 
+// A batch that is used again knows nothing of the one before.
+void TestStorageIsUsedAgain() {
+  Random random(5);
+  for (int round = 0; round < 30; ++round) {
+    Problem problem = DrawProblem(random, /*positions=*/round % 5 == 0);
+    CHECK_EQ(CompleteSetup(&problem.setup).value_or(""), "");
+    CsrBatch used(problem.setup);
+    for (int turn = 0; turn < 4; ++turn) {
+      CsrResult result;
+      const Csr again = Run(problem, 0, OnThreads, &result, &used);
+      CHECK_TRUE(again == Run(problem, 0, InLine, &result));
+      for (size_t f = 0; f < problem.inputs.size(); ++f) {
+        const CsrFeature& feature = problem.setup.features[f];
+        problem.inputs[f] =
+            DrawInput(random, feature.samples, feature.spec.vocabulary_size);
+      }
+    }
+  }
+}
+
 // A smaller buffer keeps a prefix of what a larger one holds.
 void TestDropping() {
   Random random(2);
@@ -368,6 +392,7 @@ void TestSplits() {
 
 int main() {
   tpu_embedding::TestRandomBatches();
+  tpu_embedding::TestStorageIsUsedAgain();
   tpu_embedding::TestDropping();
   tpu_embedding::TestMinibatching();
   tpu_embedding::TestSplits();

@@ -8,29 +8,30 @@
 #include <utility>
 #include <vector>
 
-#include "core/prepared_batch.h"
-
 namespace tpu_embedding {
 
 // A batch goes back to its pool when its last owner lets go of it. The pool
 // lives as long as a batch of it does. Thread-safe.
-class BatchPool : public std::enable_shared_from_this<BatchPool> {
+template <class Batch>
+class BatchPool : public std::enable_shared_from_this<BatchPool<Batch>> {
  public:
-  // A batch with the contents of some former one, all to be overwritten.
-  std::shared_ptr<PreparedBatch> Take() {
+  // A step takes one batch, and pipelining one more. What a longer queue needed
+  // for a while is given back.
+  explicit BatchPool(size_t most_free = 2) : most_free_(most_free) {}
+
+  // A batch with the contents of some former one, all to be overwritten; if
+  // there is none, a new one that is made of the arguments.
+  template <class... Arguments>
+  std::shared_ptr<Batch> Take(const Arguments&... arguments) {
     auto batch = Pop();
-    if (!batch) batch = std::make_unique<PreparedBatch>();
-    return {batch.release(), [pool = shared_from_this()](PreparedBatch* used) {
-              pool->Return(std::unique_ptr<PreparedBatch>(used));
+    if (!batch) batch = std::make_unique<Batch>(arguments...);
+    return {batch.release(), [pool = this->shared_from_this()](Batch* used) {
+              pool->Return(std::unique_ptr<Batch>(used));
             }};
   }
 
  private:
-  // A step takes one, and pipelining one more. What a longer queue needed for
-  // a while is given back.
-  static constexpr size_t kMostFree = 2;
-
-  std::unique_ptr<PreparedBatch> Pop() {
+  std::unique_ptr<Batch> Pop() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (free_.empty()) return nullptr;
     auto batch = std::move(free_.back());
@@ -38,13 +39,14 @@ class BatchPool : public std::enable_shared_from_this<BatchPool> {
     return batch;
   }
 
-  void Return(std::unique_ptr<PreparedBatch> batch) {
+  void Return(std::unique_ptr<Batch> batch) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.size() < kMostFree) free_.push_back(std::move(batch));
+    if (free_.size() < most_free_) free_.push_back(std::move(batch));
   }
 
+  const size_t most_free_;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<PreparedBatch>> free_;
+  std::vector<std::unique_ptr<Batch>> free_;
 };
 
 }  // namespace tpu_embedding

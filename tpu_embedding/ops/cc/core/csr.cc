@@ -44,6 +44,7 @@ Error CsrBatch::Prepare(const std::vector<FeatureInput>& inputs,
 Error CsrBatch::ReadFeatures(const std::vector<FeatureInput>& inputs,
                              const ParallelFor& parallel_for) {
   const int64_t num_features = setup_.features.size();
+  rows_.clear();  // what a former batch had must not stay
   rows_.resize(num_features);
   std::vector<Error> errors(num_features);
   const int64_t cost =
@@ -69,17 +70,32 @@ Error CsrBatch::SortUnits(const std::vector<FeatureInput>& inputs,
   const int64_t cost =
       kCyclesPerSort * CountIds(inputs) / std::max<int64_t>(num_units, 1) + 1;
   parallel_for(num_units, cost, [&](int64_t begin, int64_t end) {
+    const std::shared_ptr<Scratch> scratch = scratch_->Take();
     for (int64_t u = begin; u < end; ++u) {
-      SortUnit(inputs, u / num_groups(), u % num_groups(), &errors);
+      SortUnit(inputs, u / num_groups(), u % num_groups(), scratch.get(),
+               &errors);
     }
   });
   return FirstOf(errors);
 }
 
+CsrForm CsrBatch::FormOf(const CsrGroup& group,
+                         const std::vector<FeatureInput>& inputs,
+                         int64_t capacity) const {
+  if (setup_.tables[group.table].keep_positions) return CsrForm::kPositions;
+  bool ones = capacity < kMostOnes;
+  for (const int f : group.features) {
+    const CsrFeature& feature = setup_.features[f];
+    ones = ones && !inputs[f].weights && !feature.max_valency &&
+           feature.spec.combiner == Combiner::kSum;
+  }
+  return ones ? CsrForm::kOnes : CsrForm::kGains;
+}
+
 void CsrBatch::SortUnit(const std::vector<FeatureInput>& inputs, int64_t core,
-                        int64_t g, std::vector<Error>* errors) {
+                        int64_t g, Scratch* scratch,
+                        std::vector<Error>* errors) {
   const CsrGroup& group = setup_.groups[g];
-  const CsrTable& table = setup_.tables[group.table];
   const int64_t cores = setup_.num_cores;
   std::vector<SampleRange> ranges;
   int64_t capacity = 0;
@@ -90,19 +106,20 @@ void CsrBatch::SortUnit(const std::vector<FeatureInput>& inputs, int64_t core,
         {core * samples, (core + 1) * samples, feature.sample_offset / cores});
     capacity += CountEntries(inputs[f], rows_[f], ranges.back());
   }
-  Unit& u = unit(core, g);
-  u.entries = CsrEntries(capacity, table.keep_positions);
+  CsrEntries* entries = &scratch->entries;
+  entries->Start(capacity, FormOf(group, inputs, capacity));
   for (size_t i = 0; i < ranges.size(); ++i) {
     const int f = group.features[i];
     const CsrFeature& feature = setup_.features[f];
     Error error = AppendEntries(feature.spec, inputs[f], rows_[f], group.place,
-                                ranges[i], feature.max_valency, &u.entries);
+                                ranges[i], feature.max_valency, entries);
     if (error) {
       (*errors)[f * cores + core] = std::move(error);
       return;
     }
   }
-  u.partitions = SortIntoPartitions(group.place, &u.entries);
+  SortIntoPartitions(group.place, *entries, &scratch->sort,
+                     &unit(core, g).partitions);
 }
 
 Error CsrBatch::FinishTable(int table, uint64_t splits) {
@@ -154,15 +171,12 @@ Error CsrBatch::FindTableSplits(int table, CsrResult* result) {
       for (int64_t g = 0; g < num_groups(); ++g) {
         const CsrGroup& group = setup_.groups[g];
         if (group.table != table) continue;
-        const Unit& u = unit(core, g);
-        const auto* order = u.entries.order.data();
-        const int64_t begin = u.partitions.begins[s];
-        for (int64_t i = begin; i < u.partitions.begins[s + 1]; ++i) {
-          const int64_t token = order[i].key - s * group.place.num_tokens +
-                                group.place.first_token;
-          IdCounts& bucket = buckets[(token * shards + s) / width];
+        const Partitions& p = unit(core, g).partitions;
+        const int64_t begin = p.begins[s];
+        for (int64_t i = begin; i < p.begins[s + 1]; ++i) {
+          IdCounts& bucket = buckets[(p.tokens[i] * shards + s) / width];
           ++bucket.ids;
-          bucket.unique += i == begin || order[i].key != order[i - 1].key;
+          bucket.unique += i == begin || p.tokens[i] != p.tokens[i - 1];
         }
       }
       const int above = FirstBucketAbove(buckets, spec.limit);
@@ -178,9 +192,8 @@ Error CsrBatch::FindTableSplits(int table, CsrResult* result) {
 
 void CsrBatch::CutUnit(const CsrGroup& group, const std::vector<int>& bounds,
                        Unit* unit) const {
-  const TablePlace& place = group.place;
   const int64_t width = BucketWidth(setup_.tables[group.table].rows);
-  const int64_t shards = place.num_shards;
+  const int64_t shards = setup_.num_shards();
   unit->cuts.clear();
   for (int64_t s = 0; s < shards; ++s) {
     const int64_t begin = unit->partitions.begins[s];
@@ -190,10 +203,7 @@ void CsrBatch::CutUnit(const CsrGroup& group, const std::vector<int>& bounds,
       // The first row of the bucket, and its first token on this shard.
       const int64_t row = bounds[m] * width;
       const int64_t token = (row - s + shards - 1) / shards;
-      const int64_t own =
-          std::clamp<int64_t>(token - place.first_token, 0, place.num_tokens);
-      unit->cuts.push_back(
-          LowerBound(unit->entries, begin, end, s * place.num_tokens + own));
+      unit->cuts.push_back(LowerBound(unit->partitions, begin, end, token));
     }
     unit->cuts.push_back(end);
   }
@@ -239,7 +249,7 @@ void CsrBatch::Write(const std::vector<CsrArrays>& arrays,
     WriteFrame(results_[t].layout, arrays[t]);
   }
   int64_t entries = 0;
-  for (const Unit& u : units_) entries += u.entries.size;
+  for (const Unit& u : units_) entries += u.partitions.size;
   const int64_t num_units = units_.size();
   const int64_t cost =
       kCyclesPerWrite * entries / std::max<int64_t>(num_units, 1) + 1;
@@ -257,27 +267,22 @@ void CsrBatch::WriteUnit(int64_t core, int64_t g,
   const Unit& u = units_[core * num_groups() + g];
   const CsrLayout& layout = results_[group.table].layout;
   const CsrCells& cells = layout.cells;
-  const auto* order = u.entries.order.data();
-  const CsrPayload* payloads = u.entries.payloads.data();
+  const Partitions& p = u.partitions;
   for (int64_t s = 0; s < cells.num_shards; ++s) {
-    // What turns a key of this shard into a token of the stack.
-    const int64_t shift = group.place.first_token - s * group.place.num_tokens;
     for (int64_t m = 0; m < cells.num_minibatches; ++m) {
       const int64_t* cut = &u.cuts[s * (cells.num_minibatches + 1) + m];
       const int64_t cell = cells.index(core, m, s);
-      int64_t out =
+      const int64_t out =
           layout.starts[cell] + u.places[s * cells.num_minibatches + m];
-      const int64_t last = std::min(
-          cut[1], cut[0] + std::max<int64_t>(layout.ends[cell] - out, 0));
-      for (int64_t i = cut[0]; i < last; ++i, ++out) {
-        const uint32_t entry = order[i].entry;
-        arrays.sample_ids[out] = payloads[entry].sample;
-        arrays.token_ids[out] = static_cast<int32_t>(order[i].key + shift);
-        arrays.gains[out] = payloads[entry].gain;
-        if (arrays.positions) {
-          arrays.positions[out] = u.entries.positions[entry];
-        }
-      }
+      const int64_t kept =
+          std::clamp<int64_t>(layout.ends[cell] - out, 0, cut[1] - cut[0]);
+      const auto copy = [&](const auto& from, auto* to) {
+        std::copy_n(from.data() + cut[0], kept, to + out);
+      };
+      copy(p.samples, arrays.sample_ids);
+      copy(p.tokens, arrays.token_ids);
+      copy(p.gains, arrays.gains);
+      if (arrays.positions) copy(p.positions, arrays.positions);
     }
   }
 }

@@ -9,9 +9,11 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_CSR_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "core/batch_pool.h"
 #include "core/csr_entries.h"
 #include "core/csr_layout.h"
 #include "core/csr_partitions.h"
@@ -78,7 +80,8 @@ struct CsrResult {
   uint64_t splits = 0;  // of this batch, and those that were asked for
 };
 
-// One batch on its way.
+// One batch on its way. It can be used again: Prepare forgets what was, but
+// keeps the storage, as fresh memory costs a page fault per 4 KiB.
 class CsrBatch {
  public:
   explicit CsrBatch(const CsrSetup& setup) : setup_(setup) {}
@@ -100,12 +103,20 @@ class CsrBatch {
   // The entries of one group on one SparseCore. Units are numbered core by
   // core, so that each thread gets its share of every table.
   struct Unit {
-    CsrEntries entries{0};
     Partitions partitions;
-    // Where minibatch m of shard p begins in `entries.order`, at
+    // Where minibatch m of shard p begins in `partitions`, at
     // [p * (num_minibatches + 1) + m].
     std::vector<int64_t> cuts;
     std::vector<int64_t> places;  // [p * num_minibatches + m], in the output
+  };
+
+  // Scratch of more threads than this is given back at once.
+  static constexpr size_t kMostThreads = 64;
+
+  // What a thread needs for one unit after the other.
+  struct Scratch {
+    CsrEntries entries;
+    SortScratch sort;
   };
 
   int64_t num_groups() const { return setup_.groups.size(); }
@@ -117,8 +128,10 @@ class CsrBatch {
                      const ParallelFor& parallel_for);
   Error SortUnits(const std::vector<FeatureInput>& inputs,
                   const ParallelFor& parallel_for);
+  CsrForm FormOf(const CsrGroup& group, const std::vector<FeatureInput>& inputs,
+                 int64_t capacity) const;
   void SortUnit(const std::vector<FeatureInput>& inputs, int64_t core,
-                int64_t group, std::vector<Error>* errors);
+                int64_t group, Scratch* scratch, std::vector<Error>* errors);
   Error FinishTable(int table, uint64_t splits);
   Error CheckPartitions(int table, CsrResult* result);
   Error FindTableSplits(int table, CsrResult* result);
@@ -130,6 +143,8 @@ class CsrBatch {
   const CsrSetup& setup_;
   std::vector<FeatureRows> rows_;
   std::vector<Unit> units_;
+  std::shared_ptr<BatchPool<Scratch>> scratch_ =
+      std::make_shared<BatchPool<Scratch>>(kMostThreads);
   std::vector<CsrResult> results_;
 };
 

@@ -10,43 +10,31 @@
 namespace tpu_embedding {
 namespace {
 
-// Shards by powers of two, as all hardware so far has them, and by any number.
-class ShardByMask {
+// The key of an id. All hardware so far has a power of two of shards, which
+// saves the divisions; the branch goes one way through a whole batch.
+class Keys {
  public:
-  explicit ShardByMask(const TablePlace& place)
-      : mask_(place.num_shards - 1),
-        shift_(place.shift),
-        num_tokens_(place.num_tokens),
-        bits_(__builtin_ctzll(place.num_shards)) {}
-
-  uint32_t KeyOf(uint64_t id) const {
-    const uint64_t shard = (id + shift_) & mask_;
-    return static_cast<uint32_t>(shard * num_tokens_ + (id >> bits_));
-  }
-
- private:
-  const uint64_t mask_;
-  const uint64_t shift_;
-  const uint64_t num_tokens_;
-  const int bits_;
-};
-
-class ShardByDivision {
- public:
-  explicit ShardByDivision(const TablePlace& place)
+  explicit Keys(const TablePlace& place)
       : num_shards_(place.num_shards),
         shift_(place.shift),
-        num_tokens_(place.num_tokens) {}
+        num_tokens_(place.num_tokens),
+        bits_(__builtin_ctzll(place.num_shards)),
+        by_mask_((num_shards_ & (num_shards_ - 1)) == 0) {}
 
-  uint32_t KeyOf(uint64_t id) const {
-    const uint64_t shard = (id + shift_) % num_shards_;
-    return static_cast<uint32_t>(shard * num_tokens_ + id / num_shards_);
+  uint32_t Of(uint64_t id) const {
+    const uint64_t rotated = id + shift_;
+    const uint64_t shard =
+        by_mask_ ? rotated & (num_shards_ - 1) : rotated % num_shards_;
+    const uint64_t token = by_mask_ ? id >> bits_ : id / num_shards_;
+    return static_cast<uint32_t>(shard * num_tokens_ + token);
   }
 
  private:
   const uint64_t num_shards_;
   const uint64_t shift_;
   const uint64_t num_tokens_;
+  const int bits_;
+  const bool by_mask_;
 };
 
 struct Span {
@@ -128,7 +116,8 @@ class GainScale {
   double wide_sum_ = 0.0;
 };
 
-template <class Id, class Sharding, bool kWeighted>
+// `kOnes`: the entries have the form of that name.
+template <class Id, bool kOnes, bool kWeighted>
 class Appender {
  public:
   Appender(const FeatureSpec& spec, const FeatureInput& input, const Id* ids,
@@ -137,8 +126,8 @@ class Appender {
         weights_(input.weights),
         ids_(ids),
         vocabulary_size_(spec.vocabulary_size),
-        merge_(!out->keep_positions),
-        sharding_(place),
+        merge_(out->form == CsrForm::kGains),
+        keys_(place),
         out_(out) {}
 
   Error AppendSample(const Span& span, int32_t sample, int64_t max_valency) {
@@ -164,8 +153,12 @@ class Appender {
         }
         id = Modulo(ids_[entry], spec_.vocabulary_size);
       }
+      const uint32_t key = keys_.Of(id);
+      if (kOnes) {
+        order[size++] = {key, static_cast<uint32_t>(sample)};
+        continue;
+      }
       scale.Add(weight);
-      const uint32_t key = sharding_.KeyOf(id);
       if (merge_ && size > first && order[size - 1].key == key) {
         payloads[size - 1].gain += weight;
         continue;
@@ -178,7 +171,7 @@ class Appender {
     if (max_valency && size - first > max_valency) {
       return TooManyEntries(spec_, span.row, size - first, max_valency);
     }
-    scale.Apply(payloads + first, size - first);
+    if (!kOnes) scale.Apply(payloads + first, size - first);
     out_->size = size;
     return std::nullopt;
   }
@@ -189,11 +182,9 @@ class Appender {
   const Id* ids_;
   const uint64_t vocabulary_size_;
   const bool merge_;
-  const Sharding sharding_;
+  const Keys keys_;
   CsrEntries* out_;
 };
-
-bool IsPowerOfTwo(int64_t value) { return (value & (value - 1)) == 0; }
 
 // Calls `body` with the ids, of whichever type they are.
 template <class Body>
@@ -224,20 +215,16 @@ Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
   };
   return WithIds(input, [&](const auto* ids) -> Error {
     using Id = std::decay_t<decltype(*ids)>;
-    if (!IsPowerOfTwo(place.num_shards)) {
-      // No hardware so far: one form is enough.
-      const std::vector<float> ones(input.weights ? 0 : input.num_ids, 1.0f);
-      FeatureInput weighted = input;
-      if (!input.weights) weighted.weights = ones.data();
-      return append_all(Appender<Id, ShardByDivision, true>(spec, weighted, ids,
-                                                            place, entries));
+    if (entries->form == CsrForm::kOnes) {
+      return append_all(
+          Appender<Id, true, false>(spec, input, ids, place, entries));
     }
     if (input.weights) {
       return append_all(
-          Appender<Id, ShardByMask, true>(spec, input, ids, place, entries));
+          Appender<Id, false, true>(spec, input, ids, place, entries));
     }
     return append_all(
-        Appender<Id, ShardByMask, false>(spec, input, ids, place, entries));
+        Appender<Id, false, false>(spec, input, ids, place, entries));
   });
 }
 

@@ -37,21 +37,39 @@ struct CsrPayload {
   float gain;
 };
 
-// Entries of one table and one SparseCore. An entry's key is
-// shard * num_tokens + token, so that keys order entries as the hardware
-// wants them.
-struct CsrEntries {
-  explicit CsrEntries(int64_t capacity, bool keep_positions = false)
-      : order(capacity),
-        payloads(capacity),
-        positions(keep_positions ? capacity : 0),
-        keep_positions(keep_positions) {}
+// What has to be kept of an entry beside its key.
+enum class CsrForm {
+  kOnes,       // its sample: its gain is 1, and so are all others
+  kGains,      // its sample and its gain
+  kPositions,  // and its position in the sample; no entries are merged
+};
 
-  // By key once sorted; `entry` indexes the arrays below.
+// Sums of ones are exact below this.
+constexpr int64_t kMostOnes = int64_t{1} << 24;
+
+// Entries of one table and one SparseCore, in the order of input. An entry's
+// key is shard * num_tokens + token, so that keys order entries as the
+// hardware wants them.
+struct CsrEntries {
+  CsrEntries() = default;
+  explicit CsrEntries(int64_t capacity, CsrForm form = CsrForm::kGains) {
+    Start(capacity, form);
+  }
+
+  // Forgets the entries; the storage stays.
+  void Start(int64_t capacity, CsrForm new_form) {
+    form = new_form;
+    size = 0;
+    order.Resize(capacity);
+    if (form != CsrForm::kOnes) payloads.Resize(capacity);
+    if (form == CsrForm::kPositions) positions.Resize(capacity);
+  }
+
+  CsrForm form = CsrForm::kGains;
+  // `entry` indexes the arrays below; in the form kOnes it is the sample.
   Buffer<KeyedEntry<uint32_t>> order;
   Buffer<CsrPayload> payloads;
-  Buffer<int32_t> positions;  // in the sample, in input order, if kept
-  bool keep_positions;
+  Buffer<int32_t> positions;  // in the sample, in input order
   int64_t size = 0;
 };
 
@@ -67,11 +85,12 @@ struct SampleRange {
 int64_t CountEntries(const FeatureInput& input, const FeatureRows& rows,
                      const SampleRange& range);
 
-// Appends the entries of the samples. Ids are checked. An id that follows
-// itself in a sample makes one entry, unless positions are kept; the gain is
-// the sum of the weights times the reciprocal of the divisor, in float32 and
-// in this order, as Google's op computes it. `max_valency` is the most entries
-// that a sample may have, or 0.
+// Appends the entries of the samples. Ids are checked. In the form kGains an
+// id that follows itself in a sample makes one entry; the gain is the sum of
+// the weights times the reciprocal of the divisor, in float32 and in this
+// order, as Google's op computes it. The form kOnes is for features without
+// weights that are summed. `max_valency` is the most entries that a sample may
+// have, or 0.
 Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
                     const FeatureRows& rows, const TablePlace& place,
                     const SampleRange& range, int64_t max_valency,

@@ -1,63 +1,127 @@
 #include "core/csr_partitions.h"
 
 #include <algorithm>
+#include <limits>
+#include <type_traits>
 
 namespace tpu_embedding {
 namespace {
 
-// Merges what one sample has twice; returns how many entries are left.
-int64_t MergeSamples(CsrEntries* entries) {
-  auto* order = entries->order.data();
-  auto* payloads = entries->payloads.data();
-  int64_t kept = 0;
-  for (int64_t i = 0; i < entries->size; ++i) {
-    const KeyedEntry<uint32_t> entry = order[i];
-    if (kept > 0 && order[kept - 1].key == entry.key &&
-        payloads[order[kept - 1].entry].sample ==
-            payloads[entry.entry].sample) {
-      payloads[order[kept - 1].entry].gain += payloads[entry.entry].gain;
-    } else {
-      order[kept++] = entry;
+// Reads sorted entries one by one; a partition is a run of them.
+template <CsrForm kForm>
+class Merger {
+ public:
+  Merger(const CsrEntries& entries, const SortScratch& scratch,
+         Partitions* partitions)
+      : next_(scratch.sorted.data()),
+        end_(next_ + entries.size),
+        payloads_(entries.payloads.data()),
+        positions_(entries.positions.data()),
+        out_(partitions) {}
+
+  // Appends the entries with keys below `bound`, which are all of one shard;
+  // returns how many tokens they have. A token is `key + shift`.
+  int64_t AppendShard(uint64_t bound, int64_t shift) {
+    // Locals, which stay in registers. No branches on the values: that two
+    // ids follow each other cannot be foreseen.
+    int32_t* const samples = out_->samples.data();
+    int32_t* const tokens = out_->tokens.data();
+    float* const gains = out_->gains.data();
+    int64_t last = out_->size - 1;
+    int64_t unique = 0;
+    uint32_t key = std::numeric_limits<uint32_t>::max();  // no entry has it
+    int32_t sample = 0;
+    Gain gain = 0;
+    const KeyedEntry<uint32_t>* entry = next_;
+    for (; entry < end_ && entry->key < bound; ++entry) {
+      const CsrPayload payload = PayloadOf(*entry);
+      const bool new_token = entry->key != key;
+      const bool merged = kForm != CsrForm::kPositions &&
+                          !(new_token | (payload.sample != sample));
+      unique += new_token;
+      key = entry->key;
+      sample = payload.sample;
+      gain = AddIf(merged, gain, static_cast<Gain>(payload.gain));
+      last += !merged;
+      samples[last] = sample;
+      tokens[last] = static_cast<int32_t>(key + shift);
+      gains[last] = static_cast<float>(gain);
+      if (kForm == CsrForm::kPositions) {
+        out_->positions[last] = positions_[entry->entry];
+      }
     }
+    next_ = entry;
+    out_->size = last + 1;
+    return unique;
   }
-  return kept;
+
+ private:
+  // Ones are counted: that is faster than to add floats.
+  using Gain = std::conditional_t<kForm == CsrForm::kOnes, int32_t, float>;
+
+  // `own`, and `gain` with it if `merged`.
+  static int32_t AddIf(bool merged, int32_t gain, int32_t own) {
+    return (gain & -int32_t{merged}) + own;
+  }
+  static float AddIf(bool merged, float gain, float own) {
+    return merged ? gain + own : own;
+  }
+
+  CsrPayload PayloadOf(const KeyedEntry<uint32_t>& entry) const {
+    if (kForm != CsrForm::kOnes) return payloads_[entry.entry];
+    return {static_cast<int32_t>(entry.entry), 1.0f};
+  }
+
+  const KeyedEntry<uint32_t>* next_;
+  const KeyedEntry<uint32_t>* const end_;
+  const CsrPayload* const payloads_;
+  const int32_t* const positions_;
+  Partitions* const out_;
+};
+
+template <CsrForm kForm>
+void Merge(const TablePlace& place, const CsrEntries& entries,
+           const SortScratch& scratch, Partitions* partitions) {
+  Merger<kForm> merger(entries, scratch, partitions);
+  for (int64_t shard = 0; shard < place.num_shards; ++shard) {
+    const int64_t before = shard * place.num_tokens;
+    partitions->begins[shard] = partitions->size;
+    partitions->unique[shard] = merger.AppendShard(before + place.num_tokens,
+                                                   place.first_token - before);
+  }
+  partitions->begins[place.num_shards] = partitions->size;
 }
 
 }  // namespace
 
-Partitions SortIntoPartitions(const TablePlace& place, CsrEntries* entries) {
-  entries->order.Truncate(entries->size);
-  RadixSort<uint32_t>(place.num_keys(), &entries->order);
-  if (!entries->keep_positions) {
-    entries->size = MergeSamples(entries);
-    entries->order.Truncate(entries->size);
+void SortIntoPartitions(const TablePlace& place, const CsrEntries& entries,
+                        SortScratch* scratch, Partitions* partitions) {
+  RadixSort<uint32_t>(place.num_keys(), entries.size, entries.order,
+                      &scratch->sorted, &scratch->between);
+  partitions->size = 0;
+  partitions->samples.Resize(entries.size);
+  partitions->tokens.Resize(entries.size);
+  partitions->gains.Resize(entries.size);
+  partitions->begins.resize(place.num_shards + 1);
+  partitions->unique.resize(place.num_shards);
+  switch (entries.form) {
+    case CsrForm::kOnes:
+      Merge<CsrForm::kOnes>(place, entries, *scratch, partitions);
+      break;
+    case CsrForm::kGains:
+      Merge<CsrForm::kGains>(place, entries, *scratch, partitions);
+      break;
+    case CsrForm::kPositions:
+      partitions->positions.Resize(entries.size);
+      Merge<CsrForm::kPositions>(place, entries, *scratch, partitions);
+      break;
   }
-  Partitions partitions;
-  partitions.begins.resize(place.num_shards + 1);
-  partitions.unique.resize(place.num_shards);
-  const auto* order = entries->order.data();
-  int64_t i = 0;
-  for (int64_t shard = 0; shard < place.num_shards; ++shard) {
-    partitions.begins[shard] = i;
-    const uint64_t bound = uint64_t(shard + 1) * place.num_tokens;
-    int64_t unique = 0;
-    for (; i < entries->size && order[i].key < bound; ++i) {
-      unique +=
-          i == partitions.begins[shard] || order[i].key != order[i - 1].key;
-    }
-    partitions.unique[shard] = unique;
-  }
-  partitions.begins[place.num_shards] = i;
-  return partitions;
 }
 
-int64_t LowerBound(const CsrEntries& entries, int64_t begin, int64_t end,
-                   uint64_t key) {
-  const auto* order = entries.order.data();
-  const auto* found = std::lower_bound(
-      order + begin, order + end, key,
-      [](const KeyedEntry<uint32_t>& e, uint64_t k) { return e.key < k; });
-  return found - order;
+int64_t LowerBound(const Partitions& partitions, int64_t begin, int64_t end,
+                   int64_t token) {
+  const int32_t* tokens = partitions.tokens.data();
+  return std::lower_bound(tokens + begin, tokens + end, token) - tokens;
 }
 
 }  // namespace tpu_embedding

@@ -16,19 +16,30 @@
 namespace tpu_embedding {
 
 struct Partitions {
-  std::vector<int64_t> begins;  // [num_shards + 1], into `CsrEntries::order`
+  int64_t size = 0;
+  Buffer<int32_t> samples;
+  Buffer<int32_t> tokens;  // of the stack
+  Buffer<float> gains;
+  Buffer<int32_t> positions;    // in the sample, where they are kept
+  std::vector<int64_t> begins;  // [num_shards + 1]
   std::vector<int64_t> unique;  // [num_shards], tokens counted once
+};
+
+// Room for a sort; whoever sorts often keeps it.
+struct SortScratch {
+  Buffer<KeyedEntry<uint32_t>> sorted, between;
 };
 
 // Sorts `entries` by key; equal keys stay in the order of input. Entries of one
 // sample with one key become one, their gains added, unless positions are
-// kept. Afterwards `order` holds `size` entries.
-Partitions SortIntoPartitions(const TablePlace& place, CsrEntries* entries);
+// kept.
+void SortIntoPartitions(const TablePlace& place, const CsrEntries& entries,
+                        SortScratch* scratch, Partitions* partitions);
 
-// The first of the entries [begin, end) of `order` with a key of at least
-// `key`.
-int64_t LowerBound(const CsrEntries& entries, int64_t begin, int64_t end,
-                   uint64_t key);
+// The first of the entries [begin, end) of one shard with a token of at least
+// `token`.
+int64_t LowerBound(const Partitions& partitions, int64_t begin, int64_t end,
+                   int64_t token);
 
 }  // namespace tpu_embedding
 

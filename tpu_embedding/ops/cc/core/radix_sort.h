@@ -40,6 +40,20 @@ class Digits {
   int bits_;
 };
 
+// Counts the digits of all keys, pass by pass. With the passes known to the
+// compiler its inner loop is gone, which is half of the time.
+template <int kPasses, class Source, class Key>
+void CountDigits(const Digits& digits, const Source& source, const Key& key,
+                 int64_t* counts) {
+  const int passes = kPasses ? kPasses : digits.passes();
+  source([=](const auto& entry) {
+    const uint64_t value = key(entry);
+    for (int pass = 0; pass < passes; ++pass) {
+      ++counts[pass * digits.size() + digits.Of(value, pass)];
+    }
+  });
+}
+
 // Sorts by `key(entry)`, all keys being below `bound`; equal keys keep their
 // order. `source(visit)` calls visit(entry) for each of the `size` entries, in
 // order; it is called twice, so that entries need not be stored before they
@@ -52,11 +66,19 @@ void RadixSort(uint64_t bound, int64_t size, const Source& source,
   sorted->Resize(size);
   if (passes > 1) scratch->Resize(size);
   std::vector<int64_t> places(passes * digits.size());
-  source([=, counts = places.data()](const Entry& entry) {
-    for (int pass = 0; pass < passes; ++pass) {
-      ++counts[pass * digits.size() + digits.Of(key(entry), pass)];
-    }
-  });
+  switch (passes) {
+    case 1:
+      CountDigits<1>(digits, source, key, places.data());
+      break;
+    case 2:
+      CountDigits<2>(digits, source, key, places.data());
+      break;
+    case 3:
+      CountDigits<3>(digits, source, key, places.data());
+      break;
+    default:
+      CountDigits<0>(digits, source, key, places.data());
+  }
   for (int pass = 0; pass < passes; ++pass) {
     int64_t* place = &places[pass * digits.size()];
     int64_t next = 0;
@@ -85,19 +107,19 @@ struct KeyedEntry {
   Word entry;
 };
 
-// Sorts entries where they are; all keys are below `bound`.
+// Sorts the first `size` of `entries` into `sorted`.
 template <class Word>
-void RadixSort(uint64_t bound, Buffer<KeyedEntry<Word>>* entries) {
-  using Entry = KeyedEntry<Word>;
-  Buffer<Entry> sorted, scratch;
-  const auto source = [entries](const auto& visit) {
-    std::for_each(entries->data(), entries->data() + entries->size(), visit);
+void RadixSort(uint64_t bound, int64_t size,
+               const Buffer<KeyedEntry<Word>>& entries,
+               Buffer<KeyedEntry<Word>>* sorted,
+               Buffer<KeyedEntry<Word>>* scratch) {
+  const auto source = [begin = entries.data(), size](const auto& visit) {
+    std::for_each(begin, begin + size, visit);
   };
   RadixSort(
-      bound, entries->size(), source,
-      [](const Entry& entry) { return uint64_t{entry.key}; }, &sorted,
-      &scratch);
-  std::swap(*entries, sorted);
+      bound, size, source,
+      [](const KeyedEntry<Word>& entry) { return uint64_t{entry.key}; }, sorted,
+      scratch);
 }
 
 }  // namespace tpu_embedding

@@ -2,10 +2,12 @@
 // CSR of each stacked table, as the SparseCore ops take it.
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/batch_pool.h"
 #include "core/csr.h"
 #include "kernels/feature_inputs.h"
 #include "kernels/kernel_util.h"
@@ -211,7 +213,8 @@ class PartitionOp : public tensorflow::OpKernel {
     for (int64_t t = 0; t < num_tables; ++t) {
       splits[t] = splits_input->flat<int64_t>()(t);
     }
-    CsrBatch batch(setup_);
+    const std::shared_ptr<CsrBatch> pooled = pool_->Take(setup_);
+    CsrBatch& batch = *pooled;
     const ParallelFor pool = WorkerPool(context);
     OP_REQUIRES_OK(context,
                    InvalidArgument(batch.Prepare(inputs, splits, pool)));
@@ -325,6 +328,9 @@ class PartitionOp : public tensorflow::OpKernel {
   FeatureInputs features_;
   CsrSetup setup_;
   bool padded_ = true;
+  // Calls of tf.data run side by side; each has a batch of its own.
+  const std::shared_ptr<BatchPool<CsrBatch>> pool_ =
+      std::make_shared<BatchPool<CsrBatch>>();
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -100,7 +100,8 @@ class PrepareOp : public tensorflow::OpKernel {
   FeatureInputs inputs_;
   bool training_ = false;
   int replica_ = 0;
-  const std::shared_ptr<BatchPool> pool_ = std::make_shared<BatchPool>();
+  const std::shared_ptr<BatchPool<PreparedBatch>> pool_ =
+      std::make_shared<BatchPool<PreparedBatch>>();
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -169,22 +169,22 @@ class ListOp : public tensorflow::OpKernel {
   }
 
  protected:
-  absl::Status Sort(OpKernelContext* context, CsrEntries* entries,
-                    Partitions* partitions) const {
+  absl::Status Sort(OpKernelContext* context, Partitions* partitions) const {
     OpInputList rows, columns, gains;
     TF_RETURN_IF_ERROR(context->input_list("row_ids_list", &rows));
     TF_RETURN_IF_ERROR(context->input_list("col_ids_list", &columns));
     TF_RETURN_IF_ERROR(context->input_list("gains_list", &gains));
     int64_t size = 0;
     for (const Tensor& list : rows) size += list.NumElements();
-    *entries = CsrEntries(size);
+    CsrEntries entries(size);
     for (int i = 0; i < rows.size(); ++i) {
       CooView coo;
       TF_RETURN_IF_ERROR(MakeCooView(rows[i], columns[i], gains[i], &coo));
       TF_RETURN_IF_ERROR(
-          AppendCoo(table_, coo, 0, coo.size, samples_, entries));
+          AppendCoo(table_, coo, 0, coo.size, samples_, &entries));
     }
-    *partitions = SortIntoPartitions(table_.place(), entries);
+    SortScratch scratch;
+    SortIntoPartitions(table_.place(), entries, &scratch, partitions);
     return absl::OkStatus();
   }
 
@@ -202,9 +202,8 @@ class SortOp : public ListOp {
   }
 
   void Compute(OpKernelContext* context) override {
-    CsrEntries entries(0);
     Partitions partitions;
-    OP_REQUIRES_OK(context, Sort(context, &entries, &partitions));
+    OP_REQUIRES_OK(context, Sort(context, &partitions));
     for (int64_t s = 0; s < table_.num_shards(); ++s) {
       const IdCounts counts{partitions.begins[s + 1] - partitions.begins[s],
                             partitions.unique[s]};
@@ -217,20 +216,19 @@ class SortOp : public ListOp {
               unique ? limit_.unique : limit_.ids)));
     }
     Tensor *samples, *tokens, *gains, *counts;
-    const TensorShape shape({entries.size});
+    const TensorShape shape({partitions.size});
     OP_REQUIRES_OK(context, context->allocate_output(0, shape, &samples));
     OP_REQUIRES_OK(context, context->allocate_output(1, shape, &tokens));
     OP_REQUIRES_OK(context, context->allocate_output(2, shape, &gains));
     OP_REQUIRES_OK(context,
                    context->allocate_output(
                        3, TensorShape({table_.num_shards() + 1}), &counts));
-    for (int64_t i = 0; i < entries.size; ++i) {
-      const auto& entry = entries.order[i];
-      samples->flat<int32_t>()(i) = entries.payloads[entry.entry].sample;
-      tokens->flat<int32_t>()(i) =
-          static_cast<int32_t>(entry.key % table_.place().num_tokens);
-      gains->flat<float>()(i) = entries.payloads[entry.entry].gain;
-    }
+    const auto copy = [&](const auto& from, auto* to) {
+      std::copy_n(from.data(), partitions.size, to);
+    };
+    copy(partitions.samples, samples->flat<int32_t>().data());
+    copy(partitions.tokens, tokens->flat<int32_t>().data());
+    copy(partitions.gains, gains->flat<float>().data());
     std::copy(partitions.begins.begin(), partitions.begins.end(),
               counts->flat<int32_t>().data());
   }
@@ -244,9 +242,8 @@ class StatsOp : public ListOp {
   using ListOp::ListOp;
 
   void Compute(OpKernelContext* context) override {
-    CsrEntries entries(0);
     Partitions partitions;
-    OP_REQUIRES_OK(context, Sort(context, &entries, &partitions));
+    OP_REQUIRES_OK(context, Sort(context, &partitions));
     IdCounts largest;
     for (int64_t s = 0; s < table_.num_shards(); ++s) {
       largest.ids = std::max(largest.ids,

@@ -138,10 +138,11 @@ class SplitsOp : public tensorflow::OpKernel {
         OP_REQUIRES_OK(context,
                        AppendCoo(table_, coo, i, i + 1, per_core, &entries));
       }
-      const Partitions partitions =
-          SortIntoPartitions(table_.place(), &entries);
+      SortScratch scratch;
+      Partitions partitions;
+      SortIntoPartitions(table_.place(), entries, &scratch, &partitions);
       for (int64_t s = 0; s < shards; ++s) {
-        OP_REQUIRES_OK(context, AddPartition(entries, partitions, s, &result));
+        OP_REQUIRES_OK(context, AddPartition(partitions, s, &result));
       }
     }
     OP_REQUIRES_OK(context, Write(context, result));
@@ -155,23 +156,20 @@ class SplitsOp : public tensorflow::OpKernel {
     IdCounts largest;
   };
 
-  absl::Status AddPartition(const CsrEntries& entries,
-                            const Partitions& partitions, int64_t shard,
+  absl::Status AddPartition(const Partitions& partitions, int64_t shard,
                             Result* result) const {
-    const int64_t tokens = table_.place().num_tokens;
     BucketCounts buckets{};
     for (int64_t i = partitions.begins[shard]; i < partitions.begins[shard + 1];
          ++i) {
-      const auto& entry = entries.order[i];
-      const int64_t token = entry.key - shard * tokens;
-      result->samples.push_back(entries.payloads[entry.entry].sample);
-      result->tokens.push_back(static_cast<int32_t>(token));
-      result->gains.push_back(entries.payloads[entry.entry].gain);
+      const int64_t token = partitions.tokens[i];
+      result->samples.push_back(partitions.samples[i]);
+      result->tokens.push_back(partitions.tokens[i]);
+      result->gains.push_back(partitions.gains[i]);
       const int64_t row = token * table_.num_shards() + shard;
       IdCounts& bucket = buckets[row / BucketWidth(table_.rows)];
       ++bucket.ids;
-      bucket.unique += i == partitions.begins[shard] ||
-                       entry.key != entries.order[i - 1].key;
+      bucket.unique +=
+          i == partitions.begins[shard] || token != partitions.tokens[i - 1];
     }
     IdCounts total;
     for (const IdCounts& bucket : buckets) {
