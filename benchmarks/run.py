@@ -18,6 +18,7 @@ from benchmarks import report
 from benchmarks.scenarios import SCENARIOS
 
 OURS = "tpu_embedding"
+OURS_BESIDE = {"keras_fit": "layer_fit"}  # Other forms of ours, by peer.
 PEERS = (
     "memory_copy",
     "fbgemm",
@@ -25,6 +26,7 @@ PEERS = (
     "tfrs",
     "keras_rs",
     "tensorflow_nn",
+    "keras_fit",
 )
 # Slots of a table's own width, by optimizer.
 SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2, "ftrl": 2, "rowwise_adagrad": 0}
@@ -100,7 +102,7 @@ def measure(
     results = {}
     for peer in peers:
         print(f"  {peer}: preparing ...", flush=True)
-        ours = Worker.start(OURS, scenario, optimizer)
+        ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
         theirs = Worker.start(peer, scenario, optimizer)
         if not (ours.missing or theirs.missing):
             _take_turns(ours, theirs, rounds)

@@ -75,3 +75,12 @@ def test_bytes_of_a_step() -> None:
     scenario = scenarios.Scenario("one", 4, 8, (1,), (3,))
     # 12 ids, 4 samples and one distinct row, which has a slot.
     assert scenario.bytes_per_step(1) == 4 * 8 * (2 * 12 + 4 + 2 * 2 * 1)
+
+
+@pytest.mark.parametrize("peer", ["keras_fit", "layer_fit"])
+def test_both_sides_of_fit(peer: str) -> None:
+    scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
+    prepare = importlib.import_module(f"benchmarks.peers.{peer}").prepare
+    assert prepare(scenario, "adagrad")["step"]() > 0
+    with pytest.raises(NotImplementedError, match="Keras has no rowwise_adagrad"):
+        prepare(scenario, "rowwise_adagrad")
