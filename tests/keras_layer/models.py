@@ -45,7 +45,7 @@ class TableInitializer:
         return cls(**config)
 
 
-def table_configs(**options: Any) -> dict[str, te.TableConfig]:
+def table_configs(prefix: str = "", **options: Any) -> dict[str, te.TableConfig]:
     combiners = {"films": "mean", "users": "sum"}
     return {
         name: te.TableConfig(
@@ -53,7 +53,7 @@ def table_configs(**options: Any) -> dict[str, te.TableConfig]:
             DIM[name],
             initializer=TableInitializer(name),
             combiner=combiners[name],
-            name=name,
+            name=prefix + name,
             **options,
         )
         for name in VOCABULARY
@@ -131,7 +131,7 @@ def dataset(steps: list[tuple[Any, Any]]) -> tf.data.Dataset:
             "seen": tf.RaggedTensorSpec([None, None], tf.int64, ragged_rank=1),
             "user": tf.TensorSpec([None], tf.int64),
         },
-        tf.TensorSpec([None, 1], tf.float32),
+        tf.TensorSpec([None, steps[0][1].shape[1]], tf.float32),
     )
 
     def generate() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""tf.train.Checkpoint: names, other classes, other strategies, and going on."""
+"""tf.train.Checkpoint: names, other classes and other strategies."""
 
 from __future__ import annotations
 
@@ -8,30 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer import models
-from keras_layer.trained import ALL_SLOTS, assert_same_bits, fit, make_model
+from keras_layer.trained import ALL_SLOTS, assert_same_bits, make_model
 
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
-both_engines = pytest.mark.usefixtures("engine")
-
-
-@both_engines
-def test_a_checkpoint_continues_to_the_same_bits(tmp_path: pathlib.Path, seed: int):
-    steps = models.batches(seed, 6)
-    model = make_model()
-    fit(model, steps[:3])
-    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = checkpoint.save(tmp_path / "checkpoint")
-    fit(model, steps[3:])
-    other = make_model()
-    other.optimizer.build(other.trainable_variables)
-    status = tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
-    status.assert_existing_objects_matched()
-    fit(other, steps[3:])
-    assert_same_bits(other, model)
 
 
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1)])
@@ -84,22 +67,3 @@ def test_a_checkpoint_restored_before_the_layer_is_built(tmp_path: pathlib.Path)
     other = TPUEmbedding(models.feature_config(tables), "adagrad")
     tf.train.Checkpoint(layer=other).restore(path)
     assert other.embedding_tables[tables["films"]].numpy()[10, 2] == 7.0
-
-
-@pytest.mark.parametrize("with_slots", [False, True])
-def test_the_models_optimizer_may_know_the_virtual_weight_or_not(
-    with_slots: bool, tmp_path: pathlib.Path, seed: int
-):
-    """Its zero slots for that weight do no harm, nor does their absence."""
-    steps = models.batches(seed, 4)
-    model, other = make_model(), make_model()
-    fit(model, steps[:2])
-    checkpoint = tf.train.Checkpoint(model=model)
-    if with_slots:
-        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = checkpoint.save(tmp_path / "checkpoint")
-    other.optimizer.build(other.trainable_variables)
-    restored = tf.train.Checkpoint(model=other, optimizer=other.optimizer)
-    restored.restore(path).expect_partial()
-    assert_same_bits(other, model)
-    fit(other, steps[2:])

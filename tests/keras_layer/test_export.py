@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import keras
@@ -31,54 +29,53 @@ def ops_of(folder: pathlib.Path) -> set[str]:
 
 
 def assert_stock(folder: pathlib.Path) -> None:
+    """That a process which knows TensorFlow alone can load the folder."""
     ops = ops_of(folder)
-    assert {"ResourceGather"} <= ops
-    assert not {op for op in ops if op.startswith("TpuEmbedding")}
+    assert "ResourceGather" in ops
+    assert all(hasattr(tf.raw_ops, op) for op in ops)  # Made when TensorFlow was.
 
 
-def make_dense_model(trained: bool = True) -> tuple[keras.Model, Any]:
+@pytest.fixture(scope="module")
+def trained() -> keras.Model:
     """Of one dense feature, which every way to export can describe."""
     table = te.TableConfig(9, 2, te.RowIdInitializer(), combiner="sum", name="t")
     layer = TPUEmbedding({"ids": te.FeatureConfig(table)}, te.Adagrad(0.1))
     inputs = {"ids": keras.Input((3,), dtype="int64", name="ids")}
-    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)["ids"]))
+    model: Any = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)["ids"]))
     model.compile("sgd", "mse")
-    if trained:
-        ids = np.arange(18).reshape(6, 3) % 9
-        model.fit({"ids": ids}, np.ones((6, 1)), verbose=0)
-    return model, layer
+    ids = np.arange(18).reshape(6, 3) % 9
+    model.fit({"ids": ids}, np.ones((6, 1)), verbose=0)
+    return model
 
 
 IDS = tf.constant([[1, 2, 8], [0, 0, 5]], tf.int64)
 
 
-def test_export_straight_from_training(tmp_path: pathlib.Path):
-    model, _ = make_dense_model()
-    expected = model({"ids": IDS})
-    model.export(tmp_path / "export", verbose=False)
+def test_export_straight_from_training(trained: keras.Model, tmp_path: pathlib.Path):
+    expected = trained({"ids": IDS})
+    trained.export(tmp_path / "export", verbose=False)
     assert_stock(tmp_path / "export")
     loaded = tf.saved_model.load(tmp_path / "export")
     served = loaded.serve({"ids": IDS})
     np.testing.assert_allclose(served, expected, rtol=1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has id 9, but ids must"):
+        loaded.serve({"ids": tf.constant([[1, 2, 9]], tf.int64)})
 
 
-def test_saved_model_of_tensorflow(tmp_path: pathlib.Path):
-    model, _ = make_dense_model()
-    expected = model({"ids": IDS})
-    tf.saved_model.save(model, tmp_path / "export")
+def test_saved_model_of_tensorflow(trained: keras.Model, tmp_path: pathlib.Path):
+    expected = trained({"ids": IDS})
+    tf.saved_model.save(trained, tmp_path / "export")
     assert_stock(tmp_path / "export")
     loaded = tf.saved_model.load(tmp_path / "export")
     (served,) = loaded.signatures["serving_default"](IDS).values()
     np.testing.assert_allclose(served, expected, rtol=1e-6)
 
 
-def test_a_function_of_the_user(tmp_path: pathlib.Path):
-    model, _ = make_dense_model()
-
+def test_a_function_of_the_user(trained: keras.Model, tmp_path: pathlib.Path):
     class Module(tf.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = trained
 
         @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.int64)])
         def serve(self, ids: tf.Tensor) -> Any:
@@ -93,28 +90,9 @@ def test_a_function_of_the_user(tmp_path: pathlib.Path):
     np.testing.assert_allclose(served, expected, rtol=1e-6)
 
 
-def test_an_export_needs_nothing_of_this_package(tmp_path: pathlib.Path):
-    model, _ = make_dense_model()
-    model.export(tmp_path / "export", verbose=False)
-    ids = [[1, 2, 8]]
-    code = (
-        "import sys, tensorflow as tf\n"
-        f"loaded = tf.saved_model.load({str(tmp_path / 'export')!r})\n"
-        f"print(loaded.serve({{'ids': tf.constant({ids}, tf.int64)}}).numpy()[0, 0])\n"
-        "assert 'tpu_embedding' not in sys.modules\n"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    expected = model({"ids": IDS}).numpy()[0, 0]
-    np.testing.assert_allclose(float(printed.split()[-1]), expected, rtol=1e-5)
-
-
 def test_sparse_and_ragged_inputs_are_exported(tmp_path: pathlib.Path, seed: int):
     model = models.make_model("adagrad")
-    model.compile("sgd", "mse")
-    ((features, labels),) = models.batches(seed, 1)
-    model.train_on_batch(features, labels)
+    ((features, _),) = models.batches(seed, 1)
     serve = tf.function(
         lambda liked, seen, user: model({"liked": liked, "seen": seen, "user": user}),
         input_signature=[
@@ -130,14 +108,6 @@ def test_sparse_and_ragged_inputs_are_exported(tmp_path: pathlib.Path, seed: int
     loaded = tf.saved_model.load(tmp_path / "export")
     served = loaded.serve(*features.values())
     np.testing.assert_allclose(served, model(features), rtol=1e-6)
-
-
-def test_an_exported_graph_checks_its_ids(tmp_path: pathlib.Path):
-    model, _ = make_dense_model()
-    model.export(tmp_path / "export", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "export")
-    with pytest.raises(tf.errors.InvalidArgumentError, match="has id 9, but ids must"):
-        loaded.serve({"ids": tf.constant([[1, 2, 9]], tf.int64)})
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -12,7 +12,8 @@ from keras_layer import models
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
 
-pytestmark = pytest.mark.usefixtures("engine")
+# Of what the layer asks of an engine; the rest happens before it is asked.
+on_both_engines = pytest.mark.usefixtures("engine")
 
 IDS = tf.constant([1, 2, 1])
 
@@ -38,6 +39,7 @@ def gradient(layer: Any, ids: Any = IDS) -> Any:
 ONCE = np.array([[0, 0], [-1, -1], [1, 1], [3, 3]], np.float32)
 
 
+@on_both_engines
 @pytest.mark.parametrize("graph", [False, True])
 def test_one_gradient_is_one_update(graph: bool):
     layer = make_layer()
@@ -87,6 +89,7 @@ def test_calls_without_a_tape_change_nothing_and_owe_nothing():
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
+@on_both_engines
 @pytest.mark.parametrize("graph", [False, True])
 def test_two_towers_are_two_updates_that_saw_the_same_tables(graph: bool):
     layer = make_layer(te.Adagrad(1.0, initial_accumulator_value=1.0))
@@ -130,6 +133,7 @@ def test_a_second_gradient_of_one_call_fails(graph: bool):
     )
 
 
+@on_both_engines
 def test_a_second_gradient_of_a_traced_call_fails():
     layer = make_layer()
     forward = tf.function(layer)
@@ -347,6 +351,7 @@ def test_gradients_may_stop():
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
 
 
+@on_both_engines
 def test_an_infinite_gradient_is_an_error_where_asked():
     layer = make_layer(check_numerics=True)
     with tf.GradientTape() as tape:
@@ -357,6 +362,7 @@ def test_an_infinite_gradient_is_an_error_where_asked():
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
+@on_both_engines
 @pytest.mark.parametrize("graph", [False, True])
 def test_bad_ids_fail_in_training_and_evaluation(graph: bool):
     layer = make_layer()

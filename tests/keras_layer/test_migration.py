@@ -122,9 +122,13 @@ def make_evaluation_step(strategy: Any, model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "make", [functional_model, ModelWithEmbeddings, model_with_separate_optimizer]
+    ("make", "replicas"),
+    [
+        (functional_model, 1),
+        (ModelWithEmbeddings, 2),
+        (model_with_separate_optimizer, 1),
+    ],
 )
-@pytest.mark.parametrize("replicas", [1, 2])
 def test_training_and_evaluation_steps(make: Any, replicas: int):
     strategy = models.mirrored(replicas)
     with strategy.scope():

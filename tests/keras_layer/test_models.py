@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_layer import models
 
 import tpu_embedding as te
+from tpu_embedding import topology
 from tpu_embedding.keras import TPUEmbedding
 
 
@@ -34,11 +35,20 @@ class Subclassed(keras.Model):
         return {"embedding": self.embedding, "head": self.dense}[name]
 
 
-def after_training(steps: Any, make: Any = models.make_model, **compile_: Any) -> Any:
+STEPS = models.batches(7, 6)
+
+
+def after_training(make: Any = models.make_model, **compile_: Any) -> Any:
     model = make(te.Adagrad(0.1))
     model.compile(keras.optimizers.SGD(0.1), "mse", **compile_)
-    model.fit(models.dataset(steps), shuffle=False, verbose=0)
+    model.fit(models.dataset(STEPS), shuffle=False, verbose=0)
     return models.state(models.embedding_of(model))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """Tables and slots after `fit` with the defaults."""
+    return after_training()
 
 
 def assert_states_agree(actual: Any, expected: Any) -> None:
@@ -50,25 +60,20 @@ def assert_states_agree(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (Subclassed, {}),
         (models.make_model, {"run_eagerly": True}),
-        (models.make_model, {"steps_per_execution": 3}),
-        (Subclassed, {"run_eagerly": True}),
+        (Subclassed, {"steps_per_execution": 3}),
     ],
 )
-def test_all_ways_to_fit_agree(make: Any, options: dict[str, Any], seed: int):
-    steps = models.batches(seed, 6)
-    expected = after_training(steps)
-    assert_states_agree(after_training(steps, make, **options), expected)
+def test_all_ways_to_fit_agree(make: Any, options: dict[str, Any], trained: Any):
+    assert_states_agree(after_training(make, **options), trained)
 
 
-def test_train_on_batch_agrees_with_fit(seed: int):
-    steps = models.batches(seed, 4)
-    model = models.make_model(te.Adagrad(0.1))
+def test_train_on_batch_agrees_with_fit(trained: Any):
+    model = Subclassed(te.Adagrad(0.1))
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    for features, labels in steps:
+    for features, labels in STEPS:
         model.train_on_batch(features, labels)
-    assert_states_agree(models.state(models.embedding_of(model)), after_training(steps))
+    assert_states_agree(models.state(models.embedding_of(model)), trained)
 
 
 def test_the_layer_turns_jit_compilation_off():
@@ -80,28 +85,22 @@ def test_the_layer_turns_jit_compilation_off():
     assert not model.jit_compile
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_evaluate_and_predict_change_nothing(run_eagerly: bool, seed: int):
-    steps = models.batches(seed, 3)
+def test_evaluate_and_predict_change_nothing():
     model = models.make_model("adam")
-    model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    data = models.dataset(STEPS[:2])
     before = models.state(models.embedding_of(model))
-    loss = model.evaluate(models.dataset(steps), verbose=0)
-    predictions = model.predict(models.dataset(steps), verbose=0)
+    labels = np.concatenate([labels for _, labels in STEPS[:2]])
+    for eager in (False, True):
+        model.compile("sgd", "mse", run_eagerly=eager)
+        loss = model.evaluate(data, verbose=0)
+        predicted = model.predict(data, verbose=0)
+        np.testing.assert_allclose(loss, np.mean((predicted - labels) ** 2), rtol=1e-5)
+    with tf.GradientTape():  # Training looks up the same.
+        as_trained = model(STEPS[0][0])
+    np.testing.assert_allclose(predicted[: models.BATCH], as_trained, rtol=1e-6)
     after = models.state(models.embedding_of(model))
     for name in before:
         np.testing.assert_array_equal(after[name], before[name])
-    labels = np.concatenate([labels for _, labels in steps])
-    np.testing.assert_allclose(loss, np.mean((predictions - labels) ** 2), rtol=1e-5)
-
-
-def test_evaluation_looks_up_what_training_does(seed: int):
-    ((features, labels),) = models.batches(seed, 1)
-    model = models.make_model("sgd")
-    eager = model(features)
-    np.testing.assert_allclose(tf.function(model)(features), eager, rtol=1e-6)
-    with tf.GradientTape():
-        np.testing.assert_allclose(model(features), eager, rtol=1e-6)
 
 
 def test_numpy_data_callbacks_and_validation():
@@ -133,25 +132,36 @@ def test_numpy_data_callbacks_and_validation():
     assert history["val_loss"][-1] < 0.5 * history["val_loss"][0]
 
 
-def test_sample_and_class_weights_weigh_the_updates():
-    def train(**weights: Any) -> np.ndarray:
-        table = te.TableConfig(4, 2, te.RowIdInitializer(), name="t")
-        layer = TPUEmbedding(te.FeatureConfig(table), te.SGD(1.0))
-        inputs = keras.Input((), dtype="int64")
-        outputs = keras.layers.Lambda(lambda x: keras.ops.sum(x, -1, keepdims=True))
-        model = keras.Model(inputs, outputs(layer(inputs)))
-        model.compile("sgd", "mse")
-        model.fit(np.array([0, 1]), np.array([1.0, 0.0]), verbose=0, **weights)
-        return layer.embedding_tables[table].numpy()
+WEIGHTS = {
+    "none": {},
+    "sample": {"sample_weight": np.array([3.0, 0.0])},
+    "class": {"class_weight": {1: 3.0, 0: 0.0}},
+}
 
-    plain = train()
-    by_sample = train(sample_weight=np.array([3.0, 0.0]))
-    by_class = train(class_weight={1: 3.0, 0: 0.0})
-    np.testing.assert_allclose(by_sample, by_class)
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}])
+def test_sample_and_class_weights_weigh_the_updates(options: dict[str, Any]):
+    table = te.TableConfig(4, 2, te.RowIdInitializer(), name="t")
+    layer = TPUEmbedding(te.FeatureConfig(table), te.SGD(0.1))
+    inputs = keras.Input((), dtype="int64")
+    summed = keras.layers.Lambda(lambda x: keras.ops.sum(x, -1, keepdims=True))
+    model = keras.Model(inputs, summed(layer(inputs)))
+    model.compile("sgd", "mse", **options)
+    rows = {}
+    for kind, weights in WEIGHTS.items():
+        layer.update_embedding_table(table, te.RowIdInitializer()((4, 2)))
+        ids, labels = np.array([0, 1]), np.array([1.0, 0.0])
+        model.fit(ids, labels, epochs=2, verbose=0, **weights)
+        rows[kind] = layer.embedding_tables[table].numpy()
+    np.testing.assert_allclose(rows["class"], rows["sample"])
     # Row 0 belongs to the first sample, of class 1; row 1 to the second.
-    np.testing.assert_allclose(by_sample[0], 3 * plain[0])
-    assert plain[1][0] != 1
-    np.testing.assert_array_equal(by_sample[1], [1, 1])
+    # d loss / d row = w (2 row - 1) 2 / 2 in each column; twice, by 0.1.
+    for kind, weight in (("none", 1), ("sample", 3)):
+        first = 0.1 * weight
+        twice = first - 0.1 * weight * (2 * first * 2 - 2) / 2
+        np.testing.assert_allclose(rows[kind][0], twice, rtol=1e-5)
+    assert rows["none"][1][0] != 1
+    np.testing.assert_array_equal(rows["sample"][1], [1, 1])
 
 
 def test_sequential():
@@ -219,12 +229,10 @@ def test_weights_keep_their_precision_under_mixed_precision():
     assert float(out[0, 0]) == float(tf.cast(64 * 5 * weight, tf.bfloat16))
 
 
-def test_mixed_bfloat16_trains_in_float32(seed: int):
-    steps = models.batches(seed, 6)
-    expected = after_training(steps)
+def test_mixed_bfloat16_trains_in_float32(trained: Any):
     keras.config.set_dtype_policy("mixed_bfloat16")
-    state = after_training(steps)
-    for name, value in expected.items():
+    state = after_training()
+    for name, value in trained.items():
         assert state[name].dtype == np.float32
         np.testing.assert_allclose(state[name], value, atol=0.02)
 
@@ -273,9 +281,7 @@ def test_a_scale_that_overflows_costs_a_step_and_not_the_tables():
     np.testing.assert_array_equal(rows[:, 0], [0, 1, 2, 3])
 
 
-def test_float16_fits_with_the_scale_of_the_model(seed: int):
-    steps = models.batches(seed, 6)
-    expected = after_training(steps)
+def test_float16_fits_with_the_scale_of_the_model(trained: Any):
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     model = models.make_model(
@@ -283,17 +289,20 @@ def test_float16_fits_with_the_scale_of_the_model(seed: int):
     )
     optimizer.build(model.trainable_variables)  # Until then it has no dynamic_scale.
     model.compile(optimizer, "mse")
-    model.fit(models.dataset(steps), shuffle=False, verbose=0)
+    model.fit(models.dataset(STEPS), shuffle=False, verbose=0)
     state = models.state(models.embedding_of(model))
-    for name, value in expected.items():
+    for name, value in trained.items():
         np.testing.assert_allclose(state[name], value, atol=0.02)
 
 
-@pytest.mark.usefixtures("engine")
-def test_mirrored_strategy_sums_the_replicas(seed: int):
+@pytest.mark.parametrize("name", ["host", "portable"])
+def test_mirrored_strategy_sums_the_replicas(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     """Two replicas of half a batch do what one of a whole batch does."""
-    ids = np.random.default_rng(seed).integers(0, 8, (4, 6, 2))
-    labels = np.random.default_rng(seed + 1).normal(size=(4, 6, 1))
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, name)
+    ids = np.random.default_rng(1).integers(0, 8, (3, 6, 2))
+    labels = np.random.default_rng(2).normal(size=(3, 6, 1))
 
     def train(strategy: tf.distribute.Strategy) -> Any:
         with strategy.scope():
@@ -307,28 +316,27 @@ def test_mirrored_strategy_sums_the_replicas(seed: int):
             model = keras.Model(inputs, dense(layer(inputs)))
             model.compile(keras.optimizers.SGD(0.01), "mse")
         data = tf.data.Dataset.from_tensor_slices((ids, labels.astype(np.float32)))
-        losses = model.fit(data, epochs=2, shuffle=False, verbose=0).history["loss"]
-        evaluated = model.evaluate(data, verbose=0)
-        predicted = model.predict(data, verbose=0)
-        return models.state(layer), losses, evaluated, predicted
+        losses = model.fit(data, shuffle=False, verbose=0).history["loss"]
+        # The lookups of evaluation are those of any engine.
+        seen = model.predict(data, verbose=0) if name == "host" else 0
+        return models.state(layer), losses, seen
 
     mirrored = train(models.mirrored(2))
     single = train(tf.distribute.get_strategy())
     for actual, expected in zip(mirrored[1:], single[1:], strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4)
-    for name, value in single[0].items():
-        np.testing.assert_allclose(mirrored[0][name], value, rtol=1e-5)
+    for key, value in single[0].items():
+        np.testing.assert_allclose(mirrored[0][key], value, rtol=1e-5)
 
 
-def test_gradient_accumulation_of_the_model_leaves_the_tables_alone(seed: int):
+def test_gradient_accumulation_of_the_model_leaves_the_tables_alone():
     """One update of the tables for each micro-batch, as documented."""
-    steps = models.batches(seed, 4)
     model = models.make_model(
         te.Adam(lambda updates: 0.1 + 0.0 * tf.cast(updates, tf.float32))
     )
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     model.compile(optimizer, "mse")
-    model.fit(models.dataset(steps), shuffle=False, verbose=0)
+    model.fit(models.dataset(STEPS[:4]), shuffle=False, verbose=0)
     assert models.state(models.embedding_of(model))["_updates"] == 4
 
 

@@ -50,7 +50,11 @@ def everything(model: Any) -> dict[str, np.ndarray]:
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    actual, expected = everything(actual), everything(expected)
+    """Of two models, or of what `everything` gave for them."""
+    actual, expected = (
+        each if isinstance(each, dict) else everything(each)
+        for each in (actual, expected)
+    )
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
