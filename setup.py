@@ -34,11 +34,10 @@ from setuptools.command import build_ext
 SOURCES = pathlib.Path("tpu_embedding", "ops", "cc")
 # By module name, the folders and files of each library. Both hold the core and say
 # which TensorFlow they were compiled for.
+SOFTWARE_TPU = "tpu_embedding.testing._software_tpu"
 LIBRARIES = {
     "tpu_embedding.ops._tpu_embedding_ops": ("core/**/*.cc", "kernels/**/*.cc"),
-    "tpu_embedding.testing._software_tpu": (
-        *("core/**/*.cc", "kernels/version.cc", "software_tpu/**/*.cc"),
-    ),
+    SOFTWARE_TPU: (*("core/**/*.cc", "kernels/version.cc", "software_tpu/**/*.cc"),),
 }
 
 # -ffp-contract=off: the clones for each CPU (core/simd.h) differ in speed, never in
@@ -196,13 +195,28 @@ class BuildOps(build_ext.build_ext):
             list(pool.map(compiler.compile, sources))
         compiler.link(
             [compiler.object_of(source) for source in sources],
-            tensorflow.link_flags,
+            [*tensorflow.link_flags, *_extra_link_flags(ext.name, tensorflow)],
             target,
         )
 
     def get_ext_filename(self, fullname: str) -> str:
         """Returns a name without Python's ABI tag: the library does not use it."""
         return os.path.join(*fullname.split(".")) + ".so"
+
+
+def _extra_link_flags(name: str, tensorflow: TensorFlow) -> list[str]:
+    """Returns what a library links beside the one that tf.sysconfig names.
+
+    The software TPU reads configurations of TPUs. Their protocol buffers are in
+    TensorFlow's other library, which every TensorFlow process has open.
+    """
+    if name != SOFTWARE_TPU:
+        return []
+    return [
+        flag.replace("tensorflow_framework", "tensorflow_cc")
+        for flag in tensorflow.link_flags
+        if "tensorflow_framework" in flag
+    ]
 
 
 def _run(command: list[str]) -> None:

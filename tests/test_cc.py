@@ -24,6 +24,8 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Wno-sign-compare"),
     *(f"-I{CC}", f"-I{TESTS}"),
 ]
+# Sources beyond the core, by the name of a test: folders of plain C++ as well.
+MORE_SOURCES = {"engine_test": "software_tpu/engine"}
 BUILDS = {
     "plain": ["-O2"],
     "address": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -56,7 +58,11 @@ def _without_randomization() -> list[str]:
 )
 def test_program(source: pathlib.Path, build: str, tmp_path: pathlib.Path) -> None:
     program = tmp_path / source.stem
-    sources = [source, *sorted((CC / "core").glob("*.cc"))]
+    folders = ["core", *filter(None, [MORE_SOURCES.get(source.stem)])]
+    sources = [
+        source,
+        *(file for f in folders for file in sorted((CC / f).glob("*.cc"))),
+    ]
     command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources)]
     compiled = _run([*command, "-o", str(program)])
     assert compiled.returncode == 0, compiled.stderr

@@ -17,7 +17,26 @@ from tpu_embedding.testing import library
 # Of TensorFlow's own ops, those of the software TPU that tensorflow-cpu has no
 # kernels for.
 OPTIMIZERS = ("Sgd", "Adagrad", "AdagradMomentum", "Adam", "Ftrl")
+ENGINE_OPTIMIZERS = (
+    *("StochasticGradientDescent", "Adagrad", "AdagradMomentum", "ADAM", "FTRL"),
+    *("Momentum", "RMSProp", "CenteredRMSProp", "Adadelta", "ProximalAdagrad"),
+    *("ProximalYogi", "MDLAdagradLight", "FrequencyEstimator"),
+)
 OPS = (
+    "ConfigureTPUEmbedding",
+    "IsTPUEmbeddingInitialized",
+    "RecvTPUEmbeddingActivations",
+    "SendTPUEmbeddingGradients",
+    *(
+        f"{dynamic}EnqueueTPUEmbedding{kind}TensorBatch"
+        for dynamic in ("", "Dynamic")
+        for kind in ("Arbitrary", "Ragged")
+    ),
+    *(
+        f"{direction}TPUEmbedding{name}Parameters"
+        for direction in ("Load", "Retrieve")
+        for name in ENGINE_OPTIMIZERS
+    ),
     "TPUCopyWithDynamicShape",
     "TPUAnnotateTensorsWithDynamicShape",
     "XlaSparseDenseMatmulGradWithCsrInput",

@@ -65,10 +65,26 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         library.load()
         devices = _logical_devices(num_devices)
         super().__init__(_Extended(self, devices, chosen, meeting_timeout))
+        if chosen.embedding == "v1":
+            self.initialize_tpu_system()
+
+    def initialize_tpu_system(self) -> None:
+        """Forgets the embedding engine of v2, v3 and v4, and the tables in it.
+
+        A process has one such engine, as a TPU has. TensorFlow's function of this name
+        does it there before a strategy is made; here the constructor does it too.
+        """
+        with tf.init_scope():
+            library.load().tpu_embedding_software_tpu_initialize(
+                meeting_timeout=self.extended.meeting_timeout
+            )
 
 
 class _Extended(mirrored_strategy.MirroredExtended):
     """Variables, datasets and reductions of MirroredStrategy, but its own `run`."""
+
+    # As TPUStrategy says it: the devices of a software TPU are all of this process.
+    num_hosts = 1
 
     def __init__(
         self,
@@ -84,7 +100,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
             cross_device_ops=tf.distribute.ReductionToOneDevice(),
         )
         self.tpu_hardware = generation
-        self._meeting_timeout = meeting_timeout
+        self.meeting_timeout = meeting_timeout
         self._programs = weakref.WeakKeyDictionary()
 
     def _call_for_each_replica(
@@ -102,7 +118,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
 
     def _trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return replicas.run_together(
-            self._container_strategy(), fn, args, kwargs, self._meeting_timeout
+            self._container_strategy(), fn, args, kwargs, self.meeting_timeout
         )
 
     def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ class AllReduceOp : public MeetingOp {
     return absl::OkStatus();
   }
 
-  absl::Status MeetAlone(OpKernelContext*) override {
+  absl::Status CheckAlone() const override {
     return absl::FailedPreconditionError(absl::StrCat(
         name(), " has no replicas: it belongs into SoftwareTPUStrategy.run."));
   }

@@ -1,9 +1,7 @@
 #include "software_tpu/meetings.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -52,13 +50,15 @@ void Meetings::Join(const std::string& place, Guest guest, const Work& work) {
 void Meetings::Hold(const Meeting& meeting, const Work& work) {
   Contexts contexts;
   for (const Guest& guest : meeting.guests) contexts.push_back(guest.context);
-  const absl::Status status = work(contexts);
-  // First, so that no kernel that follows these waits for anybody.
-  if (!status.ok()) Fail(status);
-  for (const Guest& guest : meeting.guests) {
-    if (!status.ok()) guest.context->SetStatus(status);
-    guest.done();
-  }
+  // `this` lives until the last guest is done.
+  work(contexts, [this, guests = meeting.guests](const absl::Status& status) {
+    // First, so that no kernel that follows these waits for anybody.
+    if (!status.ok()) Fail(status);
+    for (const Guest& guest : guests) {
+      if (!status.ok()) guest.context->SetStatus(status);
+      guest.done();
+    }
+  });
 }
 
 void Meetings::Leave(int replica, const absl::Status& status) {
@@ -166,78 +166,28 @@ absl::Status Meetings::NobodyComes(const Meeting& meeting) const {
       Names(meeting, false), ". All replicas must run the same ops."));
 }
 
-namespace {
-
-// One thread for all runs. It never ends: other threads may need it while the
-// process goes down.
-class Watch {
- public:
-  static Watch& Get() {
-    static Watch* const watch = new Watch;
-    return *watch;
-  }
-
-  void Add(std::weak_ptr<Meetings> meetings) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    watched_.push_back(std::move(meetings));
-    added_.notify_one();
-  }
-
- private:
-  static constexpr std::chrono::milliseconds kInterval{50};
-
-  Watch() {
-    std::thread([this] { Loop(); }).detach();
-  }
-
-  void Loop() {
-    while (true) {
-      std::vector<std::shared_ptr<Meetings>> alive = Wait();
-      for (const auto& meetings : alive) meetings->CheckTime(absl::Now());
-      alive.clear();
-      std::this_thread::sleep_for(kInterval);
-    }
-  }
-
-  std::vector<std::shared_ptr<Meetings>> Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    added_.wait(lock, [this] { return !watched_.empty(); });
-    std::vector<std::shared_ptr<Meetings>> alive;
-    for (const auto& weak : watched_) {
-      if (auto meetings = weak.lock()) alive.push_back(std::move(meetings));
-    }
-    watched_.assign(alive.begin(), alive.end());
-    return alive;
-  }
-
-  std::mutex mutex_;
-  std::condition_variable added_;
-  std::vector<std::weak_ptr<Meetings>> watched_;
-};
-
-}  // namespace
-
-void WatchTime(const std::shared_ptr<Meetings>& meetings) {
-  Watch::Get().Add(meetings);
-}
-
 const ReplicaRunner* ReplicaRunner::Of(const OpKernelContext* context) {
   const Runner* const runner = context->runner();
   return runner ? runner->target<ReplicaRunner>() : nullptr;
 }
 
-void MeetingOp::ComputeAsync(OpKernelContext* context, DoneCallback done) {
+void AsyncMeetingOp::ComputeAsync(OpKernelContext* context, DoneCallback done) {
   const ReplicaRunner* const runner = ReplicaRunner::Of(context);
   if (!runner) {
-    context->SetStatus(MeetAlone(context));
-    done();
+    OP_REQUIRES_OK_ASYNC(context, CheckAlone(), done);
+    Begin({context}, [context, done](const absl::Status& status) {
+      context->SetStatus(status);
+      done();
+    });
     return;
   }
   const auto [frame, iteration] = context->frame_iter();
   runner->meetings().Join(
       absl::StrCat(name(), "@", frame, ":", iteration),
       {runner->replica(), context, std::move(done)},
-      [this](const Contexts& contexts) { return Meet(contexts); });
+      [this](const Contexts& contexts, const Finish& finish) {
+        Begin(contexts, finish);
+      });
 }
 
 }  // namespace tpu_embedding

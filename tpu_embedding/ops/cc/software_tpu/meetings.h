@@ -19,6 +19,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "software_tpu/watch.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
@@ -33,9 +34,12 @@ struct Guest {
   tensorflow::AsyncOpKernel::DoneCallback done;
 };
 
-class Meetings {
+// Tells that the work of a meeting has ended; called once, by any thread.
+using Finish = std::function<void(const absl::Status&)>;
+
+class Meetings : public Timed {
  public:
-  using Work = std::function<absl::Status(const Contexts&)>;
+  using Work = std::function<void(const Contexts&, const Finish&)>;
 
   // `sparse_cores`: of each device; 0 where the TPU has none that programs
   // reach. `cancel` ends what a failed run still does elsewhere. It is called
@@ -56,7 +60,7 @@ class Meetings {
   void Fail(const absl::Status& status);
 
   // Fails if somebody has waited longer than the patience.
-  void CheckTime(absl::Time now);
+  void CheckTime(absl::Time now) override;
 
   absl::Status status() const;
 
@@ -89,9 +93,6 @@ class Meetings {
   Open open_;
 };
 
-// Checks the time of `meetings` every now and then as long as they exist.
-void WatchTime(const std::shared_ptr<Meetings>& meetings);
-
 // The runner of one replica's function: what starts its kernels, and what they
 // find their replica by. TensorFlow hands it on to functions that are called
 // and to the bodies of control flow, while these get rendezvous of their own.
@@ -110,6 +111,7 @@ class ReplicaRunner {
 
   int replica() const { return replica_; }
   Meetings& meetings() const { return *meetings_; }
+  const std::shared_ptr<Meetings>& shared_meetings() const { return meetings_; }
 
   void operator()(Closure closure) const { runner_(std::move(closure)); }
 
@@ -119,8 +121,8 @@ class ReplicaRunner {
   std::shared_ptr<Meetings> meetings_;
 };
 
-// A kernel whose replicas meet.
-class MeetingOp : public tensorflow::AsyncOpKernel {
+// A kernel whose replicas meet, and whose work may wait.
+class AsyncMeetingOp : public tensorflow::AsyncOpKernel {
  public:
   using AsyncOpKernel::AsyncOpKernel;
 
@@ -129,12 +131,24 @@ class MeetingOp : public tensorflow::AsyncOpKernel {
 
  protected:
   // Does the work of all replicas: reads the inputs and sets the outputs of
-  // every context. Called once per meeting, by one thread.
-  virtual absl::Status Meet(const Contexts& contexts) = 0;
+  // every context, then calls `finish`. Called once per meeting, by one thread.
+  virtual void Begin(const Contexts& contexts, const Finish& finish) = 0;
 
   // Outside of a run there is one replica.
-  virtual absl::Status MeetAlone(tensorflow::OpKernelContext* context) {
-    return Meet({context});
+  virtual absl::Status CheckAlone() const { return absl::OkStatus(); }
+};
+
+// The same for work that never waits.
+class MeetingOp : public AsyncMeetingOp {
+ public:
+  using AsyncMeetingOp::AsyncMeetingOp;
+
+ protected:
+  virtual absl::Status Meet(const Contexts& contexts) = 0;
+
+ private:
+  void Begin(const Contexts& contexts, const Finish& finish) final {
+    finish(Meet(contexts));
   }
 };
 

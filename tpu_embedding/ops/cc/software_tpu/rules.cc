@@ -1,14 +1,6 @@
 #include "software_tpu/rules.h"
 
-#include <charconv>
-#include <cstdlib>
-
-#include "core/optimizers/adagrad.h"
-#include "core/optimizers/adagrad_momentum.h"
-#include "core/optimizers/adam.h"
-#include "core/optimizers/ftrl.h"
-#include "core/optimizers/sgd.h"
-#include "core/update-inl.h"
+#include "software_tpu/updates.h"
 
 namespace tpu_embedding {
 
@@ -32,15 +24,8 @@ class Reader {
     return *this;
   }
 
-  // 1 - the attribute. The attribute is the float32 nearest to what the user
-  // wrote: 1 - 0.999f would be off by 5e-5 of itself. So the shortest decimal
-  // that reads back as this float32 is taken for what was written.
   Reader& OneMinus(const char* name) {
-    char text[32];
-    const auto [end, error] =
-        std::to_chars(text, text + sizeof(text) - 1, Get<float>(name));
-    *end = '\0';
-    values_->push_back(static_cast<float>(1.0 - std::strtod(text, nullptr)));
+    values_->push_back(tpu_embedding::OneMinus(Get<float>(name)));
     return *this;
   }
 
@@ -108,14 +93,14 @@ absl::Status ReadFtrl(OpKernelConstruction* context,
 
 const std::vector<SparseCoreRule>& SparseCoreRules() {
   static const auto* const rules = new std::vector<SparseCoreRule>{
-      {"Sgd", {}, &Update<Sgd>, &ReadNothing},
-      {"Adagrad", {"accumulator"}, &Update<Adagrad>, &ReadNothing},
+      {"Sgd", {}, UpdateOf("sgd"), &ReadNothing},
+      {"Adagrad", {"accumulator"}, UpdateOf("adagrad"), &ReadNothing},
       {"AdagradMomentum",
        {"accumulator", "momenta"},
-       &Update<AdagradMomentum>,
+       UpdateOf("adagrad_momentum"),
        &ReadAdagradMomentum},
-      {"Adam", {"momenta", "velocity"}, &Update<Adam>, &ReadAdam},
-      {"Ftrl", {"accumulator", "linear"}, &Update<Ftrl>, &ReadFtrl},
+      {"Adam", {"momenta", "velocity"}, UpdateOf("adam"), &ReadAdam},
+      {"Ftrl", {"accumulator", "linear"}, UpdateOf("ftrl"), &ReadFtrl},
   };
   return *rules;
 }

@@ -1,7 +1,6 @@
 #include "software_tpu/sparse_core_op.h"
 
 #include "absl/strings/str_cat.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace tpu_embedding {
 
@@ -16,14 +15,6 @@ namespace {
 constexpr int64_t kLaneWidth = 8;
 
 }  // namespace
-
-ParallelFor Workers(OpKernelContext* context) {
-  const auto* threads = context->device()->tensorflow_cpu_worker_threads();
-  return [threads](int64_t total, int64_t cost, const Range& body) {
-    tensorflow::Shard(threads->num_threads, threads->workers, total, cost,
-                      body);
-  };
-}
 
 absl::Status Inputs(const Contexts& contexts, const char* name,
                     Tensors* tensors) {

@@ -7,16 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "core/parallel.h"
 #include "software_tpu/device_csr.h"
 #include "software_tpu/meetings.h"
 #include "software_tpu/table_gradients.h"
+#include "software_tpu/workers.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
-
-// TensorFlow's own CPU worker pool.
-ParallelFor Workers(tensorflow::OpKernelContext* context);
 
 using Tensors = std::vector<const tensorflow::Tensor*>;
 

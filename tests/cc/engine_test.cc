@@ -1,0 +1,420 @@
+// Tests of the embedding engine of TPU v2, v3 and v4.
+// length: one program, because each one compiles the core three times.
+
+#include "software_tpu/engine/engine.h"
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/optimizers/sgd.h"
+#include "core/update-inl.h"
+#include "software_tpu/engine/batch.h"
+#include "software_tpu/engine/waiting_room.h"
+
+namespace tpu_embedding {
+namespace {
+
+using Seconds = std::chrono::seconds;
+using Clock = WaitingRoom::Clock;
+
+const ParallelFor kSerial = [](int64_t total, int64_t, const Range& body) {
+  if (total > 0) body(0, total);
+};
+
+EngineTable MakeTable(const std::string& name, int64_t rows) {
+  EngineTable table;
+  table.name = name;
+  table.num_rows = rows;
+  table.dim = 1;
+  table.optimizer = "sgd";
+  table.update = &Update<Sgd>;
+  table.rate = 1.0f;
+  return table;
+}
+
+// One table of the rows 0, 1, ... and one feature of two samples for a core.
+EngineConfig MakeConfig(int num_cores) {
+  EngineConfig config;
+  config.tables = {MakeTable("films", 10)};
+  config.outputs = {{"watched", 0, {2}}};
+  config.num_cores = num_cores;
+  return config;
+}
+
+EnqueueInput Input(const std::vector<int64_t>& ids,
+                   std::vector<int64_t> structure = {}, int64_t columns = 0) {
+  EnqueueInput input;
+  input.ids64 = ids.data();
+  input.num_ids = ids.size();
+  input.structure = std::move(structure);
+  input.structure_rank = columns ? 2 : 1;
+  input.columns = columns;
+  return input;
+}
+
+// The entries of a feature as "sample:row*gain".
+std::string Text(const FeatureCsr& csr) {
+  std::string text;
+  for (int64_t s = 0; s < csr.num_samples(); ++s) {
+    for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+      std::string gain = std::to_string(csr.gain(i));
+      text += " " + std::to_string(s) + ":" + std::to_string(csr.rows[i]) +
+              "*" + gain.substr(0, 4);
+    }
+  }
+  return text;
+}
+
+// The entries of the first output, or the error.
+std::string Built(const EngineConfig& config, EnqueueInputs enqueued) {
+  CoreBatch batch;
+  const Error error = BuildBatch(config, enqueued, kSerial, &batch);
+  return error ? *error : Text(batch.prepared.features[0]);
+}
+
+bool Contains(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return true;
+  std::cerr << text << " has no " << part << "\n";
+  return false;
+}
+
+void TestInputs() {
+  EngineConfig config = MakeConfig(1);
+  const std::vector<int64_t> ids = {7, 2, 4};
+  const std::vector<int64_t> two = {7, 2};
+  CHECK_EQ(Built(config, {{Input(two)}, {}, false}), " 0:7*1.00 1:2*1.00");
+  CHECK_EQ(Built(config, {{Input(ids, {0, 1, 3})}, {Combiner::kMean}, false}),
+           " 0:7*1.00 1:2*0.50 1:4*0.50");
+  // Indices may come in any order, and a place twice.
+  CHECK_EQ(Built(config, {{Input(ids, {1, 0, 0, 0, 1, 0}, 2)}, {}, false}),
+           " 0:2*1.00 1:7*1.00 1:4*1.00");
+  CHECK_EQ(Built(config, {{Input({}, {}, 2)}, {}, false}), "");
+  EnqueueInput weighted = Input(two);
+  weighted.weights = {0.5f, 0.25f};
+  CHECK_EQ(Built(config, {{weighted}, {}, false}), " 0:7*0.50 1:2*0.25");
+}
+
+void TestSequences() {
+  EngineConfig config = MakeConfig(1);
+  config.outputs = {{"watched", 0, {2, 2}}};
+  const std::vector<int64_t> ids = {7, 2, 4, 5};
+  // Sample 1 has three entries, of which two fit.
+  CHECK_EQ(Built(config, {{Input(ids, {0, 1, 4})}, {}, false}),
+           " 0:7*1.00 2:2*1.00 3:4*1.00");
+  CHECK_EQ(Built(config, {{Input(ids, {0, 1, 2, 3, 4})}, {}, false}),
+           " 0:7*1.00 1:2*1.00 2:4*1.00 3:5*1.00");
+  CHECK_EQ(
+      Built(config,
+            {{Input(ids, {0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 2, 0}, 3)}, {}, false}),
+      " 0:7*1.00 1:2*1.00 2:4*1.00");
+}
+
+void TestBadInputs() {
+  const EngineConfig config = MakeConfig(1);
+  const std::vector<int64_t> ids = {7, 2, 4};
+  const std::vector<int64_t> bad = {7, 10};
+  const auto error = [&](EnqueueInput input) {
+    return Built(config, {{std::move(input)}, {}, false});
+  };
+  CHECK_TRUE(Contains(error(Input(ids)), "one id for each of 2 samples"));
+  CHECK_TRUE(
+      Contains(error(Input(ids, {0, 1, 2})), "end at the number of ids"));
+  CHECK_TRUE(Contains(error(Input(ids, {0, 1, 2, 3})), "3 rows do not fill"));
+  CHECK_TRUE(Contains(error(Input(ids, {0, 1, 2}, 1)), "needs [ids, 2]"));
+  CHECK_TRUE(Contains(error(Input(bad, {0, 0, 2, 0}, 2)), "index 2 on axis 0"));
+  CHECK_TRUE(Contains(error(Input(bad)), "sample 1 has id 10"));
+  EnqueueInput weighted = Input(ids, {0, 1, 3});
+  weighted.weights = {1.0f};
+  CHECK_TRUE(Contains(error(weighted), "3 ids and 1 weights"));
+  CHECK_TRUE(Contains(Built(config, {{}, {}, false}), "has 0 inputs"));
+  CHECK_TRUE(Contains(
+      Built(config,
+            {{Input(ids, {0, 1, 3})}, {Combiner::kSum, Combiner::kSum}, false}),
+      "There are 2 `combiners`"));
+}
+
+// Without features, the samples of all inputs of a table alternate.
+void TestTableOutputs() {
+  EngineConfig config = MakeConfig(1);
+  config.batch_size = 2;
+  config.outputs = {{"films", 0, {2 * 4}}};
+  const std::vector<int64_t> ids = {7, 2};
+  const std::vector<int64_t> three = {3, 4, 5};
+  EnqueueInput plain = Input(ids, {0, 1, 2});
+  EnqueueInput sequence = Input(three, {0, 3, 3});
+  EnqueueInput pair = Input(three, {0, 1, 2, 3, 3});
+  plain.table = sequence.table = pair.table = 0;
+  sequence.max_sequence_length = 2;
+  pair.num_features = 2;
+  CHECK_EQ(Built(config, {{plain, sequence, plain}, {}, false}),
+           " 0:7*1.00 1:3*1.00 2:4*1.00 3:7*1.00 4:2*1.00 7:2*1.00");
+  CHECK_EQ(Built(config, {{pair, plain, plain}, {}, false}),
+           " 0:3*1.00 1:4*1.00 2:7*1.00 3:7*1.00 4:5*1.00 6:2*1.00 7:2*1.00");
+  CHECK_TRUE(
+      Contains(Built(config, {{plain, plain}, {}, false}), "inputs fill 2"));
+  CHECK_TRUE(Contains(Built(config, {{pair, pair, plain}, {}, false}),
+                      "has room for 4"));
+  plain.table = -1;
+  CHECK_TRUE(Contains(Built(config, {{plain}, {}, false}), "`table_ids`"));
+}
+
+// An engine whose only table starts as 0, 1, ..., and its calls.
+class Program {
+ public:
+  explicit Program(EngineConfig config) : engine(std::move(config)) {
+    const EngineConfig& own = engine.config();
+    for (int host = 0; host < own.num_hosts; ++host) {
+      const HostRows rows(own, 0);
+      std::vector<float> part;
+      for (int64_t i = 0; i < rows.Count(host); ++i) {
+        part.push_back(rows.Row(host, i));
+      }
+      engine.Load(0, host, {part.data()}, kSerial);
+    }
+  }
+
+  Outcome Enqueue(int core, const std::vector<int64_t>& ids, bool training) {
+    auto batch = std::make_shared<CoreBatch>();
+    CHECK_TRUE(!BuildBatch(engine.config(), {{Input(ids)}, {}, training},
+                           kSerial, batch.get()));
+    return engine.Enqueue({{core, batch}});
+  }
+
+  // The first activation of each core, or the negative kind of the outcome.
+  std::vector<float> Receive(const Failed& failed = nullptr) {
+    const int cores = engine.config().num_cores;
+    std::vector<std::vector<float>> values(cores, std::vector<float>(2));
+    std::vector<std::vector<float*>> outputs;
+    for (auto& value : values) outputs.push_back({value.data()});
+    const Outcome outcome = engine.Receive(outputs, failed, kSerial);
+    text = outcome.text;
+    if (!outcome.done()) return {-static_cast<float>(outcome.kind)};
+    std::vector<float> first;
+    for (const auto& value : values) first.push_back(value[0]);
+    return first;
+  }
+
+  // The same gradient for all samples of core k: gradients[k].
+  Outcome Send(const std::vector<float>& gradients) {
+    auto kept = std::make_shared<std::vector<std::vector<float>>>();
+    StepGradients step;
+    for (const float gradient : gradients)
+      kept->push_back({gradient, gradient});
+    for (const auto& values : *kept) step.values.push_back({values.data()});
+    step.keep = kept;
+    return engine.Send(std::move(step), kSerial);
+  }
+
+  std::vector<float> Rows(int host) {
+    std::vector<float> rows(HostRows(engine.config(), 0).Count(host));
+    CHECK_TRUE(engine.Retrieve(0, host, {rows.data()}, kSerial).done());
+    return rows;
+  }
+
+  Engine engine;
+  std::string text;
+};
+
+using Floats = std::vector<float>;
+
+#define CHECK_FLOATS(a, ...) CHECK_TRUE((a) == (Floats{__VA_ARGS__}))
+
+void TestSteps() {
+  Program program(MakeConfig(2));
+  CHECK_FLOATS(program.Receive(), -float{Outcome::kWaits});
+  CHECK_TRUE(Contains(program.text, "for cores 0, 1."));
+  CHECK_TRUE(program.Enqueue(0, {3, 4}, true).done());
+  CHECK_FLOATS(program.Receive(), -float{Outcome::kWaits});
+  CHECK_TRUE(Contains(program.text, "for core 1, only for core 0"));
+  CHECK_TRUE(program.Enqueue(1, {4, 3}, true).done());
+  CHECK_FLOATS(program.Receive(), 3, 4);
+  // Rows 3 and 4 both get 0.5 from core 0 and 0.25 from core 1.
+  CHECK_TRUE(program.Enqueue(0, {3, 0}, false).done());
+  CHECK_TRUE(program.Enqueue(1, {4, 0}, false).done());
+  CHECK_FLOATS(program.Receive(), -float{Outcome::kWaits});
+  CHECK_TRUE(Contains(program.text, "gradients of step 0"));
+  CHECK_TRUE(program.Send({0.5, 0.25}).done());
+  CHECK_EQ(program.Send({0.5, 0.25}).kind, Outcome::kWrongOrder);
+  CHECK_FLOATS(program.Receive(), 2.25, 3.25);
+  CHECK_EQ(program.Send({0.5, 0.25}).kind, Outcome::kWrongOrder);
+}
+
+void TestPipelining() {
+  EngineConfig config = MakeConfig(1);
+  config.pipelined = true;
+  Program program(config);
+  for (const bool training : {true, true, true, false}) {
+    CHECK_TRUE(program.Enqueue(0, {3, 0}, training).done());
+  }
+  CHECK_FLOATS(program.Receive(), 3);
+  CHECK_TRUE(program.Send({1}).done());
+  CHECK_FLOATS(program.Receive(), 3);  // without the update of step 0
+  CHECK_TRUE(program.Send({1}).done());
+  CHECK_FLOATS(program.Receive(), 2);
+  CHECK_TRUE(program.Send({1}).done());
+  CHECK_FLOATS(program.Receive(), 0);  // evaluation sees all updates
+  CHECK_TRUE(program.Enqueue(0, {3, 0}, true).done());
+  CHECK_FLOATS(program.Receive(), 0);
+  CHECK_TRUE(program.Send({1}).done());
+  CHECK_EQ(program.Rows(0)[3], -1.0f);  // as retrieving does
+}
+
+void TestModesMustAgree() {
+  Program program(MakeConfig(2));
+  CHECK_TRUE(program.Enqueue(0, {3, 4}, true).done());
+  CHECK_TRUE(program.Enqueue(1, {3, 4}, false).done());
+  CHECK_FLOATS(program.Receive(), -float{Outcome::kWrongOrder});
+  CHECK_FLOATS(program.Receive(), -float{Outcome::kWaits});
+}
+
+void TestTablesMustBeLoaded() {
+  EngineConfig config = MakeConfig(1);
+  config.num_hosts = 2;
+  Engine engine(config);
+  const Floats part(5);
+  Floats out(5);
+  engine.Load(0, 0, {part.data()}, kSerial);
+  const Outcome outcome = engine.Retrieve(0, 1, {out.data()}, kSerial);
+  CHECK_EQ(outcome.kind, Outcome::kWrongOrder);
+  CHECK_TRUE(Contains(outcome.text, "shard 1 of 2 has not been loaded"));
+}
+
+void TestRefusedSteps() {
+  Program program(MakeConfig(2));
+  CHECK_TRUE(program.Enqueue(0, {3, 4}, false).done());
+  program.engine.Refuse(1);  // and with it what core 0 has for that step
+  CHECK_TRUE(program.Enqueue(0, {5, 6}, false).done());
+  CHECK_TRUE(program.Enqueue(1, {7, 8}, false).done());
+  CHECK_FLOATS(program.Receive(), 5, 7);
+}
+
+void TestFailedPrograms() {
+  Program program(MakeConfig(1));
+  bool failed = false;
+  CHECK_TRUE(program.Enqueue(0, {3, 4}, true).done());
+  CHECK_TRUE(program.Enqueue(0, {5, 6}, true).done());
+  CHECK_FLOATS(program.Receive([&] { return failed; }), 3);
+  CHECK_FLOATS(program.Receive(), -float{Outcome::kWaits});
+  failed = true;
+  CHECK_FLOATS(program.Receive(), 5);
+}
+
+void TestSharding() {
+  for (const bool mod : {false, true}) {
+    EngineConfig config = MakeConfig(1);
+    config.num_hosts = 3;
+    config.sharding = mod ? HostSharding::kMod : HostSharding::kDiv;
+    Program program(config);
+    if (mod) {
+      CHECK_FLOATS(program.Rows(0), 0, 3, 6, 9);
+      CHECK_FLOATS(program.Rows(1), 1, 4, 7);
+      CHECK_FLOATS(program.Rows(2), 2, 5, 8);
+    } else {
+      CHECK_FLOATS(program.Rows(0), 0, 1, 2, 3);
+      CHECK_FLOATS(program.Rows(1), 4, 5, 6);
+      CHECK_FLOATS(program.Rows(2), 7, 8, 9);
+    }
+  }
+}
+
+// Core by core: clipped at 1, twice.
+void TestWithoutAccumulation() {
+  for (const bool accumulates : {false, true}) {
+    EngineConfig config = MakeConfig(2);
+    config.tables[0].accumulates = accumulates;
+    config.tables[0].options.clip_gradient_max = 1.0f;
+    Program program(config);
+    for (const int core : {0, 1}) {
+      CHECK_TRUE(program.Enqueue(core, {5, 0}, true).done());
+    }
+    CHECK_FLOATS(program.Receive(), 5, 5);
+    CHECK_TRUE(program.Send({4, 4}).done());
+    CHECK_EQ(program.Rows(0)[5], accumulates ? 4.0f : 3.0f);
+  }
+}
+
+void TestFullQueues() {
+  Program program(MakeConfig(1));
+  for (int i = 0; i < kQueueCapacity; ++i) {
+    CHECK_TRUE(program.Enqueue(0, {3, 4}, false).done());
+  }
+  CHECK_EQ(program.Enqueue(0, {3, 4}, false).kind, Outcome::kWaits);
+  CHECK_FLOATS(program.Receive(), 3);
+  CHECK_TRUE(program.Enqueue(0, {3, 4}, false).done());
+}
+
+// A call that waits until `ready`, and how it ended.
+struct Waiter {
+  Waiter() : call(std::make_shared<WaitingRoom::Call>()) {
+    call->attempt = [this] {
+      return ready ? Outcome() : Outcome{Outcome::kWaits, "Nobody came."};
+    };
+    call->done = [this](const Outcome& outcome) { ended.push_back(outcome); };
+  }
+
+  bool ready = false;
+  std::vector<Outcome> ended;
+  std::shared_ptr<WaitingRoom::Call> call;
+};
+
+void TestWaits() {
+  const Clock::time_point start;
+  WaitingRoom room(Seconds(10));
+  Waiter woken, late, cancelled, never;
+  for (Waiter* waiter : {&woken, &late, &cancelled}) {
+    room.Enter(waiter->call, start);
+    CHECK_EQ(waiter->ended.size(), 0);
+  }
+  woken.ready = true;
+  CHECK_TRUE(room.Run([] { return Outcome(); }).done());
+  CHECK_EQ(woken.ended.size(), 1);
+  CHECK_TRUE(woken.ended[0].done());
+  room.Cancel(cancelled.call);
+  CHECK_EQ(cancelled.ended[0].kind, Outcome::kCancelled);
+  room.CheckTime(start + Seconds(9));
+  CHECK_EQ(late.ended.size(), 0);
+  room.CheckTime(start + Seconds(10));
+  CHECK_EQ(late.ended[0].kind, Outcome::kTimedOut);
+  CHECK_EQ(late.ended[0].text, "Nobody came. Waited for 10 seconds.");
+  room.Cancel(never.call);
+  room.Enter(never.call, start);
+  CHECK_EQ(never.ended[0].kind, Outcome::kCancelled);
+  CHECK_EQ(woken.ended.size() + late.ended.size() + cancelled.ended.size(), 3);
+}
+
+void TestClosedRooms() {
+  WaitingRoom room(Seconds(10));
+  Waiter before, after;
+  room.Enter(before.call, Clock::now());
+  room.Close("The end.");
+  room.Enter(after.call, Clock::now());
+  CHECK_EQ(before.ended[0].text, "The end.");
+  CHECK_EQ(after.ended[0].text, "The end.");
+  CHECK_EQ(room.Run([] { return Outcome(); }).kind, Outcome::kWrongOrder);
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  using namespace tpu_embedding;
+  TestInputs();
+  TestSequences();
+  TestBadInputs();
+  TestTableOutputs();
+  TestSteps();
+  TestPipelining();
+  TestModesMustAgree();
+  TestTablesMustBeLoaded();
+  TestRefusedSteps();
+  TestFailedPrograms();
+  TestSharding();
+  TestWithoutAccumulation();
+  TestFullQueues();
+  TestWaits();
+  TestClosedRooms();
+}

@@ -1,0 +1,85 @@
+// ConfigureTPUEmbedding and IsTPUEmbeddingInitialized, and the op of our own
+// that stands for the initialisation of a TPU.
+
+#include <cmath>
+#include <string>
+
+#include "software_tpu/registration.h"
+#include "software_tpu/tpu_system.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+REGISTER_OP("TpuEmbeddingSoftwareTpuInitialize")
+    .Attr("meeting_timeout: float")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Forgets the embedding engine and its tables, as the initialization of a TPU does.
+
+meeting_timeout: seconds that an op of the next engine waits for what it needs.
+)doc");
+
+class InitializeOp : public OpKernel {
+ public:
+  explicit InitializeOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("meeting_timeout", &timeout_));
+    OP_REQUIRES(context, timeout_ > 0.0f && std::isfinite(timeout_),
+                absl::InvalidArgumentError("`meeting_timeout` must be > 0."));
+  }
+
+  void Compute(OpKernelContext*) override {
+    TpuSystem::Get().Initialize(absl::Seconds(timeout_));
+  }
+
+ private:
+  float timeout_;
+};
+
+class ConfigureOp : public OpKernel {
+ public:
+  explicit ConfigureOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("config", &config_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    OP_REQUIRES_OK(context, TpuSystem::Get().Configure(config_));
+  }
+
+ private:
+  std::string config_;
+};
+
+class IsInitializedOp : public OpKernel {
+ public:
+  explicit IsInitializedOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("config", &config_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const EnginePtr engine = TpuSystem::Get().engine();
+    Tensor* output;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
+    output->scalar<bool>()() =
+        engine && (config_.empty() || config_ == engine->config);
+  }
+
+ private:
+  std::string config_;
+};
+
+SOFTWARE_TPU_KERNEL(TpuEmbeddingSoftwareTpuInitialize, InitializeOp);
+SOFTWARE_TPU_KERNEL(ConfigureTPUEmbedding, ConfigureOp);
+SOFTWARE_TPU_KERNEL(IsTPUEmbeddingInitialized, IsInitializedOp);
+
+}  // namespace
+}  // namespace tpu_embedding

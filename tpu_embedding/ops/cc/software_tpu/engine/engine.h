@@ -1,0 +1,91 @@
+// The embedding engine of one configured TPU: its tables, the queue of each
+// core, and the order of steps.
+//
+// A TPU waits where something is missing. Here each call says that it cannot
+// go on yet and what for; WaitingRoom tries it again after every change and
+// ends the wait in time.
+
+#ifndef TPU_EMBEDDING_OPS_CC_SOFTWARE_TPU_ENGINE_ENGINE_H_
+#define TPU_EMBEDDING_OPS_CC_SOFTWARE_TPU_ENGINE_ENGINE_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/parallel.h"
+#include "software_tpu/engine/batch.h"
+#include "software_tpu/engine/config.h"
+#include "software_tpu/engine/tables.h"
+#include "software_tpu/engine/waiting_room.h"
+
+namespace tpu_embedding {
+
+// Batches that a core holds before an enqueue waits.
+constexpr int kQueueCapacity = 64;
+
+// Whether the program that a step belongs to has failed.
+using Failed = std::function<bool()>;
+
+class Engine {
+ public:
+  explicit Engine(EngineConfig config);
+
+  const EngineConfig& config() const { return config_; }
+
+  struct Enqueued {
+    int core;
+    std::shared_ptr<const CoreBatch> batch;
+  };
+
+  // Puts the batches into the queues of their cores, all or none.
+  Outcome Enqueue(const std::vector<Enqueued>& batches);
+
+  // The batch that was to come next on `core` is bad. Those that other cores
+  // have for the same step go with it.
+  void Refuse(int core);
+
+  // Takes the next batch of each core and writes its activations, by core and
+  // output. A training step then owes gradients, unless its program fails.
+  Outcome Receive(const std::vector<std::vector<float*>>& outputs,
+                  const Failed& failed, const ParallelFor& parallel_for);
+
+  // Takes the gradients of the step that owes them. They are applied at once,
+  // or where the engine is pipelined after the lookups of the next step.
+  Outcome Send(StepGradients gradients, const ParallelFor& parallel_for);
+
+  // See EngineTables; what is pending is applied first.
+  void Load(int table, int host, const std::vector<const float*>& values,
+            const ParallelFor& parallel_for);
+  Outcome Retrieve(int table, int host, const std::vector<float*>& values,
+                   const ParallelFor& parallel_for);
+
+ private:
+  struct Owing {
+    int64_t step;
+    StepBatches batches;
+    Failed failed;
+  };
+  struct Pending {
+    StepBatches batches;
+    StepGradients gradients;
+  };
+
+  Outcome CheckHeads() const;
+  void ApplyPending(const ParallelFor& parallel_for);
+
+  const EngineConfig config_;
+  EngineTables tables_;
+  std::vector<std::deque<std::shared_ptr<const CoreBatch>>> queues_;
+  std::vector<int64_t> num_enqueued_;  // by core, since the beginning
+  int64_t num_dequeued_ = 0;           // steps
+  std::optional<Owing> owing_;
+  std::optional<Pending> pending_;
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_SOFTWARE_TPU_ENGINE_ENGINE_H_

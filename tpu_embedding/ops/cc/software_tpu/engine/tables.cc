@@ -1,0 +1,152 @@
+#include "software_tpu/engine/tables.h"
+
+#include <algorithm>
+
+#include "core/pieces.h"
+#include "core/text.h"
+
+namespace tpu_embedding {
+namespace {
+
+// Samples or rows in one piece of work, and rough cycles for one piece.
+constexpr int64_t kPieceLength = 128;
+constexpr int64_t kCyclesPerPiece = 50000;
+constexpr int64_t kCyclesPerRow = 400;
+
+}  // namespace
+
+EngineTables::EngineTables(const EngineConfig* config) : config_(*config) {
+  for (const EngineTable& table : config_.tables) {
+    Storage storage;
+    storage.values.resize(1 + table.slots.size());
+    storage.loaded.resize(config_.num_hosts);
+    storage_.push_back(std::move(storage));
+  }
+}
+
+void EngineTables::Load(int table, int host,
+                        const std::vector<const float*>& values) {
+  const EngineTable& shape = config_.tables[table];
+  const HostRows rows(config_, table);
+  for (size_t k = 0; k < values.size(); ++k) {
+    std::vector<float>& stored = storage_[table].values[k];
+    // Not before: tables that are never loaded take no memory.
+    stored.resize(shape.num_rows * shape.dim);
+    for (int64_t i = 0; i < rows.Count(host); ++i) {
+      std::copy_n(values[k] + i * shape.dim, shape.dim,
+                  stored.data() + rows.Row(host, i) * shape.dim);
+    }
+  }
+  storage_[table].loaded[host] = true;
+}
+
+void EngineTables::Retrieve(int table, int host,
+                            const std::vector<float*>& values) const {
+  const int64_t dim = config_.tables[table].dim;
+  const HostRows rows(config_, table);
+  for (size_t k = 0; k < values.size(); ++k) {
+    const std::vector<float>& stored = storage_[table].values[k];
+    for (int64_t i = 0; i < rows.Count(host); ++i) {
+      std::copy_n(stored.data() + rows.Row(host, i) * dim, dim,
+                  values[k] + i * dim);
+    }
+  }
+}
+
+Error EngineTables::CheckLoaded(int table, int host) const {
+  if (storage_[table].loaded[host]) return std::nullopt;
+  return Concat("Table ", config_.tables[table].name, ": shard ", host, " of ",
+                config_.num_hosts, " has not been loaded.");
+}
+
+Error EngineTables::CheckLoaded() const {
+  for (size_t table = 0; table < storage_.size(); ++table) {
+    for (int host = 0; host < config_.num_hosts; ++host) {
+      if (Error error = CheckLoaded(table, host)) return error;
+    }
+  }
+  return std::nullopt;
+}
+
+void EngineTables::LookUp(const CoreBatch& batch,
+                          const std::vector<float*>& outputs,
+                          const ParallelFor& parallel_for) const {
+  std::vector<int64_t> sizes;
+  for (const EngineOutput& output : config_.outputs) {
+    sizes.push_back(output.num_samples());
+  }
+  const auto pieces = CutPieces(sizes, kPieceLength);
+  parallel_for(pieces.size(), kCyclesPerPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const auto [o, first, last] = pieces[p];
+      const int table = config_.outputs[o].table;
+      Lookup(batch.prepared.features[o], storage_[table].values[0].data(),
+             config_.tables[table].dim, config_.tables[table].quantization,
+             first, last, outputs[o]);
+    }
+  });
+}
+
+void EngineTables::Update(const StepBatches& batches,
+                          const StepGradients& gradients,
+                          const ParallelFor& parallel_for) {
+  for (size_t table = 0; table < storage_.size(); ++table) {
+    UpdateTable(table, batches, gradients, parallel_for);
+  }
+}
+
+void EngineTables::UpdateTable(int table, const StepBatches& batches,
+                               const StepGradients& gradients,
+                               const ParallelFor& parallel_for) {
+  const EngineTable& shape = config_.tables[table];
+  const float rate =
+      shape.rate_tag < 0 ? shape.rate : gradients.rates[shape.rate_tag];
+  std::vector<const RowGroups*> groups;
+  std::vector<std::vector<const float*>> samples(batches.size());
+  for (size_t core = 0; core < batches.size(); ++core) {
+    groups.push_back(&batches[core]->prepared.tables[table]);
+    for (size_t o = 0; o < config_.outputs.size(); ++o) {
+      if (config_.outputs[o].table != table) continue;
+      for (int64_t s = 0; s < config_.outputs[o].num_samples(); ++s) {
+        samples[core].push_back(gradients.values[core][o] + s * shape.dim);
+      }
+    }
+  }
+  if (!shape.accumulates) {
+    for (size_t core = 0; core < batches.size(); ++core) {
+      Apply(table, rate, *groups[core], samples[core], parallel_for);
+    }
+    return;
+  }
+  RowGroups merged;
+  MergeReplicas(groups, shape.num_rows, &merged);
+  for (size_t core = 1; core < batches.size(); ++core) {
+    samples[0].insert(samples[0].end(), samples[core].begin(),
+                      samples[core].end());
+  }
+  Apply(table, rate, merged, samples[0], parallel_for);
+}
+
+void EngineTables::Apply(int table, float rate, const RowGroups& groups,
+                         const std::vector<const float*>& samples,
+                         const ParallelFor& parallel_for) {
+  const EngineTable& shape = config_.tables[table];
+  std::vector<std::vector<float>>& values = storage_[table].values;
+  TableView view;
+  view.parameters = values[0].data();
+  view.num_rows = shape.num_rows;
+  view.dim = shape.dim;
+  for (size_t k = 1; k < values.size(); ++k) {
+    view.slots.push_back(values[k].data());
+    view.slot_widths.push_back(shape.dim);
+  }
+  const RuleArguments arguments = {shape.hyperparameters, rate};
+  const TableGradients gradients = {&groups, samples.data()};
+  parallel_for(shape.options.all_rows ? shape.num_rows : groups.num_rows(),
+               kCyclesPerRow, [&](int64_t begin, int64_t end) {
+                 shape.update(arguments, shape.options, gradients, view, begin,
+                              end);
+               });
+}
+
+}  // namespace tpu_embedding
