@@ -10,6 +10,7 @@ from tpu_embedding.optimizers.base import ClipValue as ClipValue
 from tpu_embedding.optimizers.base import Optimizer as Optimizer
 from tpu_embedding.optimizers.base import Rate as Rate
 from tpu_embedding.optimizers.base import Slot as Slot
+from tpu_embedding.optimizers.base import TpuRule as TpuRule
 from tpu_embedding.optimizers.base import apply_rule as apply_rule
 from tpu_embedding.optimizers.base import takes_step as takes_step
 from tpu_embedding.optimizers.ftrl import FTRL as FTRL

@@ -55,6 +55,7 @@ class Adagrad(AdagradOptions):
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
         "Adagrad", ("accumulator",)
     )
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(ops="Adagrad", message="adagrad")
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

@@ -40,6 +40,14 @@ class AdagradMomentum(base.Optimizer):
             "epsilon": "epsilon",
         },
     )
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
+        ops="AdagradMomentum",
+        message="adagrad_momentum",
+        fields={
+            name: name
+            for name in ("momentum", "use_nesterov", "exponent", "beta2", "epsilon")
+        },
+    )
 
     learning_rate: base.Rate = 0.001
     momentum: float = 0.0

@@ -42,7 +42,18 @@ class Adam(base.Optimizer):
             "epsilon": "epsilon",
         },
     )
-    sparse_core_values: ClassVar[dict[str, Any]] = {
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
+        ops="ADAM",
+        message="adam",
+        fields={
+            "beta1": "beta_1",
+            "beta2": "beta_2",
+            "epsilon": "epsilon",
+            "use_non_lazy_adam": lambda optimizer: not optimizer.lazy_adam,
+            "use_sum_inside_sqrt": "sum_inside_sqrt",
+        },
+    )
+    sparse_core_values: ClassVar[dict[str, Any] | None] = {
         **base.SPARSE_CORE_VALUES,
         "lazy_adam": True,
     }

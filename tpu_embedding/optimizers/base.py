@@ -79,6 +79,34 @@ class Slot:
     per_row: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class TpuRule:
+    """What the embedding engine of TPU v2 to v4 calls a rule.
+
+    Attributes:
+      ops: Part of the names of the ops Load- and RetrieveTPUEmbedding<ops>Parameters,
+        whose inputs are `parameters` and the slots, in the order of `slots`.
+      message: The field of TensorFlow's OptimizationParameters proto.
+      fields: For each field of that message the attribute that it takes its value
+        from, or a function of the optimizer.
+    """
+
+    ops: str
+    message: str
+    fields: Mapping[str, str | Callable[[Any], Any]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def values(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The fields of the message with their values for an optimizer of this rule."""
+        return {
+            field: getattr(optimizer, source)
+            if isinstance(source, str)
+            else source(optimizer)
+            for field, source in self.fields.items()
+        }
+
+
 class Optimizer(abc.ABC):
     """The contract of every optimizer; each subclass is a frozen dataclass.
 
@@ -98,6 +126,8 @@ class Optimizer(abc.ABC):
     """
 
     rule: ClassVar[str]
+    # None: the embedding engine of TPU v2 to v4 does not have the rule.
+    tpu: ClassVar[TpuRule | None] = None
     # None: SparseCores have no op for the rule at all.
     sparse_core_op: ClassVar[SparseCoreOp | None] = None
     sparse_core_values: ClassVar[dict[str, Any]] = SPARSE_CORE_VALUES

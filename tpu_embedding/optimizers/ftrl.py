@@ -46,7 +46,19 @@ class FTRL(base.Optimizer):
             "l2_regularization_strength": "l2_regularization_strength",
         },
     )
-    sparse_core_values: ClassVar[dict[str, Any]] = {
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
+        ops="FTRL",
+        message="ftrl",
+        fields={
+            "l1": "l1_regularization_strength",
+            "l2": "l2_regularization_strength",
+            "lr_power": "learning_rate_power",
+            "beta": "beta",
+            "multiply_linear_by_lr": "multiply_linear_by_learning_rate",
+            "allow_zero_accumulator": "allow_zero_accumulator",
+        },
+    )
+    sparse_core_values: ClassVar[dict[str, Any] | None] = {
         **base.SPARSE_CORE_VALUES,
         "allow_zero_accumulator": False,
     }

@@ -19,6 +19,9 @@ class SGD(base.Optimizer):
 
     rule: ClassVar[str] = "sgd"
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp("Sgd")
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
+        ops="StochasticGradientDescent", message="stochastic_gradient_descent"
+    )
 
     learning_rate: base.Rate = 0.01
     use_gradient_accumulation: bool = True
