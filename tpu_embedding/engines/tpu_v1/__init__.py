@@ -1,0 +1,1 @@
+"""The engine for TPU v2 to v4, whose hardware holds the tables."""

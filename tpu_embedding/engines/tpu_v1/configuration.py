@@ -1,0 +1,148 @@
+"""The TPUEmbeddingConfiguration proto: all that the engine of a TPU knows of tables.
+
+Field for field it is what TensorFlow's own TPUEmbedding class writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensorflow.core.protobuf.tpu import (
+    optimization_parameters_pb2,
+    tpu_embedding_configuration_pb2,
+)
+
+from tpu_embedding.config import QuantizationConfig
+from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.tables import Plan, TableSpec
+from tpu_embedding.optimizers import Optimizer, Rate
+from tpu_embedding.topology import TPUSystem
+
+# The modules make their classes when they are imported; type checkers cannot know them.
+_Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]
+_Accumulation: Any = vars(optimization_parameters_pb2)["GradientAccumulationStatus"]
+_Packing: Any = vars(optimization_parameters_pb2)["LowDimensionalPackingStatus"]
+
+
+def make_configuration(
+    plan: Plan,
+    tpu: TPUSystem,
+    output_shapes: Sequence[Shape],
+    *,
+    pipelined: bool,
+    profile_data_directory: str | None = None,
+) -> Any:
+    """Writes the proto.
+
+    Args:
+      plan: Tables, each with an optimizer that has a `tpu` rule, and features.
+      tpu: Its devices and hosts.
+      output_shapes: For each feature the shape of its activations on one core, without
+        the embedding axis; each axis known.
+      pipelined: Whether lookups are one step old.
+      profile_data_directory: Where the TPU writes what it learns of the ids, or None.
+
+    Returns:
+      A TPUEmbeddingConfiguration.
+    """
+    proto = _Configuration(
+        # Each batch says by its own mode whether gradients will come for it.
+        mode=_Configuration.TRAINING,
+        num_hosts=len(tpu.hosts),
+        num_tensor_cores=len(tpu.devices) * tpu.cores_per_replica,
+        sharding_strategy=_Configuration.DIV_DEFAULT,
+        pipeline_execution_with_tensor_core=pipelined,
+        profile_data_directory=profile_data_directory or "",
+    )
+    rates = dynamic_rates(plan)
+    for table in plan.tables:
+        _describe_table(proto.table_descriptor.add(), table, len(tpu.hosts), rates)
+    for feature, shape in zip(plan.features, output_shapes, strict=True):
+        proto.feature_descriptor.add(
+            name=feature.config.name or "", table_id=feature.table, input_shape=shape
+        )
+    if tpu.assigned:
+        proto.spmd_sharding.enabled = True
+        proto.spmd_sharding.num_cores_per_replica = tpu.cores_per_replica
+    return proto
+
+
+def dynamic_rates(plan: Plan) -> list[Rate]:
+    """The callable learning rates, each once: the place of a rate is its tag.
+
+    Tables that share a rate share a tag; a TPU is the slower the more there are.
+    """
+    rates: list[Rate] = []
+    for table in plan.tables:
+        rate = table.optimizer.learning_rate if table.optimizer else 0.0
+        if callable(rate) and rate not in rates:
+            rates.append(rate)
+    return rates
+
+
+def _describe_table(
+    proto: Any, table: TableSpec, num_hosts: int, rates: Sequence[Rate]
+) -> None:
+    assert table.optimizer is not None
+    proto.name = table.name
+    # So that each host has a row.
+    proto.vocabulary_size = max(table.config.vocabulary_size, num_hosts)
+    proto.dimension = table.config.dim
+    parameters = proto.optimization_parameters
+    rate = table.optimizer.learning_rate
+    if callable(rate):
+        parameters.learning_rate.dynamic.tag = rates.index(rate)
+    else:
+        parameters.learning_rate.constant = rate
+    _describe_optimizer(parameters, table.optimizer)
+    if table.config.quantization_config is not None:
+        _describe_quantization(parameters, table.config.quantization_config)
+
+
+def _describe_optimizer(parameters: Any, optimizer: Optimizer) -> None:
+    """Writes the rule, and what surrounds every rule."""
+    assert optimizer.tpu is not None
+    rule = getattr(parameters, optimizer.tpu.message)
+    rule.SetInParent()  # A rule without fields is told by its presence.
+    for field, value in optimizer.tpu.values(optimizer).items():
+        setattr(rule, field, value)
+    parameters.gradient_accumulation_status = (
+        _Accumulation.ENABLED
+        if optimizer.use_gradient_accumulation
+        else _Accumulation.DISABLED
+    )
+    parameters.low_dimensional_packing_status = (
+        _Packing.ENABLED
+        if optimizer.low_dimensional_packing_status
+        else _Packing.UNSPECIFIED
+    )
+    _limit(
+        parameters.clipping_limits, optimizer.clip_weight_min, optimizer.clip_weight_max
+    )
+    _limit(
+        parameters.gradient_clipping_limits,
+        optimizer.clip_gradient_min,
+        optimizer.clip_gradient_max,
+    )
+    if optimizer.weight_decay_factor:
+        parameters.weight_decay_factor = optimizer.weight_decay_factor
+        parameters.multiply_weight_decay_factor_by_learning_rate = bool(
+            optimizer.multiply_weight_decay_factor_by_learning_rate
+        )
+
+
+def _describe_quantization(parameters: Any, config: QuantizationConfig) -> None:
+    parameters.simulated_quantization.enabled = True
+    parameters.simulated_quantization.num_buckets = config.num_buckets
+    _limit(
+        parameters.simulated_quantization.clipping_limits, config.lower, config.upper
+    )
+
+
+def _limit(limits: Any, lower: float | None, upper: float | None) -> None:
+    """Sets the limits that there are; one of 0 is not none."""
+    if lower is not None:
+        limits.lower.value = lower
+    if upper is not None:
+        limits.upper.value = upper
