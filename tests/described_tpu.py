@@ -16,12 +16,29 @@ TOPOLOGY = tf.tpu.experimental.Topology(
         [[x, y, 0, core] for x in range(2) for core in range(2)] for y in range(HOSTS)
     ],
 )
+LOCAL_TOPOLOGY = tf.tpu.experimental.Topology(
+    mesh_shape=[2, 1, 1, 2],
+    device_coordinates=[[[x, 0, 0, core] for x in range(2) for core in range(2)]],
+)
 
 
 class Described:
-    """A cluster resolver that describes TPUs which are not there."""
+    """A cluster resolver that describes TPUs which are not there.
 
-    def __init__(self, feature: str | None = "V1", sparse_cores: int = 0) -> None:
+    Args:
+      feature: The embedding feature, or None where the system is not initialized.
+      sparse_cores: Of each device.
+      local: One host, this process, so that variables can be made on it.
+    """
+
+    def __init__(
+        self,
+        feature: str | None = "V1",
+        sparse_cores: int = 0,
+        *,
+        local: bool = False,
+    ) -> None:
+        self._local = local
         self.tpu_hardware_feature = None
         if feature is not None:
             proto: Any = vars(topology_pb2)["TPUHardwareFeature"]
@@ -35,6 +52,15 @@ class Described:
         class Device:
             name: str
 
+        if self._local:
+            devices = [Device(local_tpu(index)) for index in range(PER_HOST)]
+            return tf.tpu.experimental.TPUSystemMetadata(
+                num_cores=PER_HOST,
+                num_hosts=1,
+                num_of_cores_per_host=PER_HOST,
+                topology=LOCAL_TOPOLOGY,
+                devices=devices,
+            )
         names = [tpu(task, i) for task in range(HOSTS) for i in range(PER_HOST)]
         return tf.tpu.experimental.TPUSystemMetadata(
             num_cores=HOSTS * PER_HOST,
@@ -51,3 +77,7 @@ def tpu(task: int, index: int) -> str:
 
 def host(task: int) -> str:
     return f"/job:worker/replica:0/task:{task}/device:CPU:0"
+
+
+def local_tpu(index: int) -> str:
+    return f"/job:localhost/replica:0/task:0/device:TPU:{index}"

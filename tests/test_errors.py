@@ -47,6 +47,13 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "strategy's scope, or under one of these.",
     ),
     (
+        "no_profiles",
+        ("host", "/profile"),
+        NotImplementedError,
+        "The host engine cannot carry `profile_data_directory='/profile'`: only TPU v2 "
+        "to v4 write profiles. Leave it at None here.",
+    ),
+    (
         "tpu_not_initialized",
         (),
         RuntimeError,
@@ -66,8 +73,8 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "outside_of_replica",
         ("dequeue", 2),
         RuntimeError,
-        "dequeue belongs to one replica, and there are 2. Call it in the function that "
-        "you give to `strategy.run`.",
+        "dequeue belongs to one replica, of 2. Call it in the function that you give "
+        "to `strategy.run`.",
     ),
     (
         "unknown_engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tpu_embedding import engines, errors, topology
 from tpu_embedding.adapters import ConstructorArguments
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
+from tpu_embedding.engines import Engine
 from tpu_embedding.inputs import IdBatch
 
 
@@ -51,6 +53,7 @@ class TPUEmbedding(EmbeddingBase):
         initialize_tpu_embedding: bool = True,
         invalid_ids: str | None = None,
         check_numerics: bool = False,
+        profile_data_directory: str | None = None,
     ) -> None:
         """Reads the configuration; tables are made by build or the first enqueue.
 
@@ -65,11 +68,14 @@ class TPUEmbedding(EmbeddingBase):
             2.3: (feature_config, batch_size, optimizer,
             pipeline_execution_with_tensor_core, initialize_tpu_embedding).
           batch_size: The global size of every batch, or None for any size.
-          initialize_tpu_embedding: Of use on TPU v2-v4 only; here any number of
-            embeddings may live side by side.
+          initialize_tpu_embedding: On TPU v2 to v4, which have one engine, False
+            shares that of another TPUEmbedding and its tables. Elsewhere any number
+            of embeddings may live side by side.
           invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of ours has its own.
           check_numerics: Refuse weights and gradients that are not finite.
+          profile_data_directory: On TPU v2 to v4, where the TPU writes what it learns
+            of the ids, to be used by later runs. Elsewhere it must be None.
 
         Raises:
           ValueError: If the configuration is wrong: no features, two tables of one
@@ -88,8 +94,16 @@ class TPUEmbedding(EmbeddingBase):
         super().__init__(
             feature_config,
             arguments.optimizer,
-            EmbeddingOptions(arguments.pipelined, invalid_ids, check_numerics),
+            EmbeddingOptions(
+                arguments.pipelined,
+                invalid_ids,
+                check_numerics,
+                initialize=arguments.initialize,
+                profile_data_directory=profile_data_directory,
+            ),
         )
+        if profile_data_directory and not engines.takes_profiles(self._topology):
+            raise errors.no_profiles(self._topology.engine, profile_data_directory)
         if arguments.batch_size is not None:
             replicas = self._topology.num_replicas
             if arguments.batch_size % replicas:
@@ -143,27 +157,38 @@ class TPUEmbedding(EmbeddingBase):
             feature's own layout, or None for features without.
           training: Whether gradients will be applied for this batch.
           name: A name for the ops.
-          device: For TPUs only.
+          device: For TPUs only: the one whose batch this is, outside of strategy.run.
 
         Raises:
           TypeError: If a container or dtype is of the wrong type.
           ValueError: If a structure, rank or static shape does not fit, or `device`
-            is given.
-          RuntimeError: If `training` and a table has no optimizer.
+            is no TPU of the strategy. Under TPU v2 to v4 also if a static shape is not
+            known or an input inside strategy.run is none of its arguments.
+          RuntimeError: If `training` and a table has no optimizer. Under TPU v2 to v4
+            also if called in control flow inside strategy.run.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
           tf.errors.FailedPreconditionError: If 64 batches are waiting already.
         """
-        if device is not None:
-            raise errors.enqueue_device(device)
+        place = None if device is None else self._topology.find(device)
         training = bool(training)
         if training:
             self._require_optimizers("enqueue(training=True)")
+        values = self._structure.flatten("features", features)
+        paths = [spec.path for spec in self._plan.features]
+        engines.check_inputs(self._topology, paths, values)
         replica = self._topology.replica()
-        with self._output_shapes.forgets_refused():
-            batches = self._read(features, weights, replica)
-            engine = self._create_engine()
-            with tf.name_scope(name or "embedding_enqueue"):
-                engine.enqueue(batches, replica, training=training)
+
+        def enqueue() -> None:
+            with self._output_shapes.forgets_refused():
+                batches = self._read(values, weights, 0 if place else replica)
+                engine = self._engine_for(batches[0], place)
+                with engine.tagged(name), tf.name_scope(name or "embedding_enqueue"):
+                    if place is None:
+                        engine.enqueue(batches, replica, training=training)
+                    else:
+                        engine.enqueue_on(place, batches[0], training=training)
+
+        self._topology.on_host(enqueue)
 
     @as_written
     def dequeue(self, name: str | None = None) -> Any:
@@ -183,7 +208,7 @@ class TPUEmbedding(EmbeddingBase):
             before still owes its gradients.
         """
         engine, replica = self._in_replica("dequeue")
-        with tf.name_scope(name or "embedding_dequeue"):
+        with engine.tagged(name), tf.name_scope(name or "embedding_dequeue"):
             return self._structure.pack(engine.dequeue(replica))
 
     @as_written
@@ -209,7 +234,8 @@ class TPUEmbedding(EmbeddingBase):
         engine, replica = self._in_replica("apply_gradients")
         self._require_optimizers("apply_gradients")
         checked = self._check_gradients(gradients)
-        with tf.name_scope(name or "embedding_apply_gradients"):
+        scope = name or "embedding_apply_gradients"
+        with engine.tagged(name), tf.name_scope(scope):
             engine.apply_gradients(checked, replica)
 
     @as_written
@@ -232,7 +258,8 @@ class TPUEmbedding(EmbeddingBase):
         self.build()
         engine, replica = self._in_replica("lookup")
         with self._output_shapes.forgets_refused():
-            (batch,) = self._read(features, weights, replica)
+            values = self._structure.flatten("features", features)
+            (batch,) = self._read(values, weights, replica)
             result = engine.lookup(batch, replica)
         return self._structure.pack(result.activations), result.ticket
 
@@ -261,13 +288,23 @@ class TPUEmbedding(EmbeddingBase):
             [tuple(tf.TensorShape(leaf).as_list()) for leaf in leaves], "build()"
         )
 
+    def _engine_for(self, batch: Sequence[IdBatch], place: str | None) -> Engine:
+        """The engine; the first batch makes it, and on TPUs fixes all shapes."""
+        tpu = self._topology.tpu
+        if self._engine is not None or tpu is None:
+            return self._create_engine()
+        shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
+        cores = 1 if place is None else tpu.cores_per_replica
+        with self._output_shapes.completed_by(shapes, cores):
+            return self._create_engine()
+
     def _read(
-        self, features: Any, weights: Any, replica: int | None
+        self, features: Sequence[Any], weights: Any, replica: int | None
     ) -> list[list[IdBatch]]:
         """The batches of `replica` or of all, checked as far as static shapes go."""
         if weights is None:
             weights = self._structure.pack([None] * len(self._plan.features))
-        values = self._topology.split(self._structure.flatten("features", features))
+        values = self._topology.split(features)
         gains = self._topology.split(self._structure.flatten("weights", weights))
         replicas = len(values) if replica is None else 1
         return [self._read_replica(values[r], gains[r]) for r in range(replicas)]

@@ -32,6 +32,8 @@ class EmbeddingOptions:
       invalid_ids: The rule for tables of tf.tpu.experimental.embedding, or None.
       check_numerics: Refuse weights and gradients that are not finite.
       sparse_core: How tables are stacked.
+      initialize: On TPU v2 to v4 configure the engine; else share one.
+      profile_data_directory: There, where the TPU writes what it learns of the ids.
     """
 
     pipelined: bool
@@ -40,6 +42,8 @@ class EmbeddingOptions:
     sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig(  # noqa: RUF009 - frozen
         disable_table_stacking=True
     )
+    initialize: bool = True
+    profile_data_directory: str | None = None
 
 
 class EmbeddingBase(SavedTables):
@@ -90,6 +94,8 @@ class EmbeddingBase(SavedTables):
                     check_numerics=self._options.check_numerics,
                     layout=self._layout,
                     sparse_core=self._options.sparse_core,
+                    initialize=self._options.initialize,
+                    profile_data_directory=self._options.profile_data_directory,
                 )
             )
             self._track_state(self._engine)
@@ -114,6 +120,10 @@ class EmbeddingBase(SavedTables):
         """Applies the update that pipelining left pending, if there is one."""
         if self._engine is not None:
             self._engine.flush()
+
+    def _retrieve(self) -> None:
+        if self._engine is not None:
+            self._engine.retrieve()
 
     @as_written
     def reset(self) -> None:

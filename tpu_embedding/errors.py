@@ -235,6 +235,14 @@ def unsupported_strategy(name: str) -> NotImplementedError:
     )
 
 
+def no_profiles(engine: str, value: object) -> NotImplementedError:
+    """A directory for what only TPU v2 to v4 write."""
+    return NotImplementedError(
+        f"The {engine} engine cannot carry `profile_data_directory={value!r}`: only "
+        "TPU v2 to v4 write profiles. Leave it at None here."
+    )
+
+
 def tpu_not_initialized() -> RuntimeError:
     """A TPUStrategy that does not know its TPUs' hardware."""
     return RuntimeError(
@@ -433,8 +441,8 @@ def other_strategy(own: object, active: object) -> RuntimeError:
 def outside_of_replica(method: str, num_replicas: int) -> RuntimeError:
     """A method of one replica, called for all of them."""
     return RuntimeError(
-        f"{method} belongs to one replica, and there are {num_replicas}. Call it in "
-        "the function that you give to `strategy.run`."
+        f"{method} belongs to one replica, of {num_replicas}. Call it in the function "
+        "that you give to `strategy.run`."
     )
 
 

@@ -6,12 +6,14 @@ No other module asks about strategies.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.tpu import tpu_replication
 
 from tpu_embedding import errors, hardware
 from tpu_embedding.ops import library
@@ -55,6 +57,33 @@ class TPUSystem:
         """The cores that work on one replica's part of the batch."""
         return len(self.devices[0])
 
+    @property
+    def system(self) -> str:
+        """The device that configures all of them."""
+        if self.simulated:
+            return self.hosts[0]
+        host = tf.DeviceSpec.from_string(self.hosts[0])
+        return host.replace(device_type="TPU_SYSTEM").to_string()
+
+    def host_of(self, device: str) -> str:
+        """The CPU beside a device."""
+        return self.hosts[0] if self.simulated else _host_of(device)
+
+    def ordinal(self, device: str) -> int:
+        """The number of a device among those of its host."""
+        index = tf.DeviceSpec.from_string(device).device_index
+        assert index is not None
+        return index
+
+    def find(self, device: str) -> str | None:
+        """The full name of a device that the user named, maybe in part, or None."""
+        for own in itertools.chain.from_iterable(self.devices):
+            spec = tf.DeviceSpec.from_string(own)
+            asked = tf.DeviceSpec.from_string(device)
+            if spec.make_merged_spec(asked) == spec and asked.device_index is not None:
+                return own
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -94,14 +123,33 @@ class Topology:
             return 0
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
+    def program(self) -> Any:
+        """The graph of the TPU program that is being traced, or None outside of one."""
+        if self.tpu is None:
+            return None
+        return _software_program() if self.tpu.simulated else _tpu_program()
+
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function` so that its ops run on a CPU beside the replica's TPU."""
+        if self.tpu is None:
+            return function(*arguments)
         if self.replica() is None:
             with tf.device(self.device):
                 return function(*arguments)
-        if self.tpu is None or self.tpu.simulated:
+        if self.tpu.simulated or self.program() is None:
             return function(*arguments)
         return tf.compat.v1.tpu.outside_compilation(function, *arguments)
+
+    def find(self, device: str) -> str:
+        """The full name of the TPU device that a user named.
+
+        Raises:
+          ValueError: If it is none of the strategy's.
+        """
+        found = None if self.tpu is None else self.tpu.find(device)
+        if found is None:
+            raise errors.enqueue_device(device)
+        return found
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
         """For each replica its part of each value.
@@ -200,10 +248,30 @@ def _hosts(devices: Sequence[str]) -> tuple[str, ...]:
     """The hosts of TPU devices, in the order in which TensorFlow numbers shards."""
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     specs.sort(key=lambda spec: (spec.replica or 0, spec.task or 0))
-    hosts = [
-        spec.replace(device_type="CPU", device_index=0).to_string() for spec in specs
-    ]
-    return tuple(dict.fromkeys(hosts))
+    return tuple(dict.fromkeys(_host_of(spec.to_string()) for spec in specs))
+
+
+def _host_of(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()
+
+
+def _software_program() -> Any:
+    # The replica context of the software TPU knows its program.
+    return getattr(tf.distribute.get_replica_context(), "program", None)
+
+
+def _tpu_program() -> Any:
+    """The graph that is rewritten into a program, or None."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if isinstance(context, tpu_replication.TPUReplicateContext):
+                return graph
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+    return None
 
 
 def _choose_engine(device: str) -> str:

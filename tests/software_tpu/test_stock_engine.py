@@ -37,22 +37,28 @@ TABLES: dict[str, tuple[int, int, str, str, dict[str, Any]]] = {
     "cities": (
         *(7, 5, "sum", "AdagradMomentum"),
         {
-            **{"momentum": 0.9, "use_nesterov": True, "epsilon": 1e-3},
-            **{"beta2": 0.9, "clipvalue": (-0.75, 0.5)},
+            "momentum": 0.9,
+            "use_nesterov": True,
+            "epsilon": 1e-3,
+            "beta2": 0.9,
+            "clipvalue": (-0.75, 0.5),
         },
     ),
     "shops": (10, 3, "mean", "Adam", {"lazy_adam": False, "epsilon": 1e-3}),
     "tags": (
         *(8, 1, "sum", "FTRL"),
         {
-            **{"l1_regularization_strength": 0.01, "beta": 0.4},
-            **{"multiply_linear_by_learning_rate": True},
+            "l1_regularization_strength": 0.01,
+            "beta": 0.4,
+            "multiply_linear_by_learning_rate": True,
         },
     ),
     "words": (
         *(11, 2, "sqrtn", "Adam"),
         {
-            **{"sum_inside_sqrt": False, "epsilon": 1e-3, "weight_decay_factor": 0.25},
+            "sum_inside_sqrt": False,
+            "epsilon": 1e-3,
+            "weight_decay_factor": 0.25,
             "multiply_weight_decay_factor_by_learning_rate": True,
         },
     ),

@@ -141,6 +141,7 @@ def restore(  # noqa: PLR0913 - keyword-only, each on its own.
         )
     progress.start("Restoring", job.nbytes)
     job.run(progress)
+    embedding.load_checkpoint_rows()
     if counted:
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)

@@ -40,10 +40,14 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     def flush(self) -> None:
         """Applies the update that pipelining left pending, if there is one."""
 
+    @abc.abstractmethod
+    def _retrieve(self) -> None:
+        """Brings what is saved up to date, if there is an engine."""
+
     def checkpoint_variables(self) -> dict[str, Any]:
         """Tables, slots and counters by their names in checkpoints."""
         engine = self._create_engine()
-        self.flush()
+        engine.retrieve()
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> tf.Variable | None:
@@ -53,7 +57,7 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
         """By table name "parameters" and slots, to be read and written by rows."""
         engine = self._create_engine()
-        self.flush()
+        engine.retrieve()
         return engine.rows()
 
     def _track_state(self, engine: Engine) -> None:
@@ -63,6 +67,10 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         if self._stored_layouts:
             self._track_trackable(LayoutRecord(self._stored_layouts), LAYOUTS)
 
+    def load_checkpoint_rows(self) -> None:
+        """To be called after any of `checkpoint_rows` was written."""
+        self._create_engine().load()
+
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # Saving and restoring begin by asking for the children: the one moment at
         # which tables can still be made, which would be left out without a word, and
@@ -70,7 +78,7 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         # which writes copies while the training goes on.
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
             self._create_engine()
-            self.flush()
+            self._retrieve()
         return super()._trackable_children(save_type, **kwargs)
 
     def _checkpoint_adapter(self, path: str) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
+from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
 from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.topology import Topology
@@ -15,14 +19,17 @@ from tpu_embedding.topology import Topology
 __all__ = [
     "Engine",
     "EngineOptions",
+    "check_inputs",
     "create_engine",
     "lay_out",
     "require_queue",
     "stored_layouts",
+    "takes_profiles",
 ]
 
 _ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (HostEngine, PortableEngine, SparseCoreEngine)
+    engine.name: engine
+    for engine in (HostEngine, PortableEngine, SparseCoreEngine, TPUv1Engine)
 }
 
 
@@ -52,6 +59,18 @@ def require_queue(topology: Topology, what: str) -> None:
     engine = _engine_of(topology)
     if not engine.has_queue:
         raise errors.no_queue(what, engine.name)
+
+
+def check_inputs(
+    topology: Topology, paths: Sequence[str], values: Sequence[Any]
+) -> None:
+    """Checks where features come from, for that engine; see `Engine`."""
+    _engine_of(topology).check_inputs(topology, paths, values)
+
+
+def takes_profiles(topology: Topology) -> bool:
+    """Whether that engine has a use for `EngineOptions.profile_data_directory`."""
+    return _engine_of(topology).takes_profiles
 
 
 def _engine_of(topology: Topology) -> type[Engine]:

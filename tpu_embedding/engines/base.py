@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import (
@@ -36,6 +38,8 @@ class EngineOptions:
       check_numerics: Refuse weights and gradients that are not finite.
       layout: What `Engine.lay_out` gave.
       sparse_core: What it was given: limits and how SparseCores fill the tables.
+      initialize: Configure the TPU's engine; else share one that is configured.
+      profile_data_directory: Where a TPU writes what it learns of the ids, or None.
     """
 
     plan: Plan
@@ -45,6 +49,8 @@ class EngineOptions:
     check_numerics: bool
     layout: Layout
     sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009
+    initialize: bool = True
+    profile_data_directory: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Engine(abc.ABC):
     has_queue: ClassVar[bool] = True
     # True: `checkpoint_variables` are stacks, which a record of the layout goes with.
     stores_stacks: ClassVar[bool] = False
+    takes_profiles: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Subclasses make the variables; to be called in an eager context."""
@@ -95,6 +102,23 @@ class Engine(abc.ABC):
           NotImplementedError: If a table has an option that the engine lacks.
           ValueError: If the tables cannot be stacked.
         """
+
+    @classmethod
+    def check_inputs(
+        cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
+    ) -> None:
+        """Checks where the features of an enqueue come from, before all else.
+
+        Args:
+          topology: Replicas and devices.
+          paths: Of the features.
+          values: The features as the user gave them.
+
+        Raises:
+          ValueError: If the engine cannot take one from there.
+          RuntimeError: If it cannot take any from where the call is.
+        """
+        del topology, paths, values  # Most engines take them from anywhere.
 
     @abc.abstractmethod
     def variables(self) -> list[dict[str, Any]]:
@@ -123,6 +147,19 @@ class Engine(abc.ABC):
     def rows(self) -> dict[str, dict[str, MutableRows]]:
         """Tables in their logical form: by name "parameters" and slots, unpadded."""
 
+    def retrieve(self) -> None:
+        """Makes `rows` and `checkpoint_variables` hold what the tables hold now."""
+        self.flush()
+
+    def load(self) -> None:
+        """Takes over what was written into `rows` or `checkpoint_variables`."""
+        return  # Where they are the tables themselves.
+
+    def tagged(self, name: str | None) -> contextlib.AbstractContextManager[None]:
+        """Marks the ops of the calls made inside with a name, where that matters."""
+        del name
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def enqueue(
         self,
@@ -138,6 +175,22 @@ class Engine(abc.ABC):
           replica: The one replica that calls, or None for all.
           training: Whether gradients will be applied for this batch.
         """
+
+    def enqueue_on(
+        self, device: str, batch: Sequence[IdBatch], *, training: bool
+    ) -> None:
+        """Checks and queues the batch of one device.
+
+        Args:
+          device: Its name.
+          batch: Its features.
+          training: As for `enqueue`.
+
+        Raises:
+          ValueError: If the engine places batches itself.
+        """
+        del batch, training
+        raise errors.enqueue_device(device)
 
     @abc.abstractmethod
     def dequeue(self, replica: int) -> list[tf.Tensor]:

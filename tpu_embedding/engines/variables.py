@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
-from tpu_embedding.initializers import default_initializer
+from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
@@ -116,8 +116,7 @@ def named_variables(
 def _create_parameters(spec: TableSpec) -> tf.Variable:
     config = spec.config
     shape = (config.vocabulary_size, config.dim)
-    initializer = config.initializer or default_initializer(config.dim)
-    return _create_variable(spec.name, shape, initializer)
+    return _create_variable(spec.name, shape, initializer_of(spec))
 
 
 def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
@@ -170,25 +169,6 @@ def _slot_shape(slot: Slot, table_shape: Any) -> tuple[int, int]:
 
 def _filled(slot: Slot) -> Initializer:
     return tf.constant_initializer(slot.initial_value)
-
-
-def initial_value(
-    name: str, shape: tuple[int, int], initializer: Callable[[], Any]
-) -> tf.Tensor:
-    """What a table or slot starts as, float32.
-
-    Args:
-      name: For messages.
-      shape: What the value must have.
-      initializer: The user's, with its arguments.
-
-    Raises:
-      ValueError: If the value has another shape.
-    """
-    value = tf.convert_to_tensor(initializer(), tf.float32)
-    if tuple(value.shape) != shape:
-        raise errors.initial_value(name, shape, tuple(value.shape))
-    return value
 
 
 def _create_variable(

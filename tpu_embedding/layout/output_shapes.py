@@ -93,6 +93,29 @@ class OutputShapes:
                 self._ranks[spec.index] = len(incoming)
 
     @contextlib.contextmanager
+    def completed_by(self, shapes: Sequence[Shape], cores: int = 1) -> Iterator[None]:
+        """Fixes what is still open by the shapes of the first batch.
+
+        Forgets it if what is done inside fails.
+
+        Args:
+          shapes: Of each input, (rows, None) if ragged.
+          cores: How many such inputs make up a replica's.
+        """
+        before = list(self._declared)
+        for spec, shape in zip(self._features, shapes, strict=True):
+            if None not in self.activation(spec.index):
+                continue
+            first, *others = from_input(spec.path, spec.config, shape)
+            first = None if first is None else first * cores
+            self._declared[spec.index] = self._filled(spec, (first, *others))
+        try:
+            yield
+        except BaseException:
+            self._declared = before
+            raise
+
+    @contextlib.contextmanager
     def forgets_refused(self) -> Iterator[None]:
         """Forgets the ranks of a batch that is read inside and then refused."""
         ranks = list(self._ranks)
@@ -146,6 +169,20 @@ class OutputShapes:
         expected, size = self._batch_size, incoming[0]
         if expected is not None and size is not None and size != expected:
             raise errors.batch_size_mismatch(spec.path, expected, size)
+
+    def _filled(self, spec: FeatureSpec, incoming: Shape) -> Declared | None:
+        """What was declared, with its open axes filled by a batch that fits."""
+        declared, source = self._declared[spec.index], "the first batch"
+        if declared is None:
+            return Declared(incoming, source)
+        if len(declared.shape) == len(incoming):
+            return self._merge(spec, incoming, source)
+        # Ragged rows, of which one open axis takes up what the others leave.
+        known = math.prod(axis for axis in declared.shape if axis is not None)
+        if incoming[0] is None or declared.shape.count(None) != 1:
+            return declared
+        shape = tuple(incoming[0] // known if a is None else a for a in declared.shape)
+        return Declared(shape, declared.source)
 
     def _merge(self, spec: FeatureSpec, shape: Shape, source: str) -> Declared:
         """What was declared, with open axes filled from `shape`."""

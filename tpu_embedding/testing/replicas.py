@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.distribute import distribute_utils
 
 from tpu_embedding.testing import errors, library
+from tpu_embedding.testing.modes import settle_modes
+
+_AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
 
 
 def run_together(
@@ -75,7 +79,15 @@ def all_reduce(reduce_op: Any, value: Any, num_replicas: int) -> Any:
 
 
 class _ReplicaContext(tf.distribute.ReplicaContext):
-    """A replica whose program has no part that is shared with others."""
+    """A replica whose program has no part that is shared with others.
+
+    Attributes:
+      program: The graph of the program.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, replica: int) -> None:
+        super().__init__(strategy, replica_id_in_sync_group=replica)
+        self.program = tf.compat.v1.get_default_graph()
 
     def _merge_call(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
         # TensorFlow asks for it in one place in spite of `_use_merge_call`: a variable
@@ -97,11 +109,26 @@ def _trace(
     # Without autograph: it has been applied to `fn`, and is not for this library.
     @tf.function(autograph=False)
     def replica_fn() -> Any:
-        context = _ReplicaContext(strategy, replica_id_in_sync_group=replica)
+        context = _ReplicaContext(strategy, replica)
         with context, tf.device(strategy.extended.worker_devices[replica]):
-            return fn(*args, **kwargs)
+            result = fn(*_taken_in(args), **_taken_in(kwargs))
+            settle_modes(context.program)
+            return result
 
     return replica_fn.get_concrete_function()
+
+
+def _taken_in(arguments: Any) -> Any:
+    """The arguments as a TPU's compiler takes them in: told from all other tensors."""
+
+    def take_in(value: Any) -> Any:
+        if not isinstance(value, tf.Tensor):
+            return value
+        taken = tf.identity(value, name="replicated_input")
+        taken.op._set_attr("_tpu_input_identity", _AttrValue(b=True))
+        return taken
+
+    return tf.nest.map_structure(take_in, arguments, expand_composites=True)
 
 
 def _pack(function: Any, remaining: Iterator[tf.Tensor]) -> Any:

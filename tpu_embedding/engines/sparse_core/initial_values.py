@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.trackable import base
 
 from tpu_embedding.engines.base import EngineOptions
-from tpu_embedding.engines.variables import initial_value
-from tpu_embedding.initializers import default_initializer
+from tpu_embedding.engines.initial_values import (
+    ShardInfo,
+    initial_value,
+    initializer_of,
+    takes_shard_info,
+)
 from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.stacked_rows import MutableUnstackedRows
 from tpu_embedding.layout.stacking import Stack, TableLayout
-from tpu_embedding.layout.tables import TableSpec
-
-_ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
 
 
 def fill_tables(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
@@ -49,8 +48,8 @@ def _fill_one_by_one(options: EngineOptions, stacks: Sequence[MutableRows]) -> N
     }
     for spec in options.plan.tables:
         stack, layout, rows = places[spec.index]
-        initializer = _initializer(spec)
-        if _takes_shard_info(initializer):
+        initializer = initializer_of(spec)
+        if takes_shard_info(initializer):
             _fill_by_device(initializer, stack, layout, rows)
             continue
         shape = (spec.config.vocabulary_size, spec.config.dim)
@@ -79,7 +78,7 @@ def _fill_by_device(
     height = total // layout.num_sparse_cores
     for device in range(layout.num_partitions):
         first = (device * cores - layout.sparse_core_shard_rotation) * height % total
-        info = _ShardInfo((cores * height, width), (first, 0))
+        info = ShardInfo((cores * height, width), (first, 0))
         part = initial_value(
             layout.table_name,
             (cores * height, width),
@@ -96,7 +95,7 @@ def _fill_by_device(
 def _fill_at_once(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
     """Whole parts by the initializer of the first table of each stack."""
     for stack, rows in zip(options.layout.stacks, stacks, strict=True):
-        initializer = _initializer(options.plan.tables[stack.tables[0]])
+        initializer = initializer_of(options.plan.tables[stack.tables[0]])
         storage = stack.storage
         shape = (storage.rows // storage.num_devices, storage.width)
         for device in range(storage.num_devices):
@@ -106,14 +105,3 @@ def _fill_at_once(options: EngineOptions, stacks: Sequence[MutableRows]) -> None
                 lambda call=initializer, shape=shape: call(shape, dtype=tf.float32),
             )
             rows.write(device * shape[0], part.numpy())
-
-
-def _initializer(spec: TableSpec) -> Callable[..., Any]:
-    return spec.config.initializer or default_initializer(spec.config.dim)
-
-
-def _takes_shard_info(initializer: Callable[..., Any]) -> bool:
-    try:
-        return "shard_info" in inspect.signature(initializer).parameters
-    except ValueError:  # Some built-ins have no signature.
-        return False

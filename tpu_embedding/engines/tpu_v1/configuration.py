@@ -5,7 +5,7 @@ Field for field it is what TensorFlow's own TPUEmbedding class writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensorflow.core.protobuf.tpu import (
@@ -16,7 +16,7 @@ from tensorflow.core.protobuf.tpu import (
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.tables import Plan, TableSpec
-from tpu_embedding.optimizers import Optimizer, Rate
+from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.topology import TPUSystem
 
 # The modules make their classes when they are imported; type checkers cannot know them.
@@ -68,12 +68,12 @@ def make_configuration(
     return proto
 
 
-def dynamic_rates(plan: Plan) -> list[Rate]:
+def dynamic_rates(plan: Plan) -> list[Callable[..., Any]]:
     """The callable learning rates, each once: the place of a rate is its tag.
 
     Tables that share a rate share a tag; a TPU is the slower the more there are.
     """
-    rates: list[Rate] = []
+    rates: list[Callable[..., Any]] = []
     for table in plan.tables:
         rate = table.optimizer.learning_rate if table.optimizer else 0.0
         if callable(rate) and rate not in rates:
@@ -82,7 +82,7 @@ def dynamic_rates(plan: Plan) -> list[Rate]:
 
 
 def _describe_table(
-    proto: Any, table: TableSpec, num_hosts: int, rates: Sequence[Rate]
+    proto: Any, table: TableSpec, num_hosts: int, rates: Sequence[Callable[..., Any]]
 ) -> None:
     assert table.optimizer is not None
     proto.name = table.name

@@ -1,0 +1,283 @@
+"""The graphs of TPU v2 to v4 programs, under a TPUStrategy whose TPUs are not there.
+
+What its compiler makes of them only a TPU could show; the software TPU runs the same
+ops in the other tests of this folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from described_tpu import LOCAL_TOPOLOGY, PER_HOST, Described, local_tpu
+
+import tpu_embedding as te
+from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
+from tpu_embedding.engines.tpu_v1.tables import StandInTable
+
+V, D, B = 8, 2, 4
+ENQUEUE = "EnqueueTPUEmbeddingArbitraryTensorBatch"
+RECV, SEND = "RecvTPUEmbeddingActivations", "SendTPUEmbeddingGradients"
+HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+IDS = tf.TensorSpec([B], tf.int64)
+RAGGED = tf.RaggedTensorSpec([B, None], tf.int32)
+
+
+@pytest.fixture(autouse=True)
+def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what is run when an embedding is built."""
+    monkeypatch.setattr(TPUv1Engine, "_configure", lambda engine: None)
+    monkeypatch.setattr(StandInTable, "load", lambda table, config: None)
+    monkeypatch.setattr(StandInTable, "retrieve", lambda table, config: None)
+
+
+def make_strategy(cores: int = 0) -> tf.distribute.TPUStrategy:
+    if not cores:
+        return tf.distribute.TPUStrategy(Described(local=True))
+    assignment = tf.tpu.experimental.DeviceAssignment.build(
+        LOCAL_TOPOLOGY, computation_shape=[1, 1, 1, cores], num_replicas=2
+    )
+    return tf.distribute.TPUStrategy(
+        Described(local=True), experimental_device_assignment=assignment
+    )
+
+
+def make_embedding(strategy: Any, **arguments: Any) -> te.TPUEmbedding:
+    """Features a and b of one table."""
+    with strategy.scope():
+        table = te.TableConfig(V, D, combiner="sum", name="films")
+        features = {"a": te.FeatureConfig(table), "b": te.FeatureConfig(table)}
+        optimizer = arguments.pop("optimizer", te.Adagrad(0.1))
+        return te.TPUEmbedding(features, optimizer, **arguments)
+
+
+def operations(function: Any, kind: str) -> list[Any]:
+    return [op for op in function.graph.get_operations() if op.type == kind]
+
+
+def attribute(op: Any, name: str) -> Any:
+    return op.get_attr(name) if name in op.node_def.attr else None
+
+
+def trace_named_step() -> tuple[te.TPUEmbedding, Any]:
+    """A whole step inside of a program, with a name for its three calls."""
+    strategy = make_strategy()
+    rates = [lambda: 0.5]
+    embedding = make_embedding(strategy, optimizer=te.SGD(rates[0]))
+
+    @tf.function
+    def step(ids: Any, ragged: Any) -> Any:
+        def replica_fn(ids: Any, ragged: Any) -> Any:
+            embedding.enqueue({"a": ids, "b": ragged}, name="x")
+            with tf.GradientTape() as tape:
+                activations = embedding.dequeue(name="x")
+                tape.watch(activations)
+                loss = tf.reduce_sum(activations["a"])
+            # b has no gradient, which counts as zeros.
+            gradients = tape.gradient(loss, activations)
+            embedding.apply_gradients(gradients, name="x")
+            return loss
+
+        return strategy.run(replica_fn, args=(ids, ragged))
+
+    return embedding, step.get_concrete_function(IDS, RAGGED)
+
+
+def test_inside_of_a_program() -> None:
+    embedding, function = trace_named_step()
+    (enqueue,) = operations(function, ENQUEUE)
+    assert attribute(enqueue, "_xla_outside_compilation") is not None
+    assert attribute(enqueue, "device_ordinal") == -1
+    assert attribute(enqueue, "combiners") == [b"sum"]
+    assert attribute(enqueue, "_tpu_embedding_layer") == b"x"
+    mode = enqueue.inputs[-1].op
+    assert mode.type == "SelectV2"
+    condition, *words = [tf.get_static_value(tensor) for tensor in mode.inputs]
+    assert condition
+    assert words == [b"train", b"inference"]
+    # Dense a has no splits, ragged b has; neither has weights.
+    kinds = [tensor.dtype for tensor in enqueue.inputs]
+    assert kinds == [tf.int32] * 2 + [tf.int64] * 2 + [tf.float32] * 2 + [tf.string]
+    assert enqueue.inputs[0].shape == [0]
+    assert enqueue.inputs[1].shape == [B + 1]
+
+    (receive,), (send,) = operations(function, RECV), operations(function, SEND)
+    assert embedding._engine is not None
+    for op in (receive, send):
+        assert attribute(op, "_tpu_embedding_layer") == b"x"
+        assert attribute(op, "_xla_outside_compilation") is None
+        assert attribute(op, "config") == embedding._engine._config
+    assert [output.shape for output in receive.outputs] == [[B, D]] * 2
+    assert attribute(send, "NN") == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_outside_of_programs(training: bool) -> None:
+    """Each core's batch goes to its own ordinal, on its host."""
+    strategy = make_strategy()
+    embedding = make_embedding(strategy)
+    spec = tf.TensorSpec([B], tf.int32)
+
+    @tf.function
+    def enqueue(*batches: Any) -> None:
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: batches[context.replica_id_in_sync_group]
+        )
+        embedding.enqueue({"a": ids, "b": ids}, training=training)
+
+    made = operations(enqueue.get_concrete_function(*[spec] * PER_HOST), ENQUEUE)
+    assert [attribute(op, "device_ordinal") for op in made] == [0, 1, 2, 3]
+    assert {op.device for op in made} == {HOST}
+    mode = b"train" if training else b"inference"
+    assert [tf.get_static_value(op.inputs[-1]) for op in made] == [mode] * PER_HOST
+
+
+def test_explicit_device() -> None:
+    strategy = make_strategy()
+    embedding = make_embedding(strategy)
+
+    @tf.function
+    def enqueue(ids: Any) -> None:
+        embedding.enqueue({"a": ids, "b": ids}, device="/task:0/device:TPU:2")
+
+    (made,) = operations(enqueue.get_concrete_function(IDS), ENQUEUE)
+    assert attribute(made, "device_ordinal") == 2
+    assert made.device == HOST
+    for device in ("/device:CPU:0", "/device:TPU:4", "/task:1/device:TPU:0", "TPU"):
+        with pytest.raises(ValueError, match="must name a TPU device"):
+            embedding.enqueue({"a": tf.zeros([B], tf.int32)}, device=device)
+
+
+def test_several_cores_for_each_replica() -> None:
+    """The batch of a replica is dealt out to its cores; activations come back whole."""
+    strategy = make_strategy(cores=2)
+    embedding = make_embedding(strategy)
+
+    @tf.function
+    def step(ids: Any, ragged: Any) -> Any:
+        embedding.enqueue({"a": ids, "b": ragged})
+
+        def replica_fn() -> Any:
+            activations = embedding.dequeue()
+            embedding.apply_gradients(activations)
+            return activations
+
+        return strategy.run(replica_fn)
+
+    function = step.get_concrete_function(IDS, RAGGED)
+    made = operations(function, ENQUEUE)
+    assert strategy.extended._tpu_devices.tolist() == [
+        [local_tpu(0), local_tpu(1)],
+        [local_tpu(2), local_tpu(3)],
+    ]
+    assert [attribute(op, "device_ordinal") for op in made] == [0, 1, 2, 3]
+    assert {tuple(op.inputs[2].shape) for op in made} == {(B // 2,)}
+    (receive,) = operations(function, RECV)
+    assert [output.shape for output in receive.outputs] == [[B, D]] * 2
+    odd = make_embedding(strategy)
+    with pytest.raises(ValueError, match=r"must be divisible by 2\. Received: \(3,\)"):
+        odd.build(3)
+
+
+def test_where_enqueue_may_be_called() -> None:
+    strategy = make_strategy()
+    embedding = make_embedding(strategy)
+
+    def trace(call: Any) -> None:
+        @tf.function
+        def step(ids: Any) -> None:
+            strategy.run(call, args=(ids,))
+
+        step.get_concrete_function(IDS)
+
+    def computed(ids: Any) -> None:
+        embedding.enqueue({"a": ids, "b": ids + 1})
+
+    with pytest.raises(ValueError, match=r"Feature b: inside strategy\.run"):
+        trace(computed)
+
+    def in_condition(ids: Any) -> None:
+        def enqueue() -> int:
+            embedding.enqueue({"a": ids, "b": ids})
+            return 1
+
+        tf.cond(ids[0] > 0, enqueue, lambda: 0)
+
+    with pytest.raises(RuntimeError, match=r"inside control flow or a tf\.function"):
+        trace(in_condition)
+
+    def in_function(ids: Any) -> None:
+        tf.function(lambda: embedding.enqueue({"a": ids, "b": ids}))()
+
+    with pytest.raises(RuntimeError, match=r"inside control flow or a tf\.function"):
+        trace(in_function)
+    assert embedding._engine is None
+
+
+def test_ids_must_be_on_the_host() -> None:
+    embedding = make_embedding(make_strategy())
+
+    @tf.function
+    def on_tpu(ids: Any) -> None:
+        with tf.device("/device:TPU:0"):
+            ids = tf.identity(ids)
+        embedding.enqueue({"a": ids, "b": ids})
+
+    with pytest.raises(ValueError, match="experimental_fetch_to_device=False"):
+        on_tpu.get_concrete_function(IDS)
+
+
+def test_shapes_must_be_known() -> None:
+    embedding = make_embedding(make_strategy())
+    with pytest.raises(ValueError, match="Feature a: a TPU must know"):
+        embedding.build()
+
+    @tf.function
+    def enqueue(ids: Any) -> None:
+        embedding.enqueue({"a": ids, "b": ids})
+
+    with pytest.raises(ValueError, match="Feature a: a TPU must know"):
+        enqueue.get_concrete_function(tf.TensorSpec([None], tf.int32))
+    enqueue.get_concrete_function(tf.TensorSpec([3], tf.int32))
+    with pytest.raises(ValueError, match=r"\(3,\) given by the first batch"):
+        enqueue.get_concrete_function(tf.TensorSpec([4], tf.int32))
+
+
+@pytest.mark.parametrize(
+    ("table", "optimizer", "error", "text"),
+    [
+        ({}, None, ValueError, "Table films has no optimizer"),
+        ({}, te.RowwiseAdagrad(0.1), NotImplementedError, "optimizer='RowwiseAdagrad'"),
+        (
+            {},
+            te.Adagrad(0.1, slot_variable_creation_fn=lambda *args: {}),
+            NotImplementedError,
+            "slot_variable_creation_fn",
+        ),
+        ({"layout": 3}, te.SGD(0.1), NotImplementedError, "layout=3"),
+    ],
+    ids=["none", "rowwise", "slots", "layout"],
+)
+def test_what_the_hardware_lacks(
+    table: dict[str, Any], optimizer: Any, error: type[Exception], text: str
+) -> None:
+    config = te.TableConfig(V, D, name="films", **table)
+    with make_strategy().scope(), pytest.raises(error, match=text):
+        te.TPUEmbedding(te.FeatureConfig(config), optimizer)
+
+
+def test_calls_that_the_hardware_lacks() -> None:
+    embedding = make_embedding(make_strategy(), check_numerics=True)
+    with pytest.raises(NotImplementedError, match="check_numerics=True"):
+        embedding.build(B)
+    embedding = make_embedding(make_strategy())
+    embedding.build(B)
+    for read in (lambda: embedding.embedding_tables, lambda: embedding.variables):
+        with pytest.raises(RuntimeError, match="in the TPU's own memory"):
+            read()
+    for call in (embedding.dequeue, lambda: embedding.apply_gradients(None)):
+        with pytest.raises(RuntimeError, match="belongs to one replica, of 4"):
+            call()
+    with pytest.raises(NotImplementedError, match="cannot forget the batches"):
+        embedding.reset()

@@ -1,0 +1,49 @@
+"""What the initializers of tables and slots are asked for, and their answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.trackable import base
+
+from tpu_embedding import errors
+from tpu_embedding.initializers import default_initializer
+from tpu_embedding.layout.tables import TableSpec
+
+# What an initializer that takes `shard_info` is told of its part of a table.
+ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
+
+
+def initial_value(
+    name: str, shape: tuple[int, int], initialize: Callable[[], Any]
+) -> tf.Tensor:
+    """What a table or slot starts as, float32.
+
+    Args:
+      name: For messages.
+      shape: What the value must have.
+      initialize: The user's initializer, with its arguments.
+
+    Raises:
+      ValueError: If the value has another shape.
+    """
+    value = tf.convert_to_tensor(initialize(), tf.float32)
+    if tuple(value.shape) != shape:
+        raise errors.initial_value(name, shape, tuple(value.shape))
+    return value
+
+
+def initializer_of(spec: TableSpec) -> Callable[..., Any]:
+    """The initializer of a table, or the default one."""
+    return spec.config.initializer or default_initializer(spec.config.dim)
+
+
+def takes_shard_info(initializer: Callable[..., Any]) -> bool:
+    """Whether it is called for each part of a table, as TensorFlow's classes do."""
+    try:
+        return "shard_info" in inspect.signature(initializer).parameters
+    except ValueError:  # Some built-ins have no signature.
+        return False

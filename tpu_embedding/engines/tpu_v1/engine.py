@@ -1,0 +1,393 @@
+"""TPU v2 to v4: TensorFlow's own ops for the embedding engine in the hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.saved_model import save_context
+
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookup
+from tpu_embedding.engines.stacked import lay_out_whole
+from tpu_embedding.engines.tpu_v1 import errors
+from tpu_embedding.engines.tpu_v1.batches import CoreBatch, core_batches
+from tpu_embedding.engines.tpu_v1.configuration import make_configuration
+from tpu_embedding.engines.tpu_v1.rates import ProgramRates
+from tpu_embedding.engines.tpu_v1.tables import StandInTable
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.batches import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.tables import UPDATES, Plan, TableSpec
+from tpu_embedding.lookup.checks import Check, require, text
+from tpu_embedding.lookup.entries import Selection, select
+from tpu_embedding.lookup.rows import FeatureInput, first
+from tpu_embedding.topology import Topology, TPUSystem
+
+_AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
+_NAME_ATTRIBUTE = "_tpu_embedding_layer"
+
+
+class TPUv1Engine(Engine):
+    """The tables are in the TPU's memory; variables on the hosts stand in for them."""
+
+    name = "tpu_v1"
+    takes_profiles = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Configures the TPU and loads it, or shares its engine; see `Engine`."""
+        super().__init__(options)
+        topology = options.topology
+        assert topology.tpu is not None
+        self._tpu: TPUSystem = topology.tpu
+        if options.check_numerics and not self._tpu.simulated:
+            raise errors.no_numeric_checks()
+        self._output_shapes = [self._output_shape(f.index) for f in self._plan.features]
+        self._config: bytes = make_configuration(
+            self._plan,
+            self._tpu,
+            [self._core_shape(f.index) for f in self._plan.features],
+            pipelined=options.pipelined,
+            profile_data_directory=options.profile_data_directory,
+        ).SerializeToString()
+        self._tag: str | None = None
+        self._configure()
+        self._rates = ProgramRates(self._plan, topology.strategy)
+        self._tables = [
+            StandInTable(spec, self._tpu, self.load) for spec in self._plan.tables
+        ]
+        if options.initialize:
+            self.load()
+        else:
+            self.retrieve()
+
+    @classmethod
+    def lay_out(
+        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+    ) -> Layout:
+        """See `Engine.lay_out`."""
+        del topology
+        for table in plan.tables:
+            _check_table(table)
+        return lay_out_whole(plan, config)
+
+    @classmethod
+    def check_inputs(
+        cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
+    ) -> None:
+        """See `Engine.check_inputs`."""
+        program = topology.program()
+        if program is not None and program is not tf.compat.v1.get_default_graph():
+            raise errors.in_control_flow()
+        for path, value in zip(paths, values, strict=True):
+            for part in topology.strategy.experimental_local_results(value):
+                for tensor in tf.nest.flatten(part, expand_composites=True):
+                    if program is not None:
+                        _check_argument(path, tensor)
+                    elif "TPU" in (tensor.device or ""):
+                        raise errors.input_on_tpu(path, tensor.device)
+
+    def variables(self) -> list[dict[str, Any]]:
+        """See `Engine.variables`; only while a model is saved."""
+        if not save_context.in_save_context():
+            raise errors.tables_on_tpu()
+        return [
+            {name: array.shards[0] for name, array in table.arrays.items()}
+            for table in self._tables
+        ]
+
+    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
+        """See `Engine.table_shards`."""
+        raise errors.tables_on_tpu()
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`."""
+        raise errors.tables_on_tpu()
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`."""
+        objects: dict[str, Any] = {}
+        for spec, table in zip(self._plan.tables, self._tables, strict=True):
+            for name, array in table.arrays.items():
+                whole = spec.name if name == PARAMETERS else f"{spec.name}/{name}"
+                objects[whole] = array
+        if self._rates.updates is not None:
+            objects[UPDATES] = self._rates.updates
+        return objects
+
+    def updates(self) -> tf.Variable | None:
+        """See `Engine.updates`."""
+        return self._rates.updates
+
+    def rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `Engine.rows`."""
+        return {
+            spec.name: {name: array.rows() for name, array in table.arrays.items()}
+            for spec, table in zip(self._plan.tables, self._tables, strict=True)
+        }
+
+    def load(self) -> None:
+        """See `Engine.load`."""
+        config = self._config
+        for table in self._tables:
+            table.load(config)
+            config = b""
+
+    def retrieve(self) -> None:
+        """See `Engine.retrieve`."""
+        config = self._config
+        for table in self._tables:
+            table.retrieve(config)
+            config = b""
+
+    @contextlib.contextmanager
+    def tagged(self, name: str | None) -> Iterator[None]:
+        """See `Engine.tagged`."""
+        before, self._tag = self._tag, name
+        try:
+            yield
+        finally:
+            self._tag = before
+
+    def enqueue(
+        self,
+        batches: Sequence[Sequence[IdBatch]],
+        replica: int | None,
+        *,
+        training: bool,
+    ) -> None:
+        """See `Engine.enqueue`."""
+        cores = self._tpu.cores_per_replica
+        parts = [core_batches(self._select(batch), cores) for batch in batches]
+        checked = [ids for replica in parts for core in replica for ids in core.ids]
+        replicas = range(len(batches)) if replica is None else (replica,)
+        # Not before all are checked.
+        with tf.control_dependencies(_symbolic(checked)):
+            mode = self._mode(training)
+            for number, batch in zip(replicas, parts, strict=True):
+                for core, part in enumerate(batch):
+                    self._enqueue_core(part, self._tpu.devices[number][core], mode)
+
+    def enqueue_on(
+        self, device: str, batch: Sequence[IdBatch], *, training: bool
+    ) -> None:
+        """See `Engine.enqueue_on`."""
+        (part,) = core_batches(self._select(batch, of_core=True), 1)
+        self._enqueue_core(part, device, self._mode(training))
+
+    def dequeue(self, replica: int) -> list[tf.Tensor]:
+        """See `Engine.dequeue`."""
+        del replica  # The program knows its own.
+        activations = tf.raw_ops.RecvTPUEmbeddingActivations(
+            num_outputs=len(self._plan.features), config=self._config
+        )
+        self._tag_op(activations[0])
+        return [
+            tf.ensure_shape(activation, (*shape, dim))
+            for activation, shape, dim in zip(
+                activations, self._output_shapes, self._dims(), strict=True
+            )
+        ]
+
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.apply_gradients`."""
+        del replica
+        whole = [
+            tf.zeros((*shape, dim)) if gradient is None else gradient
+            for gradient, shape, dim in zip(
+                gradients, self._output_shapes, self._dims(), strict=True
+            )
+        ]
+        checks = []
+        if self._options.check_numerics:
+            for spec, gradient in zip(self._plan.features, gradients, strict=True):
+                if gradient is not None:
+                    checks.append(_check_finite(f"Feature {spec.path}", gradient))
+        rates = self._rates.evaluate()
+        with tf.control_dependencies([*require(checks), *rates]):
+            sent = tf.raw_ops.SendTPUEmbeddingGradients(
+                inputs=whole, learning_rates=rates, config=self._config
+            )
+        self._tag_op(sent)
+        with tf.control_dependencies([] if sent is None else [sent]):
+            self._rates.count_update()
+
+    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
+        """See `Engine.lookup`."""
+        raise errors.no_lookups("lookup")
+
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.submit`."""
+        raise errors.no_lookups("submit")
+
+    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        """See `Engine.preprocess`."""
+        raise errors.no_lookups("embedding_lookup")
+
+    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
+        """See `Engine.lookup_stacked`."""
+        raise errors.no_lookups("embedding_lookup")
+
+    def update_stacked(
+        self,
+        tables: Mapping[str, PartitionedCsrFormatTensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """See `Engine.update_stacked`."""
+        raise errors.no_lookups("apply_gradients")
+
+    def flush(self) -> None:
+        """See `Engine.flush`: the TPU itself puts a pending update first."""
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        raise errors.reset()
+
+    def _configure(self) -> None:
+        """Configures the TPU's engine, or sees that another has done so."""
+        with tf.device(self._tpu.system):
+            initialized = tf.raw_ops.IsTPUEmbeddingInitialized()
+            if self._options.initialize:
+                if initialized:
+                    raise errors.already_configured()
+                tf.raw_ops.ConfigureTPUEmbedding(config=self._config)
+            elif not initialized:
+                raise errors.not_configured()
+
+    def _dims(self) -> list[int]:
+        return [self._plan.tables[f.table].config.dim for f in self._plan.features]
+
+    def _output_shape(self, feature: int) -> tuple[int, ...]:
+        """Of one replica."""
+        shape = self._options.output_shapes.activation(feature)
+        known = tuple(axis for axis in shape if axis is not None)
+        if len(known) < len(shape):
+            raise errors.shape_not_known(self._plan.features[feature].path, shape)
+        return known
+
+    def _core_shape(self, feature: int) -> tuple[int, ...]:
+        first, *others = self._output_shapes[feature]
+        cores = self._tpu.cores_per_replica
+        if first % cores:
+            path = self._plan.features[feature].path
+            raise errors.not_divisible_by_cores(
+                path, self._output_shapes[feature], cores
+            )
+        return (first // cores, *others)
+
+    def _select(
+        self, batch: Sequence[IdBatch], *, of_core: bool = False
+    ) -> list[Selection]:
+        """Checks the features of a replica, or of one core."""
+        inputs = []
+        for spec, feature in zip(self._plan.features, batch, strict=True):
+            declared = self._options.output_shapes.declared(spec.index)
+            if declared is not None and of_core:
+                declared = dataclasses.replace(
+                    declared, shape=self._core_shape(spec.index)
+                )
+            inputs.append(
+                FeatureInput(
+                    spec=spec,
+                    table=self._plan.tables[spec.table],
+                    batch=feature,
+                    declared=declared,
+                    check_numerics=self._options.check_numerics,
+                )
+            )
+        return select(inputs)
+
+    def _mode(self, training: bool) -> tf.Tensor:
+        if self._options.topology.program() is None:
+            return tf.constant("train" if training else "inference")
+        # An op of its own: the compiler of the program looks whether there are
+        # gradients of the same name, and sets the mode accordingly.
+        return tf.where(training, tf.constant("train"), tf.constant("inference"))
+
+    def _enqueue_core(self, batch: CoreBatch, device: str, mode: tf.Tensor) -> None:
+        inside = self._options.topology.program() is not None
+        # The compiler of a real program knows the core better.
+        ordinal = (
+            -1 if inside and not self._tpu.simulated else self._tpu.ordinal(device)
+        )
+        with tf.device(None if inside else self._tpu.host_of(device)):
+            self._tag_op(
+                tf.raw_ops.EnqueueTPUEmbeddingArbitraryTensorBatch(
+                    sample_indices_or_row_splits=batch.splits,
+                    embedding_indices=batch.ids,
+                    aggregation_weights=batch.weights,
+                    mode_override=mode,
+                    device_ordinal=ordinal,
+                    combiners=[table.config.combiner for table in self._plan.tables],
+                )
+            )
+
+    def _tag_op(self, made: Any) -> None:
+        """Marks an op with the user's name for it; eagerly there is no op."""
+        if self._tag is None or tf.executing_eagerly():
+            return
+        op = made.op if isinstance(made, tf.Tensor) else made
+        op._set_attr(_NAME_ATTRIBUTE, _AttrValue(s=tf.compat.as_bytes(self._tag)))
+
+
+def _check_table(table: TableSpec) -> None:
+    """Raises for what the hardware, or its proto, has no place for."""
+    if table.optimizer is None:
+        raise errors.optimizer_required(table.name)
+    if table.optimizer.tpu is None:
+        kind = type(table.optimizer).__name__
+        raise errors.refused(
+            table.name, "optimizer", kind, "Give the table another optimizer."
+        )
+    for option, value in (
+        ("slot_variable_creation_fn", table.optimizer.slot_variable_creation_fn),
+        ("layout", table.config.layout),
+    ):
+        if value is not None:
+            raise errors.refused(table.name, option, value, "Leave it at None.")
+
+
+def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+
+
+def _check_argument(path: str, tensor: tf.Tensor) -> None:
+    """Raises unless a tensor comes straight from the arguments of strategy.run."""
+    if tf.is_symbolic_tensor(tensor):
+        if tensor.op.type == "Placeholder":
+            return
+        with contextlib.suppress(ValueError):  # No such attribute.
+            if tensor.op.get_attr("_tpu_input_identity"):
+                return
+    raise errors.not_an_argument(path, tensor)
+
+
+def _check_finite(name: str, gradient: tf.Tensor) -> Check:
+    values = tf.reshape(gradient, [-1])
+    bad = ~tf.math.is_finite(values)
+    dim = gradient.shape[-1]
+
+    def not_finite() -> tf.Tensor:
+        at = first(bad)
+        return text(
+            f"{name}: the gradient of sample ",
+            at // dim,
+            " is not finite (",
+            values[at],
+            ").",
+        )
+
+    return Check(~tf.reduce_any(bad), not_finite)

@@ -1,0 +1,124 @@
+"""The wording of this engine's errors: each function returns the exception."""
+
+from __future__ import annotations
+
+
+def optimizer_required(table: str) -> ValueError:
+    """A TPU cannot hold a table without an optimizer."""
+    return ValueError(
+        f"Table {table} has no optimizer, and a TPU needs one even for evaluation. "
+        "Pass `optimizer` to the constructor or to the TableConfig."
+    )
+
+
+def refused(
+    table: str, option: str, value: object, way_out: str
+) -> NotImplementedError:
+    """An option that the engine of TPU v2 to v4 lacks."""
+    return NotImplementedError(
+        f"Table {table}: TPU v2 to v4 have no `{option}={value!r}`. {way_out}"
+    )
+
+
+def no_numeric_checks() -> NotImplementedError:
+    """Gradients inside a TPU program cannot be checked."""
+    return NotImplementedError(
+        "`check_numerics=True` is not possible under TPUStrategy: a program on a TPU "
+        "cannot fail for a value. Leave it at False there."
+    )
+
+
+def shape_not_known(path: str, shape: object) -> ValueError:
+    """The TPU must be told the shape of every feature."""
+    return ValueError(
+        f"Feature {path}: a TPU must know the output shape before the first batch, but "
+        f"{shape} is not fully known. Call build(per_replica_input_shapes), set "
+        "FeatureConfig(output_shape), or enqueue a batch of static shape first."
+    )
+
+
+def not_divisible_by_cores(path: str, shape: object, cores: int) -> ValueError:
+    """The batch of a replica cannot be dealt out to its cores."""
+    return ValueError(
+        f"Feature {path}: {cores} cores work on each replica, so the first axis of its "
+        f"output shape must be divisible by {cores}. Received: {shape}."
+    )
+
+
+def already_configured() -> RuntimeError:
+    """A second engine on one TPU system."""
+    return RuntimeError(
+        "The TPU's embedding engine is configured already, by another TPUEmbedding. A "
+        "TPU system has one. Use that object, share its engine by "
+        "`initialize_tpu_embedding=False`, or initialize the TPU system anew."
+    )
+
+
+def not_configured() -> RuntimeError:
+    """No engine to share."""
+    return RuntimeError(
+        "`initialize_tpu_embedding=False` shares the engine that another TPUEmbedding "
+        "has configured, but there is none. Leave it at True."
+    )
+
+
+def tables_on_tpu() -> RuntimeError:
+    """The tables are in the TPU's memory."""
+    return RuntimeError(
+        "The embedding tables are in the TPU's own memory: variables would be stale, "
+        "and writing to them would change nothing. Save a checkpoint and restore it "
+        "into an embedding made outside of the TPU strategy, or call "
+        "tpu_embedding.checkpoint.save."
+    )
+
+
+def no_lookups(method: str) -> NotImplementedError:
+    """TPU v2 to v4 look up what was enqueued, and nothing else."""
+    return NotImplementedError(
+        f"{method} is not possible on TPU v2 to v4, whose lookups go through one "
+        "queue. Use TPUEmbedding with enqueue, dequeue and apply_gradients."
+    )
+
+
+def not_an_argument(path: str, tensor: object) -> ValueError:
+    """An input that was computed inside strategy.run."""
+    return ValueError(
+        f"Feature {path}: inside strategy.run enqueue takes only tensors that are "
+        f"arguments of the function given to strategy.run. Received: {tensor}. Compute "
+        "the features before strategy.run, or call enqueue outside of it. If the batch "
+        "size is dynamic, pass tf.distribute.RunOptions("
+        "experimental_enable_dynamic_batch_size=False)."
+    )
+
+
+def in_control_flow() -> RuntimeError:
+    """Enqueue in a part of a TPU program."""
+    return RuntimeError(
+        "enqueue was called inside control flow or a tf.function inside strategy.run, "
+        "where a TPU program cannot take in a batch. Call it at the top of the "
+        "function given to strategy.run, or outside of strategy.run."
+    )
+
+
+def input_on_tpu(path: str, device: str) -> ValueError:
+    """Ids that were sent to the TPU already."""
+    return ValueError(
+        f"Feature {path}: ids must be on the host, not on {device}. Distribute the "
+        "data set with tf.distribute.InputOptions(experimental_fetch_to_device=False)."
+    )
+
+
+def asynchronous_checkpoint() -> NotImplementedError:
+    """Tables in a TPU's memory cannot be copied beside the training."""
+    return NotImplementedError(
+        "Tables of TPU v2 to v4 cannot be saved asynchronously. Leave "
+        "`experimental_enable_async_checkpoint` of tf.train.CheckpointOptions at False."
+    )
+
+
+def reset() -> NotImplementedError:
+    """A TPU's queues cannot be emptied."""
+    return NotImplementedError(
+        "A TPU cannot forget the batches that it has: initialize the TPU system anew, "
+        "create the embedding again and restore a checkpoint."
+    )

@@ -1,0 +1,48 @@
+"""Learning rates that a TPU program evaluates, once per update and replica."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tpu_embedding import errors
+from tpu_embedding.engines.tpu_v1.configuration import dynamic_rates
+from tpu_embedding.layout.tables import Plan
+from tpu_embedding.optimizers import takes_step
+
+
+class ProgramRates:
+    """The callable learning rates, in the order of their tags.
+
+    Attributes:
+      updates: int64 scalar, the number of updates already applied, one on each
+        device; or None where no rate asks for it.
+    """
+
+    def __init__(self, plan: Plan, strategy: tf.distribute.Strategy) -> None:
+        """Makes the counter, where a rate asks for it."""
+        self._rates = dynamic_rates(plan)
+        self.updates: tf.Variable | None = None
+        if any(takes_step(rate) for rate in self._rates):
+            with strategy.scope():
+                self.updates = tf.Variable(
+                    tf.zeros([], tf.int64),
+                    trainable=False,
+                    name="updates",
+                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+                )
+
+    def evaluate(self) -> list[tf.Tensor]:
+        """float32 scalars."""
+        values = []
+        for rate in self._rates:
+            arguments = [self.updates] if takes_step(rate) else []
+            value = tf.cast(rate(*arguments), tf.float32)
+            if value.shape.rank != 0:
+                raise errors.rate_shape(rate, value.shape)
+            values.append(value)
+        return values
+
+    def count_update(self) -> None:
+        """Notes one more update, in each replica."""
+        if self.updates is not None:
+            self.updates.assign_add(1)
