@@ -1,14 +1,9 @@
-"""Features of one replica -> what the SparseCores take: padded, partitioned CSR.
-
-docs/formats.md draws the format. The work is one op for all tables, on TensorFlow's
-worker pool; it has no state, so it can run inside tf.data.Dataset.map beside training.
-"""
+"""Partitions by our own op: one for all tables, on TensorFlow's worker pool."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,72 +11,16 @@ from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
 from tpu_embedding.layout.partitions import Partitioning
 from tpu_embedding.ops import library
-
-
-class PartitionedBatch(NamedTuple):
-    """The batch of one replica. Every dict is keyed by the name of a stacked table.
-
-    Attributes:
-      tables: The CSR of each table.
-      row_pointers_sizes: int32 scalars: what is set of `row_pointers`.
-      ids_sizes: int32 scalars: what is set of the other tensors.
-      sorted_pos_ids: int32, beside `sorted_sample_ids`: each entry's position in its
-        sample. Of the tables that keep positions only.
-      dropped_ids: int64 scalars: entries left out because the id buffer was full.
-      required_ids: int64 scalars: the id buffer that would have held all.
-      max_ids: int64 scalars: entries in the fullest partition.
-      max_unique_ids: int64 scalars: different rows in the partition with most.
-      splits: int64 scalars: where the batch was cut into minibatches.
-    """
-
-    tables: dict[str, PartitionedCsrFormatTensor]
-    row_pointers_sizes: dict[str, tf.Tensor]
-    ids_sizes: dict[str, tf.Tensor]
-    sorted_pos_ids: dict[str, tf.Tensor]
-    dropped_ids: dict[str, tf.Tensor]
-    required_ids: dict[str, tf.Tensor]
-    max_ids: dict[str, tf.Tensor]
-    max_unique_ids: dict[str, tf.Tensor]
-    splits: dict[str, tf.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class PartitionOptions:
-    """What may differ from call to call.
-
-    Attributes:
-      padded: Give the tensors the size of the buffers, which is known while tracing.
-        What lies past the sizes of the batch is then not set. Otherwise they end there.
-      check_numerics: Fail on a weight that is not finite.
-    """
-
-    padded: bool = True
-    check_numerics: bool = False
+from tpu_embedding.preprocessing.records import PartitionedBatch, PartitionOptions
 
 
 def partition(
     batches: Sequence[IdBatch],
     partitioning: Partitioning,
-    splits: Sequence[tf.Tensor] | None = None,
-    options: PartitionOptions = PartitionOptions(),
+    splits: Sequence[tf.Tensor] | None,
+    options: PartitionOptions,
 ) -> PartitionedBatch:
-    """Partitions the features of one replica.
-
-    Args:
-      batches: One for each of `partitioning.features`, in their order.
-      partitioning: Where features and tables lie.
-      splits: For each of `partitioning.tables` an int64 scalar: the `splits` that
-        other replicas need. With minibatching all replicas must be cut alike: where
-        the OR of their `splits` is more than this batch got, call again with it.
-      options: See there.
-
-    Raises:
-      tf.errors.InvalidArgumentError: If an input does not fit its feature; if an id is
-        invalid and `invalid_ids` is "error"; if a partition exceeds its limits (and
-        minibatching is off or does not help); if the id buffer is too small and
-        `allow_id_dropping` is off.
-      RuntimeError: If the custom-op library cannot be loaded.
-    """
+    """As `preprocessing.partition`, by one op for all tables."""
     weights = [b.weights for b in batches]
     structures = [b.weight_structure for b in batches]
     result = library.load().tpu_embedding_partition(
