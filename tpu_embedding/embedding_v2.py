@@ -21,6 +21,7 @@ from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
 )
 from tpu_embedding.layout.stacking import layout_fields
+from tpu_embedding.preprocessing import statistics
 
 # The module makes its classes when it is imported; type checkers cannot know them.
 _SparseCoreTableLayout: Any = vars(sparse_core_layout_pb2)["SparseCoreTableLayout"]
@@ -254,6 +255,71 @@ class TPUEmbeddingV2(EmbeddingBase):
         tables = self._check_tables(preserved_outputs)
         with tf.name_scope("embedding_apply_gradients"):
             engine.update_stacked(tables, checked, replica)
+
+    @classmethod
+    def compute_sparse_core_stats(  # noqa: PLR0913 - TensorFlow's arguments.
+        cls,
+        features: Any,
+        feature_config: Any,
+        num_tpu_chips: int,
+        num_sc_per_chip: int = 4,
+        optimizer: Any = None,
+        sparse_core_embedding_config: Any = None,
+    ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """What max_ids_per_table and max_unique_ids_per_table a batch needs.
+
+        Args:
+          features: One replica's batch, as for embedding_lookup.
+          feature_config: As for the constructor; each feature has an output_shape.
+          num_tpu_chips: Devices that share the tables.
+          num_sc_per_chip: SparseCores of each.
+          optimizer: As for the constructor; tables are stacked by it.
+          sparse_core_embedding_config: As for the constructor. Limits do not count.
+
+        Returns:
+          Two dicts by name of the stack of int32 scalars: the most ids that one
+          SparseCore asks another for, and the most different ones.
+
+        Raises:
+          The errors of the constructor and of preprocess_features.
+        """
+        found = cls.compute_sparse_core_requirements(
+            features,
+            feature_config,
+            num_tpu_chips,
+            num_sc_per_chip,
+            optimizer,
+            sparse_core_embedding_config,
+        )
+        return found.max_ids, found.max_unique_ids
+
+    @staticmethod
+    def compute_sparse_core_requirements(  # noqa: PLR0913 - as above.
+        features: Any,
+        feature_config: Any,
+        num_tpu_chips: int,
+        num_sc_per_chip: int = 4,
+        optimizer: Any = None,
+        sparse_core_embedding_config: Any = None,
+    ) -> statistics.SparseCoreRequirements:
+        """As compute_sparse_core_stats, with the size of the id buffer.
+
+        >>> import tpu_embedding as te
+        >>> films = te.TableConfig(64, 8, name="films")
+        >>> feature = te.FeatureConfig(films, output_shape=[8], name="film")
+        >>> ids = tf.range(8) * 16
+        >>> needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(
+        ...     ids % 64, feature, num_tpu_chips=2)
+        >>> int(needs.max_ids["films"]), int(needs.required_ids["films"])
+        (2, 32)
+        """
+        return statistics.requirements(
+            features,
+            feature_config,
+            statistics.Hardware(num_tpu_chips, num_sc_per_chip),
+            optimizer,
+            _adapt_config(sparse_core_embedding_config),
+        )
 
     @property
     def embedding_table_shards(self) -> dict[Any, list[tuple[str, tf.Tensor]]]:

@@ -1,0 +1,142 @@
+"""What limits a batch needs: found by partitioning it without any."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.inputs import InputKind, to_id_batch
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.partitioning import full_output_shapes, make_partitioning
+from tpu_embedding.layout.partitions import Partitioning
+from tpu_embedding.layout.stacking import StackingOptions, make_layout
+from tpu_embedding.layout.tables import Plan, make_plan
+from tpu_embedding.preprocessing import PartitionOptions, partition
+from tpu_embedding.structures import Structure
+
+_NO_LIMIT = 2**31 - 1
+# The smallest id buffer of any number of samples; what it drops is not looked at.
+_SMALLEST_BUFFER = 8
+
+
+class SparseCoreRequirements(NamedTuple):
+    """The smallest limits under which a batch is neither refused nor cut.
+
+    Attributes:
+      max_ids: By name of the stack, int32 scalars: what max_ids_per_table must be.
+      max_unique_ids: The same for max_unique_ids_per_table.
+      required_ids: By name of the stack, int32 scalars: places of a device's id
+        buffer, padding included.
+      max_ids_per_chip_per_sample: int32 scalar, which gives every stack a buffer of
+        that size or more.
+    """
+
+    max_ids: dict[str, tf.Tensor]
+    max_unique_ids: dict[str, tf.Tensor]
+    required_ids: dict[str, tf.Tensor]
+    max_ids_per_chip_per_sample: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a batch is partitioned for.
+
+    Attributes:
+      num_devices: Devices that share the tables, TensorFlow's chips.
+      sparse_cores_per_device: Of each.
+    """
+
+    num_devices: int
+    sparse_cores_per_device: int
+
+
+@tf.autograph.experimental.do_not_convert  # It would only cost time.
+def requirements(
+    features: Any,
+    feature_config: Any,
+    hardware: Hardware,
+    optimizer: Any,
+    config: SparseCoreEmbeddingConfig,
+) -> SparseCoreRequirements:
+    """What the batch of one replica needs.
+
+    Args:
+      features: As for TPUEmbeddingV2.embedding_lookup.
+      feature_config: As for TPUEmbeddingV2; each feature has an output_shape.
+      hardware: What to partition for.
+      optimizer: For tables without one: tables of one optimizer may be stacked.
+      config: How to stack; its limits do not count.
+
+    Raises:
+      The errors of TPUEmbeddingV2 and of its preprocess_features.
+    """
+    adapted = adapt_features(feature_config, None)
+    plan = make_plan(
+        adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
+    )
+    partitioning = _unlimited(plan, hardware, config)
+    batches = []
+    shapes = OutputShapes(plan.features)
+    values = Structure(feature_config).flatten("features", features)
+    for spec, value in zip(plan.features, values, strict=True):
+        batch = to_id_batch(spec.path, value, None)
+        shape = tuple(batch.static_shape.as_list())
+        ragged = batch.kind is InputKind.RAGGED
+        shapes.check_input(spec.index, shape, ragged=ragged)
+        batches.append(batch)
+    found = partition(batches, partitioning, options=PartitionOptions(padded=False))
+    return SparseCoreRequirements(
+        max_ids=_int32(found.max_ids),
+        max_unique_ids=_int32(found.max_unique_ids),
+        required_ids=_int32(found.required_ids),
+        max_ids_per_chip_per_sample=_per_sample(partitioning, found.required_ids),
+    )
+
+
+def _unlimited(
+    plan: Plan, hardware: Hardware, config: SparseCoreEmbeddingConfig
+) -> Partitioning:
+    options = StackingOptions(
+        num_devices=hardware.num_devices,
+        sparse_cores_per_device=hardware.sparse_cores_per_device,
+        disable_table_stacking=config.disable_table_stacking,
+        stock_feature_counts=config.stock_feature_counts,
+    )
+    layout = make_layout(plan, full_output_shapes(plan), options)
+    partitioning = make_partitioning(
+        plan,
+        layout,
+        options,
+        SparseCoreEmbeddingConfig(
+            max_ids_per_chip_per_sample=_SMALLEST_BUFFER, allow_id_dropping=True
+        ),
+    )
+    tables = [
+        dataclasses.replace(
+            table,
+            max_ids_per_partition=_NO_LIMIT,
+            max_unique_ids_per_partition=_NO_LIMIT,
+        )
+        for table in partitioning.tables
+    ]
+    return dataclasses.replace(partitioning, tables=tuple(tables))
+
+
+def _int32(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {name: tf.cast(value, tf.int32) for name, value in values.items()}
+
+
+def _per_sample(
+    partitioning: Partitioning, required: dict[str, tf.Tensor]
+) -> tf.Tensor:
+    """Ids for each sample, so that every buffer is large enough and whole eights."""
+    per_sample = [-(-required[t.name] // t.samples) for t in partitioning.tables]
+    common = math.gcd(_SMALLEST_BUFFER, *(t.samples for t in partitioning.tables))
+    step = _SMALLEST_BUFFER // common
+    most = tf.maximum(tf.reduce_max(tf.stack(per_sample)), 1)
+    return tf.cast(-(-most // step) * step, tf.int32)
