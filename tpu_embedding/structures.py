@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +21,12 @@ class Structure:
     """
 
     def __init__(self, nested: Any) -> None:
+        """Keeps the containers of `nested`.
+
+        Raises:
+          TypeError: If the keys of a dict cannot be sorted.
+        """
+        _check_keys("", nested)
         # A copy: the user may change his own containers later.
         self._nested = tf.nest.map_structure(lambda leaf: leaf, nested)
 
@@ -46,6 +52,27 @@ class Structure:
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The leaves, in the order of `flatten`, in this structure."""
         return tf.nest.pack_sequence_as(self._nested, list(leaves))
+
+
+def _check_keys(path: str, nested: Any) -> None:
+    """Raises a TypeError for keys that cannot be sorted, as TensorFlow does."""
+    children = enumerate(nested) if isinstance(nested, (list, tuple)) else ()
+    if isinstance(nested, Mapping):
+        try:
+            sorted(nested)
+        except TypeError as error:
+            raise _mixed_keys(path, nested) from error
+        children = nested.items()
+    for key, child in children:
+        _check_keys(f"{path}/{key}" if path else str(key), child)
+
+
+def _mixed_keys(path: str, keys: Iterable[Any]) -> TypeError:
+    """Keys of several types in one dict."""
+    return TypeError(
+        f"The keys of the dict at {path or 'top'} cannot be sorted: "
+        f"{', '.join(map(repr, keys))}. Use keys of one type."
+    )
 
 
 def _kind(value: Any) -> type:

@@ -137,6 +137,25 @@ def test_serving_config_under_a_tape_trains_nothing():
     assert layer.embedding_tables[table].numpy()[5, 0] == 5
 
 
+# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
+@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+def test_serving_config_in_a_functional_model_is_saved(tmp_path: pathlib.Path):
+    one = te.TableConfig(9, 2, te.RowIdInitializer(), name="one")
+    two = te.TableConfig(9, 3, te.RowIdInitializer(50), name="two")
+    config = {"a": te.FeatureConfig(one), "b": te.FeatureConfig(two)}
+    layer = TPUEmbedding(config, "sgd")
+    ids = keras.Input((2,), dtype="int64", name="ids")
+    serving = [te.FeatureConfig(two, output_shape=(None,), name="x")]
+    model: Any = keras.Model(ids, layer([ids], serving_config=serving))
+    layer.update_embedding_table(two, tf.fill([9, 3], 7.0))
+    model.save(tmp_path / "model.keras")
+    loaded: Any = keras.models.load_model(tmp_path / "model.keras")
+    for each in (model, loaded, keras.models.clone_model(model)):
+        assert [output.shape for output in each.outputs] == [(None, 3)]
+    activations = loaded(tf.constant([[1, 2]], tf.int64))
+    np.testing.assert_array_equal(tf.nest.flatten(activations)[0], [[7, 7, 7]])
+
+
 def test_serving_config_of_a_foreign_table():
     table = te.TableConfig(9, 2, name="t")
     layer = TPUEmbedding({"a": te.FeatureConfig(table)}, "sgd")

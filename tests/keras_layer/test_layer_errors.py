@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer import models
@@ -12,7 +14,7 @@ from keras_layer import models
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding, errors
 
-V2 = tf.tpu.experimental.HardwareFeature.EmbeddingFeature.V2
+EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 
 
 def make(optimizer: Any = "sgd", **options: Any) -> TPUEmbedding:
@@ -20,27 +22,37 @@ def make(optimizer: Any = "sgd", **options: Any) -> TPUEmbedding:
     return TPUEmbedding(config, optimizer, **options)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("pipeline_execution_with_tensor_core", True),
-        ("embedding_feature", V2),
-        ("sparse_core_embedding_config", object()),
-    ],
-)
-def test_what_this_release_lacks(option: str, value: Any):
-    with pytest.raises(NotImplementedError) as raised:
-        make(**{option: value})
-    assert str(raised.value) == (
-        f"`{option}={value!r}` is not supported by this release of the layer. Leave it "
-        "at its default."
+def test_pipelining_is_refused():
+    with pytest.raises(
+        NotImplementedError, match="each call is a batch of its own, so"
+    ):
+        make(pipeline_execution_with_tensor_core=True)
+
+
+@pytest.mark.parametrize("name", ["V1", "V2", "UNSUPPORTED"])
+def test_hints_for_tpus_are_kept(name: str):
+    stock = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig
+    limits = {"t": 512}
+    layer = make(
+        embedding_feature=EmbeddingFeature[name],
+        sparse_core_embedding_config=stock(max_ids_per_table=limits),
     )
+    config = json.loads(json.dumps(layer.get_config()))
+    assert config["embedding_feature"] == name
+    assert config["sparse_core_embedding_config"]["max_ids_per_table"] == limits
+    again = TPUEmbedding.from_config(config).get_config()
+    kept = again["sparse_core_embedding_config"]
+    assert kept.pop("stock_feature_counts") is False  # Of our class.
+    assert kept == config["sparse_core_embedding_config"]
+    assert again["embedding_feature"] == name
 
 
-@pytest.mark.parametrize("name", ["V1", "UNSUPPORTED"])
-def test_embedding_features_of_a_host(name: str):
-    feature = getattr(tf.tpu.experimental.HardwareFeature.EmbeddingFeature, name)
-    make(embedding_feature=feature)
+@pytest.mark.parametrize(
+    "option", ["embedding_feature", "sparse_core_embedding_config"]
+)
+def test_hints_of_the_wrong_type(option: str):
+    with pytest.raises(TypeError, match=f"`{option}` must be None or an? .*Received"):
+        make(**{option: "V1"})
 
 
 def test_another_backend(monkeypatch: pytest.MonkeyPatch):
@@ -88,6 +100,26 @@ def test_batches_of_another_size_than_promised():
             call({"a": tf.constant([0, 1, 2])})
 
 
+def test_batches_of_another_size_in_graphs_that_know_no_size():
+    layer = make(batch_size=2)
+    inputs = {"a": keras.Input((), dtype="int64", name="a")}
+    model = keras.Model(inputs, layer(inputs)["a"])
+    model.compile("sgd", "mse")
+    text = r"Feature a: the input gives output shape \(3,\), not \(2,\) that batch_size"
+    sizes = tf.data.Dataset.from_generator(
+        # One row of labels: else the loss may be the first to see three of them.
+        lambda: (({"a": ids}, tf.zeros([1, 2])) for ids in ([0, 1], [0, 1, 2])),
+        output_signature=(
+            {"a": tf.TensorSpec([None], tf.int64)},
+            tf.TensorSpec([None, 2]),
+        ),
+    )
+    runs = {model.fit: {"shuffle": False}, model.evaluate: {}, model.predict: {}}
+    for run, options in runs.items():
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            run(sizes, verbose=0, **options)
+
+
 def test_exported_graphs_take_any_batch_size():
     layer = make(batch_size=4)
     serve = tf.function(layer, input_signature=[{"a": tf.TensorSpec([None], tf.int64)}])
@@ -109,6 +141,23 @@ def test_features_are_checked(features: Any, error: Any, text: str, graph: bool)
     layer.build()
     with pytest.raises(error, match=text):
         (tf.function(layer) if graph else layer)(features)
+
+
+def test_keys_of_several_types():
+    feature = te.FeatureConfig(te.TableConfig(4, 2))
+    with pytest.raises(
+        TypeError, match="keys of the dict at b cannot be sorted: 'c', 3"
+    ):
+        TPUEmbedding({"b": {"c": feature, 3: feature}}, "sgd")
+
+
+def test_a_sequential_without_an_input_says_what_it_needs():
+    layer = TPUEmbedding(te.FeatureConfig(te.TableConfig(4, 2)), "sgd")
+    model = keras.Sequential([layer])
+    model.compile("sgd", "mse")
+    text = "a Sequential, which takes float32 for granted"
+    with pytest.raises(TypeError, match=text):
+        model.fit(np.array([0, 1]), np.zeros([2, 2]), verbose=0)
 
 
 def test_tables_of_other_layers():

@@ -96,11 +96,14 @@ def loss_scale_missing(policy: str) -> ValueError:
     )
 
 
-def not_built_yet(option: str, value: object) -> NotImplementedError:
-    """An argument that asks for a part of the library that is not there."""
+def pipelining(value: object) -> NotImplementedError:
+    """An update that stays pending, where nobody could apply it in time."""
     return NotImplementedError(
-        f"`{option}={value!r}` is not supported by this release of the layer. Leave "
-        "it at its default."
+        f"`pipeline_execution_with_tensor_core={value!r}` is not supported by the "
+        "layer: each call is a batch of its own, so there is no step that an update "
+        "could be late by, and evaluation, export, get_weights and callbacks of Keras "
+        "read the tables without a chance to apply it first. Leave it at False, or "
+        "use tpu_embedding.TPUEmbedding in a loop of your own."
     )
 
 
@@ -118,6 +121,15 @@ def trainable_tables_option(option: str, value: object) -> ValueError:
     return ValueError(
         f"With `trainable_tables=True` the tables are ordinary weights, which have no "
         f"use for `{option}={value!r}`. Leave it at None."
+    )
+
+
+def symbolic_dtype(path: str, dtype: str) -> TypeError:
+    """A keras.Input for ids without a dtype."""
+    return TypeError(
+        f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
+        f'tensor of {dtype}. Use `keras.Input(shape, dtype="int64")`, also at the '
+        "head of a Sequential, which takes float32 for granted."
     )
 
 

@@ -19,6 +19,8 @@ _NO_GRADIENT = (
     "Open the tape before the tf.function is first called, or inside of it, or use a "
     "second tf.function for training."
 )
+# Methods of keras.Model, which users may override.
+_EVALUATION = ("test_step", "predict_step")
 _Tape: Any = tf.GradientTape  # Type checkers miss two of its methods.
 # They ask for many gradients of one call, of which the tables would take the first.
 _JACOBIANS = (_Tape.jacobian, _Tape.batch_jacobian)
@@ -31,6 +33,18 @@ def is_recording() -> bool:
     under one, or opens one. There is no public function that says so.
     """
     return record.could_possibly_record()
+
+
+def is_evaluation() -> bool:
+    """Whether Keras evaluates or predicts, in a graph that nobody can export."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _EVALUATION and isinstance(
+            frame.f_locals.get("self"), keras.Model
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def let_through(

@@ -9,14 +9,26 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.errors import argument_type
-from tpu_embedding.keras import errors, saving
+from tpu_embedding.keras import encoding, errors, saving
 from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
 from tpu_embedding.keras.specs import output_spec
 from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
 from tpu_embedding.optimizers.base import check_positive
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
+# What each hint may be besides None, in words and in classes.
+_HINTS: dict[str, Any] = {
+    "embedding_feature": ("an EmbeddingFeature", _EmbeddingFeature),
+    "sparse_core_embedding_config": (
+        "a SparseCoreEmbeddingConfig",
+        (
+            SparseCoreEmbeddingConfig,
+            tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig,
+        ),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +38,8 @@ class _Arguments:
     feature_config: Any
     optimizer: Any
     batch_size: int | None
+    embedding_feature: Any
+    sparse_core_embedding_config: Any
     trainable_tables: bool
     loss_scale: Any
     invalid_ids: str | None
@@ -94,12 +108,14 @@ class TPUEmbedding(keras.layers.Layer):
             `translate_keras_optimizer`), or "sgd", "adagrad", "adam" or "ftrl" for
             those of this package. None: lookups only. TableConfig.optimizer takes
             the same.
-          pipeline_execution_with_tensor_core: False.
+          pipeline_execution_with_tensor_core: False. What reads weights in a model of
+            Keras could not apply an update that is left pending.
           batch_size: The global size of every batch, or None for any. Exported graphs
             take any size.
-          embedding_feature: None, or EmbeddingFeature.UNSUPPORTED or V1 of
-            TensorFlow, which are all the same on a host.
-          sparse_core_embedding_config: None.
+          embedding_feature: None or an EmbeddingFeature of TensorFlow: which engine
+            of a TPU is meant. A host has one engine for all.
+          sparse_core_embedding_config: None or a SparseCoreEmbeddingConfig, of this
+            package or of TensorFlow: the buffers of SparseCores, which a host lacks.
           trainable_tables: Make the tables ordinary trainable weights, which the
             optimizer of the model trains, as TFRS did on a CPU.
           loss_scale: What the loss was multiplied by, or a callable that returns it;
@@ -119,21 +135,8 @@ class TPUEmbedding(keras.layers.Layer):
         """
         if keras.backend.backend() != "tensorflow":
             raise errors.backend(keras.backend.backend())
-        for option, value, allowed in (
-            (
-                "pipeline_execution_with_tensor_core",
-                pipeline_execution_with_tensor_core,
-                (False,),
-            ),
-            (
-                "embedding_feature",
-                embedding_feature,
-                (None, _EmbeddingFeature.UNSUPPORTED, _EmbeddingFeature.V1),
-            ),
-            ("sparse_core_embedding_config", sparse_core_embedding_config, (None,)),
-        ):
-            if value not in allowed:
-                raise errors.not_built_yet(option, value)
+        if pipeline_execution_with_tensor_core is not False:
+            raise errors.pipelining(pipeline_execution_with_tensor_core)
         _check_loss_scale(loss_scale)
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no such kernels; Keras asks this.
@@ -141,11 +144,14 @@ class TPUEmbedding(keras.layers.Layer):
             feature_config=feature_config,
             optimizer=optimizer,
             batch_size=batch_size,
+            embedding_feature=embedding_feature,
+            sparse_core_embedding_config=sparse_core_embedding_config,
             trainable_tables=trainable_tables,
             loss_scale=loss_scale,
             invalid_ids=invalid_ids,
             check_numerics=check_numerics,
         )
+        _check_hints(arguments)
         resolved = resolve(feature_config, optimizer, invalid_ids)
         self._parts = _Parts(arguments, resolved, _make_tables(arguments, resolved))
         self._refused_load: ValueError | None = None
@@ -169,6 +175,26 @@ class TPUEmbedding(keras.layers.Layer):
         for name, variable in self._parts.tables.variables().items():
             self._track_trackable(variable, name)
         self.built = True
+
+    def __call__(
+        self,
+        features: Any,
+        weights: Any = None,
+        serving_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See `call`; Keras keeps the arguments of symbolic calls, to save them."""
+        leaves = keras.tree.flatten((features, weights))
+        symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
+        kept = (type(None), encoding.ServingFeatures)
+        if symbolic and not isinstance(serving_config, kept):
+            self._resolve(serving_config)  # Has errors for what cannot be kept.
+            serving_config = encoding.ServingFeatures.of(
+                serving_config, self._table_keys()
+            )
+        return super().__call__(
+            features, weights=weights, serving_config=serving_config, **kwargs
+        )
 
     def call(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -248,16 +274,21 @@ class TPUEmbedding(keras.layers.Layer):
             configuration is no object that Keras can serialise.
         """
         arguments = self._parts.arguments
-        features = saving.encode_features(
+        features = encoding.encode_features(
             arguments.feature_config, arguments.invalid_ids
         )
+        hint = arguments.embedding_feature
         return {
             **super().get_config(),
             "feature_config": features,
-            "optimizer": saving.encode_optimizer(arguments.optimizer, "the layer"),
+            "optimizer": encoding.encode_optimizer(arguments.optimizer, "the layer"),
             "batch_size": arguments.batch_size,
+            "embedding_feature": None if hint is None else hint.name,
+            "sparse_core_embedding_config": encoding.encode_sparse_core(
+                arguments.sparse_core_embedding_config
+            ),
             "trainable_tables": arguments.trainable_tables,
-            "loss_scale": saving.encode_object("`loss_scale`", arguments.loss_scale),
+            "loss_scale": encoding.encode_object("`loss_scale`", arguments.loss_scale),
             "invalid_ids": arguments.invalid_ids,
             "check_numerics": arguments.check_numerics,
         }
@@ -266,9 +297,14 @@ class TPUEmbedding(keras.layers.Layer):
     def from_config(cls, config: Mapping[str, Any]) -> TPUEmbedding:
         """A layer as `get_config` described it, with TableConfigs of its own."""
         arguments = dict(config)
-        arguments["feature_config"] = saving.decode_features(config["feature_config"])
-        arguments["optimizer"] = saving.decode_optimizer(config["optimizer"])
-        arguments["loss_scale"] = saving.decode_object(config["loss_scale"])
+        arguments["feature_config"] = encoding.decode_features(config["feature_config"])
+        arguments["optimizer"] = encoding.decode_optimizer(config["optimizer"])
+        arguments["loss_scale"] = encoding.decode_object(config["loss_scale"])
+        hint = config["embedding_feature"]
+        arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
+        arguments["sparse_core_embedding_config"] = encoding.decode_sparse_core(
+            config["sparse_core_embedding_config"]
+        )
         return cls(**arguments)
 
     def get_build_config(self) -> dict[str, Any] | None:
@@ -315,9 +351,14 @@ class TPUEmbedding(keras.layers.Layer):
             with keras.name_scope(self.name, caller=self):
                 self.build()
 
+    def _table_keys(self) -> list[Any]:
+        return [spec.key for spec in self._parts.resolved.plan.tables]
+
     def _resolve(self, serving_config: Any) -> Resolved:
         if serving_config is None:
             return self._parts.resolved
+        if isinstance(serving_config, encoding.ServingFeatures):
+            serving_config = serving_config.over(self._table_keys())
         return resolve_serving(serving_config, self._parts.resolved)
 
 
@@ -334,6 +375,13 @@ def _make_tables(arguments: _Arguments, resolved: Resolved) -> LayerTables:
         loss_scale=arguments.loss_scale,
         check_numerics=arguments.check_numerics,
     )
+
+
+def _check_hints(arguments: _Arguments) -> None:
+    for option, (words, classes) in _HINTS.items():
+        value = getattr(arguments, option)
+        if value is not None and not isinstance(value, classes):
+            raise argument_type(option, value, f"None or {words}")
 
 
 def _check_loss_scale(value: Any) -> None:

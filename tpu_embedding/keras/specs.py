@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tpu_embedding import errors
+from tpu_embedding.keras import errors as keras_errors
 from tpu_embedding.keras.configs import Resolved
 from tpu_embedding.layout.output_shapes import OutputShapes, from_input
 
@@ -30,7 +31,7 @@ def output_spec(resolved: Resolved, features: Any, dtype: str) -> Any:
     for spec, value in zip(plan.features, inputs, strict=True):
         name = keras.backend.standardize_dtype(value.dtype)
         if name not in ("int32", "int64"):
-            raise errors.ids_dtype(spec.path, name)
+            raise keras_errors.symbolic_dtype(spec.path, name)
         shape = tuple(value.shape)
         if not shape:
             raise errors.input_rank(spec.path, "symbolic", 0, ">= 1")

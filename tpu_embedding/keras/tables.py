@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,9 +12,11 @@ import tensorflow as tf
 
 from tpu_embedding import embedding
 from tpu_embedding.initializers import default_initializer
-from tpu_embedding.keras import errors, gate, plain
+from tpu_embedding.keras import errors, gate
 from tpu_embedding.keras.calls import Calls
 from tpu_embedding.keras.configs import Resolved
+from tpu_embedding.lookup.combine import VariableReader
+from tpu_embedding.serving.lookup import FeatureLookup
 
 # Where TensorFlow makes the gradients of tf.cond and of loops.
 _CONTROL_FLOW = (".cond_v2", ".while_v2")
@@ -158,8 +160,9 @@ class UpdatedTables(LayerTables):
         between_replicas = tf.distribute.in_cross_replica_context() and (
             tf.distribute.get_strategy().num_replicas_in_sync > 1
         )
-        if not recording and (not tf.executing_eagerly() or between_replicas):
-            # Evaluation or export: only stock ops go into such a graph.
+        exportable = not tf.executing_eagerly() and not gate.is_evaluation()
+        if not recording and (exportable or between_replicas):
+            # Only stock ops go into a graph that may be exported.
             return self.serve(self._resolved, values, weights, trainable=trainable)
         structure = self._resolved.structure
         activations, ticket = self._core.lookup(
@@ -220,16 +223,13 @@ class UpdatedTables(LayerTables):
         *,
         trainable: bool,
     ) -> list[tf.Tensor]:
-        activations = plain.look_up(
+        lookup = FeatureLookup(
             resolved.plan,
-            self.variables(),
-            values,
-            weights,
-            plain.Checks(
-                self._check_numerics,
-                self._batch_size if resolved is self._resolved else None,
-            ),
+            _readers(resolved, self.variables()),
+            check_numerics=self._check_numerics,
+            batch_size=self._batch_size if resolved is self._resolved else None,
         )
+        activations = lookup(resolved.plan.features, values, weights)
         if not trainable or tf.executing_eagerly():
             return activations
         return gate.let_nothing_through(self._virtual, activations)
@@ -293,13 +293,19 @@ class TrainableTables(LayerTables):
         trainable: bool,
     ) -> list[tf.Tensor]:
         del trainable  # Keras leaves frozen weights out of trainable_variables.
-        return plain.look_up(
+        tables = {name: variable.value for name, variable in self._variables.items()}
+        lookup = FeatureLookup(
             resolved.plan,
-            {name: variable.value for name, variable in self._variables.items()},
-            values,
-            weights,
-            plain.Checks(self._check_numerics),
+            _readers(resolved, tables),
+            check_numerics=self._check_numerics,
         )
+        return lookup(resolved.plan.features, values, weights)
+
+
+def _readers(resolved: Resolved, tables: Mapping[str, Any]) -> dict[int, Any]:
+    """How stock ops read the tables, by index; `tables` has them by name."""
+    specs = resolved.plan.tables
+    return {spec.index: VariableReader(tables[spec.name]) for spec in specs}
 
 
 def _flat(name: str) -> str:
