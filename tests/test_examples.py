@@ -23,6 +23,7 @@ import tpu_embedding
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 RANKING = ROOT / "examples" / "01_movielens_ranking.py"
+SPARSE_CORE = ROOT / "examples" / "03_sparsecore_on_your_laptop.py"
 SERVE = ROOT / "examples" / "04_serve.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
@@ -128,8 +129,24 @@ def test_example_runs(
 ):
     if example == RANKING:
         request.getfixturevalue("unbroken")  # It ran already.
-    elif example != SERVE:  # It runs below.
+    elif example not in (SPARSE_CORE, SERVE):  # They run below.
         run(example, "--out", tmp_path)
+
+
+def test_sparse_cores_in_software_train_as_the_host_does(tmp_path: pathlib.Path):
+    printed = run(SPARSE_CORE, "--out", tmp_path)
+    found = json.loads((tmp_path / "sparse_core.json").read_text())
+    assert found["sparse_core"] == pytest.approx(found["host"], abs=1e-5)
+    assert 0.95 < found["host"]["rmse"] < 1.05
+    assert 0.7 < found["host"]["auc"] < 0.8
+    stack = "age_genres_item_occupation_recent_user_zip_code"
+    assert f"Table {stack}: a SparseCore asks SparseCore" in printed
+    assert "but the limit is 256 (max_ids_per_table). Raise the limit" in printed
+    # 16 places for each sample have room for all but the films seen before, up to 30.
+    dropped = found["dropped_ids"]
+    assert dropped.pop("recent") > 0
+    assert set(dropped.values()) == {0}
+    assert len(dropped) == 8
 
 
 def test_serving_in_fewer_bits_keeps_the_quality(

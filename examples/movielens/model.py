@@ -25,10 +25,18 @@ Symbolic = Any  # A tensor of Keras that has no value yet.
 FeatureConfigs = dict[str, te.FeatureConfig]
 
 
-def make_feature_config(vocabulary_sizes: Mapping[str, int]) -> FeatureConfigs:
-    """A table of its own for each feature, keyed by the feature's name."""
+def make_feature_config(
+    vocabulary_sizes: Mapping[str, int], batch_size: int | None = None
+) -> FeatureConfigs:
+    """A table of its own for each feature, keyed by the feature's name.
+
+    Args:
+      vocabulary_sizes: By name how many ids the feature has.
+      batch_size: Of a replica, where it must be known before a batch comes.
+    """
+    shape = None if batch_size is None else [batch_size]
     return {
-        name: te.FeatureConfig(_make_table(name, size), name=name)
+        name: te.FeatureConfig(_make_table(name, size), output_shape=shape, name=name)
         for name, size in vocabulary_sizes.items()
     }
 
