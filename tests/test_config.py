@@ -252,6 +252,7 @@ def test_sparse_core_config_keeps_limits_of_its_own() -> None:
         ("initialize_tables_on_host", "yes", TypeError),
         ("enable_fast_table_initialization", 0, TypeError),
         ("stock_feature_counts", 1, TypeError),
+        ("minibatching", 0, TypeError),
         ("max_ids_per_chip_per_sample", 0, ValueError),
         ("max_ids_per_chip_per_sample", 1.5, ValueError),
         ("max_ids_per_table", 3, TypeError),

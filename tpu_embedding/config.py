@@ -173,8 +173,8 @@ class SparseCoreEmbeddingConfig:
 
     Fields, their order and defaults are those of
     tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig, and
-    `stock_feature_counts`. The limits concern the buffers of a TPU (or of the
-    software TPU); the host engine has no such buffers and keeps every id.
+    `stock_feature_counts` and `minibatching`. The limits concern the buffers of a TPU
+    (or of the software TPU); the host engine has no such buffers and keeps every id.
 
     >>> SparseCoreEmbeddingConfig(max_ids_per_table={"films": 512}).allow_id_dropping
     False
@@ -194,6 +194,9 @@ class SparseCoreEmbeddingConfig:
         first table, on the TPU. Other numbers than those of docs/semantics.md.
       stock_feature_counts: Count samples as TensorFlow's own TPUEmbeddingV2 does,
         which sees only the first feature of all: for checkpoints that it wrote.
+      minibatching: Cut a batch that is beyond the limits of a table into minibatches,
+        up to 64, instead of failing. All replicas must be cut alike, so that with
+        several of them only lookups inside strategy.run can do it.
 
     Raises:
       TypeError: If a field is of the wrong type.
@@ -208,6 +211,7 @@ class SparseCoreEmbeddingConfig:
     initialize_tables_on_host: bool = True
     enable_fast_table_initialization: bool = False
     stock_feature_counts: bool = dataclasses.field(default=False, kw_only=True)
+    minibatching: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for flag in (
@@ -216,6 +220,7 @@ class SparseCoreEmbeddingConfig:
             "initialize_tables_on_host",
             "enable_fast_table_initialization",
             "stock_feature_counts",
+            "minibatching",
         ):
             if not isinstance(getattr(self, flag), bool):
                 raise errors.argument_type(flag, getattr(self, flag), "a bool")

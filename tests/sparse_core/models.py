@@ -36,7 +36,7 @@ def two_tables(
 def films(**arguments: Any) -> te.TPUEmbeddingV2:
     """One table, one feature of two samples."""
     config = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="films")
-    with strategy_of(*SYSTEM).scope():
+    with strategy_of(*arguments.pop("system", SYSTEM)).scope():
         return te.TPUEmbeddingV2(
             te.FeatureConfig(config, output_shape=[2], name="film"),
             arguments.pop("optimizer", te.SGD(1.0)),

@@ -99,6 +99,17 @@ def check_stock_feature_counts() -> None:
     assert stocks_count(stock_feature_counts=True) == {"a_b_c"}
 
 
+def check_minibatching() -> None:
+    """test_conformance.py shows that several replicas train so."""
+    limits = {"max_ids_per_table": {"films": 1}, "minibatching": True}
+    with pytest.raises(RuntimeError, match=r"all 2 replicas must be cut at the same"):
+        ids_of(8, **limits)
+    embedding = films(system=("v6e", 1), **config(**limits))
+    batch = embedding.preprocess_features(tf.ragged.constant([[0, 1, 2, 3, 4], []]))
+    # On a SparseCore 0, 2 and 4 come one by one.
+    assert batch.tables["films"].num_minibatches_per_physical_sparse_core.numpy() == 3
+
+
 @pytest.mark.parametrize(
     "field", [f.name for f in dataclasses.fields(te.SparseCoreEmbeddingConfig)]
 )

@@ -65,12 +65,7 @@ class SparseCoreTwin(Twin):
         )
 
 
-def make_twin(
-    system: tuple[str, int],
-    optimizer: Any,
-    inputs: Sequence[Input] = INPUTS,
-    **arguments: Any,
-) -> SparseCoreTwin:
+def parts(inputs: Sequence[Input]) -> tuple[dict[str, Table], dict[str, Feature]]:
     """Two tables of one kind, which are stacked, and a third, which is padded more.
 
     Every input feeds a table, every other one with weights.
@@ -85,19 +80,34 @@ def make_twin(
             quantization=te.QuantizationConfig(9, -1.0, 1.0),
         ),
     }
-    features = {
+    features: dict[str, Feature] = {
         given.name: ShapedFeature(list(tables)[number % 3], given, number % 2 == 1)
         for number, given in enumerate(inputs)
     }
     assert all(math.prod(output_shape(given)) % 4 == 0 for given in inputs)
+    return tables, features
+
+
+def make_twin(
+    system: tuple[str, int],
+    optimizer: Any,
+    inputs: Sequence[Input] = INPUTS,
+    **arguments: Any,
+) -> Twin:
     return SparseCoreTwin(
-        tables,
-        features,
+        *parts(inputs),
         optimizer,
         strategy=strategy_of(*system),
         make=Stepwise,
         **arguments,
     )
+
+
+def make_host_twin(system: tuple[str, int], optimizer: Any) -> Twin:
+    """The same on the host engine, with as many replicas."""
+    devices = [f"CPU:{replica}" for replica in range(system[1])]
+    strategy = tf.distribute.MirroredStrategy(devices)
+    return Twin(*parts(INPUTS), optimizer, strategy, make=Stepwise, inside=True)
 
 
 def run(strategy: tf.distribute.Strategy, function: Any, *arguments: Any) -> list[Any]:

@@ -217,3 +217,13 @@ def cores_per_replica(cores: int) -> NotImplementedError:
         f"Each replica has {cores} TPU cores, and embeddings on SparseCores need one. "
         "Use a DeviceAssignment of one core per replica."
     )
+
+
+def minibatches_outside_of_replicas(replicas: int) -> RuntimeError:
+    """For a batch that is to be cut as those of all replicas are."""
+    return RuntimeError(
+        f"With minibatching the batches of all {replicas} replicas must be cut at the "
+        "same places, which one batch alone cannot tell. Give the raw features to "
+        "embedding_lookup inside strategy.run, or raise the limits and leave "
+        "minibatching off."
+    )

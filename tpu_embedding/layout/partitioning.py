@@ -65,6 +65,7 @@ def make_partitioning(
         ),
         max_ids_per_chip_per_sample=config.max_ids_per_chip_per_sample,
         allow_id_dropping=config.allow_id_dropping,
+        minibatching=config.minibatching,
     )
 
 

@@ -11,7 +11,7 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup
 from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.sparse_core import ops
+from tpu_embedding.engines.sparse_core import minibatches, ops
 from tpu_embedding.engines.sparse_core.checks import check_gradients
 from tpu_embedding.engines.sparse_core.pending import PendingUpdate
 from tpu_embedding.engines.sparse_core.saving import SavedStack
@@ -175,7 +175,13 @@ class SparseCoreEngine(Engine):
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
         """See `Engine.preprocess`."""
-        return self._options.topology.on_host(self._preprocess, batch)
+        topology = self._options.topology
+        if not self._partitioning.minibatching or topology.num_replicas == 1:
+            return topology.on_host(self._preprocess, batch)
+        if topology.replica() is None:
+            raise layout_errors.minibatches_outside_of_replicas(topology.num_replicas)
+        needed = minibatches.union(topology.on_host(self._needed_cuts, batch))
+        return topology.on_host(self._preprocess, batch, needed)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """See `Engine.lookup_stacked`."""
@@ -237,8 +243,20 @@ class SparseCoreEngine(Engine):
         if self._pending is not None:
             self._in_replicas(self._reset)
 
-    def _preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+    def _needed_cuts(self, batch: Sequence[IdBatch]) -> tf.Tensor:
         result = partition(batch, self._partitioning, options=self._preprocessing)
+        names = [table.name for table in self._partitioning.tables]
+        return minibatches.to_flags(tf.stack([result.splits[n] for n in names]))
+
+    def _preprocess(
+        self, batch: Sequence[IdBatch], cuts: tf.Tensor | None = None
+    ) -> PreprocessedFeatures:
+        result = partition(
+            batch,
+            self._partitioning,
+            None if cuts is None else tf.unstack(minibatches.from_flags(cuts)),
+            self._preprocessing,
+        )
         return PreprocessedFeatures(
             tables={
                 table.name: result.tables[table.name]._replace(
