@@ -1,0 +1,107 @@
+"""The program that TPUStrategy would compile: traced here, without a TPU.
+
+A TPUStrategy needs no TPU to be created, nor to trace. Only the variables, which would
+be on TPUs, are stood in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from test_topology import TOPOLOGY, Described
+
+import tpu_embedding as te
+from tpu_embedding.engines.sparse_core import pending, state
+from tpu_embedding.engines.variables import create_state
+
+CORES, REPLICAS = 4, 8
+
+
+class Local:
+    """A variable of each replica, of which the program sees one."""
+
+    def __init__(
+        self, name: str, initial_value: Callable[[], tf.Tensor], *_: Any
+    ) -> None:
+        self.values = [create_state(name, initial_value())] * REPLICAS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values[0], name)
+
+
+@pytest.fixture
+def strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for module in (state, pending):
+        monkeypatch.setattr(module, "create_local", Local)
+    monkeypatch.setattr(state, "fill_tables", lambda *_: None)
+    return tf.distribute.TPUStrategy(Described("V2", CORES))
+
+
+def make(strategy: Any, **arguments: Any) -> te.TPUEmbeddingV2:
+    films = te.TableConfig(20, 2, name="films", combiner="sum")
+    feature = te.FeatureConfig(films, output_shape=[8], name="film")
+    with strategy.scope():
+        return te.TPUEmbeddingV2(feature, te.Adagrad(1.0), **arguments)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_runs_on_the_host_and_what_on_the_tpu(
+    strategy: Any, pipelined: bool
+) -> None:
+    embedding = make(
+        strategy, check_numerics=True, pipeline_execution_with_tensor_core=pipelined
+    )
+    embedding.build()
+
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        activations, preserved = embedding(ids)
+        embedding.apply_gradients(activations, preserved)
+        return activations
+
+    @tf.function
+    def train(ids: tf.Tensor) -> Any:
+        return strategy.run(step, (ids,))
+
+    spec = tf.TensorSpec([8], tf.int64)
+    graph: Any = train.get_concrete_function(spec).graph
+    program, outside = {}, set()
+    for op in graph.get_operations():
+        attributes = op.node_def.attr
+        if "_tpu_replicate" in attributes:
+            program.setdefault(op.type, []).append(op)
+            if "_xla_outside_compilation" in attributes:
+                outside.add(op.type)
+    on_host = {
+        "TpuEmbeddingPartition",
+        "TPUCopyWithDynamicShape",
+        "TPUAnnotateTensorsWithDynamicShape",
+        "IsFinite",
+    }
+    on_tpu = {
+        "XlaSparseDenseMatmulWithStaticBufferSize",
+        "XlaSparseDenseMatmulGradWithAdagradAndStaticBufferSize",
+    }
+    assert on_host <= outside
+    assert on_tpu <= program.keys() - outside
+    for kind in on_host - {"IsFinite"} | on_tpu:
+        assert len(program[kind]) == 1
+    (update,) = program["XlaSparseDenseMatmulGradWithAdagradAndStaticBufferSize"]
+    # 20 rows on 32 SparseCores, 8 on each; 64 minibatches of 32 shards on 4 of them.
+    assert [tuple(t.shape) for t in update.outputs] == [(32, 8)] * 2
+    assert update.inputs[0].shape == (4 * 64 * 32,)
+    # The table and its accumulators; those of the pending update.
+    assert len(program["AssignVariableOp"]) == (2 + 7 if pipelined else 2)
+
+
+def test_several_cores_for_each_replica_are_refused() -> None:
+    assignment = tf.tpu.experimental.DeviceAssignment.build(
+        TOPOLOGY, computation_shape=[1, 1, 1, 2], num_replicas=4
+    )
+    strategy = tf.distribute.TPUStrategy(
+        Described("V2", CORES), experimental_device_assignment=assignment
+    )
+    with pytest.raises(NotImplementedError, match=r"has 2 TPU cores, .* need one"):
+        make(strategy)
