@@ -166,14 +166,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         Raises:
           The errors of embedding_lookup that concern features and weights.
         """
-        if weights is None:
-            weights = self._structure.pack([None] * len(self._plan.features))
-        with self._output_shapes.forgets_refused():
-            batch = self._read_replica(
-                self._structure.flatten("features", features),
-                self._structure.flatten("weights", weights),
-            )
-            return self._create_engine().preprocess(batch)
+        return self._preprocess(features, weights, None)
 
     @as_written
     def enqueue(
@@ -184,16 +177,15 @@ class TPUEmbeddingV2(EmbeddingBase):
         Args:
           features: As for embedding_lookup.
           weights: As for embedding_lookup.
-          device: For TPUs only.
+          device: For TPUs only: the one whose batch this is, outside of strategy.run.
 
         Raises:
           The errors of embedding_lookup that concern features and weights.
-          ValueError: If `device` is given.
+          ValueError: If `device` is no TPU of the strategy.
         """
-        if device is not None:
-            raise errors.enqueue_device(device)
+        place = None if device is None else self._topology.find(device)
         if not isinstance(features, PreprocessedFeatures):
-            return self.preprocess_features(features, weights)
+            return self._preprocess(features, weights, place)
         if weights is not None:
             raise layout_errors.weights_of_preprocessed()
         return features
@@ -353,6 +345,21 @@ class TPUEmbeddingV2(EmbeddingBase):
             table.table_name: _SparseCoreTableLayout(**layout_fields(table))
             for table in self._layout.tables
         }
+
+    def _preprocess(
+        self, features: Any, weights: Any, place: str | None
+    ) -> PreprocessedFeatures:
+        if weights is None:
+            weights = self._structure.pack([None] * len(self._plan.features))
+        with self._output_shapes.forgets_refused():
+            batch = self._read_replica(
+                self._structure.flatten("features", features),
+                self._structure.flatten("weights", weights),
+            )
+            engine = self._create_engine()
+            if place is None:
+                return engine.preprocess(batch)
+            return engine.preprocess_on(place, batch)
 
     def _check_tables(self, tables: Any) -> dict[str, PartitionedCsrFormatTensor]:
         """The batches of all stacks, in the order of the layout."""

@@ -233,3 +233,23 @@ def test_classes_with_a_queue_are_refused() -> None:
         pytest.raises(NotImplementedError, match=r"TPUEmbedding queues .*EmbeddingV2"),
     ):
         te.TPUEmbedding(feature, te.SGD(0.1))
+
+
+def test_a_batch_for_a_device() -> None:
+    embedding = two_tables()
+    batch = embedding.enqueue(BATCH, device="/device:CPU:1")
+    found = run(STRATEGY, lambda: embedding(batch)[0])
+    assert found[0]["b"].tolist() == [[208, 208], [0, 0]]
+    with pytest.raises(ValueError, match="CPU:3"):
+        embedding.enqueue(BATCH, device="/device:CPU:3")
+
+
+def test_control_flow_inside_of_a_program() -> None:
+    embedding = two_tables()
+
+    def step() -> tf.Tensor:
+        looked_up = lambda: embedding(BATCH)[0]["a"]  # noqa: E731
+        return tf.cond(tf.constant(True), looked_up, looked_up)
+
+    with pytest.raises(RuntimeError, match=r"control flow or a tf.function inside"):
+        STRATEGY.run(step)

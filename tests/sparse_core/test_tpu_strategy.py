@@ -47,6 +47,21 @@ def make(strategy: Any, **arguments: Any) -> te.TPUEmbeddingV2:
         return te.TPUEmbeddingV2(feature, te.Adagrad(1.0), **arguments)
 
 
+def program_of(
+    function: Any, spec: tf.TensorSpec
+) -> tuple[dict[str, list[tf.Operation]], set[str]]:
+    """The ops of the TPU program by type, and the types that stay on the host."""
+    program: dict[str, list[tf.Operation]] = {}
+    outside = set()
+    for op in function.get_concrete_function(spec).graph.get_operations():
+        attributes = op.node_def.attr
+        if "_tpu_replicate" in attributes:
+            program.setdefault(op.type, []).append(op)
+            if "_xla_outside_compilation" in attributes:
+                outside.add(op.type)
+    return program, outside
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_what_runs_on_the_host_and_what_on_the_tpu(
     strategy: Any, pipelined: bool
@@ -65,15 +80,7 @@ def test_what_runs_on_the_host_and_what_on_the_tpu(
     def train(ids: tf.Tensor) -> Any:
         return strategy.run(step, (ids,))
 
-    spec = tf.TensorSpec([8], tf.int64)
-    graph: Any = train.get_concrete_function(spec).graph
-    program, outside = {}, set()
-    for op in graph.get_operations():
-        attributes = op.node_def.attr
-        if "_tpu_replicate" in attributes:
-            program.setdefault(op.type, []).append(op)
-            if "_xla_outside_compilation" in attributes:
-                outside.add(op.type)
+    program, outside = program_of(train, tf.TensorSpec([8], tf.int64))
     on_host = {
         "TpuEmbeddingPartition",
         "TPUCopyWithDynamicShape",

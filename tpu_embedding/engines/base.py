@@ -237,6 +237,21 @@ class Engine(abc.ABC):
         Touches no state, so that it can run ahead, in tf.data.
         """
 
+    def preprocess_on(
+        self, device: str, batch: Sequence[IdBatch]
+    ) -> PreprocessedFeatures:
+        """As `preprocess`, on the host of a device that the caller names.
+
+        Args:
+          device: The full name of the TPU device whose batch it is.
+          batch: Its features.
+
+        Raises:
+          ValueError: If the engine has no such devices.
+        """
+        del batch
+        raise errors.enqueue_device(device)
+
     @abc.abstractmethod
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """Looks up what `preprocess` gave; the ticket is what `update_stacked` takes.

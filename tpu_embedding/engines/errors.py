@@ -21,3 +21,12 @@ def no_queue(what: str, engine: str) -> NotImplementedError:
         "takes it back; or build it outside of the strategy's scope, where it runs on "
         "this machine's CPU."
     )
+
+
+def in_control_flow() -> RuntimeError:
+    """Enqueue in a part of a TPU program."""
+    return RuntimeError(
+        "enqueue was called inside control flow or a tf.function inside strategy.run, "
+        "where a TPU program cannot take in a batch. Call it at the top of the "
+        "function given to strategy.run, or outside of strategy.run."
+    )

@@ -68,6 +68,8 @@ class SparseCoreEngine(Engine):
         self._samples = StackedSamples(
             plan, layout, self._partitioning.num_sparse_cores
         )
+        # All replicas must be cut alike.
+        self._must_agree = self._partitioning.minibatching and topology.num_replicas > 1
         self._preprocessing = PartitionOptions(check_numerics=options.check_numerics)
         self._stacks = outside_of_replicas(lambda: create_state(options))
         self._rates = Rates(
@@ -176,12 +178,26 @@ class SparseCoreEngine(Engine):
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
         """See `Engine.preprocess`."""
         topology = self._options.topology
-        if not self._partitioning.minibatching or topology.num_replicas == 1:
+        program = topology.program()
+        if program is not None and program is not tf.compat.v1.get_default_graph():
+            raise errors.in_control_flow()
+        if not self._must_agree:
             return topology.on_host(self._preprocess, batch)
         if topology.replica() is None:
             raise layout_errors.minibatches_outside_of_replicas(topology.num_replicas)
         needed = minibatches.union(topology.on_host(self._needed_cuts, batch))
         return topology.on_host(self._preprocess, batch, needed)
+
+    def preprocess_on(
+        self, device: str, batch: Sequence[IdBatch]
+    ) -> PreprocessedFeatures:
+        """See `Engine.preprocess_on`."""
+        topology = self._options.topology
+        assert topology.tpu is not None
+        if self._must_agree:
+            raise layout_errors.minibatches_outside_of_replicas(topology.num_replicas)
+        with tf.device(topology.tpu.host_of(device)):
+            return self._preprocess(batch)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """See `Engine.lookup_stacked`."""

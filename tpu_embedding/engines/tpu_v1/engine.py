@@ -12,6 +12,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.engines import errors as engine_errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup
 from tpu_embedding.engines.stacked import lay_out_whole
 from tpu_embedding.engines.tpu_v1 import errors
@@ -86,7 +87,7 @@ class TPUv1Engine(Engine):
         """See `Engine.check_inputs`."""
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
-            raise errors.in_control_flow()
+            raise engine_errors.in_control_flow()
         for path, value in zip(paths, values, strict=True):
             for part in topology.strategy.experimental_local_results(value):
                 for tensor in tf.nest.flatten(part, expand_composites=True):

@@ -91,15 +91,6 @@ def not_an_argument(path: str, tensor: object) -> ValueError:
     )
 
 
-def in_control_flow() -> RuntimeError:
-    """Enqueue in a part of a TPU program."""
-    return RuntimeError(
-        "enqueue was called inside control flow or a tf.function inside strategy.run, "
-        "where a TPU program cannot take in a batch. Call it at the top of the "
-        "function given to strategy.run, or outside of strategy.run."
-    )
-
-
 def input_on_tpu(path: str, device: str) -> ValueError:
     """Ids that were sent to the TPU already."""
     return ValueError(
