@@ -100,12 +100,7 @@ class ReceiveOp : public ProgramOp {
       const absl::Status status = Allocate(config, context, &outputs.back());
       if (!status.ok()) return finish(status);
     }
-    Failed failed;
-    if (const ReplicaRunner* runner = ReplicaRunner::Of(contexts[0])) {
-      failed = [meetings = runner->shared_meetings()] {
-        return !meetings->status().ok();
-      };
-    }
+    const Failed failed = ReplicaRunner::HasFailed(contexts[0]);
     EnterRoom(
         engine, contexts[0],
         [engine, failed, outputs = ByCore(config, outputs),

@@ -140,13 +140,18 @@ class EnqueueOp : public AsyncMeetingOp {
                      num_inputs_, " inputs."));
   }
 
+  // The op of `context`: attributes may differ between replicas.
+  static const EnqueueOp& Own(OpKernelContext* context) {
+    return static_cast<const EnqueueOp&>(context->op_kernel());
+  }
+
   // The core of each context, each another one.
   absl::Status Cores(const ConfiguredEngine& engine, const Contexts& contexts,
                      std::vector<int>* cores) const {
     const int num_cores = engine.engine.config().num_cores;
     std::set<int> taken;
     for (OpKernelContext* context : contexts) {
-      int core = ordinal_;
+      int core = Own(context).ordinal_;
       if (dynamic_) {
         const Tensor* ordinal;
         TF_RETURN_IF_ERROR(context->input("device_ordinal", &ordinal));
@@ -179,8 +184,10 @@ class EnqueueOp : public AsyncMeetingOp {
     for (size_t r = 0; r < contexts.size(); ++r) {
       auto batch = std::make_shared<CoreBatch>();
       TF_RETURN_IF_ERROR(
-          Read(engine.engine.config(), contexts[r], batch.get()));
-      batches->push_back({cores[r], std::move(batch)});
+          Own(contexts[r])
+              .Read(engine.engine.config(), contexts[r], batch.get()));
+      batches->push_back(
+          {cores[r], std::move(batch), ReplicaRunner::HasFailed(contexts[r])});
     }
     return absl::OkStatus();
   }

@@ -79,7 +79,11 @@ void Meetings::Fail(const absl::Status& status) {
   Open released;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!status_.ok()) return;
+    if (!status_.ok()) {
+      // A replica that fails cancels its ops, and theirs may be the first word.
+      if (absl::IsCancelled(status_) && !status.ok()) status_ = status;
+      return;
+    }
     status_ = status;
     released.swap(open_);
   }
@@ -169,6 +173,12 @@ absl::Status Meetings::NobodyComes(const Meeting& meeting) const {
 const ReplicaRunner* ReplicaRunner::Of(const OpKernelContext* context) {
   const Runner* const runner = context->runner();
   return runner ? runner->target<ReplicaRunner>() : nullptr;
+}
+
+std::function<bool()> ReplicaRunner::HasFailed(const OpKernelContext* context) {
+  const ReplicaRunner* const runner = Of(context);
+  if (!runner) return nullptr;
+  return [meetings = runner->meetings_] { return !meetings->status().ok(); };
 }
 
 void AsyncMeetingOp::ComputeAsync(OpKernelContext* context, DoneCallback done) {

@@ -56,7 +56,8 @@ class Meetings : public Timed {
   // The function of `replica` has ended.
   void Leave(int replica, const absl::Status& status);
 
-  // Ends all waiting, now and later. The first call counts.
+  // Ends all waiting, now and later. The first call counts, but an error says
+  // more than a cancellation.
   void Fail(const absl::Status& status);
 
   // Fails if somebody has waited longer than the patience.
@@ -111,7 +112,10 @@ class ReplicaRunner {
 
   int replica() const { return replica_; }
   Meetings& meetings() const { return *meetings_; }
-  const std::shared_ptr<Meetings>& shared_meetings() const { return meetings_; }
+
+  // Tells, now and later, whether the run has failed; null outside of runs.
+  static std::function<bool()> HasFailed(
+      const tensorflow::OpKernelContext* context);
 
   void operator()(Closure closure) const { runner_(std::move(closure)); }
 

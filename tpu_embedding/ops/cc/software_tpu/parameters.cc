@@ -114,6 +114,19 @@ class OneTableOp : public ParametersOp {
   const EngineOptimizer* optimizer_ = nullptr;
 };
 
+// Fails unless `value` is one of the parts of `table`: the parameters, or a
+// slot.
+absl::Status CheckPart(const EngineConfig& config, int table, int host,
+                       int part, const Tensor& value) {
+  const TensorShape expected = PartShape(config, table, host);
+  if (value.shape() == expected) return absl::OkStatus();
+  const EngineTable& found = config.tables[table];
+  return absl::InvalidArgumentError(absl::StrCat(
+      "Table ", found.name, ": `", part ? found.slots[part - 1] : "parameters",
+      "` has the shape ", value.shape().DebugString(), ", but shard ", host,
+      " of ", config.num_hosts, " has ", expected.DebugString(), "."));
+}
+
 class LoadOp : public OneTableOp {
  public:
   using OneTableOp::OneTableOp;
@@ -124,18 +137,10 @@ class LoadOp : public OneTableOp {
     const EngineConfig& config = engine->engine.config();
     int table;
     TF_RETURN_IF_ERROR(FindTable(config, &table));
-    const TensorShape expected = PartShape(config, table, shard());
     std::vector<const float*> values;
     for (int k = 0; k < num_values(); ++k) {
       const Tensor& value = context->input(k);
-      if (value.shape() != expected) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("Table ", config.tables[table].name, ": `",
-                         k ? config.tables[table].slots[k - 1] : "parameters",
-                         "` has the shape ", value.shape().DebugString(),
-                         ", but shard ", shard(), " of ", config.num_hosts,
-                         " has ", expected.DebugString(), "."));
-      }
+      TF_RETURN_IF_ERROR(CheckPart(config, table, shard(), k, value));
       values.push_back(value.flat<float>().data());
     }
     return StatusOf(engine->room.Run([&] {

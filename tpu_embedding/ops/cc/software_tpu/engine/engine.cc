@@ -1,5 +1,6 @@
 #include "software_tpu/engine/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/text.h"
@@ -25,6 +26,7 @@ Engine::Engine(EngineConfig config)
       num_enqueued_(config_.num_cores, 0) {}
 
 Outcome Engine::Enqueue(const std::vector<Enqueued>& batches) {
+  Clean();
   for (const Enqueued& enqueued : batches) {
     if (queues_[enqueued.core].size() < kQueueCapacity) continue;
     return {Outcome::kWaits,
@@ -33,7 +35,7 @@ Outcome Engine::Enqueue(const std::vector<Enqueued>& batches) {
                    "receives.")};
   }
   for (const Enqueued& enqueued : batches) {
-    queues_[enqueued.core].push_back(enqueued.batch);
+    queues_[enqueued.core].push_back(enqueued);
     ++num_enqueued_[enqueued.core];
   }
   return {};
@@ -49,7 +51,20 @@ void Engine::Refuse(int core) {
   }
 }
 
-// Whether all cores have a batch of the same mode.
+void Engine::Clean() {
+  if (owing_ && owing_->failed && owing_->failed()) owing_.reset();
+  for (int core = 0; core < config_.num_cores; ++core) {
+    auto& queue = queues_[core];
+    const auto end = std::remove_if(
+        queue.begin(), queue.end(), [](const Enqueued& enqueued) {
+          return enqueued.failed && enqueued.failed();
+        });
+    num_enqueued_[core] -= queue.end() - end;
+    queue.erase(end, queue.end());
+  }
+}
+
+// Whether each core has a batch.
 Outcome Engine::CheckHeads() const {
   std::vector<int> present, missing;
   for (int core = 0; core < config_.num_cores; ++core) {
@@ -69,7 +84,7 @@ Outcome Engine::CheckHeads() const {
 
 Outcome Engine::Receive(const std::vector<std::vector<float*>>& outputs,
                         const Failed& failed, const ParallelFor& parallel_for) {
-  if (owing_ && owing_->failed && owing_->failed()) owing_.reset();
+  Clean();
   if (owing_) {
     return {Outcome::kWaits,
             Concat("The gradients of step ", owing_->step, ", which was ",
@@ -81,7 +96,7 @@ Outcome Engine::Receive(const std::vector<std::vector<float*>>& outputs,
     return {Outcome::kWrongOrder, *error};
   StepBatches batches;
   for (auto& queue : queues_) {
-    batches.push_back(queue.front());
+    batches.push_back(queue.front().batch);
     queue.pop_front();
   }
   const int64_t step = num_dequeued_++;

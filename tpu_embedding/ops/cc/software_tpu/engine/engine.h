@@ -39,6 +39,7 @@ class Engine {
   struct Enqueued {
     int core;
     std::shared_ptr<const CoreBatch> batch;
+    Failed failed;  // of the program that brought it; null outside of programs
   };
 
   // Puts the batches into the queues of their cores, all or none.
@@ -49,7 +50,7 @@ class Engine {
   void Refuse(int core);
 
   // Takes the next batch of each core and writes its activations, by core and
-  // output. A training step then owes gradients, unless its program fails.
+  // output. A training step then owes gradients, until its program fails.
   Outcome Receive(const std::vector<std::vector<float*>>& outputs,
                   const Failed& failed, const ParallelFor& parallel_for);
 
@@ -74,14 +75,16 @@ class Engine {
     StepGradients gradients;
   };
 
+  // Drops what a failed program has left behind.
+  void Clean();
   Outcome CheckHeads() const;
   void ApplyPending(const ParallelFor& parallel_for);
 
   const EngineConfig config_;
   EngineTables tables_;
-  std::vector<std::deque<std::shared_ptr<const CoreBatch>>> queues_;
-  std::vector<int64_t> num_enqueued_;  // by core, since the beginning
-  int64_t num_dequeued_ = 0;           // steps
+  std::vector<std::deque<Enqueued>> queues_;  // by core
+  std::vector<int64_t> num_enqueued_;         // by core, since the beginning
+  int64_t num_dequeued_ = 0;                  // steps
   std::optional<Owing> owing_;
   std::optional<Pending> pending_;
 };

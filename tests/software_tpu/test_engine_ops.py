@@ -1,0 +1,432 @@
+"""Tests of the embedding engine's ops: batches, order, waits, parameters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from software_tpu import engine_calls as calls
+from tensorflow.python.framework import op_def_registry
+
+INVALID = tf.errors.InvalidArgumentError
+ORDER = tf.errors.FailedPreconditionError
+LATE = tf.errors.DeadlineExceededError
+HOST = {"num_shards": 1, "shard_id": 0}
+# By the infix of the op: the optimizer's field.
+OPTIMIZERS = {
+    "StochasticGradientDescent": "stochastic_gradient_descent",
+    "Adagrad": "adagrad",
+    "AdagradMomentum": "adagrad_momentum",
+    "ADAM": "adam",
+    "FTRL": "ftrl",
+    "Momentum": "momentum",
+    "RMSProp": "rms_prop",
+    "CenteredRMSProp": "centered_rms_prop",
+    "Adadelta": "adadelta",
+    "ProximalAdagrad": "proximal_adagrad",
+    "ProximalYogi": "proximal_yogi",
+    "MDLAdagradLight": "mdl_adagrad_light",
+    "FrequencyEstimator": "frequency_estimator",
+}
+
+
+def first_column(outputs: list[list[np.ndarray]]) -> list[list[float]]:
+    return [own[0][..., 0].tolist() for own in outputs]
+
+
+def replica() -> int:
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def test_a_step_in_cross_replica_context():
+    program = calls.Program(calls.config_of(2), 2)
+    calls.enqueue([1, 2, 2], 0)
+    calls.enqueue([2, 3, 4], 1, mode_override="unspecified")
+    assert first_column(program.run(program.train)) == [[1, 2, 2], [2, 3, 4]]
+    assert calls.rows().tolist() == [0, 0.5, 0.5, 2.5, 3.5, 5]
+    calls.enqueue([0, 1, 2], 0, mode_override="inference")
+    calls.enqueue([3, 4, 5], 1, mode_override="inference")
+    assert first_column(program.run(program.receive)) == [[0, 0.5, 0.5], [2.5, 3.5, 5]]
+
+
+def test_a_step_inside_of_run_and_in_a_loop():
+    program = calls.Program(calls.config_of(2), 2)
+
+    def steps():
+        total = tf.zeros([calls.SAMPLES, calls.WIDTH])
+        for _ in tf.range(2):
+            # -1 stands for the replica's own core.
+            calls.enqueue([replica(), 2, 2])
+            (activations,) = program.train()
+            total += activations
+        return [total]
+
+    # The rows start as 0, 1, 2 and lose 0.5, 0.5 and 4 * 0.5 in each step.
+    assert first_column(program.run(tf.function(steps))) == [[-0.5, 2, 2], [1.5, 2, 2]]
+    assert calls.rows().tolist() == [-1, 0, -2, 3, 4, 5]
+
+
+def test_a_bad_batch_in_a_run_is_queued_on_no_replica():
+    program = calls.Program(calls.config_of(2), 2, calls.PATIENCE)
+
+    def step(ids):
+        calls.enqueue([0, 1, ids])
+        return program.receive()
+
+    with pytest.raises(INVALID, match=r"watched, table films: sample 2 has id 6"):
+        program.run(lambda: step(5 + replica()))
+    assert first_column(program.run(lambda: step(5 - replica()))) == [
+        [0, 1, 5],
+        [0, 1, 4],
+    ]
+
+
+def test_a_bad_batch_takes_its_step_with_it():
+    program = calls.Program(calls.config_of(2), 2)
+    calls.enqueue([1, 1, 1], 0)
+    with pytest.raises(INVALID, match="id -1, but ids must be in"):
+        calls.enqueue([2, 2, -1], 1)
+    calls.enqueue([3, 3, 3], 0)
+    calls.enqueue([4, 4, 4], 1)
+    assert first_column(program.run(program.receive)) == [[3, 3, 3], [4, 4, 4]]
+
+
+def test_a_failed_run_takes_its_step_with_it():
+    program = calls.Program(calls.config_of(1), 1, calls.PATIENCE)
+
+    def fail_after(call: Any):
+        calls.enqueue([1, 1, 1])
+        with tf.control_dependencies(call()):
+            tf.debugging.Assert(tf.zeros(()) > 1.0, ["on purpose"])
+        return [tf.zeros(())]
+
+    # With a batch that is queued, and with one that owes gradients.
+    for call in (list, program.receive):
+        with pytest.raises(INVALID, match="on purpose"):
+            program.run(lambda call=call: fail_after(call))
+    calls.enqueue([2, 3, 4], 0)
+    assert first_column(program.run(program.train)) == [[2, 3, 4]]
+
+
+def test_waits_end_in_time_and_say_what_is_missing():
+    program = calls.Program(calls.config_of(2), 2, calls.PATIENCE)
+    started = time.monotonic()
+    with pytest.raises(LATE, match=r"No batch is enqueued for cores 0, 1\."):
+        program.run(program.receive)
+    calls.enqueue([0, 0, 0], 1)
+    with pytest.raises(LATE, match=r"enqueued for core 0, only for core 1\..* 2 cores"):
+        program.run(program.receive)
+    for core in (0, 0, 1):
+        calls.enqueue([0, 0, 0], core)
+    program.run(program.receive)
+    with pytest.raises(LATE, match=r"The gradients of step 0, .* have not been sent"):
+        program.run(program.receive)
+    assert time.monotonic() - started < 20
+
+
+def test_a_replica_that_does_not_come_is_named():
+    program = calls.Program(calls.config_of(2), 2, calls.PATIENCE)
+    for core in (0, 1):
+        calls.enqueue([0, 0, 0], core)
+
+    def step():
+        return program.receive() if replica() == 1 else [tf.zeros(())]
+
+    with pytest.raises(ORDER, match=r"Missing: Replica 0 .*must run the same ops"):
+        program.run(step)
+
+
+def test_a_full_queue_ends_in_time():
+    calls.Program(calls.config_of(1), 1, calls.PATIENCE)
+
+    @tf.function
+    def fill(number):
+        for _ in tf.range(number):
+            calls.enqueue([0, 0, 0], 0)
+
+    fill(64)
+    with pytest.raises(LATE, match="queue of core 0 is full: it holds 64 batches"):
+        fill(1)
+
+
+def test_another_thread_may_bring_what_is_missing():
+    program = calls.Program(calls.config_of(1))
+    thread = threading.Timer(0.3, calls.enqueue, ([1, 2, 3], 0))
+    thread.start()
+    assert first_column(program.run(program.receive)) == [[1, 2, 3]]
+    thread.join()
+
+
+def test_gradients_that_nobody_owes_are_refused_at_once():
+    program = calls.Program(calls.config_of(1))
+
+    def send():
+        program.send([tf.ones((calls.SAMPLES, calls.WIDTH))])
+        return [tf.zeros(())]
+
+    with pytest.raises(ORDER, match="No step owes gradients"):
+        program.run(send)
+    calls.enqueue([0, 0, 0], 0, mode_override="inference")
+    with pytest.raises(ORDER, match="No step owes gradients"):
+        program.run(program.train)
+
+
+def test_initializing_the_tpu_ends_waits():
+    program = calls.Program(calls.config_of(1))
+    thread = threading.Timer(0.3, program.strategy.initialize_tpu_system)
+    thread.start()
+    with pytest.raises(ORDER, match="initialized again, which ended its embedding"):
+        program.run(program.receive)
+    thread.join()
+    for call in (lambda: calls.enqueue([0, 0, 0], 0), calls.rows):
+        with pytest.raises(ORDER, match="The TPU has no embedding engine"):
+            call()
+
+
+def test_pipelined_activations_are_one_step_old():
+    config = calls.config_of(1, pipeline_execution_with_tensor_core=True)
+    program = calls.Program(config)
+    seen = []
+    for _ in range(3):
+        calls.enqueue([5, 5, 5], 0)
+        seen.append(program.run(program.train)[0][0][0, 0])
+    assert seen == [5, 5, 3.5]
+    assert calls.rows()[5] == 0.5
+
+
+def test_rates_come_by_tag_and_are_those_of_all_replicas():
+    config = calls.config_of(2)
+    calls.add_table(config, "users").learning_rate.dynamic.tag = 0
+    parameters = config.table_descriptor[0].optimization_parameters
+    parameters.learning_rate.dynamic.tag = 1
+    config.feature_descriptor.add(name="home", table_id=1, input_shape=[1])
+    program = calls.Program(config, 2)
+
+    def step(rates):
+        for_home = tf.zeros([0], tf.int32)
+        calls.enqueue(
+            *([2, 2, 2], replica()),
+            sample_indices_or_row_splits=[for_home] * 2,
+            embedding_indices=[tf.constant([2, 2, 3]), tf.constant([4])],
+            aggregation_weights=[tf.zeros([0])] * 2,
+            combiners=["sum", "mean"],
+        )
+        values = program.receive()
+        program.send([tf.ones_like(value) for value in values], rates)
+        return values
+
+    program.run(lambda: step([0.25, 0.125]))
+    assert calls.rows().tolist() == [0, 1, 1.5, 2.75, 4, 5]
+    with pytest.raises(INVALID, match="`learning_rates` differ between replicas"):
+        program.run(lambda: step([0.25, float(replica())]))
+    with pytest.raises(INVALID, match=r"There are 1 `learning_rates`, .* has 2 tags"):
+        program.run(lambda: step([0.25]))
+
+
+def test_replicas_of_several_cores_share_the_first_axis():
+    config = calls.config_of(2)
+    config.spmd_sharding.enabled = True
+    config.spmd_sharding.num_cores_per_replica = 2
+    program = calls.Program(config)
+    calls.enqueue([0, 1, 2], 0)
+    calls.enqueue([3, 4, 5], 1)
+
+    def step():
+        (values,) = program.receive()
+        gradient = tf.range(6.0)[:, tf.newaxis] * tf.ones((6, calls.WIDTH))
+        program.send([gradient])
+        return [values]
+
+    assert first_column(program.run(step)) == [[0, 1, 2, 3, 4, 5]]
+    assert calls.rows().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+
+
+def ragged(ids: list[list[int]], dynamic: bool, **attributes: Any) -> None:
+    rows = tf.ragged.constant(ids, dtype=tf.int64)
+    name = "EnqueueTPUEmbeddingRaggedTensorBatch"
+    changes = {"device_ordinal": tf.constant(0)} if dynamic else {"device_ordinal": 0}
+    calls_op = getattr(tf.raw_ops, ("Dynamic" if dynamic else "") + name)
+    calls_op(
+        sample_splits=[rows.row_splits],
+        embedding_indices=[rows.values],
+        aggregation_weights=[tf.zeros([0], tf.float64)],
+        mode_override="inference",
+        table_ids=[0],
+        combiners=["mean"],
+        **changes,
+        **attributes,
+    )
+
+
+def test_ragged_batches_for_features():
+    program = calls.Program(calls.config_of(1))
+    ragged([[1, 2], [], [4]], dynamic=False)
+    assert first_column(program.run(program.receive)) == [[1.5, 0, 4]]
+    # One row of three positions.
+    ragged([[1, 2, 3, 4]], dynamic=True, max_sequence_lengths=[3])
+    assert first_column(program.run(program.receive)) == [[1, 2, 3]]
+    with pytest.raises(INVALID, match="2 rows do not fill the 3 samples"):
+        ragged([[1], [2]], dynamic=True)
+
+
+def test_configurations_without_features():
+    """Samples of all features of a table alternate."""
+    config = calls.config_of(1)
+    del config.feature_descriptor[:]
+    config.batch_size_per_tensor_core = 2
+    config.table_descriptor[0].num_features = 2
+    program = calls.Program(config)
+    ragged([[1], [3], [2], [4, 5]], dynamic=False, num_features=[2])
+    assert first_column(program.run(program.receive)) == [[1, 3, 2, 4.5]]
+    ragged([[1, 2, 3], [4]], dynamic=True, max_sequence_lengths=[2])
+    assert first_column(program.run(program.receive)) == [[1, 2, 4, 0]]
+    with pytest.raises(INVALID, match=r"no `feature_descriptor`.* `table_ids`"):
+        calls.enqueue([1, 2, 3], 0)
+
+
+def slots_of(op: str) -> list[str]:
+    return [arg.name for arg in op_def_registry.get(op).input_arg]
+
+
+@pytest.mark.parametrize("infix", OPTIMIZERS)
+def test_parameters_of_every_optimizer_come_back(infix: str, rng: np.random.Generator):
+    config = calls.config_of(1)
+    del config.table_descriptor[:]
+    calls.add_table(config, "films", OPTIMIZERS[infix])
+    if infix == "AdagradMomentum":
+        parameters = config.table_descriptor[0].optimization_parameters
+        parameters.adagrad_momentum.exponent = 2.0
+    calls.Program(config)
+    load = f"LoadTPUEmbedding{infix}Parameters"
+    values = {
+        name: rng.normal(size=(calls.ROWS, calls.WIDTH)).astype(np.float32)
+        for name in slots_of(load)
+    }
+    getattr(tf.raw_ops, load)(table_name="films", **HOST, **values)
+    retrieve = getattr(tf.raw_ops, f"RetrieveTPUEmbedding{infix}Parameters")
+    retrieved = retrieve(table_id=0, **HOST)
+    if len(values) == 1:
+        retrieved = (retrieved,)
+    for (name, value), part in zip(values.items(), retrieved, strict=True):
+        np.testing.assert_array_equal(part, value, err_msg=name)
+
+
+def test_an_optimizer_without_a_rule_looks_up_and_does_not_train():
+    config = calls.config_of(1)
+    del config.table_descriptor[:]
+    calls.add_table(config, "films", "mdl_adagrad_light")
+    program = calls.Program(config)
+    values = calls.named_rows()
+    tf.raw_ops.LoadTPUEmbeddingMDLAdagradLightParameters(
+        parameters=values,
+        **dict.fromkeys(("accumulators", "weights", "benefits"), values),
+        table_name="films",
+        **HOST,
+    )
+    with pytest.raises(
+        tf.errors.UnimplementedError, match=r"Table films: .* mdl_adagrad_light"
+    ):
+        calls.enqueue([0, 1, 2], 0)
+    calls.enqueue([0, 1, 2], 0, mode_override="inference")
+    assert first_column(program.run(program.receive)) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("mod", [False, True], ids=["div", "mod"])
+def test_tables_are_dealt_to_hosts(mod: bool):
+    config = calls.config_of(1, sharding_strategy=int(mod))
+    config.table_descriptor[0].vocabulary_size = 5
+    config.num_hosts = 2
+    tpu = calls.SoftwareTPUStrategy("v4", 1)
+    tf.raw_ops.ConfigureTPUEmbedding(config=config.SerializeToString())
+    table = calls.named_rows()[:5]
+    parts = [table[0::2], table[1::2]] if mod else [table[:3], table[3:]]
+    load = tf.raw_ops.LoadTPUEmbeddingStochasticGradientDescentParameters
+    load(parameters=parts[0], table_name="films", num_shards=2, shard_id=0)
+    calls.enqueue([0, 2, 4], 0)
+    receive = tf.function(
+        lambda: tf.raw_ops.RecvTPUEmbeddingActivations(
+            num_outputs=1, config=config.SerializeToString()
+        )
+    )
+    with pytest.raises(ORDER, match="Table films: shard 1 of 2 has not been loaded"):
+        tpu.run(receive)
+    load(parameters=parts[1], table_name="films", num_shards=2, shard_id=1)
+    assert tpu.run(receive)[0][:, 0].numpy().tolist() == [0, 2, 4]
+    retrieve = tf.raw_ops.RetrieveTPUEmbeddingStochasticGradientDescentParameters
+    for shard, part in enumerate(parts):
+        np.testing.assert_array_equal(
+            retrieve(table_name="films", num_shards=2, shard_id=shard), part
+        )
+
+
+WRONG = {
+    "combiner": ({"combiners": ["max"]}, '`combiners` has "max"'),
+    "combiners": ({"combiners": ["sum", "sum"]}, "There are 2 `combiners`, but 1"),
+    "mode": ({"mode_override": "eval"}, '`mode_override` is "eval"'),
+    "ordinal": ({"core": 1}, r"`device_ordinal` is 1, but must be in \[0, 1\)"),
+    "no ordinal": ({"core": -1}, r"-1 stands for .* inside of SoftwareTPUStrategy"),
+    "ids": ({"embedding_indices": [[[1, 2, 3]]]}, r"indices`\[0\] has the shape \[1,3"),
+    "weights": ({"aggregation_weights": [[1.0]]}, "has 3 ids and 1 weights"),
+    "shape of weights": (
+        {"aggregation_weights": [[[1.0]]]},
+        r"weights`\[0\] has the shape \[1,1\]",
+    ),
+    "structure": (
+        {"sample_indices_or_row_splits": [[[[1]]]]},
+        r"row_splits`\[0\] has the shape \[1,1,1\], but must have rank 1 or 2",
+    ),
+    "too few": ({"embedding_indices": [[1, 2]]}, "one id for each of 3 samples"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_enqueues_are_refused_and_change_nothing(changes: dict, text: str):
+    program = calls.Program(calls.config_of(1))
+    with pytest.raises(INVALID, match=text):
+        calls.enqueue([5, 5, 5], **{"core": 0, **changes})
+    calls.enqueue([1, 2, 3], 0)
+    assert first_column(program.run(program.receive)) == [[1, 2, 3]]
+
+
+def test_wrong_attributes_of_the_other_ops():
+    program = calls.Program(calls.config_of(1))
+    load = tf.raw_ops.LoadTPUEmbeddingStochasticGradientDescentParameters
+    table = calls.named_rows()
+    for error, changes in {
+        "`num_shards` is 2, but the configuration has `num_hosts` 1": {"num_shards": 2},
+        r"`shard_id` is 1, but must be in \[0, 1\)": {"shard_id": 1},
+        "has no table users": {"table_name": "users"},
+        "Give one of `table_id` and `table_name`": {"table_id": 0},
+        r"films: `parameters` has the shape \[5,2\], but shard 0 of 1 has \[6,2\]": {
+            "parameters": table[:5]
+        },
+        "`config` is not what the TPU's embedding engine was": {"config": b"other"},
+    }.items():
+        with pytest.raises(INVALID, match=error):
+            load(**{"parameters": table, "table_name": "films", **HOST, **changes})
+    with pytest.raises(INVALID, match="FTRLParameters is for ftrl, but the optimizer"):
+        tf.raw_ops.RetrieveTPUEmbeddingFTRLParameters(table_name="films", **HOST)
+    with pytest.raises(INVALID, match=r"runs on 2 replicas, .* `num_tensor_cores` 1"):
+        calls.Program.run(_on_two(program), program.receive)
+    calls.enqueue([1, 2, 3], 0)
+
+    def send():
+        program.receive()
+        program.send([tf.ones((calls.SAMPLES, 1))])
+        return [tf.zeros(())]
+
+    with pytest.raises(INVALID, match=r"`inputs`\[0\] has the shape \[3,1\].* watched"):
+        program.run(send)
+
+
+def _on_two(program: calls.Program) -> calls.Program:
+    """The same program on another TPU; not of "v4", which would end the engine."""
+    other = object.__new__(calls.Program)
+    other.__dict__.update(program.__dict__)
+    other.strategy = calls.SoftwareTPUStrategy("v5p", 2)
+    return other
