@@ -18,7 +18,11 @@ from benchmarks import report
 from benchmarks.scenarios import SCENARIOS
 
 OURS = "tpu_embedding"
-OURS_BESIDE = {"keras_fit": "layer_fit"}  # Other forms of ours, by peer.
+OURS_BESIDE = {  # Other forms of ours, by peer.
+    "keras_fit": "layer_fit",
+    "tensorflow_tpu_host_ops": "tpu_embedding_partition",
+    "jax_tpu_embedding": "tpu_embedding_partition",
+}
 PEERS = (
     "memory_copy",
     "fbgemm",

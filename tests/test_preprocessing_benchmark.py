@@ -1,0 +1,67 @@
+"""The benchmark of preprocessing compares like with like."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpu_embedding.testing import library as software_tpu
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the path with `benchmarks`, but not the checkout's package."""
+    (tmp_path / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a peer adds to it
+
+
+def test_the_stock_ops_get_the_same_batch_and_give_the_same():
+    software_tpu.load()
+    scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
+    one_stack = importlib.import_module("benchmarks.one_stack")
+    ours, stock = (
+        importlib.import_module(f"benchmarks.peers.{name}")
+        for name in ("tpu_embedding_partition", "tensorflow_tpu_host_ops")
+    )
+    (batch,) = scenario.batches(1)
+    for devices in one_stack.DEVICES.values():
+        stack = one_stack.Stack.of(scenario, devices)
+        own = ours._step(scenario, stack)([tf.constant(ids) for ids in batch])
+        other = stock._step(scenario, stack)(
+            [tf.constant(i.reshape(-1)) for i in batch]
+        )
+        size = int(own.ids_sizes["stack"])
+        assert size == other.ids_unpadded_size > 0
+        for key in ("sorted_sample_ids", "sorted_token_ids", "sorted_gains"):
+            found = getattr(own.tables["stack"], key)[:size]
+            np.testing.assert_array_equal(found, getattr(other, key)[:size])
+    functions = ours.prepare(scenario, "none")
+    expected = [f"{name}{end}" for name in one_stack.DEVICES for end in ("", "_cpu")]
+    assert list(functions) == expected
+    assert all(function() > 0 for function in functions.values())
+
+
+def test_table():
+    benchmark = importlib.import_module("benchmarks.preprocessing")
+    names = ["one_device", "eight_devices"]
+    names += [f"{name}_cpu" for name in names]
+    results = {"other": {"missing": "No module named 'other'"}}
+    results["peer"] = {
+        "missing": None,
+        "milliseconds": {n: {"median": 6.0, "min": 5.0, "max": 9.0} for n in names},
+        "ours": {n: {"median": 2.0, "min": 1.0, "max": 3.0} for n in names},
+    }
+    table = benchmark.markdown("dlrm", results)
+    assert "| other | not measured: No module named 'other' |" in table
+    row = (
+        "| peer | 8 | 6.00 (5.00-9.00) | 2.00 (1.00-3.00) | 3.00 x | 3.00 x | 219.1 M |"
+    )
+    assert row in table
