@@ -138,3 +138,13 @@ def test_who_preprocesses(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RuntimeError, match="no kernels"):
         preprocessing.choose(asked="stock")
     assert preprocessing.choose(remote) is stock
+    assert preprocessing.choose(remote, asked="stock") is stock
+    # What partition passes on: the device, and what is asked for.
+    seen = []
+    monkeypatch.setattr(
+        preprocessing, "choose", lambda *a, **k: seen.append((*a, k["asked"])) or stock
+    )
+    options = preprocessing.PartitionOptions(device=remote, host_ops="library")
+    batch = to_id_batch("user/film", ragged([[1], [2]]))
+    preprocessing.partition([batch], one_table(), options=options)
+    assert seen == [(remote, "library")]

@@ -57,5 +57,5 @@ def partition(
       NotImplementedError: If TensorFlow's own ops are to do it and cannot.
       RuntimeError: If nothing on this machine can.
     """
-    host_ops = choose(asked=options.host_ops)
+    host_ops = choose(options.device, asked=options.host_ops)
     return _PARTITIONERS[host_ops](batches, partitioning, splits, options)

@@ -47,8 +47,11 @@ class PartitionOptions:
       check_numerics: Fail on a weight that is not finite.
       host_ops: "library", "stock" or, to let the machine decide, None; see
         `choice.choose`.
+      device: The host that preprocesses, "" for this process. It places no ops: that
+        is for tf.device.
     """
 
     padded: bool = True
     check_numerics: bool = False
     host_ops: str | None = None
+    device: str = ""
