@@ -320,10 +320,8 @@ class TPUv1Engine(Engine):
 
     def _enqueue_core(self, batch: CoreBatch, device: str, mode: tf.Tensor) -> None:
         inside = self._options.topology.program() is not None
-        # The compiler of a real program knows the core better.
-        ordinal = (
-            -1 if inside and not self._tpu.simulated else self._tpu.ordinal(device)
-        )
+        # A program runs on one core, which its compiler knows.
+        ordinal = -1 if inside else self._tpu.ordinal(device)
         with tf.device(None if inside else self._tpu.host_of(device)):
             self._tag_op(
                 tf.raw_ops.EnqueueTPUEmbeddingArbitraryTensorBatch(
