@@ -1,0 +1,67 @@
+"""TensorFlow's documented loops on the software TPU: only the strategy differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from documented_loops import BATCH, assert_same, dataset, feature_config, loops, stock
+
+import tpu_embedding as te
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+
+def run_loops(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            feature_config=feature_config(), optimizer=stock.Adagrad(0.1)
+        )
+    return [np.asarray(value) for value in loops(embedding, strategy)]
+
+
+def test_loops() -> None:
+    strategies = [
+        tf.distribute.OneDeviceStrategy("CPU:0"),
+        SoftwareTPUStrategy("v4", 2),
+    ]
+    assert_same([run_loops(strategy) for strategy in strategies])
+
+
+def test_constructor_of_2_3() -> None:
+    """The page of TensorFlow 2.3 has initialize_tpu_embedding, too."""
+    strategy = SoftwareTPUStrategy("v4", 2)
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            feature_config=feature_config(), batch_size=BATCH, optimizer=stock.SGD(0.1)
+        )
+    loops(embedding, strategy)
+
+
+def test_enqueue_core_by_core() -> None:
+    """The finer grained form that the documentation prints, with `device`."""
+    strategy = SoftwareTPUStrategy("v4", 2)
+    with strategy.scope():
+        embedding = te.TPUEmbedding(feature_config(), stock.SGD(0.1))
+    iterator = iter(
+        strategy.distribute_datasets_from_function(
+            dataset, tf.distribute.InputOptions(experimental_fetch_to_device=False)
+        )
+    )
+    features, _ = next(iterator)
+    per_core = {
+        name: strategy.experimental_local_results(value)
+        for name, value in features.items()
+    }
+
+    def per_core_enqueue(ctx: Any) -> tf.Tensor:
+        core_id = ctx.replica_id_in_sync_group
+        device = strategy.extended.worker_devices[core_id]
+        own = {name: values[core_id] for name, values in per_core.items()}
+        embedding.enqueue(own, training=False, device=device)
+        return tf.constant(core_id)
+
+    strategy.experimental_distribute_values_from_function(per_core_enqueue)
+    activations = strategy.run(embedding.dequeue)["feature_one"]
+    for ids, found in zip(per_core["feature_one"], activations.values, strict=True):
+        np.testing.assert_array_equal(found[:, 0], tf.cast(ids, tf.float32))
