@@ -99,9 +99,12 @@ def input_on_tpu(path: str, device: str) -> ValueError:
     )
 
 
-def asynchronous_checkpoint() -> NotImplementedError:
-    """Tables in a TPU's memory cannot be copied beside the training."""
-    return NotImplementedError(
+def asynchronous_checkpoint() -> RuntimeError:
+    """Tables in a TPU's memory cannot be copied beside the training.
+
+    TensorFlow would take a NotImplementedError as leave to skip the table.
+    """
+    return RuntimeError(
         "Tables of TPU v2 to v4 cannot be saved asynchronously. Leave "
         "`experimental_enable_async_checkpoint` of tf.train.CheckpointOptions at False."
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.training.saving import saveable_object_util
 
 from tpu_embedding.engines.initial_values import (
     ShardInfo,
@@ -54,26 +55,21 @@ class StandIn(tf.__internal__.tracking.Trackable):
         parts = [VariableRows(shard, self._initial_value) for shard in self.shards]
         return JoinedRows(parts, self._initial_value)
 
-    def _serialize_to_tensors(self) -> dict[str, Any]:
-        if len(self.shards) == 1:
-            return {_KEY: self.shards[0].read_value()}
-        shards = zip(self._slices(), self.shards, strict=True)
-        return {_KEY: {where: shard.read_value() for where, shard in shards}}
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        # The one way to save a tensor in slices, as TensorFlow's own class does.
+        def savers(name: str) -> list[Any]:
+            shards = zip(self._slices(), self.shards, strict=True)
+            return [_Saver(shard, s, name, self._on_restore) for s, shard in shards]
 
-    def _restore_from_tensors(self, restored_tensors: Any) -> list[Any]:
-        values = restored_tensors[_KEY]
-        if len(self.shards) == 1:
-            values = {"": values}
-        for where, shard in zip(values, self.shards, strict=True):
-            shard.assign(values[where])
-        self._on_restore()
-        return []
+        return {_KEY: savers}
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
         raise errors.asynchronous_checkpoint()
 
     def _slices(self) -> list[str]:
-        """Where each shard is in the whole, as checkpoints write it."""
+        """Where each shard is in the whole, as checkpoints write it; "" for all."""
+        if len(self.shards) == 1:
+            return [""]
         shapes: list[Any] = [tuple(shard.shape) for shard in self.shards]
         heights, width = [height for height, _ in shapes], shapes[0][1]
         starts = itertools.accumulate(heights, initial=0)
@@ -81,6 +77,22 @@ class StandIn(tf.__internal__.tracking.Trackable):
             f"{sum(heights)} {width} {start},{height}:0,{width}"
             for start, height in zip(starts, heights, strict=False)
         ]
+
+
+class _Saver(saveable_object_util.ResourceVariableSaveable):
+    """Saves and restores one shard."""
+
+    def __init__(
+        self, shard: Any, where: str, name: str, on_restore: Callable[[], None]
+    ) -> None:
+        super().__init__(shard, where, name)
+        self._on_restore = on_restore
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        """Assigns what a checkpoint has."""
+        restored = super().restore(restored_tensors, restored_shapes)
+        self._on_restore()
+        return restored
 
 
 class StandInTable:

@@ -1,0 +1,190 @@
+"""Checkpoints between the software TPU v4 and the host engine: the same bits."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint, hardware
+from tpu_embedding.engines.tpu_v1.tables import StandInTable
+from tpu_embedding.layout.tables import make_plan
+from tpu_embedding.testing import SoftwareTPUStrategy
+from tpu_embedding.topology import TPUSystem
+
+B = 4
+
+
+def make(strategy: tf.distribute.Strategy, seed: int = 0) -> te.TPUEmbedding:
+    """Two tables with slots of two rules; a rate that counts the updates."""
+
+    def initializer(shape: Any, dtype: Any) -> tf.Tensor:
+        return tf.random.stateless_normal(shape, [seed, shape[0]], dtype=dtype)
+
+    with strategy.scope():
+        films = te.TableConfig(7, 3, initializer, te.Adam(0.1), name="films")
+        words = te.TableConfig(5, 2, initializer, name="words", combiner="sum")
+        rate = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+        features = {"film": te.FeatureConfig(films), "word": te.FeatureConfig(words)}
+        embedding = te.TPUEmbedding(features, te.FTRL(rate))
+        embedding.build(B)
+    return embedding
+
+
+def train(embedding: te.TPUEmbedding, strategy: tf.distribute.Strategy) -> None:
+    ids = tf.constant([1, 2, 2, 4])
+    embedding.enqueue({"film": ids, "word": ids})
+
+    def step() -> None:
+        activations = embedding.dequeue()
+        embedding.apply_gradients(activations)
+
+    strategy.run(step)
+
+
+def state(embedding: te.TPUEmbedding) -> dict[str, np.ndarray]:
+    """All values; what counts the updates among them."""
+    rows = embedding.checkpoint_rows()
+    found = {f"{t}/{a}": r.numpy() for t, rs in rows.items() for a, r in rs.items()}
+    updates = embedding.checkpoint_updates()
+    assert updates is not None
+    return {**found, "updates": updates.numpy()}
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(actual[name], values, err_msg=name)
+
+
+def whole(embedding: te.TPUEmbedding) -> tf.train.Checkpoint:
+    return tf.train.Checkpoint(embedding=embedding)
+
+
+@pytest.mark.parametrize("kind", ["tensorflow", "package"])
+def test_both_ways(kind: str, tmp_path: pathlib.Path) -> None:
+    """TPU, host, TPU again: each restores what the one before had, and trains on."""
+
+    def save(embedding: te.TPUEmbedding, name: str) -> str:
+        path = str(tmp_path / name)
+        if kind == "tensorflow":
+            return whole(embedding).write(path)
+        return checkpoint.save(embedding, path)
+
+    def restore(embedding: te.TPUEmbedding, path: str) -> None:
+        if kind == "tensorflow":
+            status = whole(embedding).read(path)
+            status.assert_consumed()
+        else:
+            checkpoint.restore(embedding, path)
+
+    tpu, host = SoftwareTPUStrategy("v4", 2), tf.distribute.OneDeviceStrategy("CPU:0")
+    on_tpu = make(tpu)
+    train(on_tpu, tpu)
+    path = save(on_tpu, "tpu")
+    expected = state(on_tpu)
+    on_host = make(host, seed=1)
+    restore(on_host, path)
+    assert_same_bits(state(on_host), expected)
+    train(on_host, host)
+    path = save(on_host, "host")
+    expected = state(on_host)
+    restore(on_tpu, path)  # Over what has been trained.
+    assert_same_bits(state(on_tpu), expected)
+    tpu.initialize_tpu_system()
+    again = make(tpu, seed=2)
+    restore(again, path)
+    assert_same_bits(state(again), expected)
+    train(again, tpu)
+    assert int(state(again)["updates"]) == 3
+
+
+def test_shapes_come_before_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    """A TPU has no tables before it knows all shapes: to restore is to build first."""
+    tpu = SoftwareTPUStrategy("v4", 1)
+    with tpu.scope():
+        features = te.FeatureConfig(te.TableConfig(7, 3, name="films"))
+        embedding = te.TPUEmbedding(features, te.SGD(0.1))
+    for call in (
+        lambda: whole(embedding).write(str(tmp_path / "saved")),
+        lambda: checkpoint.save(embedding, str(tmp_path / "saved")),
+        embedding.checkpoint_rows,
+    ):
+        with pytest.raises(ValueError, match=r"Call build\(per_replica_input_shapes\)"):
+            call()
+    embedding.build(B)
+    options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+    with pytest.raises(RuntimeError, match="cannot be saved asynchronously"):
+        whole(embedding).save(str(tmp_path / "later"), options)
+
+
+def test_one_engine_for_several_embeddings() -> None:
+    tpu = SoftwareTPUStrategy("v4", 2)
+    with tpu.scope(), pytest.raises(RuntimeError, match="but there is none"):
+        shared(None).build(B)
+    first = make(tpu)
+    train(first, tpu)
+    with pytest.raises(RuntimeError, match="configured already"):
+        make(tpu)
+    with tpu.scope():
+        second = shared(first)
+        second.build(B)
+    tables = [{**state(e), "updates": 0} for e in (second, first)]
+    assert_same_bits(*tables)  # Each has its own count of updates.
+
+
+def shared(other: te.TPUEmbedding | None) -> te.TPUEmbedding:
+    """An embedding of the same configuration that does not configure the TPU."""
+    if other is None:
+        table = te.TableConfig(7, 3, name="films")
+        features: Any = te.FeatureConfig(table)
+        return te.TPUEmbedding(features, te.SGD(0.1), initialize_tpu_embedding=False)
+    words = other.plan.tables[1].optimizer
+    features = other.structure.pack([spec.config for spec in other.plan.features])
+    return te.TPUEmbedding(features, words, initialize_tpu_embedding=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_rows_of_each_host(rows: int, tmp_path: pathlib.Path) -> None:
+    """Tables cut by host, as on a pod: one tensor, in slices, in a checkpoint."""
+    seen = []
+
+    def initializer(shape: Any, dtype: Any, shard_info: Any = None) -> tf.Tensor:
+        assert shard_info is not None
+        seen.append((tuple(shape), shard_info.offset))
+        first = shard_info.offset[0]
+        return tf.range(first, first + shape[0], dtype=dtype)[:, tf.newaxis]
+
+    config = te.TableConfig(rows, 1, initializer, name="films")
+    feature = te.FeatureConfig(config)
+    plan = make_plan(["f"], [feature], {config: config}, te.Adagrad(0.1))
+    tpu = TPUSystem(
+        generation=hardware.generation("v4"),
+        devices=(("/device:CPU:0",), ("/device:CPU:1",), ("/device:CPU:2",)),
+        hosts=tuple(f"/device:CPU:{host}" for host in range(3)),
+        assigned=False,
+        simulated=True,
+    )
+    restored: list[int] = []
+    table = StandInTable(plan.tables[0], tpu, lambda: restored.append(1))
+    heights = {1: [1], 2: [1, 1], 7: [3, 2, 2]}[rows]
+    offsets = [sum(heights[:shard]) for shard in range(len(heights))]
+    assert seen == [((h, 1), (o, 0)) for h, o in zip(heights, offsets, strict=True)]
+    whole = np.arange(rows, dtype=np.float32)[:, np.newaxis]
+    parameters = table.arrays["parameters"]
+    np.testing.assert_array_equal(parameters.rows().numpy(), whole)
+    np.testing.assert_array_equal(
+        table.arrays["accumulators"].rows().numpy()[:, 0], 0.1 + 0 * whole[:, 0]
+    )
+
+    path = tf.train.Checkpoint(table=parameters).write(str(tmp_path / "saved"))
+    (name,) = [n for n, _ in tf.train.list_variables(path) if n.startswith("table/")]
+    np.testing.assert_array_equal(tf.train.load_variable(path, name), whole)
+    parameters.rows().write(0, -whole)
+    tf.train.Checkpoint(table=parameters).read(path)
+    np.testing.assert_array_equal(parameters.rows().numpy(), whole)
+    assert restored
