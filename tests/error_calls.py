@@ -30,6 +30,10 @@ FEATURE = FeatureConfig(TABLE)
 SLOT_OWNER = TableConfig(8, 4, name="a")
 SLOT_NAMED = TableConfig(8, 4, name="a/accumulators")
 OTHER = FeatureConfig(TableConfig(8, 4, name="films"))
+ENGINE_RULES = (
+    "Momentum, RMSProp, CenteredRMSProp, Adadelta, ProximalAdagrad, ProximalYogi, "
+    "FrequencyEstimator, MDLAdagradLight"
+)
 RAGGED = tf.ragged.constant([[1, 2], []])
 
 
@@ -214,8 +218,9 @@ CALLS = [
         lambda: adapters.adapt_optimizer("adagrad"),
         ValueError,
         "Unsupported optimizer for the whole embedding: 'adagrad' of type str. "
-        "Supported are SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad, and "
-        "those of tf.tpu.experimental.embedding with the same names.",
+        "Supported are SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad, "
+        f"{ENGINE_RULES}, and those of tf.tpu.experimental.embedding with the same "
+        "names.",
     ),
     Case(
         "custom_optimizer",
@@ -223,7 +228,7 @@ CALLS = [
         NotImplementedError,
         "Unsupported optimizer for the whole embedding: CustomOptimizer is not "
         "supported by this release. Use one of SGD, Adagrad, AdagradMomentum, FTRL, "
-        "Adam, RowwiseAdagrad.",
+        f"Adam, RowwiseAdagrad, {ENGINE_RULES}.",
     ),
     Case(
         "unknown_generation",

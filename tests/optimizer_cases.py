@@ -26,13 +26,13 @@ class Case:
 
     Attributes:
       cls: Our class.
-      stock: TensorFlow's class with the same arguments.
+      stock: TensorFlow's class with the same arguments, or None.
       options: Constructor arguments of the rule's own, one dict for each variant.
       other: An argument and a value that is not its default.
     """
 
     cls: type[Any]
-    stock: type[Any]
+    stock: type[Any] | None
     options: tuple[dict[str, Any], ...]
     other: tuple[str, Any] = ("learning_rate", 0.5)
 
@@ -97,9 +97,60 @@ OPTIMIZERS = [
         ),
         ("beta_1", 0.5),
     ),
+    Case(
+        optimizers.Momentum,
+        None,
+        ({}, {"momentum": 0.5, "use_nesterov": True}),
+        ("momentum", 0.5),
+    ),
+    Case(
+        optimizers.RMSProp,
+        None,
+        ({}, {"rho": 0.5, "momentum": 0.9, "epsilon": 1e-3}),
+        ("rho", 0.5),
+    ),
+    Case(
+        optimizers.CenteredRMSProp,
+        None,
+        ({}, {"rho": 0.5, "momentum": 0.9, "epsilon": 1e-3}),
+        ("momentum", 0.5),
+    ),
+    Case(optimizers.Adadelta, None, ({}, {"rho": 0.5, "epsilon": 0.25}), ("rho", 0.5)),
+    Case(
+        optimizers.ProximalAdagrad,
+        None,
+        (
+            {},
+            {
+                "initial_accumulator_value": 0.5,
+                "l1_regularization_strength": 0.2,
+                "l2_regularization_strength": 0.3,
+            },
+        ),
+        ("initial_accumulator_value", 0.5),
+    ),
+    Case(
+        optimizers.ProximalYogi,
+        None,
+        (
+            {"initial_accumulator_value": 0.0},
+            {"beta_1": 0.5, "beta_2": 0.75, "initial_accumulator_value": 0.5},
+            {"l1_regularization_strength": 0.2, "l2_regularization_strength": 0.3},
+        ),
+        ("epsilon", 0.5),
+    ),
 ]
+# Those that not every table or not every engine can have: values like the others.
+SPECIAL = [
+    Case(optimizers.FrequencyEstimator, None, ({},), ("tau", 0.5)),
+    Case(optimizers.MDLAdagradLight, None, ({},), ("mdl_min_weight", 0.5)),
+]
+STOCK = [case for case in OPTIMIZERS if case.stock]
 
-each_case = pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: case.name)
+each_case = pytest.mark.parametrize(
+    "case", [*OPTIMIZERS, *SPECIAL], ids=lambda case: case.name
+)
+each_stock_case = pytest.mark.parametrize("case", STOCK, ids=lambda case: case.name)
 each_variant = pytest.mark.parametrize(
     ("case", "options"),
     [(case, options) for case in OPTIMIZERS for options in case.options],

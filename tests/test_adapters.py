@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from optimizer_cases import OPTIMIZERS, Case
+from optimizer_cases import STOCK, Case
 
 from tpu_embedding import adapters, optimizers
 from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
@@ -31,7 +31,7 @@ def _adapt_one(feature: Any, **options: Any) -> FeatureConfig:
     return adapted
 
 
-STOCK_OPTIMIZERS = [c for c in OPTIMIZERS if c.cls is not optimizers.RowwiseAdagrad]
+STOCK_OPTIMIZERS = [c for c in STOCK if c.cls is not optimizers.RowwiseAdagrad]
 # Values that are no default, for arguments that are not plain numbers.
 OTHER_VALUES: dict[str, Any] = {
     "learning_rate": _ignored,

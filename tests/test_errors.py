@@ -21,8 +21,8 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "refused_by_engine",
         ("host", "table films", "layout", 3),
         NotImplementedError,
-        "The host engine cannot carry `layout=3` of table films: it describes how a "
-        "TPU stores the table. Leave it at its default here.",
+        "The host engine cannot carry `layout=3` of table films: it is for TPUs alone. "
+        "Leave it at its default here.",
     ),
     (
         "batch_size_conflict",

@@ -107,7 +107,10 @@ def test_a_gradient_of_nan_shows_itself(
     assert np.isnan(state[0][2]).all()
 
 
-@pytest.mark.parametrize("cls", [optimizers.Adagrad, optimizers.RowwiseAdagrad])
+@pytest.mark.parametrize(
+    "cls",
+    [optimizers.Adagrad, optimizers.RowwiseAdagrad, optimizers.ProximalAdagrad],
+)
 def test_adagrad_makes_no_step_where_the_accumulator_stays_zero(
     cls: type[Any], rng: np.random.Generator
 ) -> None:
@@ -117,6 +120,16 @@ def test_adagrad_makes_no_step_where_the_accumulator_stays_zero(
     new = apply(optimizer, state, {1: np.zeros(D, np.float32)}, rate=0.1)
     np.testing.assert_array_equal(new[0], table)
     np.testing.assert_array_equal(new[1], 0.0)
+
+
+def test_a_variance_that_rounding_leaves_below_zero_makes_no_nan() -> None:
+    optimizer = optimizers.CenteredRMSProp(rho=0.5, epsilon=1e-12)
+    mean = np.full((V, D), 0.1, np.float32)
+    table, square = np.zeros_like(mean), np.nextafter(mean * mean, np.float32(0))
+    state = [table, square, np.zeros_like(mean), mean]
+    new = apply(optimizer, state, {1: mean[1]}, rate=0.1)
+    assert (new[1] - new[3] * new[3])[1].max() < 0
+    assert all(np.isfinite(values).all() for values in new)
 
 
 def test_ftrl_with_linear_times_rate_survives_a_rate_of_zero(

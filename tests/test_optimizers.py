@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from optimizer_cases import OPTIMIZERS, Case, D, V, each_case, each_variant
+from optimizer_cases import (
+    OPTIMIZERS,
+    SPECIAL,
+    STOCK,
+    Case,
+    D,
+    V,
+    each_case,
+    each_stock_case,
+    each_variant,
+)
 from reference import optimizers as reference
 
 from tpu_embedding import optimizers
@@ -25,11 +35,13 @@ def test_every_optimizer_of_the_package_is_under_test() -> None:
         and issubclass(value, base.Optimizer)
         and value is not base.Optimizer
     }
-    assert classes == {case.cls for case in OPTIMIZERS}
-    assert set(reference.DEFAULTS) == {case.name for case in OPTIMIZERS}
+    assert classes == {case.cls for case in [*OPTIMIZERS, *SPECIAL]}
+    assert classes == set(optimizers.OPTIMIZERS.values())
+    published = {cls for cls in classes if cls.host_values is not None}
+    assert set(reference.DEFAULTS) == {cls.__name__ for cls in published}
 
 
-@each_case
+@each_stock_case
 def test_arguments_are_those_of_tensorflow(case: Case) -> None:
     def arguments(cls: type) -> list[tuple[str, Any, Any]]:
         parameters = inspect.signature(cls).parameters.values()
@@ -38,8 +50,13 @@ def test_arguments_are_those_of_tensorflow(case: Case) -> None:
     assert arguments(case.cls) == arguments(case.stock)
 
 
-@each_variant
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [(case, options) for case in STOCK for options in case.options],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
 def test_slots_are_those_of_tensorflow(case: Case, options: dict[str, Any]) -> None:
+    assert case.stock is not None
     if options.get("allow_zero_accumulator"):  # TensorFlow still refuses 0.
         options = {**options, "initial_accumulator_value": 0.5}
     ours, theirs = case.cls(**options).slots, case.stock(**options)
@@ -51,16 +68,16 @@ def test_slots_are_those_of_tensorflow(case: Case, options: dict[str, Any]) -> N
         assert slot.per_row == (case.cls is optimizers.RowwiseAdagrad)
 
 
-@each_case
-def test_slots_and_defaults_are_those_of_the_reference(case: Case) -> None:
-    slots = reference.initial_slots(case.name, {}, (V, D))
-    ours = case.cls()
+@pytest.mark.parametrize("name", reference.DEFAULTS)
+def test_slots_and_defaults_are_those_of_the_reference(name: str) -> None:
+    slots = reference.initial_slots(name, {}, (V, D))
+    ours = optimizers.OPTIMIZERS[name]()
     assert {
         s.name: values.shape
         for s, values in zip(ours.slots, slots.values(), strict=True)
     } == {name: values.shape for name, values in slots.items()}
-    for name, default in reference.DEFAULTS[case.name].items():
-        assert getattr(ours, name) == default
+    for argument, default in reference.DEFAULTS[name].items():
+        assert getattr(ours, argument) == default
 
 
 @each_case
@@ -76,8 +93,8 @@ def test_compares_and_hashes_by_value(case: Case) -> None:
 
 
 def test_two_classes_are_never_equal() -> None:
-    values = {case.cls() for case in OPTIMIZERS}
-    assert len(values) == len(OPTIMIZERS)
+    values = {cls() for cls in optimizers.OPTIMIZERS.values()}
+    assert len(values) == len(optimizers.OPTIMIZERS)
 
 
 @each_case
@@ -90,7 +107,8 @@ def test_is_frozen_and_survives_pickle(case: Case) -> None:
 
 @each_case
 def test_rules_have_names_of_their_own(case: Case) -> None:
-    assert [c.cls.rule for c in OPTIMIZERS].count(case.cls.rule) == 1
+    rules = [cls.rule for cls in optimizers.OPTIMIZERS.values()]
+    assert rules.count(case.cls.rule) == 1
 
 
 @each_variant
@@ -109,6 +127,16 @@ def test_hyperparameters_stand_in_the_order_of_the_headers() -> None:
     assert ftrl.hyperparameters == (-0.2, 0.3, 0.4, 0.5, 1.0, 0.0)
     adam = optimizers.Adam(0.1, 0.5, 0.25, 0.4)
     assert adam.hyperparameters == (0.5, 0.5, 0.25, 0.75, 0.4, 1.0)
+    assert optimizers.Momentum(0.1, 0.5, True).hyperparameters == (0.5, 1.0)
+    for cls in (optimizers.RMSProp, optimizers.CenteredRMSProp):
+        assert cls(0.1, 0.25, 0.2, 0.3).hyperparameters == (0.25, 0.75, 0.2, 0.3)
+    assert optimizers.Adadelta(0.1, 0.25, 0.3).hyperparameters == (0.25, 0.75, 0.3)
+    adagrad = optimizers.ProximalAdagrad(0.1, 0.2, 0.3, 0.4)
+    assert adagrad.hyperparameters == (0.3, 0.4)
+    yogi = optimizers.ProximalYogi(0.1, 0.5, 0.25, 0.2, 0.3, 0.4)
+    assert yogi.hyperparameters == (0.5, 0.5, 0.75, 0.2, 0.3, 0.4)
+    estimator = optimizers.FrequencyEstimator(lambda: 1.0, 0.25, 9.0, 2.0)
+    assert estimator.hyperparameters == (0.25, 0.75, 9.0, 2.0)
 
 
 def test_only_dense_adam_touches_all_rows() -> None:
@@ -132,11 +160,12 @@ def test_only_dense_adam_touches_all_rows() -> None:
         (np.float32(2.0), (-2.0, 2.0)),
     ],
 )
-@each_case
+@each_stock_case
 def test_gradient_limits_are_those_of_tensorflow(
     case: Case, clipvalue: Any, limits: tuple
 ) -> None:
     for cls in (case.cls, case.stock):
+        assert cls is not None
         optimizer = cls(clipvalue=clipvalue)
         assert (optimizer.clip_gradient_min, optimizer.clip_gradient_max) == limits
 

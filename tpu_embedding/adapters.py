@@ -117,10 +117,10 @@ def adapt_optimizer(
     if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
         return optimizer
     if isinstance(optimizer, _stock.CustomOptimizer):
-        raise errors.custom_optimizer(where)
+        raise errors.custom_optimizer(where, optimizers.OPTIMIZERS)
     ours = _OPTIMIZERS.get(type(optimizer))
     if ours is None:
-        raise errors.unsupported_optimizer(where, optimizer)
+        raise errors.unsupported_optimizer(where, optimizer, optimizers.OPTIMIZERS)
     # Both sides call their options the same, but TensorFlow keeps no `clipvalue`.
     options = {
         field.name: getattr(optimizer, field.name)

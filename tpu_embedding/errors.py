@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-_OPTIMIZERS = "SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad"
 _COMBINERS = '"sum", "mean", "sqrtn"'
 
 
@@ -198,20 +197,22 @@ def reserved_table_name(name: str) -> ValueError:
     )
 
 
-def unsupported_optimizer(where: str, optimizer: object) -> ValueError:
+def unsupported_optimizer(
+    where: str, optimizer: object, supported: Iterable[str]
+) -> ValueError:
     """An optimizer of a class that embeddings do not have."""
     return ValueError(
         f"Unsupported optimizer for {where}: {optimizer!r} of type "
-        f"{type_name(optimizer)}. Supported are {_OPTIMIZERS}, and those "
+        f"{type_name(optimizer)}. Supported are {', '.join(supported)}, and those "
         "of tf.tpu.experimental.embedding with the same names."
     )
 
 
-def custom_optimizer(where: str) -> NotImplementedError:
+def custom_optimizer(where: str, supported: Iterable[str]) -> NotImplementedError:
     """CustomOptimizer is not there yet."""
     return NotImplementedError(
         f"Unsupported optimizer for {where}: CustomOptimizer is not supported by this "
-        f"release. Use one of {_OPTIMIZERS}."
+        f"release. Use one of {', '.join(supported)}."
     )
 
 
@@ -221,7 +222,7 @@ def refused_by_engine(
     """An option that means something on other hardware only."""
     return NotImplementedError(
         f"The {engine} engine cannot carry `{option}={value!r}` of {where}: it "
-        "describes how a TPU stores the table. Leave it at its default here."
+        "is for TPUs alone. Leave it at its default here."
     )
 
 

@@ -10,10 +10,17 @@
 
 #include "check.h"
 #include "core/lookup.h"
+#include "core/optimizers/adadelta.h"
 #include "core/optimizers/adagrad.h"
 #include "core/optimizers/adagrad_momentum.h"
 #include "core/optimizers/adam.h"
+#include "core/optimizers/centered_rms_prop.h"
+#include "core/optimizers/frequency_estimator.h"
 #include "core/optimizers/ftrl.h"
+#include "core/optimizers/momentum.h"
+#include "core/optimizers/proximal_adagrad.h"
+#include "core/optimizers/proximal_yogi.h"
+#include "core/optimizers/rms_prop.h"
 #include "core/optimizers/rowwise_adagrad.h"
 #include "core/optimizers/sgd.h"
 #include "core/row_groups.h"
@@ -228,5 +235,12 @@ int main() {
     TestThreads<AdagradMomentum>({0.9f, 1, 2, 0.9f, 0.1f, 1e-10f}, dim);
     TestThreads<Ftrl>({-0.5f, 0.1f, 0.1f, 0.1f, 0, 0}, dim);
     TestThreads<Adam>({0.9f, 0.1f, 0.99f, 0.01f, 1e-7f, 1}, dim);
+    TestThreads<Momentum>({0.9f, 1}, dim);
+    TestThreads<RmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
+    TestThreads<CenteredRmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
+    TestThreads<Adadelta>({0.9f, 0.1f, 1e-3f}, dim);
+    TestThreads<ProximalAdagrad>({0.1f, 0.2f}, dim);
+    TestThreads<ProximalYogi>({0.9f, 0.1f, 0.01f, 1e-3f, 0.1f, 0.2f}, dim);
+    TestThreads<FrequencyEstimator>({0.1f, 0.9f, 9, 2}, dim);
   }
 }

@@ -2,7 +2,8 @@
 
 Where TensorFlow has an op with the same rule, or one that becomes the same with
 some arguments, it gets the gradient of each touched row and must come to the same
-table and slots. RowwiseAdagrad and an exponent other than 2 have no such op.
+table and slots. RowwiseAdagrad and an exponent other than 2 have no such op; of
+ProximalYogi the proximal step has one.
 """
 
 from __future__ import annotations
@@ -126,6 +127,99 @@ def adam(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
     )
 
 
+def momentum(*, nesterov: bool) -> Any:
+    def update(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+        raw.ResourceSparseApplyMomentum(
+            var=table,
+            accum=slots["momenta"],
+            lr=RATE,
+            grad=gradient,
+            indices=rows,
+            momentum=0.75,
+            use_nesterov=nesterov,
+        )
+
+    return update
+
+
+def plain_rms_prop(
+    table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor
+) -> None:
+    raw.ResourceSparseApplyRMSProp(
+        var=table,
+        ms=slots["ms"],
+        mom=slots["mom"],
+        lr=RATE,
+        rho=0.875,
+        momentum=0.75,
+        epsilon=1e-3,
+        grad=gradient,
+        indices=rows,
+    )
+
+
+def centered(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    raw.ResourceSparseApplyCenteredRMSProp(
+        var=table,
+        mg=slots["mg"],
+        ms=slots["ms"],
+        mom=slots["mom"],
+        lr=RATE,
+        rho=0.875,
+        momentum=0.75,
+        epsilon=1e-3,
+        grad=gradient,
+        indices=rows,
+    )
+
+
+def adadelta(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    raw.ResourceSparseApplyAdadelta(
+        var=table,
+        accum=slots["accumulators"],
+        accum_update=slots["updates"],
+        lr=RATE,
+        rho=0.875,
+        epsilon=1e-3,
+        grad=gradient,
+        indices=rows,
+    )
+
+
+def proximal_adagrad(
+    table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor
+) -> None:
+    raw.ResourceSparseApplyProximalAdagrad(
+        var=table,
+        accum=slots["accumulators"],
+        lr=RATE,
+        l1=0.125,
+        l2=0.25,
+        grad=gradient,
+        indices=rows,
+    )
+
+
+def proximal_yogi(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+    def read(slot: str) -> tf.Tensor:
+        value = raw.ReadVariableOp(resource=slots[slot], dtype=tf.float32)
+        return tf.gather(value, rows)
+
+    def write(slot: str, value: tf.Tensor) -> None:
+        raw.ResourceScatterUpdate(resource=slots[slot], indices=rows, updates=value)
+
+    square = gradient * gradient
+    m = 0.75 * read("m") + 0.25 * gradient
+    v = read("v") - 0.125 * tf.sign(read("v") - square) * square
+    write("m", m)
+    write("v", v)
+    # The op adds m^2 to its accumulator, and takes the root of that for its divisor.
+    accumulator = tf.Variable(tf.zeros([V, D]))
+    accumulator.scatter_update(tf.IndexedSlices((tf.sqrt(v) + 1e-3) ** 2 - m * m, rows))
+    handles = {"accumulators": accumulator.handle}
+    proximal_adagrad(table, handles, m, rows)
+
+
 FTRL = {"l1_regularization_strength": 0.125, "l2_regularization_strength": 0.25}
 ORACLES = {
     "SGD": Oracle(te.SGD(RATE), sgd),
@@ -150,6 +244,15 @@ ORACLES = {
     ),
     "Adam": Oracle(
         te.Adam(RATE, 0.75, 0.875, 1e-3, lazy_adam=False, sum_inside_sqrt=False), adam
+    ),
+    "Momentum": Oracle(te.Momentum(RATE, 0.75), momentum(nesterov=False)),
+    "Momentum nesterov": Oracle(te.Momentum(RATE, 0.75, True), momentum(nesterov=True)),
+    "RMSProp": Oracle(te.RMSProp(RATE, 0.875, 0.75, 1e-3), plain_rms_prop),
+    "CenteredRMSProp": Oracle(te.CenteredRMSProp(RATE, 0.875, 0.75, 1e-3), centered),
+    "Adadelta": Oracle(te.Adadelta(RATE, 0.875, 1e-3), adadelta),
+    "ProximalAdagrad": Oracle(te.ProximalAdagrad(RATE, 0.5, **FTRL), proximal_adagrad),
+    "ProximalYogi": Oracle(
+        te.ProximalYogi(RATE, 0.75, 0.875, 1e-3, **FTRL), proximal_yogi
     ),
 }
 

@@ -43,6 +43,29 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sum_inside_sqrt": True,
     },
     "RowwiseAdagrad": {"initial_accumulator_value": 0.1},
+    "Momentum": {"momentum": 0.9, "use_nesterov": False},
+    "RMSProp": {"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7},
+    "CenteredRMSProp": {"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7},
+    "Adadelta": {"rho": 0.95, "epsilon": 1e-7},
+    "ProximalAdagrad": {
+        "initial_accumulator_value": 0.1,
+        "l1_regularization_strength": 0.0,
+        "l2_regularization_strength": 0.0,
+    },
+    "ProximalYogi": {
+        "beta_1": 0.9,
+        "beta_2": 0.999,
+        "epsilon": 1e-3,
+        "l1_regularization_strength": 0.0,
+        "l2_regularization_strength": 0.0,
+        "initial_accumulator_value": 1e-6,
+    },
+    "FrequencyEstimator": {
+        "tau": 0.1,
+        "max_delta": 1000.0,
+        "outlier_threshold": 10.0,
+        "weight_exponent": 0.0,
+    },
 }
 # Slot name -> where its initial value comes from: an argument, or a number.
 SLOTS: dict[str, dict[str, str | float]] = {
@@ -52,6 +75,13 @@ SLOTS: dict[str, dict[str, str | float]] = {
     "FTRL": {"accumulators": "initial_accumulator_value", "linears": 0.0},
     "Adam": {"momenta": 0.0, "velocities": 0.0},
     "RowwiseAdagrad": {"accumulators": "initial_accumulator_value"},
+    "Momentum": {"momenta": 0.0},
+    "RMSProp": {"ms": 0.0, "mom": 0.0},
+    "CenteredRMSProp": {"ms": 0.0, "mom": 0.0, "mg": 0.0},
+    "Adadelta": {"accumulators": 0.0, "updates": 0.0},
+    "ProximalAdagrad": {"accumulators": "initial_accumulator_value"},
+    "ProximalYogi": {"v": "initial_accumulator_value", "m": 0.0},
+    "FrequencyEstimator": {"last_hit_step": 0.0},
 }
 
 
@@ -241,6 +271,86 @@ def _adam(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None
             t[d] -= lr * m[d] / (np.sqrt(v[d]) + eps)
 
 
+def _momentum(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    (m,) = slots
+    mu = h["momentum"]
+    for d in range(len(t)):
+        m[d] = mu * m[d] + g[d]
+        t[d] -= lr * (mu * m[d] + g[d] if h["use_nesterov"] else m[d])
+
+
+def _rms_prop(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    ms, mom = slots
+    rho = h["rho"]
+    for d in range(len(t)):
+        ms[d] = rho * ms[d] + (1 - rho) * g[d] ** 2
+        mom[d] = h["momentum"] * mom[d] + lr * g[d] / np.sqrt(ms[d] + h["epsilon"])
+        t[d] -= mom[d]
+
+
+def _centered_rms_prop(
+    h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float
+) -> None:
+    ms, mom, mg = slots
+    rho = h["rho"]
+    for d in range(len(t)):
+        ms[d] = rho * ms[d] + (1 - rho) * g[d] ** 2
+        mg[d] = rho * mg[d] + (1 - rho) * g[d]
+        variance = ms[d] - mg[d] ** 2
+        mom[d] = h["momentum"] * mom[d] + lr * g[d] / np.sqrt(variance + h["epsilon"])
+        t[d] -= mom[d]
+
+
+def _adadelta(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
+    a, u = slots
+    rho, eps = h["rho"], h["epsilon"]
+    for d in range(len(t)):
+        a[d] = rho * a[d] + (1 - rho) * g[d] ** 2
+        step = np.sqrt((u[d] + eps) / (a[d] + eps)) * g[d]
+        u[d] = rho * u[d] + (1 - rho) * step**2
+        t[d] -= lr * step
+
+
+def _nearest(h: dict, z: float, c: float) -> float:
+    """The proximal step: the w of least (w - z)^2 / 2 + c * (l1 |w| + l2 w^2 / 2)."""
+    l1, l2 = h["l1_regularization_strength"], h["l2_regularization_strength"]
+    return np.sign(z) * max(abs(z) - c * l1, 0.0) / (1 + c * l2)
+
+
+def _proximal_adagrad(
+    h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float
+) -> None:
+    (a,) = slots
+    for d in range(len(t)):
+        a[d] += g[d] ** 2
+        if a[d] != 0:
+            c = lr / np.sqrt(a[d])
+            t[d] = _nearest(h, t[d] - c * g[d], c)
+
+
+def _proximal_yogi(
+    h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float
+) -> None:
+    v, m = slots
+    b1, b2 = h["beta_1"], h["beta_2"]
+    for d in range(len(t)):
+        m[d] = b1 * m[d] + (1 - b1) * g[d]
+        v[d] -= (1 - b2) * np.sign(v[d] - g[d] ** 2) * g[d] ** 2
+        c = lr / (np.sqrt(v[d]) + h["epsilon"])
+        t[d] = _nearest(h, t[d] - c * m[d], c)
+
+
+def _frequency_estimator(
+    h: dict, g: np.ndarray, t: np.ndarray, slots: list, step: float
+) -> None:
+    del g
+    (last,) = slots
+    delta = min(step - last[0], h["max_delta"])
+    outlier = delta >= h["outlier_threshold"] * t[0]
+    t[0] = delta if outlier else (1 - h["tau"]) * t[0] + h["tau"] * delta
+    last[0] = step
+
+
 _RULES: dict[str, Callable[..., None]] = {
     "SGD": _sgd,
     "Adagrad": _adagrad,
@@ -248,4 +358,11 @@ _RULES: dict[str, Callable[..., None]] = {
     "FTRL": _ftrl,
     "Adam": _adam,
     "RowwiseAdagrad": _rowwise,
+    "Momentum": _momentum,
+    "RMSProp": _rms_prop,
+    "CenteredRMSProp": _centered_rms_prop,
+    "Adadelta": _adadelta,
+    "ProximalAdagrad": _proximal_adagrad,
+    "ProximalYogi": _proximal_yogi,
+    "FrequencyEstimator": _frequency_estimator,
 }

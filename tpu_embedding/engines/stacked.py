@@ -19,23 +19,34 @@ from tpu_embedding.layout.batches import (
 )
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.layout.tables import Plan
+from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.optimizers.errors import unpublished_rule
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:
-    """Refuses what describes how a TPU stores a table.
+    """Refuses what only a TPU can do with a table.
 
     Raises:
-      NotImplementedError: If a table has such an option.
+      NotImplementedError: If a table has an option that describes how a TPU stores it,
+        or an optimizer whose rule, or an option of it, is known to TPUs only.
     """
     for table in plan.tables:
         where = f"table {table.name}"
         layout = table.config.layout
         if layout is not None:
             raise errors.refused_by_engine(engine, where, "layout", layout)
-        if table.optimizer and table.optimizer.low_dimensional_packing_status:
-            raise errors.refused_by_engine(
-                engine, where, "low_dimensional_packing_status", True
-            )
+        if table.optimizer:
+            _refuse_optimizer(engine, where, table.optimizer)
+
+
+def _refuse_optimizer(engine: str, where: str, optimizer: Optimizer) -> None:
+    if optimizer.host_values is None:
+        name = type(optimizer).__name__
+        raise unpublished_rule(name, f"{engine} engine to {where}")
+    for option, carried in optimizer.host_values.items():
+        value = getattr(optimizer, option)
+        if value != carried:
+            raise errors.refused_by_engine(engine, where, option, value)
 
 
 def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:

@@ -23,18 +23,6 @@ from tpu_embedding.keras import errors
 from tpu_embedding.keras.optimizers import is_keras_optimizer
 from tpu_embedding.structures import Structure
 
-_RULES: dict[str, type[rules.Optimizer]] = {
-    cls.__name__: cls
-    for cls in (
-        rules.SGD,
-        rules.Adagrad,
-        rules.AdagradMomentum,
-        rules.FTRL,
-        rules.Adam,
-        rules.RowwiseAdagrad,
-    )
-}
-
 
 def encode_features(feature_config: Any, invalid_ids: str | None) -> dict[str, Any]:
     """A feature configuration as JSON; a table that is shared is written once.
@@ -137,7 +125,7 @@ def decode_optimizer(config: Any) -> Any:
         return importlib.import_module(package).optimizers.deserialize(
             options["config"]
         )
-    rule = _RULES[options.pop("class")]
+    rule = rules.OPTIMIZERS[options.pop("class")]
     options = {name: decode_object(value) for name, value in options.items()}
     clip = options["clipvalue"]
     options["clipvalue"] = tuple(clip) if isinstance(clip, list) else clip

@@ -8,7 +8,8 @@ from typing import Any
 
 from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.optimizers import OPTIMIZERS, Optimizer
+from tpu_embedding.optimizers.errors import table_dim
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MOST_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
@@ -75,8 +76,8 @@ def make_plan(
       optimizer: For tables that have none; may be None.
 
     Raises:
-      ValueError: If two tables have one name, an optimizer is none of ours, or a
-        table has more rows than int32 can number.
+      ValueError: If two tables have one name, an optimizer is none of ours or is
+        for another width, or a table has more rows than int32 can number.
     """
     users: dict[TableConfig, list[int]] = {}  # Features of each table.
     for index, feature in enumerate(features):
@@ -134,7 +135,12 @@ def _slots(tables: Sequence[TableSpec]) -> set[str]:
 
 def _check_optimizers(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
     for table in tables:
-        if table.optimizer is None or isinstance(table.optimizer, Optimizer):
+        optimizer, dim = table.optimizer, table.config.dim
+        if optimizer is None:
             continue
-        where = f"table {table.name!r} (feature {paths[table.features[0]]})"
-        raise errors.unsupported_optimizer(where, table.optimizer)
+        if not isinstance(optimizer, Optimizer):
+            where = f"table {table.name!r} (feature {paths[table.features[0]]})"
+            raise errors.unsupported_optimizer(where, optimizer, OPTIMIZERS)
+        if optimizer.table_dim not in (None, dim):
+            name = type(optimizer).__name__
+            raise table_dim(table.name, name, dim, optimizer.table_dim)

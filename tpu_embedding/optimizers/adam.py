@@ -53,7 +53,7 @@ class Adam(base.Optimizer):
             "use_sum_inside_sqrt": "sum_inside_sqrt",
         },
     )
-    sparse_core_values: ClassVar[dict[str, Any] | None] = {
+    sparse_core_values: ClassVar[dict[str, Any]] = {
         **base.SPARSE_CORE_VALUES,
         "lazy_adam": True,
     }
@@ -76,9 +76,7 @@ class Adam(base.Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         for argument, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            base.check_number(argument, beta)
-            if not 0 <= beta < 1:
-                raise errors.argument_value(argument, beta, ">= 0 and < 1")
+            base.check_share(argument, beta)
         base.check_positive("epsilon", self.epsilon)
         base.check_flag("lazy_adam", self.lazy_adam)
         base.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)

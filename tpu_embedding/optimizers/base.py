@@ -47,6 +47,8 @@ SPARSE_CORE_VALUES: dict[str, Any] = {
     "slot_variable_creation_fn": None,
     "low_dimensional_packing_status": False,
 }
+# And that the engines off a TPU can: how a TPU stores a table means nothing to them.
+HOST_VALUES: dict[str, Any] = {"low_dimensional_packing_status": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,10 @@ class Optimizer(abc.ABC):
     # None: SparseCores have no op for the rule at all.
     sparse_core_op: ClassVar[SparseCoreOp | None] = None
     sparse_core_values: ClassVar[dict[str, Any]] = SPARSE_CORE_VALUES
+    # None: the rule is not published, so that only a TPU can apply it.
+    host_values: ClassVar[dict[str, Any] | None] = HOST_VALUES
+    # The one width of table that the rule is for, or None.
+    table_dim: ClassVar[int | None] = None
 
     learning_rate: Rate
     use_gradient_accumulation: bool
@@ -298,6 +304,13 @@ def check_not_negative(argument: str, value: Any) -> None:
     check_number(argument, value)
     if value < 0:
         raise errors.argument_value(argument, value, ">= 0")
+
+
+def check_share(argument: str, value: Any) -> None:
+    """Raises unless `value` is a number in [0, 1)."""
+    check_number(argument, value)
+    if not 0 <= value < 1:
+        raise errors.argument_value(argument, value, ">= 0 and < 1")
 
 
 def check_flag(argument: str, value: object) -> None:

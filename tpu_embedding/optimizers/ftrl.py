@@ -58,7 +58,7 @@ class FTRL(base.Optimizer):
             "allow_zero_accumulator": "allow_zero_accumulator",
         },
     )
-    sparse_core_values: ClassVar[dict[str, Any] | None] = {
+    sparse_core_values: ClassVar[dict[str, Any]] = {
         **base.SPARSE_CORE_VALUES,
         "allow_zero_accumulator": False,
     }

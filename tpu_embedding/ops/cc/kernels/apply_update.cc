@@ -5,10 +5,17 @@
 #include <utility>
 #include <vector>
 
+#include "core/optimizers/adadelta.h"
 #include "core/optimizers/adagrad.h"
 #include "core/optimizers/adagrad_momentum.h"
 #include "core/optimizers/adam.h"
+#include "core/optimizers/centered_rms_prop.h"
+#include "core/optimizers/frequency_estimator.h"
 #include "core/optimizers/ftrl.h"
+#include "core/optimizers/momentum.h"
+#include "core/optimizers/proximal_adagrad.h"
+#include "core/optimizers/proximal_yogi.h"
+#include "core/optimizers/rms_prop.h"
 #include "core/optimizers/rowwise_adagrad.h"
 #include "core/optimizers/sgd.h"
 #include "core/pieces.h"
@@ -69,8 +76,19 @@ constexpr RuleEntry Entry() {
 }
 
 constexpr RuleEntry kRules[] = {
-    Entry<Sgd>(),  Entry<Adagrad>(), Entry<RowwiseAdagrad>(),
-    Entry<Adam>(), Entry<Ftrl>(),    Entry<AdagradMomentum>(),
+    Entry<Sgd>(),
+    Entry<Adagrad>(),
+    Entry<RowwiseAdagrad>(),
+    Entry<Adam>(),
+    Entry<Ftrl>(),
+    Entry<AdagradMomentum>(),
+    Entry<Momentum>(),
+    Entry<RmsProp>(),
+    Entry<CenteredRmsProp>(),
+    Entry<Adadelta>(),
+    Entry<ProximalAdagrad>(),
+    Entry<ProximalYogi>(),
+    Entry<FrequencyEstimator>(),
 };
 
 const RuleEntry* FindRule(const std::string& name) {
