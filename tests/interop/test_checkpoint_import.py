@@ -116,16 +116,54 @@ def test_adam_of_tpu_and_cpu_runs(tmp_path: pathlib.Path):
     np.testing.assert_array_equal(parts["velocities"], A)
 
 
-def test_tables_by_key_and_slots_of_rules_we_lack(tmp_path: pathlib.Path):
-    parameters = interop.RMSPropParameters(0.1, 0.9, 0.9, 1e-8)
-    path = save(tmp_path, {"t": A, "t/RMSProp/ms": A + 1, "t/RMSProp/mom": A + 2})
-    table = interop.TableConfig(8, 2, optimization_parameters=parameters)
-    parts = read(path, dict_spec(tables={"t": table}))["t"]
-    assert {name: value[0, 0] for name, value in parts.items()} == {
-        "parameters": 0.0,
-        "ms": 1.0,
-        "mom": 2.0,
-    }
+# By table its parameters, and its slots as (their names there, their names here).
+RULES: dict[str, tuple[Any, dict[str, str]]] = {
+    "mom": (interop.MomentumParameters(0.1, 0.9), {"Momentum": "momenta"}),
+    "rms": (
+        interop.RMSPropParameters(0.1, 0.9, 0.9, 1e-8),
+        {"RMSProp/ms": "ms", "RMSProp/mom": "mom"},
+    ),
+    "rms_of_a_cpu": (
+        interop.RMSPropParameters(0.1, 0.9, 0.9, 1e-8),
+        {"RMSProp": "ms", "RMSProp_1": "mom"},
+    ),
+    "ada": (
+        interop.ProximalAdagradParameters(0.1),
+        {"ProximalAdagrad": "accumulators"},
+    ),
+    "yogi": (
+        interop.ProximalYogiParameters(),
+        {"ProximalYogi": "v", "ProximalYogi_1": "m"},
+    ),
+    "often": (
+        interop.FrequencyEstimatorParameters(0.1, 9, 3, 0),
+        {"FrequencyEstimator": "last_hit_step"},
+    ),
+}
+
+
+def test_tables_by_key_and_slots_of_every_rule(tmp_path: pathlib.Path):
+    column, written, expected = A[:, :1], {}, {}
+    for table, (_, slots) in RULES.items():
+        written[table] = column
+        expected[table] = {"parameters": column}
+        for number, (theirs, ours) in enumerate(slots.items(), 1):
+            written[f"{table}/{theirs}"] = column + number
+            expected[table][ours] = column + number
+    made = dict_spec(
+        features={table: interop.FeatureConfig(table) for table in RULES},
+        tables={
+            table: interop.TableConfig(8, 1, optimization_parameters=parameters)
+            for table, (parameters, _) in RULES.items()
+        },
+        optimization_parameters=None,
+    )
+    trained = made.to_tpu_embedding()
+    read(save(tmp_path, written), made).assign(trained)
+    for table, parts in trained.variables.items():
+        assert set(parts) == set(expected[str(table.name)])
+        for part, values in expected[str(table.name)].items():
+            np.testing.assert_array_equal(parts[part], values)
 
 
 def test_missing_slots_keep_their_initial_values(

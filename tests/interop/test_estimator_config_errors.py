@@ -79,10 +79,12 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "not carried": (
         lambda: make(
-            spec=SPEC._replace(optimization_parameters=I.MomentumParameters(0.1, 0.9))
+            spec=SPEC._replace(
+                optimization_parameters=I.RMSPropParameters(0.1, 0.9, 0.9, 0)
+            )
         ),
-        NotImplementedError,
-        "MomentumParameters cannot be carried over",
+        ValueError,
+        "EmbeddingConfigSpec, RMSPropParameters: Argument `epsilon` must be positive.",
     ),
     "batch axis": (
         lambda: make(batch_axis=[0, 0]),

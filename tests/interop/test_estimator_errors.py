@@ -21,7 +21,7 @@ from interop.estimator_models import (
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, weighted
 
 from tpu_embedding import interop
-from tpu_embedding.interop import private_tensorflow
+from tpu_embedding.interop import estimator_errors, private_tensorflow
 
 I = interop  # noqa: E741 - short, for the tables.
 SPEC = I.EmbeddingConfigSpec([embedding("a", 1)], SGD)
@@ -318,7 +318,7 @@ def test_another_tensorflow_is_refused_by_name():
         "tensorflow.python.tpu.tpu_function.no_such_name",
         "tensorflow.python.no_such_module",
     ]
-    error = interop.errors.private_tensorflow(private_tensorflow.missing(used), "9.9")
+    error = estimator_errors.private_tensorflow(private_tensorflow.missing(used), "9.9")
     assert type(error) is ImportError
     assert (
         "no_such_name, tensorflow.python.no_such_module, which TensorFlow 9.9"

@@ -259,12 +259,12 @@ def test_one_id_without_a_combiner(tmp_path: pathlib.Path):
 
 def test_checkpoints_go_to_and_fro(tmp_path: pathlib.Path):
     columns = [embedding("a", 1, **SUM)]
-    parameters = interop.AdagradParameters(1.0)
+    parameters = interop.MomentumParameters(1.0, 0.7, use_nesterov=True)
     spec = interop.EmbeddingConfigSpec(columns, parameters)
 
     def model_fn(features: Any, mode: str) -> Any:
         loss = tf.reduce_sum(interop.dense_features(features, columns))
-        optimizer = v1.train.AdagradOptimizer(1.0)
+        optimizer = v1.train.MomentumOptimizer(1.0, 0.7, use_nesterov=True)
         train_op = optimizer.minimize(loss, v1.train.get_global_step())
         return interop.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
 
@@ -277,7 +277,7 @@ def test_checkpoints_go_to_and_fro(tmp_path: pathlib.Path):
         found[order[0]] = variables(trained)
     assert set(found[True]) == set(found[False])
     for name, value in found[False].items():
-        # Three steps of a root and a quotient in float32.
+        # Three steps of two products and sums in float32.
         np.testing.assert_allclose(found[True][name], value, rtol=1e-6)
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.interop import carried, columns, errors
+from tpu_embedding.interop import carried, columns, spec_errors
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
@@ -78,7 +78,7 @@ class AdaptedSpec:
             return dict(gradients)
         factor = tf.cast(self.gradient_multiplier(step), tf.float32)
         if factor.shape.rank not in (0, None):  # None: not known in a graph.
-            raise errors.gradient_multiplier(factor.shape)
+            raise spec_errors.gradient_multiplier(factor.shape)
         return {
             feature: None if gradient is None else gradient * factor
             for feature, gradient in gradients.items()
@@ -135,25 +135,25 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
         is what the global step was.
 
     Raises:
-      NotImplementedError: If the rule of a table's optimizer or a column of the tensor
-        core cannot be carried.
+      NotImplementedError: If a column of the tensor core cannot be carried.
       ValueError: If there is no table, one has no features or no optimizer, a column
-        is for serving only, or a limit of gradients is given twice.
+        is for serving only, a limit of gradients is given twice, or an argument of
+        the parameters has no meaning.
     """
     if spec.tensor_core_feature_columns:
-        raise errors.tensor_core_columns(
+        raise spec_errors.tensor_core_columns(
             spec.tensor_core_feature_columns, "EmbeddingConfigSpec"
         )
     serving = [c for c in spec.embedding_columns() if columns.on_cpu(c)]
     if serving:
-        raise errors.serving_columns(serving)
+        raise spec_errors.serving_columns(serving)
     old_tables, old_features = spec.table_to_config(), spec.feature_to_config()
     if not old_features:
-        raise errors.no_tables()
+        raise spec_errors.no_tables()
     used = {feature.table_id for feature in old_features.values()}
     for key in old_tables:
         if key not in used:
-            raise errors.unused_table(key)
+            raise spec_errors.unused_table(key)
     optimizers = _Optimizers(spec, old_tables.values(), global_step)
     tables = {
         key: _table(key, table, optimizers.of_table(key, table))
@@ -194,9 +194,9 @@ def to_tpu_embedding(spec: Any, global_step: Any, **options: Any) -> TPUEmbeddin
     """
     adapted = adapt(spec, global_step)
     if adapted.gradient_multiplier is not None:
-        raise errors.multiplier_not_carried()
+        raise spec_errors.multiplier_not_carried()
     if spec.profile_data_directory:  # An empty path counts as none, as upstream.
-        raise errors.profile_not_carried()
+        raise spec_errors.profile_not_carried()
     return TPUEmbedding(
         adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
     )
@@ -234,12 +234,12 @@ class _Optimizers:
                 f"Table {key!r}", table.optimization_parameters, self._limit
             )
         if own is None:
-            raise errors.parameters_missing(key)
+            raise spec_errors.parameters_missing(key)
         if table.learning_rate_fn is not None:
             rate = self._rate(table.learning_rate_fn)
-            return dataclasses.replace(own, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            return carried.with_rate(f"Table {key!r}", own, rate)
         if table.learning_rate is not None:
-            return dataclasses.replace(own, learning_rate=table.learning_rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            return carried.with_rate(f"Table {key!r}", own, table.learning_rate)
         return None if own is self.common else own
 
     def _rate(self, function: Callable[[Any], Any]) -> StepRate | VariableRate:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding import optimizers
-from tpu_embedding.interop import errors
 from tpu_embedding.interop import parameters as v1
+from tpu_embedding.interop import spec_errors
 
 # Our argument <- attribute of the Parameters, for each that is called otherwise or
 # that only this class has. Those of `_COMMON` go without saying.
+_RATE = "learning_rate"
 _COMMON = (
-    "learning_rate",
+    _RATE,
     "use_gradient_accumulation",
     "clip_weight_min",
     "clip_weight_max",
     "weight_decay_factor",
     "multiply_weight_decay_factor_by_learning_rate",
 )
+
+
+def _frequency_estimator(**arguments: Any) -> optimizers.FrequencyEstimator:
+    """Its rate is the step; the 1 that stands in the Parameters is none."""
+    del arguments[_RATE]
+    return optimizers.FrequencyEstimator(**arguments)
+
+
 _Carried = tuple[Callable[..., optimizers.Optimizer], dict[str, str]]
 _CARRIED: dict[type, _Carried] = {
     v1.StochasticGradientDescentParameters: (optimizers.SGD, {}),
@@ -58,6 +68,42 @@ _CARRIED: dict[type, _Carried] = {
             "allow_zero_accumulator": "allow_zero_accumulator",
         },
     ),
+    v1.MomentumParameters: (
+        optimizers.Momentum,
+        {"momentum": "momentum", "use_nesterov": "use_nesterov"},
+    ),
+    v1.RMSPropParameters: (
+        optimizers.RMSProp,
+        {"rho": "rho", "momentum": "momentum", "epsilon": "epsilon"},
+    ),
+    v1.ProximalAdagradParameters: (
+        optimizers.ProximalAdagrad,
+        {
+            "initial_accumulator_value": "initial_accumulator",
+            "l1_regularization_strength": "l1_regularization_strength",
+            "l2_regularization_strength": "l2_regularization_strength",
+        },
+    ),
+    v1.ProximalYogiParameters: (
+        optimizers.ProximalYogi,
+        {
+            "beta_1": "beta1",
+            "beta_2": "beta2",
+            "epsilon": "epsilon",
+            "l1_regularization_strength": "l1_regularization_strength",
+            "l2_regularization_strength": "l2_regularization_strength",
+            "initial_accumulator_value": "initial_accumulator_value",
+        },
+    ),
+    v1.FrequencyEstimatorParameters: (
+        _frequency_estimator,
+        {
+            "tau": "tau",
+            "max_delta": "max_delta",
+            "outlier_threshold": "outlier_threshold",
+            "weight_exponent": "weight_exponent",
+        },
+    ),
 }
 
 
@@ -72,20 +118,36 @@ def to_optimizer(
       clipping_limit: That of the spec, or None.
 
     Raises:
-      NotImplementedError: If no optimizer has the rule.
-      ValueError: If `clipping_limit` does not go with the parameters.
+      TypeError: If an argument that TensorFlow 1 never checked is of the wrong type.
+      ValueError: If one has no meaning, or `clipping_limit` does not go with the
+        parameters.
     """
-    cls = type(parameters)
-    if cls not in _CARRIED:
-        raise errors.parameters_without_rule(where, cls.__name__)
-    make, renamed = _CARRIED[cls]
+    make, renamed = _CARRIED[type(parameters)]
     arguments: dict[str, Any] = {name: getattr(parameters, name) for name in _COMMON}
     arguments |= {ours: getattr(parameters, theirs) for ours, theirs in renamed.items()}
     # Upstream took an accumulator of 0 for FTRL as it was.
     if arguments.get("allow_zero_accumulator") is False:
         zero = arguments["initial_accumulator_value"] == 0
         arguments["allow_zero_accumulator"] = zero
-    return make(clipvalue=_clipvalue(where, parameters, clipping_limit), **arguments)
+    clipvalue = _clipvalue(where, parameters, clipping_limit)
+    try:
+        return make(clipvalue=clipvalue, **arguments)
+    except (TypeError, ValueError) as error:
+        raise spec_errors.uncarried_argument(where, type(parameters), error) from error
+
+
+def with_rate(
+    where: str, optimizer: optimizers.Optimizer, rate: optimizers.Rate
+) -> optimizers.Optimizer:
+    """The optimizer at a table's own rate.
+
+    Raises:
+      ValueError: If it takes no such rate; `where` says whose it is.
+    """
+    try:
+        return dataclasses.replace(optimizer, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except ValueError as error:
+        raise spec_errors.uncarried_argument(where, type(optimizer), error) from error
 
 
 def _clipvalue(
@@ -96,7 +158,7 @@ def _clipvalue(
     if limit is None:
         return own
     if own is not None:
-        raise errors.clipping_limit_conflict(where)
+        raise spec_errors.clipping_limit_conflict(where)
     if not parameters.use_gradient_accumulation:
-        raise errors.clipping_limit_without_accumulation(where)
+        raise spec_errors.clipping_limit_without_accumulation(where)
     return limit

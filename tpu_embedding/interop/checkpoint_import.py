@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tpu_embedding import errors
 from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.interop import columns, errors
+from tpu_embedding.interop import checkpoint_errors, columns, spec_errors
 from tpu_embedding.interop.slot_names import SlotSource, slot_sources
 from tpu_embedding.interop.table_config import TableConfig
 
@@ -34,7 +35,7 @@ class EstimatorCheckpoint:
         """Opens a prefix, or the latest checkpoint of a folder."""
         self.path = tf.train.latest_checkpoint(path) or os.fspath(path)
         if not tf.io.gfile.exists(self.path + ".index"):
-            raise errors.no_checkpoint(os.fspath(path))
+            raise checkpoint_errors.no_checkpoint(os.fspath(path))
         with _readable(self.path):
             self._reader = tf.train.load_checkpoint(self.path)
         self.shapes: dict[str, list[int]] = self._reader.get_variable_to_shape_map()
@@ -52,7 +53,7 @@ def _readable(path: str) -> Iterator[None]:
         yield
     # Its wrapper knows some of the reader's errors by their words.
     except (tf.errors.OpError, IndexError, RuntimeError) as error:
-        raise errors.damaged_checkpoint(path, error) from error
+        raise checkpoint_errors.damaged_checkpoint(path, error) from error
 
 
 class ImportedTables(dict[str, dict[str, np.ndarray]]):
@@ -79,7 +80,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
         variables = embedding.variables
         ours = {table.name: parts for table, parts in variables.items()}
         if set(ours) != set(self):
-            raise errors.other_tables(self, [str(name) for name in ours])
+            raise checkpoint_errors.other_tables(self, [str(name) for name in ours])
         pairs = []
         for table, arrays in self.items():
             lookups_only = set(ours[table]) == {PARAMETERS}
@@ -136,9 +137,9 @@ def import_estimator_checkpoint(
     if strategy is None:
         strategy = spec.partition_strategy
     if strategy not in ("div", "mod"):
-        raise errors.partition_strategy(strategy)
+        raise spec_errors.partition_strategy(strategy)
     if spec.tensor_core_feature_columns:
-        raise errors.tensor_core_columns(
+        raise spec_errors.tensor_core_columns(
             spec.tensor_core_feature_columns, "import_estimator_checkpoint"
         )
     checkpoint = EstimatorCheckpoint(path)
@@ -193,14 +194,16 @@ class _NameMap:
         known += [f"{t.key}/{source.name}" for t in wanted for source in t.sources]
         for key in names:
             if key not in known:
-                raise errors.unknown_name(key, known)
+                raise checkpoint_errors.unknown_name(key, known)
         self._names = names
 
     def get(self, key: str, checkpoint: EstimatorCheckpoint) -> str | None:
         """The given name, which must be there, or None."""
         name = self._names.get(key)
         if name is not None and name not in checkpoint.shapes:
-            raise errors.no_variable(key, [], checkpoint.shapes, checkpoint.path)
+            raise checkpoint_errors.no_variable(
+                key, [], checkpoint.shapes, checkpoint.path
+            )
         return name
 
 
@@ -243,7 +246,7 @@ def _read_table(
     for part, name in found.items():
         shape = tuple(checkpoint.shapes[name])
         if shape not in (padded, (size, dimension)):
-            raise errors.imported_shape(table.key, part, name, shape, padded)
+            raise checkpoint_errors.imported_shape(table.key, part, name, shape, padded)
         parts[part] = rows_by_id(checkpoint.read(name), hosts[1])[:size]
     return parts
 
@@ -251,7 +254,9 @@ def _read_table(
 def _find(checkpoint: EstimatorCheckpoint, key: str, pattern: str) -> str:
     found = [name for name in checkpoint.shapes if re.fullmatch(pattern, name)]
     if len(found) != 1:
-        raise errors.no_variable(key, found, checkpoint.shapes, checkpoint.path)
+        raise checkpoint_errors.no_variable(
+            key, found, checkpoint.shapes, checkpoint.path
+        )
     return found[0]
 
 
@@ -260,10 +265,10 @@ def _variable(
 ) -> tf.Variable:
     """The variable that `value` goes into."""
     if name not in variables:
-        raise errors.other_slots(table, name, list(variables))
+        raise checkpoint_errors.other_slots(table, name, list(variables))
     shape = tuple(variables[name].shape)
     if shape != value.shape:
-        raise errors.assigned_shape(table, name, value.shape, shape)
+        raise checkpoint_errors.assigned_shape(table, name, value.shape, shape)
     return variables[name]
 
 

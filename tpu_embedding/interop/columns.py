@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from absl import logging
 
-from tpu_embedding.interop import errors
+from tpu_embedding.interop import spec_errors
 from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
 
 TABLE_PREFIX = "tbl_"
@@ -110,10 +110,10 @@ def get_configs_from_feature_columns(
     features: dict[str, FeatureConfig] = {}
     for column in columns:
         if not is_embedding_column(column):
-            raise errors.unsupported_column(column)
+            raise spec_errors.unsupported_column(column)
         key, feature = table_key(column), column.get_feature_key_name()
         if feature in features:
-            raise errors.feature_in_two_embeddings(
+            raise spec_errors.feature_in_two_embeddings(
                 feature, (features[feature].table_id, key)
             )
         table = _table(column)
@@ -152,7 +152,7 @@ def _check_same(key: str, first: TableConfig, second: TableConfig) -> None:
         if getattr(first, field) != getattr(second, field)
     ]
     if differing:
-        raise errors.shared_tables_differ(key, " and ".join(differing))
+        raise spec_errors.shared_tables_differ(key, " and ".join(differing))
 
 
 def lost_fields(columns: list[Any] | None) -> list[Any]:

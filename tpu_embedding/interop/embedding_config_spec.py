@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tpu_embedding.interop import adapter, columns, errors
+from tpu_embedding import errors
+from tpu_embedding.interop import adapter, columns, spec_errors
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
 
@@ -98,7 +99,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         dicts = (feature_to_config_dict, table_to_config_dict)
         _check_exactly_one(feature_columns, dicts)
         if partition_strategy not in PARTITION_STRATEGIES:
-            raise errors.partition_strategy(partition_strategy)
+            raise spec_errors.partition_strategy(partition_strategy)
         tensor_core = None
         if feature_columns:
             feature_columns, tensor_core = _check_columns(feature_columns)
@@ -148,10 +149,10 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
           ValueError: For names that are no fields.
         """
         if _DERIVED in changes:
-            raise errors.derived_field(_DERIVED)
+            raise spec_errors.derived_field(_DERIVED)
         unknown = set(changes) - set(_FIELDS)
         if unknown:
-            raise errors.unknown_fields(sorted(unknown))
+            raise spec_errors.unknown_fields(sorted(unknown))
         arguments = self._asdict()
         tensor_core = arguments.pop(_DERIVED)
         if arguments["feature_columns"] is not None:
@@ -218,17 +219,17 @@ def _is_single(feature_columns: Any) -> bool:
 
 def _check_exactly_one(feature_columns: Any, dicts: tuple[Any, Any]) -> None:
     if bool(feature_columns) == all(dicts):
-        raise errors.columns_and_dicts(bool(feature_columns), *map(bool, dicts))
+        raise spec_errors.columns_and_dicts(bool(feature_columns), *map(bool, dicts))
 
 
 def _check_columns(feature_columns: Any) -> tuple[list[Any], list[Any]]:
     """(those looked up as TPU embeddings, those of the tensor core)."""
     if not isinstance(feature_columns, list):
-        raise errors.single_feature_column(feature_columns)
+        raise spec_errors.single_feature_column(feature_columns)
     split: tuple[list[Any], list[Any]] = ([], [])
     for column in feature_columns:
         if not columns.is_accepted(column):
-            raise errors.feature_column(column)
+            raise spec_errors.feature_column(column)
         split[columns.on_tensor_core(column)].append(column)
     return split
 
@@ -243,15 +244,15 @@ def _warn_of_single_dict(feature_to_config: Any, table_to_config: Any) -> None:
 def _check_dicts(features: dict[str, Any], tables: dict[str, Any]) -> None:
     for argument, value in zip(_DICTS, (features, tables), strict=True):
         if not isinstance(value, Mapping):
-            raise errors.config_dict(argument, value)
+            raise spec_errors.config_dict(argument, value)
     for feature, config in features.items():
         if not isinstance(config, FeatureConfig):
-            raise errors.feature_config(feature, config)
+            raise spec_errors.feature_config(feature, config)
         if config.table_id not in tables:
-            raise errors.unknown_table(feature, config.table_id, tables)
+            raise spec_errors.unknown_table(feature, config.table_id, tables)
     for table, config in tables.items():
         if not isinstance(config, TableConfig):
-            raise errors.table_config(table, config)
+            raise spec_errors.table_config(table, config)
 
 
 def _check_clipping_limit(limit: Any) -> None:

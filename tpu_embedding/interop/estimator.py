@@ -11,7 +11,13 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding.interop import errors, estimator_graph, estimator_sessions, export
+from tpu_embedding import errors
+from tpu_embedding.interop import (
+    estimator_errors,
+    estimator_graph,
+    estimator_sessions,
+    export,
+)
 from tpu_embedding.interop.embedding_config_spec import EmbeddingConfigSpec
 from tpu_embedding.interop.estimator_graph import Mode
 from tpu_embedding.interop.estimator_spec import ModeKeys, check_hooks
@@ -81,13 +87,13 @@ class TPUEstimator:
             raise errors.argument_value("config", config, "a RunConfig")
         reserved = [name for name in _RESERVED if name in (params or {})]
         if reserved:
-            raise errors.reserved_params(reserved)
+            raise estimator_errors.reserved_params(reserved)
         for name, value, default in (
             ("batch_axis", batch_axis, None),
             ("export_to_cpu", export_to_cpu, True),
         ):
             if value is not default:
-                raise errors.refused_option("TPUEstimator", name, value)
+                raise estimator_errors.refused_option("TPUEstimator", name, value)
         self._use_tpu = use_tpu
         self._eval_on_tpu = use_tpu and eval_on_tpu
         self._batch_sizes = {
@@ -167,7 +173,7 @@ class TPUEstimator:
           TypeError: If a hook is of another class.
         """
         if steps is not None and max_steps is not None:
-            raise errors.steps_twice(steps, max_steps)
+            raise estimator_errors.steps_twice(steps, max_steps)
         _check_steps(steps=steps, max_steps=max_steps)
         hooks = list(check_hooks(hooks))
         if max_steps is not None and self._step() >= max_steps:
@@ -284,7 +290,7 @@ class TPUEstimator:
         self._refuse_dicts("export_saved_model")
         checkpoint = checkpoint_path or self.latest_checkpoint()
         if checkpoint is None:
-            raise errors.no_trained_model(self._model_dir)
+            raise estimator_errors.no_trained_model(self._model_dir)
         folder = export.new_folder(export_dir_base)
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=False)
@@ -322,7 +328,7 @@ class TPUEstimator:
     def _refuse_dicts(self, where: str) -> None:
         spec = self._embedding_spec
         if spec is not None and spec.feature_columns is None:
-            raise errors.dicts_on_cpu(where)
+            raise estimator_errors.dicts_on_cpu(where)
 
     def _check_batch_sizes(self) -> None:
         names = dict(zip(self._batch_sizes, ("train", "eval", "predict"), strict=True))
@@ -331,7 +337,7 @@ class TPUEstimator:
             if size is None and not required:
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise errors.batch_size(f"{names[mode]}_batch_size", size)
+                raise estimator_errors.batch_size(f"{names[mode]}_batch_size", size)
 
     def _check_embedding_spec(self, config: RunConfig) -> None:
         spec = self._embedding_spec
@@ -341,16 +347,16 @@ class TPUEstimator:
             )
         kind = config.tpu_config.per_host_input_for_training
         if self._use_tpu and kind not in _PER_HOST:
-            raise errors.input_pipeline(kind)
+            raise estimator_errors.input_pipeline(kind)
         if not self._eval_on_tpu and spec.partition_strategy == "mod":
-            raise errors.mod_on_cpu()
+            raise estimator_errors.mod_on_cpu()
         if self._use_tpu:
             spec.adapt()  # What cannot be carried is refused here.
 
     def _reader(self) -> Any:
         checkpoint = self.latest_checkpoint()
         if checkpoint is None:
-            raise errors.no_trained_model(self._model_dir)
+            raise estimator_errors.no_trained_model(self._model_dir)
         return tf.train.load_checkpoint(checkpoint)
 
     def _step(self) -> int:
@@ -362,7 +368,7 @@ class TPUEstimator:
 def _model_dir(model_dir: Any, config: RunConfig) -> str:
     given = None if model_dir is None else os.fspath(model_dir)
     if given and config.model_dir and given != config.model_dir:
-        raise errors.two_model_dirs(given, config.model_dir)
+        raise estimator_errors.two_model_dirs(given, config.model_dir)
     return given or config.model_dir or tempfile.mkdtemp()
 
 
@@ -378,5 +384,5 @@ def _chosen(predictions: Any, keys: Any) -> Any:
     names = [keys] if isinstance(keys, str) else list(keys)
     found = predictions if isinstance(predictions, Mapping) else {}
     if not set(names) & set(found):
-        raise errors.predict_keys(names, found)
+        raise estimator_errors.predict_keys(names, found)
     return {name: value for name, value in found.items() if name in names}

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding.interop import errors, private_tensorflow
+from tpu_embedding.interop import estimator_errors, private_tensorflow
 from tpu_embedding.interop.estimator_spec import (
     EstimatorSpec,
     ModeKeys,
@@ -85,7 +85,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: Mode) -> tuple[Any, Any]:
             found = iterator.get_next()
     if isinstance(found, tuple):
         if len(found) != 2:
-            raise errors.input_fn_result(found)
+            raise estimator_errors.input_fn_result(found)
         return found
     return found, None
 
@@ -127,9 +127,11 @@ def _call_model_fn(
     allowed = (TPUEstimatorSpec,) if mode.on_tpu else (TPUEstimatorSpec, EstimatorSpec)
     if not isinstance(spec, allowed):
         names = " or ".join(f"a {cls.__name__}" for cls in allowed)
-        raise errors.model_fn_result(spec, names)
+        raise estimator_errors.model_fn_result(spec, names)
     if spec.mode != mode.key:
-        raise errors.model_fn_result(spec.mode, f"a spec of mode {mode.key!r}")
+        raise estimator_errors.model_fn_result(
+            spec.mode, f"a spec of mode {mode.key!r}"
+        )
     if isinstance(spec, TPUEstimatorSpec):
         steps = mode.config.tpu_config.experimental_host_call_every_n_steps
         return spec.as_estimator_spec(steps)
@@ -143,10 +145,10 @@ def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) ->
     everything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     for argument in given:
         if argument == "labels" and argument not in taken and not everything:
-            raise errors.model_fn_arguments(name, argument)
+            raise estimator_errors.model_fn_arguments(name, argument)
     own = [key for key in mode.params if key not in ("batch_size", "use_tpu")]
     if own and "params" not in taken and not everything and given:
-        raise errors.model_fn_arguments(name, "params")
+        raise estimator_errors.model_fn_arguments(name, "params")
     offered: dict[str, Any] = {
         "mode": mode.key,
         "params": dict(mode.params),

@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
+from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.columns import SEQUENCE_LENGTH_SUFFIX
 from tpu_embedding.interop.table_config import FeatureConfig
 
@@ -72,7 +73,7 @@ def split_inputs(
     for key in sorted(configs):
         config = configs[key]
         if key not in others:
-            raise errors.missing_feature(key, others)
+            raise estimator_errors.missing_feature(key, others)
         value = _ids(key, others.pop(key), config, combiners[config.table_id])
         weight = None
         if config.weight_key is not None:
@@ -89,18 +90,18 @@ def split_inputs(
 
 def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> Any:
     if isinstance(value, tf.RaggedTensor):
-        raise errors.ragged_feature(key)
+        raise estimator_errors.ragged_feature(key)
     if value.dtype == tf.string:
-        raise errors.string_feature(key)
+        raise estimator_errors.string_feature(key)
     flat = not config.max_sequence_length
     if flat and value.shape.rank is not None and value.shape.rank > 2:
-        raise errors.id_rank(key, value.shape)
+        raise estimator_errors.id_rank(key, value.shape)
     if isinstance(value, tf.SparseTensor):
         return value
     value = tf.convert_to_tensor(value)
     if combiner is None and flat:
         if value.shape.rank != 1 and value.shape[-1] != 1:
-            raise errors.one_id_each(key, value.shape)
+            raise estimator_errors.one_id_each(key, value.shape)
         return tf.reshape(value, [-1])
     if value.shape.rank == 1:
         value = value[:, tf.newaxis]
@@ -109,10 +110,10 @@ def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> A
 
 def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any:
     if weight_key not in others:
-        raise errors.missing_weights(key, weight_key)
+        raise estimator_errors.missing_weights(key, weight_key)
     weights = others.pop(weight_key)
     if not isinstance(weights, tf.SparseTensor) or not isinstance(ids, tf.SparseTensor):
-        raise errors.dense_weights(key, weight_key)
+        raise estimator_errors.dense_weights(key, weight_key)
     return tf.cast(weights, tf.float32)
 
 
@@ -146,7 +147,7 @@ class _Positions:
     def __init__(self, key: str, ids: tf.SparseTensor, max_length: int) -> None:
         rank = ids.shape.rank
         if rank not in (2, 3):
-            raise errors.sequence_rank(key, rank)
+            raise estimator_errors.sequence_rank(key, rank)
         sample, position = ids.indices[:, 0], ids.indices[:, 1]
         self._kept = position < max_length
         column = ids.indices[:, 2] if rank == 3 else tf.zeros_like(position)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.estimator_graph import Graph
 from tpu_embedding.interop.profile import EmbeddingProfiler, observe_batch
 from tpu_embedding.interop.run_config import RunConfig
@@ -201,7 +201,7 @@ class _StopAfter(_v1.train.SessionRunHook):
 def _batch_size(values: Any) -> int:
     sizes = {np.shape(value)[:1] for value in values}
     if len(sizes) != 1 or sizes == {()}:
-        raise errors.batches_differ()
+        raise estimator_errors.batches_differ()
     return sizes.pop()[0]
 
 

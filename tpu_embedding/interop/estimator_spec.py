@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
+from tpu_embedding.interop import estimator_errors
 
 _v1 = tf.compat.v1
 SIGNATURE = _v1.saved_model.signature_constants.DEFAULT_SERVING_SIGNATURE_DEF_KEY
@@ -175,7 +176,7 @@ def _check_mode(spec: Any) -> None:
         raise errors.argument_value("mode", spec.mode, f"one of {_MODES}")
     for name in _NEEDED[spec.mode]:
         if getattr(spec, name) is None:
-            raise errors.missing_in_spec(name, spec.mode)
+            raise estimator_errors.missing_in_spec(name, spec.mode)
 
 
 def _check_call(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from absl import logging
 from tpu_embedding import topology
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.interop import columns, errors, private_tensorflow
+from tpu_embedding.interop import columns, estimator_errors, private_tensorflow
 from tpu_embedding.interop.estimator_inputs import split_inputs
 from tpu_embedding.interop.pending_update import PendingUpdate
 from tpu_embedding.interop.slot_names import slot_sources
@@ -55,7 +55,7 @@ class EmbeddingTables:
         """
         engine = topology.current().engine
         if engine != _ENGINE:
-            raise errors.engine_outside_of_functions(engine)
+            raise estimator_errors.engine_outside_of_functions(engine)
         self._spec = spec
         self._training = training
         self._step = _Step()
@@ -178,7 +178,7 @@ class EmbeddingTables:
         def hook(dummy: Any, value: Any) -> Any:
             def gradient(upstream: Any) -> Any:
                 if key in self._gradients:
-                    raise errors.duplicate_gradients(key)
+                    raise estimator_errors.duplicate_gradients(key)
                 dim = value.shape[-1]
                 self._gradients[key] = tf.reshape(upstream, [-1, dim])
                 return tf.zeros_like(dummy), tf.zeros_like(value)
@@ -198,7 +198,7 @@ class EmbeddingTables:
         for column in self._spec.embedding_columns():
             variable = column.get_embedding_var_name()
             if variable not in recorded:
-                raise errors.unused_column(column.name)
+                raise estimator_errors.unused_column(column.name)
             found = recorded[variable]
             scope = found.variable_scope
             if not scope and not columns.is_shared(column):

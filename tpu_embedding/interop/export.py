@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding.interop import estimator_errors
 
 _v1 = tf.compat.v1
 DEFAULT_SIGNATURE = "serving_default"
@@ -122,11 +122,11 @@ def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
         outputs[DEFAULT_SIGNATURE] = PredictOutput(spec.predictions)
     for name, output in outputs.items():
         if not isinstance(output, _OUTPUTS):
-            raise errors.export_output(name, output)
+            raise estimator_errors.export_output(name, output)
     if len(outputs) == 1:
         outputs.setdefault(DEFAULT_SIGNATURE, *outputs.values())
     if DEFAULT_SIGNATURE not in outputs:
-        raise errors.no_default_signature(outputs)
+        raise estimator_errors.no_default_signature(outputs)
     return {name: output.signature(inputs) for name, output in outputs.items()}
 
 
@@ -188,5 +188,5 @@ def _named(tensors: Any) -> dict[str, Any]:
 
 def _single(output: str, inputs: Mapping[str, Any]) -> Any:
     if len(inputs) != 1:
-        raise errors.one_input(output, inputs)
+        raise estimator_errors.one_input(output, inputs)
     return next(iter(inputs.values()))

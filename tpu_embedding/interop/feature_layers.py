@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors, private_tensorflow
+from tpu_embedding.interop import estimator_errors, private_tensorflow
 
 _v1 = tf.compat.v1
 
@@ -79,7 +79,7 @@ def sequence_features(
 def _sorted(function: str, columns: Sequence[Any], method: str) -> list[Any]:
     for column in columns:
         if not hasattr(column, method) or not hasattr(column, "variable_shape"):
-            raise errors.column_of_layer(function, column)
+            raise estimator_errors.column_of_layer(function, column)
     return sorted(columns, key=lambda column: column.name)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
+from tpu_embedding.interop import spec_errors
 
 
 class OptimizationParameters:
@@ -41,7 +42,7 @@ class OptimizationParameters:
         """Raises ValueError for gradient limits without gradient accumulation."""
         limits = (self.clip_gradient_min, self.clip_gradient_max)
         if not self.use_gradient_accumulation and limits != (None, None):
-            raise errors.clip_without_accumulation(type(self).__name__)
+            raise spec_errors.clip_without_accumulation(type(self).__name__)
 
     def _require_positive(self, *arguments: str) -> None:
         for argument in arguments:
@@ -169,7 +170,7 @@ class AdamParameters(OptimizationParameters):
         self._require_betas()
         self._require_positive("epsilon")
         if not self.use_gradient_accumulation and not self.lazy_adam:
-            raise errors.dense_adam_without_accumulation()
+            raise spec_errors.dense_adam_without_accumulation()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,4 +340,4 @@ def check_parameters(value: object) -> None:
     """Raises ValueError unless `value` is one of the *Parameters."""
     if not isinstance(value, PARAMETERS):
         names = [cls.__name__ for cls in PARAMETERS]
-        raise errors.optimization_parameters(value, names)
+        raise spec_errors.optimization_parameters(value, names)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding.interop import estimator_errors
 
 _USED = {
     "tensorflow.python.feature_column.feature_column_v2": (
@@ -49,7 +49,7 @@ def missing(used: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 if _absent := missing(_USED):
-    raise errors.private_tensorflow(_absent, tf.__version__)
+    raise estimator_errors.private_tensorflow(_absent, tf.__version__)
 
 (
     _feature_column,

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
+from tpu_embedding.interop import spec_errors
 
 VERSION = 1
 SAMPLE_FRACTION = 0.03
@@ -112,10 +113,10 @@ class EmbeddingProfiler:
         """
         folder = spec.profile_data_directory
         if not folder:
-            raise errors.no_profile_directory()
+            raise spec_errors.no_profile_directory()
         self._folder = os.fspath(folder)
         if os.path.exists(self._folder) and not os.path.isdir(self._folder):
-            raise errors.profile_directory_is_file(self._folder)
+            raise spec_errors.profile_directory_is_file(self._folder)
         os.makedirs(self._folder, exist_ok=True)
         self._options = options or ProfileOptions()
         self._strategy = spec.partition_strategy

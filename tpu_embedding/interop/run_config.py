@@ -6,7 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
+from tpu_embedding.interop import estimator_errors
 
 
 class InputPipelineConfig(enum.Enum):
@@ -147,7 +148,7 @@ class RunConfig:
         )
         steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is not None and seconds is not None:
-            raise errors.two_checkpoint_intervals(steps, seconds)
+            raise estimator_errors.two_checkpoint_intervals(steps, seconds)
         if steps is None and seconds is None:
             object.__setattr__(self, "save_checkpoints_secs", 600)
 
@@ -160,4 +161,6 @@ def _check_positive(argument: str, value: Any) -> None:
 def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:
     for argument in arguments:
         if getattr(config, argument) not in (None, ""):
-            raise errors.refused_option(cls, argument, getattr(config, argument))
+            raise estimator_errors.refused_option(
+                cls, argument, getattr(config, argument)
+            )

@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
+from tpu_embedding.interop import spec_errors
 from tpu_embedding.interop.parameters import (
     FrequencyEstimatorParameters,
     check_parameters,
@@ -60,7 +61,9 @@ class TableConfig:
                 "combiner", self.combiner, '"mean", "sum", "sqrtn" or None'
             )
         if self.learning_rate is not None and self.learning_rate_fn is not None:
-            raise errors.two_learning_rates(self.learning_rate, self.learning_rate_fn)
+            raise spec_errors.two_learning_rates(
+                self.learning_rate, self.learning_rate_fn
+            )
         self._check_parameters()
         if self.initializer is None:
             initializer = tf.compat.v1.truncated_normal_initializer(
@@ -74,7 +77,7 @@ class TableConfig:
         check_parameters(self.optimization_parameters)
         one = isinstance(self.optimization_parameters, FrequencyEstimatorParameters)
         if one and self.dimension != 1:
-            raise errors.frequency_estimator_dimension(self.dimension)
+            raise spec_errors.frequency_estimator_dimension(self.dimension)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import errors
+from tpu_embedding import errors
 from tpu_embedding.interop.estimator_tables import DUMMY_PREFIX
 
 _v1 = tf.compat.v1
