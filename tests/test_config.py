@@ -259,6 +259,12 @@ def test_sparse_core_config_keeps_limits_of_its_own() -> None:
         ("max_ids_per_table", {1: 3}, TypeError),
         ("max_unique_ids_per_table", {"a": 0}, ValueError),
         ("max_unique_ids_per_table", {"a": True}, ValueError),
+        ("shard_loads", [1.0], TypeError),
+        ("shard_loads", {1: [1.0]}, TypeError),
+        ("shard_loads", {"a": "12"}, TypeError),
+        ("shard_loads", {"a": [True]}, TypeError),
+        ("shard_loads", {"a": [-1.0]}, ValueError),
+        ("shard_loads", {"a": [float("nan")]}, ValueError),
     ],
 )
 def test_sparse_core_config_is_checked(

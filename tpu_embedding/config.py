@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpu_embedding import combiners, errors
@@ -197,10 +197,16 @@ class SparseCoreEmbeddingConfig:
       minibatching: Cut a batch that is beyond the limits of a table into minibatches,
         up to 64, instead of failing. All replicas must be cut alike, so that with
         several of them only lookups inside strategy.run can do it.
+      shard_loads: By name of the table how many ids are asked for whose remainder by
+        the number of all SparseCores is 0, 1, ..., in any unit, as a profile has it
+        (`interop.EmbeddingProfiler.shard_loads`). The tables of a stack are then
+        turned so that no SparseCore has much more to do than the others, which
+        TensorFlow's stacker cannot; checkpoints are laid out by it. The host engine
+        has no shards.
 
     Raises:
       TypeError: If a field is of the wrong type.
-      ValueError: If a limit is below 1.
+      ValueError: If a limit is below 1, or a load is negative.
     """
 
     disable_table_stacking: bool = False
@@ -212,6 +218,9 @@ class SparseCoreEmbeddingConfig:
     enable_fast_table_initialization: bool = False
     stock_feature_counts: bool = dataclasses.field(default=False, kw_only=True)
     minibatching: bool = dataclasses.field(default=False, kw_only=True)
+    shard_loads: Mapping[str, Sequence[float]] | None = dataclasses.field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         for flag in (
@@ -231,6 +240,8 @@ class SparseCoreEmbeddingConfig:
             limits = getattr(self, argument)
             if limits is not None:
                 object.__setattr__(self, argument, _limits(argument, limits))
+        if self.shard_loads is not None:
+            object.__setattr__(self, "shard_loads", _loads(self.shard_loads))
 
 
 def check_invalid_ids(value: object) -> None:
@@ -252,6 +263,24 @@ def _limits(argument: str, limits: object) -> dict[str, int]:
         if not _is_int(limit) or limit < 1:
             raise errors.argument_int(f"{argument}[{name!r}]", limit, smallest=1)
     return dict(limits)
+
+
+def _loads(loads: object) -> dict[str, tuple[float, ...]]:
+    argument, allowed = "shard_loads", "a dict of sequences of numbers by table name"
+    if not isinstance(loads, Mapping) or not all(isinstance(k, str) for k in loads):
+        raise errors.argument_type(argument, loads, allowed)
+    found = {}
+    for table, load in loads.items():
+        name = f"{argument}[{table!r}]"
+        if not isinstance(load, Sequence) or isinstance(load, str):
+            raise errors.argument_type(name, load, "a sequence of numbers")
+        for number in load:
+            if not isinstance(number, numbers.Real) or isinstance(number, bool):
+                raise errors.argument_type(name, number, "a sequence of numbers")
+            if not 0 <= number < math.inf:
+                raise errors.argument_value(name, number, "finite and >= 0")
+        found[table] = tuple(float(number) for number in load)
+    return found
 
 
 def _check_name(name: object) -> None:

@@ -16,6 +16,8 @@ from interop.spec_cases import (
     weighted,
 )
 
+import tpu_embedding as te
+import tpu_embedding.keras
 from tpu_embedding import interop
 
 
@@ -188,3 +190,36 @@ def test_no_combiner_is_a_sum_of_one():
 def test_a_profile_directory_is_refused():
     with pytest.raises(NotImplementedError, match="`profile_data_directory`"):
         spec(profile_data_directory="profiles", parameters=SGD).to_tpu_embedding()
+
+
+def test_frequencies_are_counted_in_global_steps():
+    parameters = interop.FrequencyEstimatorParameters(0.25, 8.0, 4.0, 0.0)
+    made = dict_spec(
+        tables={"t": interop.TableConfig(4, 1, tf.compat.v1.ones_initializer())},
+        optimization_parameters=parameters,
+    )
+    variable = tf.Variable(3, trainable=False)
+    for given, expected in ((variable, 1.5), (None, 0.75)):  # Steps 3 and 0.
+        assert step(made.to_tpu_embedding(given), [2], [[0.0]])[2, 0] == expected
+
+
+def test_a_spec_in_the_keras_layer():
+    start, a = constant(1)
+    adapted = dict_spec(
+        features={"f": interop.FeatureConfig("t", weight_key="w")},
+        tables={"t": interop.TableConfig(8, 1, start, "sum")},
+        optimization_parameters=interop.MomentumParameters(0.5, 0.5),
+    ).adapt()
+    layer = te.keras.TPUEmbedding(adapted.feature_config, adapted.optimizer)
+    features = {"f": tf.constant([[1, 2]]), "w": tf.constant([[1.0, 3.0]])}
+    ids = {key: features[key] for key in adapted.features}
+    for number in range(2):
+        with tf.GradientTape() as tape:
+            found = layer(ids, adapted.weights(features))["f"]
+            loss = tf.reduce_sum(found)
+        if not number:
+            assert found.numpy() == a[1] + 3 * a[2]
+        tape.gradient(loss, layer.trainable_variables)
+    (table,) = layer.embedding_tables.values()
+    # Gradients 1 and 3; the steps are 0.5 and 0.75 of them.
+    assert table.numpy()[:4, 0].tolist() == [0, 1 - 1.25, 2 - 3.75, 3]

@@ -335,11 +335,3 @@ def test_only_one_file_imports_private_modules():
     assert dir(interop).count("TPUEstimator") == 1
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = interop.no_such_name
-
-
-def test_the_portable_engine_is_refused(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
-    with pytest.raises(RuntimeError, match="this process has the portable one"):
-        make(tmp_path).train(batches(A), steps=1)

@@ -13,8 +13,11 @@ from absl import logging
 from interop.estimator_models import batches, estimator, linear_model, sparse, variables
 from interop.spec_cases import SGD, dict_spec, embedding, shared, spec
 
+import tpu_embedding as te
 from tpu_embedding import interop
 from tpu_embedding.interop import profile
+from tpu_embedding.layout.stacking import StackingOptions, make_layout
+from tpu_embedding.layout.tables import make_plan
 
 ALL = interop.ProfileOptions(sample_fraction=1.0, min_samples=1, num_shards=2)
 Options = interop.ProfileOptions
@@ -36,6 +39,53 @@ def test_statistics_of_one_batch(tmp_path: pathlib.Path):
     mod.observe("f", [1, 2, 7, 3], [0, 0, 0, 2], 3)
     mod.flush()
     assert mod.load()["t"].shard_ids == (1, 3)
+
+
+def test_positions_of_a_sequence_are_no_examples(tmp_path: pathlib.Path):
+    found = profiler(tmp_path)
+    # Two examples of three positions: ids 1, 2 and 3 in one, 7 in the other.
+    rows = sparse([[1], [2], [3], [], [7], []])
+    profile.observe_batch(found, {"f": rows._replace(dense_shape=[6, 1])}, {"f": 3})
+    profile.observe_batch(found, {"f": np.array([4])}, {"f": 0})
+    found.flush()
+    assert found.load()["t"] == interop.TableStatistics(3, 5, 3, (3, 2))
+
+
+def test_the_planner_takes_a_profile(tmp_path: pathlib.Path):
+    """From ids seen to a stack in which two tables do not press on one SparseCore."""
+    tables = {name: interop.TableConfig(8, 2) for name in "tu"}
+    features = {"f": interop.FeatureConfig("t"), "g": interop.FeatureConfig("u")}
+    run = profiler(tmp_path, partition_strategy="mod", features=features, tables=tables)
+    run.observe("f", [1, 3, 5, 2], [0, 0, 1, 1], 2)  # Odd: shard 1.
+    run.observe("g", [2, 4, 6, 1], [0, 0, 0, 0], 1)  # Even, so that TensorFlow's turn
+    run.flush()  # by one would put both on shard 1.
+    loads = run.shard_loads()
+    assert loads == {"t": (0.5, 1.5), "u": (3.0, 1.0)}
+    config = te.SparseCoreEmbeddingConfig(shard_loads=loads)
+    made = [te.TableConfig(8, 2, name=name) for name in "tu"]
+    plan = make_plan(
+        ["f", "g"], [te.FeatureConfig(t) for t in made], {t: t for t in made}, te.SGD()
+    )
+    for given, turns in (({}, [0, 1]), (config.shard_loads or {}, [1, 1])):
+        options = StackingOptions(2, 1, shard_loads=given)
+        layout = make_layout(plan, [(4,), (4,)], options)
+        assert [t.sparse_core_shard_rotation for t in layout.tables] == turns
+        (stack,) = layout.stacks
+        stack.storage  # noqa: B018 - checks that no rows overlap.
+    for shards, wrong, text in (
+        (3, loads, "Table 't': `shard_loads` has 2 numbers, but there are 3"),
+        (
+            2,
+            {"v": (1, 1)},
+            "`shard_loads` names the table 'v', but the tables are t, u",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            make_layout(
+                plan, [(4,), (4,)], StackingOptions(shards, 1, shard_loads=wrong)
+            )
+    with pytest.raises(ValueError, match="taken with partition_strategy='div'"):
+        profiler(tmp_path).shard_loads()
 
 
 def test_runs_are_merged(tmp_path: pathlib.Path):

@@ -19,6 +19,7 @@ from tpu_embedding.interop import carried, columns, spec_errors
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.optimizers.frequency_estimator import updates_so_far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,17 +223,13 @@ class _Optimizers:
             table.optimization_parameters is None for table in tables
         ):
             check_parameters(shared)
-            self.common = carried.to_optimizer(
-                "EmbeddingConfigSpec", shared, self._limit
-            )
+            self.common = self._carried("EmbeddingConfigSpec", shared)
 
     def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
         """The table's own optimizer, or None where it has the common one."""
         own = self.common
         if table.optimization_parameters is not None:
-            own = carried.to_optimizer(
-                f"Table {key!r}", table.optimization_parameters, self._limit
-            )
+            own = self._carried(f"Table {key!r}", table.optimization_parameters)
         if own is None:
             raise spec_errors.parameters_missing(key)
         if table.learning_rate_fn is not None:
@@ -241,6 +238,13 @@ class _Optimizers:
         if table.learning_rate is not None:
             return carried.with_rate(f"Table {key!r}", own, table.learning_rate)
         return None if own is self.common else own
+
+    def _carried(self, where: str, parameters: Any) -> Optimizer:
+        optimizer = carried.to_optimizer(where, parameters, self._limit)
+        if optimizer.learning_rate is updates_so_far and self._step is not None:
+            rate = self._rate(updates_so_far)
+            return carried.with_rate(where, optimizer, rate)
+        return optimizer
 
     def _rate(self, function: Callable[[Any], Any]) -> StepRate | VariableRate:
         """One object for each function, which is then called once per update."""

@@ -259,13 +259,3 @@ def input_fn_result(value: object) -> ValueError:
         "An input_fn must return a tf.data.Dataset of (features, labels) or of "
         f"features, or one such pair of tensors. Received: {value!r}."
     )
-
-
-def engine_outside_of_functions(engine: str) -> RuntimeError:
-    """The compiled library is not there, or another engine was asked for."""
-    return RuntimeError(
-        "TPUEstimator with use_tpu=True needs the host engine, and this process has "
-        f"the {engine} one. Build the compiled library for this TensorFlow and leave "
-        "TPU_EMBEDDING_ENGINE unset, or use use_tpu=False, or a TPUEmbedding of "
-        "`spec.to_tpu_embedding()`, which runs on either."
-    )

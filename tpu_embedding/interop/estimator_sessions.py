@@ -167,6 +167,10 @@ class ProfileHook(_v1.train.SessionRunHook):
     def __init__(self, spec: Any, ids: Mapping[str, Any]) -> None:
         self._profiler = EmbeddingProfiler(spec)
         self._ids = dict(ids)
+        self._lengths = {
+            feature: config.max_sequence_length
+            for feature, config in spec.feature_to_config().items()
+        }
 
     def before_run(self, run_context: Any) -> Any:
         """Asks for the ids."""
@@ -176,7 +180,7 @@ class ProfileHook(_v1.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Hands them over."""
         del run_context
-        observe_batch(self._profiler, run_values.results)
+        observe_batch(self._profiler, run_values.results, self._lengths)
 
     def end(self, session: Any) -> None:
         """Writes."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding import topology
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.interop import columns, estimator_errors, private_tensorflow
@@ -25,8 +24,6 @@ from tpu_embedding.interop.slot_names import slot_sources
 
 _v1 = tf.compat.v1
 DUMMY_PREFIX = "tpu_embedding_dummy_table_variable_"
-# The portable engine compares tensors by `==`, which sessions do not have.
-_ENGINE = "host"
 _SCOPE = "tpu_embedding_tables"  # Keeps names of tables and of the model apart.
 
 
@@ -48,14 +45,7 @@ class EmbeddingTables:
     """
 
     def __init__(self, spec: Any, *, training: bool) -> None:
-        """Makes the tables, and the slots if training; in the default graph.
-
-        Raises:
-          RuntimeError: If the compiled library cannot be loaded.
-        """
-        engine = topology.current().engine
-        if engine != _ENGINE:
-            raise estimator_errors.engine_outside_of_functions(engine)
+        """Makes the tables, and the slots if training; in the default graph."""
         self._spec = spec
         self._training = training
         self._step = _Step()
@@ -76,6 +66,7 @@ class EmbeddingTables:
         with tf.name_scope(_SCOPE):
             self._embedding = TPUEmbedding(features, optimizer)
             self._embedding.build()
+        self._hide_state()
         self._dummies = {key: _dummy(key) for key in tables} if training else {}
         self._gradients: dict[str, tf.Tensor] = {}
         self._ticket: Any = None
@@ -144,11 +135,20 @@ class EmbeddingTables:
 
         So they are in no checkpoint, which then fits runs with use_tpu=False.
         """
-        variables = _v1.get_collection_ref(_v1.GraphKeys.GLOBAL_VARIABLES)
-        hidden = [v for v in variables if DUMMY_PREFIX in v.op.name]
-        variables[:] = [v for v in variables if DUMMY_PREFIX not in v.op.name]
-        for variable in hidden:
-            _v1.add_to_collection(_v1.GraphKeys.LOCAL_VARIABLES, variable)
+        _make_local(lambda variable: DUMMY_PREFIX in variable.op.name)
+
+    def _hide_state(self) -> None:
+        """Makes local what an engine keeps in variables beside tables and slots."""
+        kept = {
+            id(variable)
+            for parts in self._embedding.variables.values()
+            for variable in parts.values()
+        }
+        _make_local(
+            lambda variable: (
+                variable.op.name.startswith(_SCOPE + "/") and id(variable) not in kept
+            )
+        )
 
     def _safe_features(self) -> list[str]:
         """The features whose columns look empty samples up as row 0 on a CPU."""
@@ -231,6 +231,14 @@ def _dummy(table: str) -> tf.Variable:
         collections=collections_,
         use_resource=True,
     )
+
+
+def _make_local(hidden: Callable[[Any], bool]) -> None:
+    """Takes variables out of what a Saver saves; sessions still initialise them."""
+    variables = _v1.get_collection_ref(_v1.GraphKeys.GLOBAL_VARIABLES)
+    for variable in [v for v in variables if hidden(v)]:
+        _v1.add_to_collection(_v1.GraphKeys.LOCAL_VARIABLES, variable)
+    variables[:] = [v for v in variables if not hidden(v)]
 
 
 def _function(function: Any) -> Any:

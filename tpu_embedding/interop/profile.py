@@ -58,6 +58,11 @@ class TableStatistics:
         return self.ids / self.examples if self.examples else math.nan
 
     @property
+    def shard_loads(self) -> tuple[float, ...]:
+        """Ids for each example and shard; NaN without examples."""
+        return tuple(n / (self.examples or math.nan) for n in self.shard_ids)
+
+    @property
     def imbalance(self) -> float:
         """The fullest shard's ids by the mean over shards; NaN without ids."""
         mean = self.ids / len(self.shard_ids)
@@ -178,6 +183,23 @@ class EmbeddingProfiler:
     def _nothing(self) -> TableStatistics:
         return TableStatistics(0, 0, 0, (0,) * self._options.num_shards)
 
+    def shard_loads(self) -> dict[str, tuple[float, ...]]:
+        """What SparseCoreEmbeddingConfig(shard_loads=...) takes, from the files.
+
+        The planner then turns the tables of a stack so that rows that are often asked
+        for fall to different SparseCores.
+
+        Returns:
+          For each table with a profile its ids for each example, by shard.
+
+        Raises:
+          ValueError: If the profile was not taken over shards as SparseCores have them.
+        """
+        if self._strategy != "mod":
+            raise spec_errors.profile_of_other_shards(self._strategy)
+        found = self.load()
+        return {table: numbers.shard_loads for table, numbers in found.items()}
+
     def _chosen(self, feature: str, numbers: np.ndarray) -> np.ndarray:
         """Whether each example is sampled."""
         digest = hashlib.sha256(f"{self._options.seed} {feature}".encode()).digest()
@@ -236,19 +258,24 @@ class EmbeddingProfiler:
             return None
 
 
-def observe_batch(profiler: EmbeddingProfiler, batch: Mapping[str, Any]) -> None:
+def observe_batch(
+    profiler: EmbeddingProfiler, batch: Mapping[str, Any], lengths: Mapping[str, int]
+) -> None:
     """Takes the features of one step.
 
     Args:
       profiler: What takes them.
-      batch: For each feature a SparseTensorValue [examples, n], or ids [examples].
+      batch: For each feature a SparseTensorValue [rows, n], or ids [rows].
+      lengths: For each feature its rows for each example: the positions of a sequence,
+        or 0 for a feature that is none.
     """
     for feature, value in batch.items():
+        ids, rows, count = value, np.arange(len(value)), len(value)
         if hasattr(value, "indices"):
-            rows = value.indices[:, 0]
-            profiler.observe(feature, value.values, rows, int(value.dense_shape[0]))
-        else:
-            profiler.observe(feature, value, np.arange(len(value)), len(value))
+            ids, rows = value.values, value.indices[:, 0]
+            count = int(value.dense_shape[0])
+        length = max(lengths[feature], 1)
+        profiler.observe(feature, ids, rows // length, count // length)
 
 
 def _write(path: str, key: dict[str, Any], found: TableStatistics) -> None:

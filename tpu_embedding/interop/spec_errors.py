@@ -276,6 +276,15 @@ def no_profile_directory() -> ValueError:
     )
 
 
+def profile_of_other_shards(strategy: str) -> ValueError:
+    """A profile that says nothing of SparseCores."""
+    return ValueError(
+        f"This profile was taken with partition_strategy={strategy!r}, but SparseCores "
+        'hold rows by id modulo their number. Take one with partition_strategy="mod" '
+        "and ProfileOptions(num_shards=...), the number of all SparseCores."
+    )
+
+
 def profile_directory_is_file(path: str) -> ValueError:
     """A file where a folder is wanted."""
     return ValueError(f"`profile_data_directory` {path!r} is a file, not a folder.")

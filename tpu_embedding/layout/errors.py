@@ -227,3 +227,19 @@ def minibatches_outside_of_replicas(replicas: int) -> RuntimeError:
         "embedding_lookup inside strategy.run, or raise the limits and leave "
         "minibatching off."
     )
+
+
+def load_of_unknown_table(table: str, known: Sequence[str]) -> ValueError:
+    """For a load of a table that is not there."""
+    return ValueError(
+        f"`shard_loads` names the table {table!r}, but the tables are "
+        f"{', '.join(known)}. Leave it out, or name the tables as in the profile."
+    )
+
+
+def load_of_other_shards(table: str, got: int, wanted: int) -> ValueError:
+    """For a load that was measured over another number of shards."""
+    return ValueError(
+        f"Table {table!r}: `shard_loads` has {got} numbers, but there are {wanted} "
+        "SparseCores. Take a profile with that many shards."
+    )

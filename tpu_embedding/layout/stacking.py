@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.layout import errors
+from tpu_embedding.layout.rotation import check_loads, rotations
 from tpu_embedding.layout.sharding import ModSharding, StackedTable, Storage
 from tpu_embedding.layout.tables import Plan, TableSpec
 
@@ -39,6 +40,8 @@ class StackingOptions:
       stock_feature_counts: Count the samples of the first feature of all only, as
         the caller of TensorFlow's stacker does. It matters where the activations are
         near their limit, and then for checkpoints that TensorFlow wrote.
+      shard_loads: By name of the table its load on each shard, were it not rotated;
+        tables without one are rotated as TensorFlow does.
       activation_bytes_limit: Activations of a stack on one SparseCore stay below it.
       shard_bytes_limit: The part of a stack on one device stays below it.
     """
@@ -49,6 +52,7 @@ class StackingOptions:
     row_multiple: int = 8
     disable_table_stacking: bool = False
     stock_feature_counts: bool = False
+    shard_loads: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     activation_bytes_limit: int = ACTIVATION_BYTES_LIMIT
     shard_bytes_limit: int = SHARD_BYTES_LIMIT
 
@@ -180,8 +184,9 @@ def make_layout(
       options: What they are stacked for.
 
     Raises:
-      ValueError: If a table's own layout does not fit, or two stacks have one name.
+      ValueError: If a table's layout or load does not fit, or two stacks have one name.
     """
+    check_loads([s.name for s in plan.tables], options.shard_loads, options.num_shards)
     samples = tuple(0 if s is None else math.prod(s) for s in output_shapes)
     by_name = sorted(plan.tables, key=lambda spec: spec.name)
     own = [spec for spec in by_name if spec.config.layout is not None]
@@ -231,6 +236,11 @@ class _Pile:
         """The place of each member, by index of the table."""
         shapes = [_padded(spec, options) for spec in self.members]
         heights = [rows // options.num_shards for rows, _ in shapes]
+        turns = rotations(
+            [spec.name for spec in self.members],
+            (options.num_devices, options.sparse_cores_per_device),
+            options.shard_loads,
+        )
         return {
             spec.index: TableLayout(
                 table_name=spec.name,
@@ -241,9 +251,7 @@ class _Pile:
                 unsharded_shape=(spec.config.vocabulary_size, spec.config.dim),
                 unsharded_padded_shape=shapes[i],
                 sparse_core_shard_row_offset=sum(heights[:i]),
-                sparse_core_shard_rotation=(
-                    i * options.sparse_cores_per_device % options.num_shards
-                ),
+                sparse_core_shard_rotation=turns[i],
                 per_sparse_core_batch_size=(
                     self.samples[i] // options.sparse_cores_per_device
                 ),

@@ -234,11 +234,11 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
         return []
     own, other = (tf.reshape(x, [-1]) for x in (feature.batch.structure, other))
     size = tf.minimum(tf.size(own), tf.size(other))
-    same = tf.size(own) == tf.size(other)
+    same = tf.equal(tf.size(own), tf.size(other))
     what = "indices" if feature.batch.kind is InputKind.SPARSE else "row_splits"
     return [
         Check(
-            same & tf.reduce_all(own[:size] == other[:size]),
+            same & tf.reduce_all(tf.equal(own[:size], other[:size])),
             lambda: text(
                 f"{feature.name}: the weights have other {what} than the ids. Build "
                 "them with `with_values`."

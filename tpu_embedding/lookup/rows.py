@@ -133,10 +133,12 @@ def _filled(
     positions = None
     if num_open == 0:
         multiple = known // tf.maximum(count, 1)
-        positions = tf.where(count == known, tf.zeros_like(count), multiple)
-        fills = (count == known) | ((multiple > 0) & (count * multiple == known))
+        positions = tf.where(tf.equal(count, known), tf.zeros_like(count), multiple)
+        fills = tf.equal(count, known) | (
+            (multiple > 0) & tf.equal(count * multiple, known)
+        )
     else:
-        fills = (count % divisor == 0) & (known > 0) & (num_open == 1)
+        fills = tf.equal(count % divisor, 0) & (known > 0) & (num_open == 1)
     axes = [
         count // divisor if a is None else tf.constant(a, tf.int64)
         for a in declared.shape
@@ -158,7 +160,7 @@ def _check_declared(
     matches = tf.constant(len(axes) == len(declared.shape))
     for axis, expected in zip(axes, declared.shape, strict=False):
         if expected is not None:
-            matches &= axis == expected
+            matches &= tf.equal(axis, expected)
     return Check(
         matches,
         lambda: text(
@@ -200,12 +202,12 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
 
     checks = [
         Check(
-            (tf.size(splits) > 0) & tf.reduce_all(splits[:1] == 0),
+            (tf.size(splits) > 0) & tf.reduce_all(tf.equal(splits[:1], 0)),
             lambda: text(f"{name}: row_splits must start at 0."),
         ),
         Check(~tf.reduce_any(falls), falling),
         Check(
-            tf.reduce_all(splits[-1:] == num_ids),
+            tf.reduce_all(tf.equal(splits[-1:], num_ids)),
             lambda: text(
                 f"{name}: row_splits end at ",
                 splits[-1],

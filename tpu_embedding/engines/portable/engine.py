@@ -335,11 +335,11 @@ class PortableEngine(WholeTablesEngine):
         name = f"Feature {self._plan.features[feature].path}"
         shape = tf.shape(gradient, out_type=tf.int64)
         expected = tf.concat([entries.shape, [dim]], 0)
-        same_rank = tf.size(shape) == tf.size(expected)
+        same_rank = tf.equal(tf.size(shape), tf.size(expected))
         size = tf.minimum(tf.size(shape), tf.size(expected))
         checks = [
             Check(
-                same_rank & tf.reduce_all(shape[:size] == expected[:size]),
+                same_rank & tf.reduce_all(tf.equal(shape[:size], expected[:size])),
                 lambda: text(
                     f"{name}: the gradient has shape ",
                     _list_text(shape),

@@ -16,30 +16,18 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.engines.portable.refusals import MOST_UPDATES, Refusal
+from tpu_embedding.engines.portable.refusals import (
+    MOST_UPDATES,
+    Outcome,
+    Refusal,
+    first,
+)
 
 # States of a replica's part of a step.
 _AWAITED, _QUEUED, _DEQUEUED, _DEPOSITED, _DONE = range(5)
 
 NEVER = tf.int64.max  # The number of no step.
 _HEADER = 4  # Rows of the matrix before those of the steps.
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a call comes to.
-
-    Attributes:
-      refusal: int32 scalar, a `Refusal`; 0 where the call is right.
-      matrix: The ledger after the call, as of `Ledger.to_matrix`.
-      number: int64 scalar, or [n] for n replicas: the step that it is about.
-      answer: bool scalar; its meaning is the call's own.
-    """
-
-    refusal: tf.Tensor
-    matrix: tf.Tensor
-    number: tf.Tensor
-    answer: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +77,10 @@ class Ledger:
             failed=head[0, 0],
             next_enqueue=head[0, 2:],
             next_dequeue=head[1, 2:],
-            last_was_training=head[2, 2:] != 0,
-            arrived=head[3, 2:] != 0,
+            last_was_training=tf.not_equal(head[2, 2:], 0),
+            arrived=tf.not_equal(head[3, 2:], 0),
             numbers=steps[:, 0],
-            training=steps[:, 1] != 0,
+            training=tf.not_equal(steps[:, 1], 0),
             states=steps[:, 2:],
         )
 
@@ -125,7 +113,7 @@ class Ledger:
         """
         alone = len(replicas) < self._num_replicas
         if alone:
-            given_up = (self.failed != NEVER) & ~self.arrived[replicas[0]]
+            given_up = _exists(self.failed) & ~self.arrived[replicas[0]]
         else:
             given_up = tf.constant(False)
         ledger = self._discard_failed(given_up, replicas)
@@ -133,13 +121,14 @@ class Ledger:
         for replica in replicas:
             number = ledger.next_enqueue[replica]
             full = number - ledger.next_dequeue[replica] >= capacity
-            differs = ledger._find(number) & (ledger.training != training)
+            differs = ledger._find(number) & tf.not_equal(ledger.training, training)
             refusals.append((full, Refusal.QUEUE_FULL))
             refusals.append((tf.reduce_any(differs), Refusal.TRAINING_DIFFERS))
-        refusal = _first(refusals)
+        refusal = first(refusals)
         numbers = tf.stack([ledger.next_enqueue[replica] for replica in replicas])
         for replica in replicas:
-            ledger = ledger._put(replica, refusal == Refusal.NONE, training=training)
+            taken = tf.equal(refusal, Refusal.NONE)
+            ledger = ledger._put(replica, taken, training=training)
         return ledger._outcome(refusal, number=numbers)
 
     def fail_enqueue(self, replica: int) -> Outcome:
@@ -147,9 +136,9 @@ class Ledger:
 
         The batches that other replicas queue for that step are to be discarded.
         """
-        failed = tf.where(self.failed == NEVER, self.next_enqueue[replica], self.failed)
+        failed = tf.where(_exists(self.failed), self.failed, self.next_enqueue[replica])
         arrived = tf.where(
-            self.failed == NEVER, self.next_enqueue > failed, self.arrived
+            _exists(self.failed), self.arrived, self.next_enqueue > failed
         )
         ledger = dataclasses.replace(
             self, failed=failed, arrived=arrived | self._is(replica)
@@ -162,17 +151,15 @@ class Ledger:
         step = self._find(number)
         training = tf.reduce_any(step & self.training)
         debts = self.training & (self.numbers < number)
-        states = self.states[:, replica]
-        owes = training & tf.reduce_any(debts & (states == _DEQUEUED))
-        waits = tf.reduce_any(
-            debts & (states == _DEPOSITED) & ~self._all_in(_DEPOSITED)
-        )
-        refusal = _first(
+        queued = tf.reduce_any(step & self._in(replica, _QUEUED))
+        owes = training & tf.reduce_any(debts & self._in(replica, _DEQUEUED))
+        waits = self._in(replica, _DEPOSITED) & ~self._all_in(_DEPOSITED)
+        refusal = first(
             [
                 (number >= self.failed, Refusal.GIVEN_UP_DEQUEUE),
-                (~tf.reduce_any(step & (states == _QUEUED)), Refusal.NOTHING_QUEUED),
+                (~queued, Refusal.NOTHING_QUEUED),
                 (owes, Refusal.OWES_GRADIENTS),
-                (waits, Refusal.OTHER_REPLICA_OWES),
+                (tf.reduce_any(debts & waits), Refusal.OTHER_REPLICA_OWES),
             ]
         )
         state = tf.where(training, tf.constant(_DEQUEUED, tf.int64), _DONE)
@@ -190,9 +177,9 @@ class Ledger:
         """Finds the step whose gradients `replica` owes."""
         number = self._owed_number(replica)
         upcoming = self._find(self.next_dequeue[replica]) & self.training
-        is_queued = upcoming & (self.states[:, replica] == _QUEUED)
-        owes = number != NEVER
-        refusal = _first(
+        is_queued = upcoming & self._in(replica, _QUEUED)
+        owes = _exists(number)
+        refusal = first(
             [
                 (owes, Refusal.NONE),
                 (~self.last_was_training[replica], Refusal.WAS_EVALUATION),
@@ -213,8 +200,9 @@ class Ledger:
     def completes(self, replica: int, submitting: bool) -> Outcome:
         """The answer: whether the next gradients are the last of their step."""
         own = self.next_enqueue[replica] if submitting else self._owed_number(replica)
-        missing = tf.reduce_sum(tf.cast(self.states != _DEPOSITED, tf.int32), axis=1)
-        answer = tf.reduce_any(self._find(own) & (missing == 1))
+        there = tf.reduce_sum(tf.cast(self._of_state(_DEPOSITED), tf.int32), axis=1)
+        is_last = tf.equal(there, self._num_replicas - 1)
+        answer = tf.reduce_any(self._find(own) & is_last)
         return self._outcome(number=own, answer=answer)
 
     def fail_deposit(self, replica: int) -> Outcome:
@@ -246,10 +234,10 @@ class Ledger:
         The ledger of the outcome holds for a refusal too.
         """
         is_partial = tf.reduce_any(
-            (self.states[:, replica] == _DEPOSITED) & ~self._all_in(_DEPOSITED)
+            self._in(replica, _DEPOSITED) & ~self._all_in(_DEPOSITED)
         )
         ledger = self._clear_if(is_partial)
-        return ledger._outcome(_first([(is_partial, Refusal.SUBMITTED_BY_SOME)]))
+        return ledger._outcome(first([(is_partial, Refusal.SUBMITTED_BY_SOME)]))
 
     def reset(self) -> Outcome:
         """Forgets all batches and gradients: what is queued, owed or pending."""
@@ -262,8 +250,8 @@ class Ledger:
         is to be applied now; if `pipelined`, the newest one is left pending.
         """
         number = self.next_enqueue[replica]
-        waits = tf.reduce_sum(tf.cast(self.states[:, replica] == _DEPOSITED, tf.int64))
-        refusal = _first([(waits >= MOST_UPDATES, Refusal.TOO_MANY_UPDATES)])
+        waits = tf.reduce_sum(tf.cast(self._in(replica, _DEPOSITED), tf.int64))
+        refusal = first([(waits >= MOST_UPDATES, Refusal.TOO_MANY_UPDATES)])
         ledger = self._put(replica, tf.constant(True), training=True)
         ledger = ledger._set_state(
             ledger._find(number), replica, tf.constant(_DEPOSITED, tf.int64)
@@ -279,20 +267,20 @@ class Ledger:
         """Takes out the first step whose update is ready; answers whether one is."""
         number = self._ready()
         ledger = self._keep(~self._find(number))
-        return ledger._outcome(number=number, answer=number != NEVER)
+        return ledger._outcome(number=number, answer=_exists(number))
 
     def lookups_are_done(self) -> Outcome:
         """Answers whether a ready update has seen the lookups of the step after it."""
         number = self._ready()
         are_done = tf.reduce_all(self.next_dequeue - 1 > number)
-        return self._outcome(number=number, answer=(number != NEVER) & are_done)
+        return self._outcome(number=number, answer=_exists(number) & are_done)
 
     def is_ready_before_evaluation(self, replica: int) -> Outcome:
         """Answers whether one is ready and `replica` is to look up an evaluation."""
         number = self._ready()
         step = self._find(self.next_dequeue[replica])
         is_evaluation = tf.reduce_any(step & ~self.training)
-        return self._outcome(number=number, answer=(number != NEVER) & is_evaluation)
+        return self._outcome(number=number, answer=_exists(number) & is_evaluation)
 
     def _outcome(
         self,
@@ -314,15 +302,23 @@ class Ledger:
 
     def _is(self, replica: int) -> tf.Tensor:
         """Bool [R], true for the one."""
-        return tf.range(self._num_replicas) == replica
+        return tf.equal(tf.range(self._num_replicas), replica)
 
     def _find(self, number: tf.Tensor) -> tf.Tensor:
         """Bool [k], true for the step of that number."""
-        return self.numbers == number
+        return tf.equal(self.numbers, number)
+
+    def _of_state(self, state: int) -> tf.Tensor:
+        # Not `==`: in a graph of TensorFlow 1 that compares the Python objects.
+        return tf.equal(self.states, state)
+
+    def _in(self, replica: int, state: int) -> tf.Tensor:
+        """Bool [k], true where that replica is in that state."""
+        return self._of_state(state)[:, replica]
 
     def _all_in(self, state: int) -> tf.Tensor:
         """Bool [k], true where all replicas are in that state."""
-        return tf.reduce_all(self.states == state, axis=1)
+        return tf.reduce_all(self._of_state(state), axis=1)
 
     def _smallest(self, steps: tf.Tensor) -> tf.Tensor:
         # Of no steps the minimum is NEVER, the largest int64.
@@ -333,7 +329,7 @@ class Ledger:
         return self._smallest(self.training & self._all_in(_DEPOSITED))
 
     def _owed_number(self, replica: int) -> tf.Tensor:
-        return self._smallest(self.training & (self.states[:, replica] == _DEQUEUED))
+        return self._smallest(self.training & self._in(replica, _DEQUEUED))
 
     def _set_state(self, step: tf.Tensor, replica: int, state: tf.Tensor) -> Ledger:
         at = step[:, tf.newaxis] & self._is(replica)
@@ -392,9 +388,5 @@ class Ledger:
         return ledger._keep(self.numbers < end)
 
 
-def _first(refusals: Sequence[tuple[tf.Tensor, Refusal]]) -> tf.Tensor:
-    """int32 scalar, the first refusal whose condition holds."""
-    code = tf.constant(int(Refusal.NONE), tf.int32)
-    for condition, refusal in reversed(refusals):
-        code = tf.where(condition, int(refusal), code)
-    return code
+def _exists(number: tf.Tensor) -> tf.Tensor:
+    return tf.not_equal(number, NEVER)

@@ -1,8 +1,12 @@
-"""Why a call of the step queue is wrong; the texts are those of step_queue.h."""
+"""What a call of the step queue comes to; the texts are those of step_queue.h."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Sequence
+
+import tensorflow as tf
 
 MOST_UPDATES = 1024  # Those of one replica that wait for the other replicas.
 
@@ -62,3 +66,28 @@ def messages(capacity: int) -> list[str]:
         "wait for those of the others. Make the same lookups in every replica.",
     }
     return [texts[refusal] for refusal in Refusal]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call comes to.
+
+    Attributes:
+      refusal: int32 scalar, a `Refusal`; 0 where the call is right.
+      matrix: The ledger after the call, as of `Ledger.to_matrix`.
+      number: int64 scalar, or [n] for n replicas: the step that it is about.
+      answer: bool scalar; its meaning is the call's own.
+    """
+
+    refusal: tf.Tensor
+    matrix: tf.Tensor
+    number: tf.Tensor
+    answer: tf.Tensor
+
+
+def first(refusals: Sequence[tuple[tf.Tensor, Refusal]]) -> tf.Tensor:
+    """int32 scalar, the first refusal whose condition holds."""
+    code = tf.constant(int(Refusal.NONE), tf.int32)
+    for condition, refusal in reversed(refusals):
+        code = tf.where(condition, int(refusal), code)
+    return code

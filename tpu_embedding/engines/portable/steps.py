@@ -15,8 +15,13 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.portable.cells import Cells, pack, unpack
-from tpu_embedding.engines.portable.ledger import Ledger, Outcome
-from tpu_embedding.engines.portable.refusals import MOST_UPDATES, Refusal, messages
+from tpu_embedding.engines.portable.ledger import Ledger
+from tpu_embedding.engines.portable.refusals import (
+    MOST_UPDATES,
+    Outcome,
+    Refusal,
+    messages,
+)
 from tpu_embedding.engines.variables import create_state
 from tpu_embedding.lookup.checks import no_change, refuse
 
