@@ -192,6 +192,29 @@ def test_two_groups_of_one_name():
         two.table_to_config()
 
 
+def test_two_groups_of_one_name_and_other_initial_values():
+    v1 = tf.compat.v1
+    ones, more = v1.constant_initializer([1.0]), v1.constant_initializer([1.0])
+    twos, zeros = v1.constant_initializer([2.0]), v1.zeros_initializer()
+    for first, second, same in (
+        (None, None, True),  # Two default objects of one kind.
+        (ones, more, True),
+        (ones, twos, False),
+        (ones, zeros, False),
+        (lambda shape: 1, lambda shape: 1, False),
+    ):
+        name = {"shared_embedding_collection_name": "same"}
+        two = spec(
+            *shared("a", initializer=first, **name),
+            *shared("b", initializer=second, **name),
+        )
+        if same:
+            assert len(two.table_to_config()) == 1
+            continue
+        with pytest.raises(ValueError, match="'tbl_same' but differ in initializer"):
+            two.table_to_config()
+
+
 def test_columns_without_tpu_tables_have_no_configs():
     with pytest.raises(TypeError, match="NumericColumn describes no TPU"):
         interop.get_configs_from_feature_columns([fc.numeric_column("n")])

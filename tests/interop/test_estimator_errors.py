@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 from interop.estimator_models import (
     batches,
     dense,
@@ -307,6 +308,27 @@ def test_samples_need_one_first_axis(tmp_path: pathlib.Path):
     found = make(tmp_path, model=model).predict(batches(A))
     with pytest.raises(ValueError, match="with one first axis, the batch"):
         next(found)
+
+
+def test_columns_that_change_ids_are_warned_of(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
+    fc = tf.feature_column
+    hashed = fc.categorical_column_with_hash_bucket("h", 8, tf.int64)
+    listed = fc.sequence_categorical_column_with_vocabulary_list("v", [5, 7])
+    spec = I.EmbeddingConfigSpec(
+        [
+            embedding("a", 1),
+            I.embedding_column(weighted("w", "wt"), 1),
+            I.embedding_column(hashed, 1),
+            I.embedding_column(listed, 1, max_sequence_length=2),
+        ],
+        SGD,
+    )
+    make(spec=spec, use_tpu=False)
+    assert not said
+    make(spec=spec)
+    assert [text for text in said if "columns 'h_embedding', 'v_embedding' do" in text]
 
 
 def test_another_tensorflow_is_refused_by_name():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from absl import logging
 
 from tpu_embedding.interop import spec_errors
@@ -82,6 +83,18 @@ def is_shared(column: Any) -> bool:
     )
 
 
+def changes_ids(column: Any) -> bool:
+    """Whether a CPU looks up other rows than those that the ids name.
+
+    Columns that hash ids, take them from a vocabulary or put them into buckets do; a
+    TPU takes ids as they are.
+    """
+    inner = column
+    while hasattr(inner, "categorical_column"):  # Weights and sequences wrap one.
+        inner = inner.categorical_column
+    return inner is not column and not hasattr(inner, "number_buckets")
+
+
 def table_key(column: EmbeddingColumn) -> str:
     """The key of the column's table in `table_to_config`."""
     return TABLE_PREFIX + column.get_embedding_var_name()
@@ -151,8 +164,22 @@ def _check_same(key: str, first: TableConfig, second: TableConfig) -> None:
         for field in ("vocabulary_size", "dimension", "combiner", "learning_rate_fn")
         if getattr(first, field) != getattr(second, field)
     ]
+    if not _same_initializer(first.initializer, second.initializer):
+        differing.append("initializer")
     if differing:
         raise spec_errors.shared_tables_differ(key, " and ".join(differing))
+
+
+def _same_initializer(first: Any, second: Any) -> bool:
+    """Whether both fill a table alike; two defaults are two objects."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or not hasattr(first, "get_config"):
+        return False
+    one, other = first.get_config(), second.get_config()
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[key], other[key]) for key in one
+    )
 
 
 def lost_fields(columns: list[Any] | None) -> list[Any]:
@@ -181,6 +208,19 @@ def _with_lost(column: Any, value: Any) -> Any:
 
 def _has_all(column: Any, fields: Iterable[str]) -> bool:
     return all(hasattr(column, field) for field in fields)
+
+
+def warn_of_changed_ids(columns: Iterable[Any]) -> None:
+    """Says which columns look up other rows in training than in an export."""
+    names = [column.name for column in columns if changes_ids(column)]
+    if names:
+        logging.warning(
+            "With use_tpu=True ids go to the tables as they are. What columns %s do "
+            "with them before (hashing, vocabularies, buckets) acts with use_tpu=False "
+            "and in exported models only, which then look up other rows. Do it in the "
+            "input_fn, and take categorical_column_with_identity.",
+            ", ".join(map(repr, names)),
+        )
 
 
 def warn_of_ignored_dict(name: str) -> None:

@@ -13,6 +13,7 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.interop import (
+    columns,
     estimator_errors,
     estimator_graph,
     estimator_sessions,
@@ -352,6 +353,7 @@ class TPUEstimator:
             raise estimator_errors.mod_on_cpu()
         if self._use_tpu:
             spec.adapt()  # What cannot be carried is refused here.
+            columns.warn_of_changed_ids(spec.embedding_columns())
 
     def _reader(self) -> Any:
         checkpoint = self.latest_checkpoint()
