@@ -57,6 +57,7 @@ def _other_value(name: str, default: Any) -> Any:
 )
 def test_every_option_of_an_optimizer_is_carried(case: Case, field: Any) -> None:
     options = {field.name: _other_value(field.name, field.default)}
+    assert case.stock is not None
     adapted = adapters.adapt_optimizer(case.stock(**options))
     assert adapted == case.cls(**options)
     assert adapted != case.cls()
@@ -64,6 +65,7 @@ def test_every_option_of_an_optimizer_is_carried(case: Case, field: Any) -> None
 
 @pytest.mark.parametrize("case", STOCK_OPTIMIZERS, ids=lambda case: case.name)
 def test_defaults_of_an_optimizer_are_carried(case: Case) -> None:
+    assert case.stock is not None
     assert adapters.adapt_optimizer(case.stock()) == case.cls()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 from google.protobuf import text_format
+from google.protobuf.message import Message
 from software_tpu import engine_calls as calls
 
 from tpu_embedding.testing import SoftwareTPUStrategy, library
@@ -23,34 +24,34 @@ def is_initialized(config: bytes = b"") -> bool:
     return bool(tf.raw_ops.IsTPUEmbeddingInitialized(config=config))
 
 
-def parameters(config: calls.Config):
+def parameters(config: Message):
     return config.table_descriptor[0].optimization_parameters
 
 
-def table(**fields) -> Callable[[calls.Config], None]:
+def table(**fields) -> Callable[[Message], object]:
     """Changes the fields of the first table."""
 
-    def change(config: calls.Config) -> None:
+    def change(config: Message) -> None:
         for name, value in fields.items():
             setattr(config.table_descriptor[0], name, value)
 
     return change
 
 
-def feature(**fields) -> Callable[[calls.Config], None]:
+def feature(**fields) -> Callable[[Message], object]:
     """Changes the fields of the first feature."""
 
-    def change(config: calls.Config) -> None:
+    def change(config: Message) -> None:
         for name, value in fields.items():
             setattr(config.feature_descriptor[0], name, value)
 
     return change
 
 
-def optimizer(name: str, **fields) -> Callable[[calls.Config], None]:
+def optimizer(name: str, **fields) -> Callable[[Message], object]:
     """Gives the first table another optimizer."""
 
-    def change(config: calls.Config) -> None:
+    def change(config: Message) -> None:
         message = getattr(parameters(config), name)
         message.SetInParent()
         for field, value in fields.items():
@@ -59,33 +60,33 @@ def optimizer(name: str, **fields) -> Callable[[calls.Config], None]:
     return change
 
 
-def merge(text: str) -> Callable[[calls.Config], None]:
+def merge(text: str) -> Callable[[Message], object]:
     """Merges a configuration that is written as text."""
     return lambda config: text_format.Merge(text, config)
 
 
-def of_parameters(text: str) -> Callable[[calls.Config], None]:
+def of_parameters(text: str) -> Callable[[Message], object]:
     """Merges optimization parameters of the first table that are written as text."""
     return lambda config: text_format.Merge(text, parameters(config))
 
 
-def shape(*axes: int) -> Callable[[calls.Config], None]:
-    def change(config: calls.Config) -> None:
+def shape(*axes: int) -> Callable[[Message], object]:
+    def change(config: Message) -> None:
         del config.feature_descriptor[0].input_shape[:]
         config.feature_descriptor[0].input_shape.extend(axes)
 
     return change
 
 
-def without_features(config: calls.Config) -> None:
+def without_features(config: Message) -> None:
     del config.feature_descriptor[:]
 
 
-def no_rate(config: calls.Config) -> None:
+def no_rate(config: Message) -> None:
     parameters(config).ClearField("learning_rate")
 
 
-def no_optimizer(config: calls.Config) -> None:
+def no_optimizer(config: Message) -> None:
     parameters(config).ClearField("stochastic_gradient_descent")
 
 

@@ -290,7 +290,9 @@ def test_configurations_without_features():
 
 
 def slots_of(op: str) -> list[str]:
-    return [arg.name for arg in op_def_registry.get(op).input_arg]
+    definition = op_def_registry.get(op)
+    assert definition is not None
+    return [arg.name for arg in definition.input_arg]
 
 
 @pytest.mark.parametrize("infix", OPTIMIZERS)
