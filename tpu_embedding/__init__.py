@@ -7,6 +7,7 @@ from tpu_embedding.config import (
     TableConfig,
 )
 from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.embedding_v2 import TPUEmbeddingV2
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
@@ -51,6 +52,7 @@ __all__ = [
     "SparseCoreEmbeddingConfig",
     "TPUEmbedding",
     "TPUEmbeddingForServing",
+    "TPUEmbeddingV0",
     "TPUEmbeddingV2",
     "TableConfig",
     "serving_embedding_lookup",

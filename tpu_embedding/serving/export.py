@@ -12,10 +12,11 @@ import tensorflow as tf
 from tpu_embedding.adapters import adapt_features
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.layout.tables import Plan
+from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.rows import MOST_SAMPLES
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
-from tpu_embedding.serving.lookup import FeatureLookup, find_table, plan_of
+from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.quantization import STORAGES, Source, StoredTable, store
 from tpu_embedding.serving.report import Report
 from tpu_embedding.serving.signatures import (

@@ -1,0 +1,187 @@
+"""TPUEmbeddingV0: tables as ordinary weights, looked up by plain ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import errors, topology
+from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding.engines.initial_values import initial_value, initializer_of
+from tpu_embedding.engines.stacked import refuse_tpu_options
+from tpu_embedding.layout.rows import PARAMETERS
+from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
+from tpu_embedding.lookup.combine import VariableReader
+from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.structures import Structure
+
+# The methods trace fine as they are; converting them would only cost time.
+_as_written = tf.autograph.experimental.do_not_convert
+
+
+class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
+    """Embedding tables without an embedding engine, under any strategy.
+
+    A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs on the host,
+    under the software TPU and under every other strategy, but not yet in programs of
+    a real TPU: they cannot hold its checks of ids. Each replica has a copy of each
+    table, a trainable variable: take its gradient with a tape and train it with any
+    optimizer, e.g. one of Keras. The numbers of a lookup are those of
+    docs/semantics.md:
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(8, 2, initializer=te.RowIdInitializer(), combiner="sum")
+    >>> embedding = te.TPUEmbeddingV0({"seen": te.FeatureConfig(films)}, None)
+    >>> table = embedding.embedding_tables[films]
+    >>> with tf.GradientTape() as tape:
+    ...     activations = embedding({"seen": tf.constant([[3, 5], [1, 1]])})
+    >>> activations["seen"].numpy().tolist()
+    [[8.0, 8.0], [2.0, 2.0]]
+    >>> gradient = tf.convert_to_tensor(tape.gradient(activations, table))
+    >>> gradient[:, 0].numpy().tolist()
+    [0.0, 2.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+
+    Tables and slots have the names of TPUEmbedding in checkpoints, so that each can
+    restore what the other saved.
+    """
+
+    def __init__(
+        self,
+        feature_config: Any,
+        optimizer: Any = None,
+        *,
+        invalid_ids: str | None = None,
+        check_numerics: bool = False,
+    ) -> None:
+        """Reads the configuration; tables are made by build or the first lookup.
+
+        Args:
+          feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
+            of them, of this package or of tf.tpu.experimental.embedding.
+          optimizer: For tables without one of their own: whose slots to make, by its
+            `slot_variable_creation_fn` if it has one. It is not applied. None: no
+            slots.
+          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          check_numerics: Refuse weights that are not finite.
+
+        Raises:
+          ValueError: If the configuration is wrong.
+          TypeError: If an argument is of the wrong type.
+          NotImplementedError: If a strategy or option is not supported.
+        """
+        if not isinstance(check_numerics, bool):
+            raise errors.argument_type("check_numerics", check_numerics, "a bool")
+        adapted = adapt_features(feature_config, invalid_ids)
+        self._structure = Structure(feature_config)
+        self._plan: Plan = make_plan(
+            adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
+        )
+        refuse_tpu_options("plain", self._plan)
+        self._check_numerics = check_numerics
+        self._topology = topology.current()
+        self._variables: dict[str, dict[str, Any]] = {}
+
+    @_as_written
+    def build(self) -> None:
+        """Makes the tables and slots; called by the first lookup if not before."""
+        if self._variables:
+            return
+        with tf.init_scope(), self._topology.strategy.scope():
+            made = {spec.name: _create_table(spec) for spec in self._plan.tables}
+        for table, arrays in made.items():
+            for name, variable in arrays.items():
+                whole = table if name == PARAMETERS else f"{table}/{name}"
+                self._track_trackable(variable, whole)
+        self._variables = made
+
+    @property
+    def embedding_tables(self) -> dict[Any, Any]:
+        """The tables, float32 [vocabulary_size, dim], trainable variables.
+
+        Keyed by the TableConfig that the user passed.
+        """
+        return {key: arrays[PARAMETERS] for key, arrays in self.variables.items()}
+
+    @property
+    def variables(self) -> dict[Any, dict[str, Any]]:
+        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
+        self.build()
+        return {spec.key: self._variables[spec.name] for spec in self._plan.tables}
+
+    @_as_written
+    def __call__(self, features: Any, weights: Any = None) -> Any:
+        """See `embedding_lookup`."""
+        return self.embedding_lookup(features, weights)
+
+    @_as_written
+    def embedding_lookup(self, features: Any, weights: Any = None) -> Any:
+        """Looks features up, in the caller's own replica.
+
+        Args:
+          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
+            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+            in any mix.
+          weights: None, or the same structure with floating point weights of each
+            feature's own layout, or None for features without.
+
+        Returns:
+          The activations in the structure of `feature_config`, float32
+          [output shape..., dim] each.
+
+        Raises:
+          TypeError: If a container or dtype is of the wrong type.
+          ValueError: If a structure, rank or static shape does not fit.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+          NotImplementedError: Inside strategy.run of a real TPUStrategy.
+        """
+        program = self._topology.program()
+        if program is not None and not self._topology.is_simulated:
+            raise errors.lookup_in_tpu_program()
+        self.build()
+        specs = self._plan.features
+        values = self._structure.flatten("features", features)
+        if weights is None:
+            weights = self._structure.pack([None] * len(specs))
+        readers = {
+            spec.index: VariableReader(self._variables[spec.name][PARAMETERS])
+            for spec in self._plan.tables
+        }
+        lookup = FeatureLookup(self._plan, readers, check_numerics=self._check_numerics)
+        flat = self._structure.flatten("weights", weights)
+        return self._structure.pack(lookup(specs, values, flat))
+
+
+def _create_table(spec: TableSpec) -> dict[str, Any]:
+    """The table and its slots, by the creators of the strategy whose scope is open."""
+    shape = (spec.config.vocabulary_size, spec.config.dim)
+    initializer = initializer_of(spec)
+    parameters = tf.Variable(
+        lambda: initial_value(
+            spec.name, shape, lambda: initializer(shape, dtype=tf.float32)
+        ),
+        trainable=True,
+        name=spec.name,
+    )
+    return {PARAMETERS: parameters, **_create_slots(spec, parameters)}
+
+
+def _create_slots(spec: TableSpec, parameters: Any) -> dict[str, Any]:
+    if spec.optimizer is None:
+        return {}
+    rows, dim = parameters.shape
+    slots = spec.optimizer.slots
+    create = spec.optimizer.slot_variable_creation_fn
+    if create is not None:
+        initializers = [tf.constant_initializer(slot.initial_value) for slot in slots]
+        return dict(create(parameters, [slot.name for slot in slots], initializers))
+    return {
+        slot.name: tf.Variable(
+            tf.fill([rows, 1 if slot.per_row else dim], float(slot.initial_value)),
+            trainable=False,
+            name=f"{spec.name}/{slot.name}",
+        )
+        for slot in slots
+    }
