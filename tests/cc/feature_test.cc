@@ -183,7 +183,7 @@ void TestRefusedStructures() {
     CheckRefused(sparse, Input({}, {}, {rows, 4}),
                  std::string("Feature user/film: the shape (") +
                      (rows < 0 ? "None" : std::to_string(rows)) +
-                     ",) has a negative axis or more than 2147483648 samples.");
+                     ",) has a negative axis or more than 16777216 samples.");
   }
   FeatureSpec huge = Spec(InputKind::kDense);
   huge.sequence_length = int64_t{1} << 40;

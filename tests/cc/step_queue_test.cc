@@ -48,6 +48,12 @@ void TestTrainingStep() {
   CHECK_TRUE(Deposit(&queue, 0, 5));
   CheckRefused(queue.Deposit(0, 1, &apply_now),
                "apply_gradients: no dequeued batch owes gradients");
+  // A step that its taker refuses stays.
+  std::optional<Queue::Step> refused;
+  CHECK_TRUE(
+      queue.TakeReady([](const Queue::Step&) { return false; }, &refused));
+  CHECK_TRUE(!refused);
+  CHECK_TRUE(queue.IsReady());
   const auto step = queue.TakeReady();
   CHECK_TRUE(step);
   CHECK_EQ(step->replicas[0].batch, 7);

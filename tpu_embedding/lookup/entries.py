@@ -87,7 +87,9 @@ class Selection:
         # Not negative even where a check fails: tracing looks at constants, too.
         count = tf.maximum(self.num_samples, 0)
         gains = _gains(self.combiner, self.samples, weights, count)
-        return Entries(self.rows, self.samples, gains, tf.stack(self.axes))
+        # Whoever makes room for a shape must wait for its checks, as the rows do.
+        with tf.control_dependencies([self.rows]):
+            return Entries(self.rows, self.samples, gains, tf.stack(self.axes))
 
 
 def build_entries(

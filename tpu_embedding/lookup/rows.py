@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import tensorflow as tf
 
@@ -18,6 +19,10 @@ from tpu_embedding.layout.tables import FeatureSpec, TableSpec
 from tpu_embedding.lookup.checks import Check, text
 
 MOST_SAMPLES = 2**31  # More than any batch has; a hostile shape may say so.
+# A shape is only a claim. Above the first of these it must be backed by ids: each
+# stands for the second of rows at most, so that memory is in proportion to the input.
+MOST_UNBACKED_ROWS = 2**24
+MOST_ROWS_PER_ID = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +96,41 @@ def output_axes(
     elif feature.declared is not None and feature.batch.kind is InputKind.RAGGED:
         (count,) = rows.axes
         return _filled(feature, feature.declared, count)
+    if feature.batch.kind is not InputKind.RAGGED and not rows.one_each:
+        checks.append(_check_size(feature, rows.axes, _most_rows(feature)))
     if feature.declared is not None:
         checks.append(_check_declared(feature, feature.declared, axes))
-    if feature.batch.kind is InputKind.SPARSE or length:
-        checks.append(_check_size(feature, axes))
+    if length:
+        checks.append(_check_size(feature, axes, feature.most_samples))
     return axes, positions, checks
 
 
-def _check_size(feature: FeatureInput, axes: list[tf.Tensor]) -> Check:
+def _most_rows(feature: FeatureInput) -> tf.Tensor:
+    """int64 scalar, the rows that an input of so many ids may claim."""
+    num_ids = tf.size(feature.batch.ids, tf.int64)
+    backed = tf.maximum(MOST_ROWS_PER_ID * num_ids, MOST_UNBACKED_ROWS)
+    return tf.minimum(backed, feature.most_samples)
+
+
+def _check_size(feature: FeatureInput, axes: list[tf.Tensor], most: Any) -> Check:
     """That a shape which no data stand for is one that memory may hold."""
-    most = feature.most_samples
+    most = tf.convert_to_tensor(most, tf.int64)
     if len(axes) == 1:
-        fits = tf.bitcast(axes[0], tf.uint64) <= most
+        fits = (axes[0] >= 0) & (axes[0] <= most)
     else:  # In double precision, as hostile axes overflow an integer.
         shape = tf.stack(axes)
         products = tf.math.cumprod(tf.cast(shape, tf.float64))
         fits = tf.reduce_all((shape >= 0) & (shape <= most)) & tf.reduce_all(
-            products <= most
+            products <= tf.cast(most, tf.float64)
         )
     return Check(
         fits,
         lambda: text(
             f"{feature.name}: the shape ",
             _shape_text(axes),
-            f" has a negative axis or more than {most} samples.",
+            " has a negative axis or more than ",
+            most,
+            " samples.",
         ),
     )
 

@@ -32,6 +32,12 @@ constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
 // alone would take 16 GiB.
 constexpr int64_t kMostSamples = int64_t{1} << 31;
 
+// A shape is only a claim. Above the first of these it must be backed by ids:
+// each stands for the second of rows at most, so that the memory for rows is in
+// proportion to the input.
+constexpr int64_t kMostUnbackedRows = int64_t{1} << 24;
+constexpr int64_t kMostRowsPerId = 64;
+
 // What is known of a feature before any batch comes.
 struct FeatureSpec {
   std::string path;   // where it stands in the user's structure, for messages

@@ -9,15 +9,22 @@ namespace tpu_embedding {
 namespace {
 
 // The product of a shape, or -1 where an axis is negative or the product is
-// larger than any batch.
-int64_t Product(const std::vector<int64_t>& shape) {
+// larger than `most`.
+int64_t Product(const std::vector<int64_t>& shape,
+                int64_t most = kMostSamples) {
   int64_t product = 1;
   for (const int64_t axis : shape) {
-    if (axis < 0 || axis > kMostSamples) return -1;
+    if (axis < 0 || axis > most) return -1;
     product *= axis;
-    if (product > kMostSamples) return -1;
+    if (product > most) return -1;
   }
   return product;
+}
+
+// The rows that an input of so many ids may claim.
+int64_t MostRows(int64_t num_ids) {
+  if (num_ids > kMostSamples / kMostRowsPerId) return kMostSamples;
+  return std::max(kMostUnbackedRows, num_ids * kMostRowsPerId);
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
@@ -29,21 +36,30 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   return text + (shape.size() == 1 ? ",)" : ")");
 }
 
-Error TooManySamples(const FeatureSpec& spec,
-                     const std::vector<int64_t>& shape) {
+Error TooManySamples(const FeatureSpec& spec, const std::vector<int64_t>& shape,
+                     int64_t most) {
   return Concat("Feature ", spec.path, ": the shape ", ShapeText(shape),
-                " has a negative axis or more than ", kMostSamples,
-                " samples.");
+                " has a negative axis or more than ", most, " samples.");
 }
 
-void DenseRows(const FeatureInput& input, FeatureRows* rows) {
+// Counts the rows of a shape that no splits stand for.
+Error CountRows(const FeatureSpec& spec, const FeatureInput& input,
+                FeatureRows* rows) {
+  const int64_t most = MostRows(input.num_ids);
+  rows->count = Product(rows->shape, most);
+  if (rows->count < 0) return TooManySamples(spec, rows->shape, most);
+  return std::nullopt;
+}
+
+Error DenseRows(const FeatureSpec& spec, const FeatureInput& input,
+                FeatureRows* rows) {
   rows->shape = input.shape;
   rows->length = 1;
   if (input.shape.size() > 1) {
     rows->length = input.shape.back();
     rows->shape.pop_back();
   }
-  rows->count = Product(rows->shape);
+  return CountRows(spec, input, rows);
 }
 
 Error RaggedRows(const FeatureSpec& spec, const FeatureInput& input,
@@ -74,8 +90,7 @@ Error SparseRows(const FeatureSpec& spec, const FeatureInput& input,
                  FeatureRows* rows) {
   rows->shape = input.shape;
   rows->shape.pop_back();
-  rows->count = Product(rows->shape);
-  if (rows->count < 0) return TooManySamples(spec, rows->shape);
+  if (Error error = CountRows(spec, input, rows)) return error;
   rows->own_splits = Buffer<int64_t>(rows->count + 1);
   int64_t row = -1;
   int64_t column = -1;
@@ -109,8 +124,7 @@ Error BuildRows(const FeatureSpec& spec, const FeatureInput& input,
     case InputKind::kDense:
       break;
   }
-  DenseRows(input, rows);
-  return std::nullopt;
+  return DenseRows(spec, input, rows);
 }
 
 Error CheckWeights(const FeatureSpec& spec, const FeatureInput& input) {
@@ -182,7 +196,7 @@ Error SetOutputShape(const FeatureSpec& spec, FeatureRows* rows) {
     return Concat("Feature ", spec.path, ": the input gives output shape ",
                   ShapeText(shape), ", not ", DeclaredText(spec), ".");
   }
-  if (Product(shape) < 0) return TooManySamples(spec, shape);
+  if (Product(shape) < 0) return TooManySamples(spec, shape, kMostSamples);
   rows->output_shape = std::move(shape);
   return std::nullopt;
 }

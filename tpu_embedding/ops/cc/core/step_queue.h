@@ -240,12 +240,22 @@ class StepQueue {
 
   // Takes out the step whose update is ready, if there is one.
   std::optional<Step> TakeReady() {
+    std::optional<Step> step;
+    TakeReady([](const Step&) { return true; }, &step);
+    return step;
+  }
+
+  // The same, but leaves the step where `check` of it is false. Returns whether
+  // a step was there.
+  template <class Check>
+  bool TakeReady(const Check& check, std::optional<Step>* step) {
     std::lock_guard<std::mutex> lock(mutex_);
     Step* ready = Ready();
-    if (!ready) return std::nullopt;
-    std::optional<Step> step = std::move(*ready);
-    Remove(step->number);
-    return step;
+    if (ready && check(*ready)) {
+      *step = std::move(*ready);
+      Remove((*step)->number);
+    }
+    return ready != nullptr;
   }
 
  private:

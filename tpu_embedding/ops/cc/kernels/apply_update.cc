@@ -1,6 +1,7 @@
 // TpuEmbeddingApplyUpdate: the ready step's gradients -> tables and slots.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,12 +68,15 @@ all_rows: by table, whether rows without gradient are updated too.
 struct RuleEntry {
   const char* name;
   int num_slots;
+  bool slots_per_row;  // of width 1, else of the table's
+  int num_hyperparameters;
   UpdateFn update;
 };
 
 template <class Rule>
 constexpr RuleEntry Entry() {
-  return {Rule::kName, Rule::kNumSlots, &Update<Rule>};
+  return {Rule::kName, Rule::kNumSlots, Rule::kSlotsPerRow,
+          Rule::kNumHyperparameters, &Update<Rule>};
 }
 
 constexpr RuleEntry kRules[] = {
@@ -133,11 +137,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
     OP_REQUIRES_OK(context, LookUpVariables(context, "slots", &slots));
-    const auto step = resource->queue.TakeReady();
-    if (!step) return;
-    OP_REQUIRES_OK(
-        context,
-        CheckTableSizes(tables, step->replicas[0].batch->vocabulary_sizes));
+    if (!resource->queue.IsReady()) return;
     std::vector<tensorflow::Var*> all;
     for (const Variable& variable : tables) all.push_back(variable.get());
     for (const Variable& variable : slots) all.push_back(variable.get());
@@ -148,6 +148,10 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     }
     std::vector<TableWork> work(NumTables());
     OP_REQUIRES_OK(context, MakeViews(tables, slots, &work));
+    // Last, so that whatever fails before leaves the step where it is.
+    std::optional<BatchQueue::Step> step;
+    OP_REQUIRES_OK(context, TakeStep(&resource->queue, tables, &step));
+    if (!step) return;
     for (int t = 0; t < NumTables(); ++t) {
       work[t].arguments = {rules_[t].hyperparameters, Rate(*step, t)};
       CollectGradients(*step, t, &work[t]);
@@ -157,6 +161,31 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
 
  private:
   int NumTables() const { return rules_.size(); }
+
+  // The step that is ready, which stays there if its batches are of other
+  // tables than these.
+  absl::Status TakeStep(BatchQueue* queue, const std::vector<Variable>& tables,
+                        std::optional<BatchQueue::Step>* step) const {
+    absl::Status status;
+    queue->TakeReady(
+        [&](const BatchQueue::Step& ready) {
+          for (const BatchQueue::Part& part : ready.replicas) {
+            status.Update(CheckPart(part, tables));
+          }
+          return status.ok();
+        },
+        step);
+    return status;
+  }
+
+  absl::Status CheckPart(const BatchQueue::Part& part,
+                         const std::vector<Variable>& tables) const {
+    const PreparedBatch& batch = *part.batch;
+    TF_RETURN_IF_ERROR(
+        CheckLength("features", batch.features.size(), num_features_));
+    TF_RETURN_IF_ERROR(CheckLength("tables", batch.tables.size(), NumTables()));
+    return CheckTableSizes(tables, batch.vocabulary_sizes);
+  }
 
   // All replicas but one hand in zeros.
   static float Rate(const BatchQueue::Step& step, int table) {
@@ -182,13 +211,32 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(context->GetAttr("all_rows", &all_rows));
     TF_RETURN_IF_ERROR(
         context->GetAttr("feature_tables", &tables.feature_tables));
+    int64_t num_tables = 0;
+    TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
+    num_features_ = tables.feature_tables.size();
+    TF_RETURN_IF_ERROR(CheckLength("rules", names.size(), num_tables));
+    TF_RETURN_IF_ERROR(
+        CheckLength("hyperparameter_counts", counts.size(), num_tables));
+    TF_RETURN_IF_ERROR(
+        CheckLength("row_options", options.size(), 5 * num_tables));
+    TF_RETURN_IF_ERROR(CheckLength("multiply_decay_by_rate",
+                                   decay_by_rate.size(), num_tables));
+    TF_RETURN_IF_ERROR(CheckLength("all_rows", all_rows.size(), num_tables));
+    TF_RETURN_IF_ERROR(
+        CheckIndices("feature_tables", tables.feature_tables, num_tables));
     auto next = numbers.begin();
-    for (size_t t = 0; t < names.size(); ++t) {
+    for (int64_t t = 0; t < num_tables; ++t) {
       TableRule rule;
       rule.entry = FindRule(names[t]);
       if (!rule.entry) {
         return absl::InvalidArgumentError(
             absl::StrCat("There is no update rule named ", names[t], "."));
+      }
+      TF_RETURN_IF_ERROR(CheckLength("hyperparameter_counts", counts[t],
+                                     rule.entry->num_hyperparameters));
+      if (numbers.end() - next < counts[t]) {
+        return CheckLength("hyperparameters", numbers.size(),
+                           next - numbers.begin() + counts[t]);
       }
       rule.hyperparameters.assign(next, next + counts[t]);
       next += counts[t];
@@ -198,7 +246,8 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       rule.features = tables.FeaturesOf(t);
       rules_.push_back(std::move(rule));
     }
-    return absl::OkStatus();
+    return CheckLength("hyperparameters", numbers.size(),
+                       next - numbers.begin());
   }
 
   absl::Status MakeViews(const std::vector<Variable>& tables,
@@ -211,12 +260,13 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       view.parameters = table->flat<float>().data();
       view.num_rows = table->dim_size(0);
       view.dim = table->dim_size(1);
+      const int64_t width = rules_[t].entry->slots_per_row ? 1 : view.dim;
+      const tensorflow::TensorShape shape({view.num_rows, width});
       for (int k = 0; k < rules_[t].entry->num_slots; ++k, ++next) {
-        if (next >= slots.size() ||
-            slots[next]->tensor()->dim_size(0) != view.num_rows) {
+        if (next >= slots.size() || slots[next]->tensor()->shape() != shape) {
           return absl::InvalidArgumentError(absl::StrCat(
-              "Table ", t, ": a slot is missing or has another number of ",
-              "rows than the table."));
+              "Table ", t, ": a slot is missing or is not of shape ",
+              shape.DebugString(), ". Do not change the shape of a slot."));
         }
         Tensor* slot = slots[next]->tensor();
         view.slots.push_back(slot->flat<float>().data());
@@ -272,6 +322,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   }
 
   std::vector<TableRule> rules_;
+  int64_t num_features_ = 0;
   std::unique_ptr<HugePages> huge_pages_;
 };
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/prepared_batch.h"
+#include "kernels/kernel_util.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/variant.h"
 #include "tensorflow/core/framework/variant_tensor_data.h"
@@ -50,6 +51,7 @@ struct TicketVariant {
 template <class T>
 absl::Status Unwrap(const tensorflow::Tensor& tensor, const char* source,
                     const T** value) {
+  TF_RETURN_IF_ERROR(CheckScalar(source, tensor));
   *value = tensor.scalar<tensorflow::Variant>()().get<T>();
   if (*value) return absl::OkStatus();
   return absl::InvalidArgumentError(

@@ -49,13 +49,13 @@ class DepositOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     SharedBatch batch;
     OP_REQUIRES_OK(context,
                    FailedPrecondition(resource->queue.Owed(replica_, &batch)));
     ReplicaGradients gradients;
     OP_REQUIRES_OK(context, gradients_.Read(context, &gradients));
-    const absl::Status status = gradients_.Check(*batch, gradients.features);
+    const absl::Status status = gradients_.Check(*batch, gradients);
     if (!status.ok()) resource->queue.FailDeposit(replica_);
     OP_REQUIRES_OK(context, status);
     bool apply_now = false;

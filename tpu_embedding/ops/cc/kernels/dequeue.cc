@@ -49,7 +49,7 @@ class DequeueOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     std::vector<Variable> tables;
     OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
     SharedBatch batch;

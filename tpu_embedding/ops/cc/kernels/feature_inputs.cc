@@ -1,5 +1,6 @@
 #include "kernels/feature_inputs.h"
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -45,6 +46,7 @@ const int64_t* Int64s(const Tensor& tensor) {
 absl::Status CheckStructure(const FeatureSpec& spec,
                             const FeatureInput& input) {
   const int64_t rank = input.shape.size();
+  if (rank < 1) return CheckLength("shapes", rank, 1);
   if (spec.kind == InputKind::kSparse &&
       (rank < 2 || input.structure_size != input.num_ids * rank)) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -52,6 +54,15 @@ absl::Status CheckStructure(const FeatureSpec& spec,
         " values and rank ", rank, " has ", input.structure_size,
         " numbers in its indices; it needs rank >= 2 and one index of that ",
         "rank for each value."));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckDense(const FeatureInput& input, const Tensor& ids) {
+  TF_RETURN_IF_ERROR(CheckLength("shapes", input.shape.size(), ids.dims()));
+  for (int axis = 0; axis < ids.dims(); ++axis) {
+    TF_RETURN_IF_ERROR(
+        CheckLength("ids", ids.dim_size(axis), input.shape[axis]));
   }
   return absl::OkStatus();
 }
@@ -64,15 +75,37 @@ absl::Status FeatureInputs::ReadAttributes(OpKernelConstruction* context) {
   has_weights_ = GetList<bool>(context, "has_weights");
   has_weight_structure_ = GetList<bool>(context, "has_weight_structure");
   TF_RETURN_IF_ERROR(context->status());
-  return ReadSpecs(context);
+  TF_RETURN_IF_ERROR(ReadSpecs(context));
+  return CheckLists(context);
+}
+
+// Run for each batch, the reading of inputs relies on these lengths.
+absl::Status FeatureInputs::CheckLists(OpKernelConstruction* context) const {
+  const int64_t num_features = specs_.size();
+  const auto count = [](const std::vector<bool>& flags) {
+    return std::count(flags.begin(), flags.end(), true);
+  };
+  int64_t given = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &given));
+  TF_RETURN_IF_ERROR(CheckLength("ids", given, num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("has_weights", has_weights_.size(), num_features));
+  TF_RETURN_IF_ERROR(CheckLength("has_weight_structure",
+                                 has_weight_structure_.size(), num_features));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_weights", &given));
+  TF_RETURN_IF_ERROR(CheckLength("weights", given, count(has_weights_)));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_weight_structures", &given));
+  return CheckLength("weight_structures", given, count(has_weight_structure_));
 }
 
 absl::Status FeatureInputs::Prepare(OpKernelContext* context, bool training,
                                     PreparedBatch* batch) const {
   std::vector<FeatureInput> inputs;
   TF_RETURN_IF_ERROR(ReadInputs(context, &inputs));
-  return InvalidArgument(PrepareBatch(specs_, tables_, inputs, training,
-                                      WorkerPool(context), batch));
+  return WithinMemory([&] {
+    return InvalidArgument(PrepareBatch(specs_, tables_, inputs, training,
+                                        WorkerPool(context), batch));
+  });
 }
 
 absl::Status FeatureInputs::ReadSpecs(OpKernelConstruction* context) {
@@ -89,11 +122,27 @@ absl::Status FeatureInputs::ReadSpecs(OpKernelConstruction* context) {
   TF_RETURN_IF_ERROR(context->GetAttr("check_numerics", &check_numerics));
   TF_RETURN_IF_ERROR(context->status());
   for (const int64_t rows : tables_.vocabulary_sizes) {
-    if (rows > kMostRows) {
+    if (rows < 1 || rows > kMostRows) {
       return absl::InvalidArgumentError(
           absl::StrCat("A table of ", rows, " rows; int32 must number them."));
     }
   }
+  const int64_t num_features = paths.size();
+  const int64_t num_tables = tables_.vocabulary_sizes.size();
+  TF_RETURN_IF_ERROR(CheckLength("feature_tables",
+                                 tables_.feature_tables.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckIndices("feature_tables", tables_.feature_tables, num_tables));
+  TF_RETURN_IF_ERROR(CheckLength("kinds", kinds.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("sequence_lengths", lengths.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("declared_shapes", shapes.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("declared_sources", sources.size(), num_features));
+  TF_RETURN_IF_ERROR(CheckLength("table_names", names.size(), num_tables));
+  TF_RETURN_IF_ERROR(CheckLength("combiners", combiners.size(), num_tables));
+  TF_RETURN_IF_ERROR(CheckLength("invalid_ids", rules.size(), num_tables));
   for (size_t f = 0; f < paths.size(); ++f) {
     const int table = tables_.feature_tables[f];
     FeatureSpec spec;
@@ -104,6 +153,7 @@ absl::Status FeatureInputs::ReadSpecs(OpKernelConstruction* context) {
     spec.combiner = Combiners().at(combiners[table]);
     spec.invalid_ids = InvalidIdRules().at(rules[table]);
     spec.check_numerics = check_numerics;
+    if (lengths[f] < 0) return CheckLength("sequence_lengths", lengths[f], 0);
     spec.sequence_length = lengths[f];
     spec.shape_known = !shapes[f].unknown_rank();
     spec.declared_source = sources[f];
@@ -136,6 +186,9 @@ absl::Status FeatureInputs::ReadInputs(
     input.structure = Int64s(structures[f]);
     input.structure_size = structures[f].NumElements();
     TF_RETURN_IF_ERROR(CheckStructure(specs_[f], input));
+    if (specs_[f].kind == InputKind::kDense) {
+      TF_RETURN_IF_ERROR(CheckDense(input, ids[f]));
+    }
     inputs->push_back(std::move(input));
   }
   return ReadWeights(context, inputs);

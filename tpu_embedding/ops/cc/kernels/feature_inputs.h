@@ -29,6 +29,7 @@ class FeatureInputs {
 
  private:
   absl::Status ReadSpecs(tensorflow::OpKernelConstruction* context);
+  absl::Status CheckLists(tensorflow::OpKernelConstruction* context) const;
   absl::Status ReadWeights(tensorflow::OpKernelContext* context,
                            std::vector<FeatureInput>* inputs) const;
 

@@ -1,5 +1,6 @@
 #include "kernels/gradients.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace tpu_embedding {
@@ -14,7 +15,18 @@ absl::Status GradientReader::ReadAttributes(OpKernelConstruction* context) {
   TF_RETURN_IF_ERROR(context->GetAttr("has_gradient", &has_gradient_));
   TF_RETURN_IF_ERROR(context->GetAttr("paths", &paths_));
   TF_RETURN_IF_ERROR(context->GetAttr("dims", &dims_));
-  return context->GetAttr("check_numerics", &check_numerics_);
+  TF_RETURN_IF_ERROR(context->GetAttr("check_numerics", &check_numerics_));
+  const int64_t num_features = has_gradient_.size();
+  TF_RETURN_IF_ERROR(CheckLength("paths", paths_.size(), num_features));
+  TF_RETURN_IF_ERROR(CheckLength("dims", dims_.size(), num_features));
+  for (const int dim : dims_) {
+    if (dim < 1) return CheckLength("dims", dim, 1);
+  }
+  int64_t given = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_gradients", &given));
+  return CheckLength(
+      "gradients", given,
+      std::count(has_gradient_.begin(), has_gradient_.end(), true));
 }
 
 absl::Status GradientReader::Read(OpKernelContext* context,
@@ -33,11 +45,17 @@ absl::Status GradientReader::Read(OpKernelContext* context,
 }
 
 absl::Status GradientReader::Check(const PreparedBatch& batch,
-                                   const FeatureGradients& gradients) const {
+                                   const ReplicaGradients& given) const {
+  const FeatureGradients& gradients = given.features;
+  TF_RETURN_IF_ERROR(
+      CheckLength("features", gradients.size(), batch.features.size()));
+  TF_RETURN_IF_ERROR(CheckLength("rates", given.rates.NumElements(),
+                                 batch.vocabulary_sizes.size()));
   for (size_t f = 0; f < gradients.size(); ++f) {
     if (!gradients[f]) continue;
-    TensorShape expected(batch.features[f].output_shape);
-    expected.AddDim(dims_[f]);
+    TensorShape expected;
+    TF_RETURN_IF_ERROR(
+        ActivationShape(batch.features[f].output_shape, dims_[f], &expected));
     if (gradients[f]->shape() != expected) {
       return absl::InvalidArgumentError(absl::StrCat(
           "Feature ", paths_[f], ": the gradient has shape ",

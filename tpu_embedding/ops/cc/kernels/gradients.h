@@ -24,7 +24,7 @@ class GradientReader {
   // Fails unless they have the shapes of the activations of `batch` and, if
   // asked for, are finite.
   absl::Status Check(const PreparedBatch& batch,
-                     const FeatureGradients& gradients) const;
+                     const ReplicaGradients& given) const;
 
  private:
   absl::Status CheckFinite(int feature,

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <mutex>
+#include <new>
 
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/util/work_sharder.h"
@@ -41,9 +44,30 @@ absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
 ParallelFor WorkerPool(OpKernelContext* context) {
   const auto* threads = context->device()->tensorflow_cpu_worker_threads();
   return [threads](int64_t total, int64_t cost, const Range& body) {
+    std::mutex mutex;
+    std::exception_ptr failure;
+    const auto guarded = [&](int64_t begin, int64_t end) {
+      try {
+        body(begin, end);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        failure = std::current_exception();
+      }
+    };
     tensorflow::Shard(threads->num_threads, threads->workers, total, cost,
-                      body);
+                      guarded);
+    if (failure) std::rethrow_exception(failure);
   };
+}
+
+absl::Status WithinMemory(const std::function<absl::Status()>& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(
+        "There is no memory left to prepare this batch. Nothing has changed. "
+        "Make the batch smaller, or free memory.");
+  }
 }
 
 absl::Status InvalidArgument(const Error& error) {
@@ -54,14 +78,47 @@ absl::Status FailedPrecondition(const Error& error) {
   return error ? absl::FailedPreconditionError(*error) : absl::OkStatus();
 }
 
+absl::Status CheckLength(const char* name, int64_t length, int64_t expected) {
+  if (length == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "A malformed graph: `", name, "` has ", length, " elements where ",
+      expected, " are needed. Trace the function again."));
+}
+
+absl::Status CheckIndices(const char* name, const std::vector<int>& indices,
+                          int64_t end) {
+  for (const int index : indices) {
+    if (index < 0 || index >= end) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("A malformed graph: `", name, "` has the index ", index,
+                       ", but there are ", end, ". Trace the function again."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckScalar(const char* name, const Tensor& tensor) {
+  return CheckLength(name, tensor.NumElements(), 1);
+}
+
+absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
+                             tensorflow::TensorShape* shape) {
+  // Of status, where the constructor of a shape would end the process.
+  std::vector<int64_t> axes = samples;
+  axes.push_back(dim);
+  return tensorflow::TensorShape::BuildTensorShape(axes, shape);
+}
+
 absl::Status LookUpVariables(OpKernelContext* context, const char* name,
                              std::vector<Variable>* variables) {
   tensorflow::OpInputList handles;
   TF_RETURN_IF_ERROR(context->input_list(name, &handles));
   for (const Tensor& handle : handles) {
+    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
     Variable variable;
     TF_RETURN_IF_ERROR(tensorflow::LookupResource(
         context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
+    const tensorflow::tf_shared_lock lock(*variable->mu());
     const Tensor& value = *variable->tensor();
     if (value.dtype() != tensorflow::DT_FLOAT || value.dims() != 2) {
       return absl::InvalidArgumentError(
@@ -76,6 +133,8 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
 
 absl::Status CheckTableSizes(const std::vector<Variable>& tables,
                              const std::vector<int64_t>& vocabulary_sizes) {
+  TF_RETURN_IF_ERROR(
+      CheckLength("tables", tables.size(), vocabulary_sizes.size()));
   for (size_t t = 0; t < tables.size(); ++t) {
     const int64_t rows = tables[t]->tensor()->dim_size(0);
     if (rows != vocabulary_sizes[t]) {

@@ -4,6 +4,7 @@
 #define TPU_EMBEDDING_OPS_CC_KERNELS_KERNEL_UTIL_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -11,15 +12,21 @@
 #include "core/parallel.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_var.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 
 namespace tpu_embedding {
 
-// TensorFlow's own CPU worker pool.
+// TensorFlow's own CPU worker pool. What a worker throws is thrown again to the
+// caller, once all workers are done.
 ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 
 // The core's errors in values, and its errors in the order of calls.
 absl::Status InvalidArgument(const Error& error);
 absl::Status FailedPrecondition(const Error& error);
+
+// What `body` returns, or an error where it ran out of memory: TensorFlow's
+// threads would end the process. `body` must have changed nothing by then.
+absl::Status WithinMemory(const std::function<absl::Status()>& body);
 
 // An attribute that is a list; a failure is left in the context's status.
 template <class T>
@@ -30,6 +37,21 @@ std::vector<T> GetList(tensorflow::OpKernelConstruction* context,
   return values;
 }
 
+// Whoever edits a graph by hand can give an op lists that do not fit together.
+// Fails unless `length`, that of the list `name`, is `expected`.
+absl::Status CheckLength(const char* name, int64_t length, int64_t expected);
+
+// Fails unless all of `indices`, the list `name`, are in [0, end).
+absl::Status CheckIndices(const char* name, const std::vector<int>& indices,
+                          int64_t end);
+
+// Fails unless `tensor`, the input `name`, has one element.
+absl::Status CheckScalar(const char* name, const tensorflow::Tensor& tensor);
+
+// The shape of activations: `samples`, then `dim`.
+absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
+                             tensorflow::TensorShape* shape);
+
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
 // The variables behind the resource inputs of the list `name`; each must hold
@@ -38,7 +60,8 @@ absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
                              const char* name,
                              std::vector<Variable>* variables);
 
-// Fails unless each table has the number of rows that ids were checked for.
+// Fails unless each table has the number of rows that ids were checked for. The
+// tables must be locked.
 absl::Status CheckTableSizes(const std::vector<Variable>& tables,
                              const std::vector<int64_t>& vocabulary_sizes);
 

@@ -49,7 +49,7 @@ class LookupOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     const BatchVariant* batch = nullptr;
     OP_REQUIRES_OK(context,
                    Unwrap(context->input(1), "TpuEmbeddingPrepare", &batch));

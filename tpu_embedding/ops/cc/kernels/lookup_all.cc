@@ -19,7 +19,22 @@ absl::Status BatchLookup::ReadAttributes(OpKernelConstruction* context) {
   std::vector<float> numbers;
   TF_RETURN_IF_ERROR(context->GetAttr("feature_tables", &feature_tables_));
   TF_RETURN_IF_ERROR(context->GetAttr("quantization", &numbers));
-  for (size_t i = 0; i + 2 < numbers.size(); i += 3) {
+  int64_t num_tables = 0;
+  int64_t num_features = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("feature_tables", feature_tables_.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckIndices("feature_tables", feature_tables_, num_tables));
+  TF_RETURN_IF_ERROR(
+      CheckLength("quantization", numbers.size(), 3 * num_tables));
+  for (size_t i = 0; i < numbers.size(); i += 3) {
+    // Without a NaN, too, an integer must be able to hold it.
+    if (!(numbers[i] >= 0.0f && numbers[i] < 2147483648.0f)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "A malformed graph: `quantization` with ", numbers[i], " buckets."));
+    }
     quantization_.push_back(
         {static_cast<int>(numbers[i]), numbers[i + 1], numbers[i + 2]});
   }
@@ -30,8 +45,10 @@ absl::Status BatchLookup::ReadAttributes(OpKernelConstruction* context) {
 absl::Status BatchLookup::Run(OpKernelContext* context,
                               const PreparedBatch& batch,
                               const std::vector<Variable>& tables) const {
-  TF_RETURN_IF_ERROR(CheckTableSizes(tables, batch.vocabulary_sizes));
+  TF_RETURN_IF_ERROR(
+      CheckLength("features", batch.features.size(), feature_tables_.size()));
   const ReadLocks locks(tables);
+  TF_RETURN_IF_ERROR(CheckTableSizes(tables, batch.vocabulary_sizes));
   for (size_t t = 0; t < tables.size(); ++t) {
     huge_pages_->Advise(t, *tables[t]->tensor());
   }
@@ -39,8 +56,9 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
   std::vector<int64_t> sizes;
   for (size_t f = 0; f < batch.features.size(); ++f) {
     const Tensor& table = *tables[feature_tables_[f]]->tensor();
-    tensorflow::TensorShape shape(batch.features[f].output_shape);
-    shape.AddDim(table.dim_size(1));
+    tensorflow::TensorShape shape;
+    TF_RETURN_IF_ERROR(ActivationShape(batch.features[f].output_shape,
+                                       table.dim_size(1), &shape));
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
     outputs.push_back(output->flat<float>().data());
@@ -64,6 +82,9 @@ absl::Status SetActivationShapes(
     tensorflow::shape_inference::InferenceContext* context) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
+  int64_t num_features = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
+  TF_RETURN_IF_ERROR(CheckLength("output_shapes", shapes.size(), num_features));
   for (size_t f = 0; f < shapes.size(); ++f) {
     tensorflow::shape_inference::ShapeHandle shape;
     TF_RETURN_IF_ERROR(

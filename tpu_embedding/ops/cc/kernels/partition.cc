@@ -1,7 +1,9 @@
 // TpuEmbeddingPartition: raw features of one replica -> the padded, partitioned
 // CSR of each stacked table, as the SparseCore ops take it.
 
+#include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -39,6 +41,16 @@ absl::Status PartitionShape(InferenceContext* context) {
       context->GetAttr("max_ids_per_chip_per_sample", &per_sample));
   TF_RETURN_IF_ERROR(context->GetAttr("stack_samples", &samples));
   TF_RETURN_IF_ERROR(context->GetAttr("keep_positions", &positions));
+  int64_t num_tables = 0;
+  int64_t num_positions = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_positions", &num_positions));
+  TF_RETURN_IF_ERROR(CheckLength("stack_samples", samples.size(), num_tables));
+  TF_RETURN_IF_ERROR(
+      CheckLength("keep_positions", positions.size(), num_tables));
+  TF_RETURN_IF_ERROR(
+      CheckLength("sorted_pos_ids", num_positions,
+                  std::count(positions.begin(), positions.end(), true)));
   const int64_t pointers = cores * minibatches * PaddedShards(cores * replicas);
   const auto vector = [&](int64_t size) {
     return padded && size >= 0 ? context->Vector(size)
@@ -155,8 +167,26 @@ absl::Status ReadTables(OpKernelConstruction* context, CsrSetup* setup) {
   const auto unique = GetList<int64_t>(context, "max_unique_ids_per_partition");
   const auto positions = GetList<bool>(context, "keep_positions");
   TF_RETURN_IF_ERROR(context->status());
-  size_t next = 0;
-  for (size_t t = 0; t < names.size(); ++t) {
+  int64_t num_tables = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
+  for (const auto& [name, length] : std::map<const char*, size_t>{
+           {"stack_names", names.size()},
+           {"stack_sizes", sizes.size()},
+           {"stack_rows", rows.size()},
+           {"stack_samples", samples.size()},
+           {"max_ids_per_partition", ids.size()},
+           {"max_unique_ids_per_partition", unique.size()},
+           {"keep_positions", positions.size()}}) {
+    TF_RETURN_IF_ERROR(CheckLength(name, length, num_tables));
+  }
+  TF_RETURN_IF_ERROR(
+      CheckIndices("stack_features", features, setup->features.size()));
+  int64_t next = 0;
+  const int64_t num_features = features.size();
+  for (int64_t t = 0; t < num_tables; ++t) {
+    if (sizes[t] < 0 || sizes[t] > num_features - next) {
+      return CheckLength("stack_features", num_features, next + sizes[t]);
+    }
     CsrTable table;
     table.name = names[t];
     table.rows = rows[t];
@@ -180,6 +210,14 @@ absl::Status ReadPlaces(OpKernelConstruction* context,
   const auto shifts = GetList<int64_t>(context, "shifts");
   const auto valencies = GetList<int64_t>(context, "max_valencies");
   TF_RETURN_IF_ERROR(context->status());
+  for (const auto& [name, length] :
+       std::map<const char*, size_t>{{"samples", samples.size()},
+                                     {"sample_offsets", sample_offsets.size()},
+                                     {"row_offsets", row_offsets.size()},
+                                     {"shifts", shifts.size()},
+                                     {"max_valencies", valencies.size()}}) {
+    TF_RETURN_IF_ERROR(CheckLength(name, length, specs.size()));
+  }
   for (size_t f = 0; f < specs.size(); ++f) {
     setup->features.push_back({specs[f], samples[f], sample_offsets[f],
                                row_offsets[f], shifts[f], valencies[f]});
@@ -216,8 +254,10 @@ class PartitionOp : public tensorflow::OpKernel {
     const std::shared_ptr<CsrBatch> pooled = pool_->Take(setup_);
     CsrBatch& batch = *pooled;
     const ParallelFor pool = WorkerPool(context);
-    OP_REQUIRES_OK(context,
-                   InvalidArgument(batch.Prepare(inputs, splits, pool)));
+    OP_REQUIRES_OK(
+        context, WithinMemory([&] {
+          return InvalidArgument(batch.Prepare(inputs, splits, pool));
+        }));
     std::vector<CsrArrays> arrays(num_tables);
     OP_REQUIRES_OK(context, AllocateTables(context, batch, &arrays));
     batch.Write(arrays, pool);

@@ -92,7 +92,7 @@ class PrepareOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(context->input_list("queue", &queues));
     if (queues.size() == 0) return absl::OkStatus();
     QueuePtr resource;
-    TF_RETURN_IF_ERROR(LookUpQueue(context, &resource));
+    TF_RETURN_IF_ERROR(LookUpQueue(context, &resource, replica_));
     resource->queue.FailEnqueue(replica_);
     return absl::OkStatus();
   }

@@ -21,6 +21,18 @@ absl::Status Stacks::ReadAttributes(OpKernelConstruction* context) {
   tables_.feature_tables = GetList<int>(context, "feature_tables");
   tables_.vocabulary_sizes = GetList<int64_t>(context, "vocabulary_sizes");
   TF_RETURN_IF_ERROR(context->status());
+  const int64_t num_features = tables_.feature_tables.size();
+  const int64_t num_tables = tables_.vocabulary_sizes.size();
+  int64_t num_stacks = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_stacks", &num_stacks));
+  TF_RETURN_IF_ERROR(CheckLength("stack_names", names.size(), num_stacks));
+  TF_RETURN_IF_ERROR(
+      CheckLength("feature_stacks", stacks.size(), num_features));
+  TF_RETURN_IF_ERROR(CheckLength("first_tokens", tokens.size(), num_features));
+  TF_RETURN_IF_ERROR(CheckLength("paths", paths.size(), num_features));
+  TF_RETURN_IF_ERROR(CheckIndices("feature_stacks", stacks, num_stacks));
+  TF_RETURN_IF_ERROR(
+      CheckIndices("feature_tables", tables_.feature_tables, num_tables));
   for (const std::string& name : names) stacks_.push_back({name, {}, {}});
   for (size_t f = 0; f < stacks.size(); ++f) {
     const int64_t rows = tables_.vocabulary_sizes[tables_.feature_tables[f]];
@@ -75,6 +87,8 @@ absl::Status Stacks::Read(OpKernelContext* context,
   TF_RETURN_IF_ERROR(context->input_list("row_pointers", &pointers));
   TF_RETURN_IF_ERROR(context->input_list("token_ids", &tokens));
   TF_RETURN_IF_ERROR(context->input_list("gains", &gains));
+  TF_RETURN_IF_ERROR(CheckLength("shapes", output_shapes.size(),
+                                 tables_.feature_tables.size()));
   batch->features.resize(output_shapes.size());
   batch->vocabulary_sizes = tables_.vocabulary_sizes;
   for (size_t f = 0; f < output_shapes.size(); ++f) {
@@ -97,7 +111,10 @@ absl::Status Stacks::Read(OpKernelContext* context,
   };
   // Rough cycles for copying one stack of a large batch.
   constexpr int64_t kCyclesPerStack = 100000;
-  WorkerPool(context)(stacks_.size(), kCyclesPerStack, read);
+  TF_RETURN_IF_ERROR(WithinMemory([&] {
+    WorkerPool(context)(stacks_.size(), kCyclesPerStack, read);
+    return absl::OkStatus();
+  }));
   for (const Error& error : errors) {
     if (error) return absl::InvalidArgumentError(*error);
   }

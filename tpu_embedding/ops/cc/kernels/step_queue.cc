@@ -121,7 +121,7 @@ class EnqueueOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     std::vector<SharedBatch> batches;
     OP_REQUIRES_OK(context, ReadBatches(context, &batches));
     const int num_batches = batches.size();
@@ -163,7 +163,7 @@ class PendingOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     Tensor* ready = nullptr;
     Tensor* before_evaluation = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ready));
@@ -192,7 +192,7 @@ class CompletesOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     Tensor* completes = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &completes));
     completes->scalar<bool>()() =

@@ -43,11 +43,13 @@ class StepQueueResource : public tensorflow::ResourceBase {
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;
 
-// The queue behind the first input.
+// The queue behind the first input; `replica`, an attribute, must be one of it.
 inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
-                                QueuePtr* queue) {
-  return tensorflow::LookupResource(
-      context, tensorflow::HandleFromInput(context, 0), queue);
+                                QueuePtr* queue, int replica = 0) {
+  TF_RETURN_IF_ERROR(CheckScalar("queue", context->input(0)));
+  TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+      context, tensorflow::HandleFromInput(context, 0), queue));
+  return CheckIndices("replica", {replica}, (*queue)->queue.num_replicas());
 }
 
 }  // namespace tpu_embedding

@@ -48,15 +48,14 @@ class SubmitOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     const TicketVariant* variant = nullptr;
     OP_REQUIRES_OK(context,
                    Unwrap(context->input(1), "TpuEmbeddingLookup", &variant));
     Ticket& ticket = *variant->ticket;
     ReplicaGradients gradients;
     OP_REQUIRES_OK(context, gradients_.Read(context, &gradients));
-    OP_REQUIRES_OK(context,
-                   gradients_.Check(*ticket.batch, gradients.features));
+    OP_REQUIRES_OK(context, gradients_.Check(*ticket.batch, gradients));
     OP_REQUIRES(context, !ticket.used.exchange(true),
                 absl::FailedPreconditionError(
                     "The gradients of this lookup were applied already; each "

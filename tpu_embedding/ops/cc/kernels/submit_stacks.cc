@@ -61,7 +61,7 @@ class SubmitStacksOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     const Tensor* samples = nullptr;
     OP_REQUIRES_OK(context, context->input("samples", &samples));
     const int64_t num_features = stacks_.tables().feature_tables.size();
@@ -77,7 +77,7 @@ class SubmitStacksOp : public tensorflow::OpKernel {
                    stacks_.Read(context, std::move(shapes), batch.get()));
     ReplicaGradients gradients;
     OP_REQUIRES_OK(context, gradients_.Read(context, &gradients));
-    OP_REQUIRES_OK(context, gradients_.Check(*batch, gradients.features));
+    OP_REQUIRES_OK(context, gradients_.Check(*batch, gradients));
     GroupRows(stacks_.tables(), WorkerPool(context), batch.get());
     Tensor* apply_now = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &apply_now));

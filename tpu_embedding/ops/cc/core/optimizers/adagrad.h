@@ -15,6 +15,8 @@ class Adagrad {
  public:
   static constexpr const char* kName = "adagrad";
   static constexpr int kNumSlots = 1;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 0;
 
   explicit Adagrad(const RuleArguments& arguments) : rate_(arguments.rate) {}
 

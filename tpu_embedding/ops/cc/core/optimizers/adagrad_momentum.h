@@ -20,6 +20,8 @@ class AdagradMomentum {
  public:
   static constexpr const char* kName = "adagrad_momentum";
   static constexpr int kNumSlots = 2;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 6;
 
   explicit AdagradMomentum(const RuleArguments& arguments)
       : rate_(arguments.rate),

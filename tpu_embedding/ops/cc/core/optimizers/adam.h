@@ -21,6 +21,8 @@ class Adam {
  public:
   static constexpr const char* kName = "adam";
   static constexpr int kNumSlots = 2;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 6;
 
   explicit Adam(const RuleArguments& arguments)
       : rate_(arguments.rate),

@@ -24,6 +24,8 @@ class Ftrl {
  public:
   static constexpr const char* kName = "ftrl";
   static constexpr int kNumSlots = 2;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 6;
 
   explicit Ftrl(const RuleArguments& arguments)
       : power_(-arguments.hyperparameters[0]),

@@ -16,6 +16,8 @@ class RowwiseAdagrad {
  public:
   static constexpr const char* kName = "rowwise_adagrad";
   static constexpr int kNumSlots = 1;
+  static constexpr bool kSlotsPerRow = true;
+  static constexpr int kNumHyperparameters = 0;
 
   explicit RowwiseAdagrad(const RuleArguments& arguments)
       : rate_(arguments.rate) {}

@@ -15,6 +15,8 @@ class Sgd {
  public:
   static constexpr const char* kName = "sgd";
   static constexpr int kNumSlots = 0;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 0;
 
   explicit Sgd(const RuleArguments& arguments) : rate_(arguments.rate) {}
 

@@ -1,0 +1,168 @@
+"""Graphs that were edited by hand: an error that names the list, never a crash."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+
+ROWS, DIM = 5, 2
+NUM_IN_CI = 40
+ERRORS = (tf.errors.InvalidArgumentError, ValueError)
+LISTS = ("s", "i", "f", "b", "shape")
+INDICES = ("feature_tables", "feature_stacks", "stack_features")
+
+
+def features() -> tuple[dict[str, te.FeatureConfig], dict[str, Any], dict[str, Any]]:
+    """Two tables with two optimizers, three kinds of input, weights on one."""
+    one = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), te.Adam(0.1), name="one")
+    two = te.TableConfig(
+        ROWS,
+        DIM,
+        te.RowIdInitializer(),
+        te.RowwiseAdagrad(0.1),
+        name="two",
+        quantization_config=te.QuantizationConfig(4, 0.0, 8.0),
+    )
+    configs = {
+        "a": te.FeatureConfig(one),
+        "b": te.FeatureConfig(two, max_sequence_length=2),
+        "c": te.FeatureConfig(one, output_shape=[2]),
+    }
+    ids = tf.ragged.constant([[1, 2, 3], []], tf.int64)
+    values = {
+        "a": tf.constant([1, 2]),
+        "b": tf.sparse.from_dense([[1, 0, 2], [0, 3, 0]]),
+        "c": ids,
+    }
+    weights = {"a": None, "b": None, "c": ids.with_values(tf.ones([3]))}
+    return configs, values, weights
+
+
+def queued() -> Any:
+    configs, values, weights = features()
+    embedding = te.TPUEmbedding(configs, None)
+
+    @tf.function
+    def step() -> None:
+        embedding.enqueue(values, weights)
+        activations = embedding.dequeue()
+        embedding.apply_gradients(activations)
+        result = embedding.lookup(values, weights)
+        embedding.submit(result[1], result[0])
+
+    embedding.build()
+    return embedding, step.get_concrete_function()
+
+
+def stacked() -> Any:
+    configs, values, weights = features()
+    embedding = te.TPUEmbeddingV2(configs, None)
+    embedding.build()
+
+    @tf.function
+    def step() -> None:
+        activations, preserved = embedding(values, weights)
+        embedding.apply_gradients(activations, preserved)
+
+    return embedding, step.get_concrete_function()
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """One attribute of one node, changed; `refused` if that must be an error."""
+
+    node: str
+    attribute: str
+    value: Any
+    refused: bool
+    what: str
+
+
+def edits(graph: Any) -> Iterator[Edit]:
+    """Everything that can be done to the lists of our ops, one at a time."""
+    for node in graph.node:
+        if not node.op.startswith("TpuEmbedding"):
+            continue
+        for name, value in sorted(node.attr.items()):
+            if name == "replica":
+                for number in (-1, 99, 2**31 - 1):
+                    changed = tf.compat.v1.AttrValue(i=number)
+                    # It says which replica failed: of use among several only.
+                    refused = node.op != "TpuEmbeddingPrepare"
+                    yield Edit(node.name, name, changed, refused, f"{number}")
+            for kind in LISTS:
+                if getattr(value.list, kind):
+                    yield from edits_of_list(node.name, name, value, kind)
+
+
+def edits_of_list(node: str, name: str, value: Any, kind: str) -> Iterator[Edit]:
+    def changed(items: list[Any]) -> Any:
+        result = copy.deepcopy(value)
+        result.list.ClearField(kind)
+        getattr(result.list, kind).extend(items)
+        return result
+
+    items = list(getattr(value.list, kind))
+    yield Edit(node, name, changed(items[:-1]), True, "cut")
+    yield Edit(node, name, changed([*items, items[-1]]), True, "longer")
+    extremes = {"i": (-1, 99, 2**31 - 1), "f": (-1.0, 1e30, float("nan"))}
+    for extreme in extremes.get(kind, ()):
+        refused = name in INDICES
+        yield Edit(node, name, changed([*items[:-1], extreme]), refused, f"{extreme}")
+
+
+def run_edited(function: Any, edit: Edit) -> None:
+    """Runs the graph with one attribute changed."""
+    graph = function.graph.as_graph_def()
+    for node in graph.node:
+        if node.name == edit.node:
+            node.attr[edit.attribute].CopyFrom(edit.value)
+    wrapped = tf.compat.v1.wrap_function(
+        lambda: tf.graph_util.import_graph_def(graph, name=""), []
+    )
+    feeds = [wrapped.graph.get_tensor_by_name(t.name) for t in function.inputs]
+    operations = [
+        operation
+        for operation in wrapped.graph.get_operations()
+        if operation.type.startswith("TpuEmbedding")
+    ]
+    pruned = wrapped.prune(feeds, operations)
+    pruned(*function.captured_inputs)
+
+
+@pytest.mark.parametrize("make", [queued, stacked])
+def test_edited_graphs(
+    make: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "host")
+    embedding, function = make()
+    run_edited(function, Edit("", "", None, False, ""))
+    every = list(edits(function.graph.as_graph_def()))
+    assert len({edit.attribute for edit in every}) > 10
+    some = rng.permutation(len(every))[:NUM_IN_CI]
+    missed = []
+    for edit in [every[i] for i in some]:
+        before = bits(embedding)
+        try:
+            run_edited(function, edit)
+        except ERRORS:
+            continue
+        finally:
+            embedding.reset()
+        if edit.refused:
+            missed.append(edit)
+            assert before
+    assert not missed, [(e.node, e.attribute, e.what) for e in missed]
+
+
+def bits(embedding: Any) -> list[bytes]:
+    tables = embedding.variables.values()
+    return [v.numpy().tobytes() for table in tables for v in table.values()]
