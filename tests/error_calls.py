@@ -258,6 +258,13 @@ CALLS = [
         "keys ['a'], unknown keys ['b'].",
     ),
     Case(
+        "structure_mixed_keys",
+        lambda: adapters.adapt_features({"a": {1: FEATURE, "b": FEATURE}}),
+        TypeError,
+        "The keys of the structure at a cannot be sorted: [\"'b'\", '1']. Use keys "
+        "of one type, such as strings.",
+    ),
+    Case(
         "feature_kind",
         lambda: inputs.to_id_batch("a", THING),
         ValueError,

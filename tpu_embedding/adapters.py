@@ -170,7 +170,7 @@ def adapt_features(
 def flatten_with_paths(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) in the order of tf.nest.flatten."""
     if isinstance(structure, Mapping):
-        children = [(key, structure[key]) for key in sorted(structure)]
+        children = [(key, structure[key]) for key in sorted_keys(structure, path)]
     elif isinstance(structure, (list, tuple)):
         names = getattr(structure, "_fields", range(len(structure)))
         children = list(zip(names, structure, strict=True))
@@ -179,6 +179,18 @@ def flatten_with_paths(structure: Any, path: str = "") -> Iterator[tuple[str, An
         return
     for name, child in children:
         yield from flatten_with_paths(child, f"{path}/{name}" if path else str(name))
+
+
+def sorted_keys(structure: Mapping[Any, Any], path: str) -> list[Any]:
+    """The keys of a dict in the order of tf.nest.
+
+    Raises:
+      TypeError: If they have none.
+    """
+    try:
+        return sorted(structure)
+    except TypeError as error:
+        raise errors.structure_mixed_keys(path, structure) from error
 
 
 def _adapt_table(table: Any, invalid_ids: str | None) -> TableConfig:

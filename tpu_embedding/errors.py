@@ -298,6 +298,14 @@ def structure_keys(
     )
 
 
+def structure_mixed_keys(path: str, keys: Iterable[object]) -> TypeError:
+    """Keys of a dict that have no order: features are numbered by sorted key."""
+    return TypeError(
+        f"The keys of the structure at {path or 'top'} cannot be sorted: "
+        f"{sorted(map(repr, keys))}. Use keys of one type, such as strings."
+    )
+
+
 def feature_kind(path: str, value: object) -> ValueError:
     """A feature that is no tensor."""
     return ValueError(

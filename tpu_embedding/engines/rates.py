@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.engines import table_errors
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import takes_step
 
@@ -36,10 +37,7 @@ class Rates:
         for rate in self._rates:
             if callable(rate) and id(rate) not in values:
                 arguments = [self.updates] if takes_step(rate) else []
-                value = tf.cast(rate(*arguments), tf.float32)
-                if value.shape.rank != 0:
-                    raise errors.rate_shape(rate, value.shape)
-                values[id(rate)] = value
+                values[id(rate)] = _scalar(rate, rate(*arguments))
         rates = [values[id(r)] if callable(r) else float(r) for r in self._rates]
         return tf.stack(rates) if values else tf.constant(rates, tf.float32)
 
@@ -57,3 +55,16 @@ class Rates:
         if self.updates is not None:
             with tf.control_dependencies([after]):
                 self.updates.assign_add(tf.cast(completes, tf.int64))
+
+
+def _scalar(rate: Any, value: Any) -> tf.Tensor:
+    """What a rate returned, as float32."""
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise table_errors.rate_type(rate, value) from error
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+        raise table_errors.rate_type(rate, value)
+    if tensor.shape.rank != 0:
+        raise errors.rate_shape(rate, tensor.shape)
+    return tf.cast(tensor, tf.float32)

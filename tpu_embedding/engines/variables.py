@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
+from tpu_embedding.engines import memory, table_errors
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import Plan, TableSpec
@@ -95,12 +98,26 @@ def create_variables(plan: Plan, device: str) -> list[TableVariables]:
     All tables come before all slots: the random numbers of a table take its size
     once more while they are made, and the slots then fill that memory.
     """
+    if tf.DeviceSpec.from_string(device).device_type in (None, "CPU"):
+        memory.require(_sizes(plan))
     with tf.device(device):
         tables = [_create_parameters(spec) for spec in plan.tables]
         return [
             TableVariables(parameters, _create_slots(spec, parameters))
             for spec, parameters in zip(plan.tables, tables, strict=True)
         ]
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """The bytes of each variable of a plan, by its name in checkpoints."""
+    sizes = {}
+    for spec in plan.tables:
+        shape = (spec.config.vocabulary_size, spec.config.dim)
+        sizes[spec.name] = math.prod(shape) * tf.float32.size
+        for slot in spec.optimizer.slots if spec.optimizer else ():
+            number = math.prod(_slot_shape(slot, shape))
+            sizes[f"{spec.name}/{slot.name}"] = number * tf.float32.size
+    return sizes
 
 
 def named_variables(
@@ -174,6 +191,7 @@ def _filled(slot: Slot) -> Initializer:
 def _create_variable(
     name: str, shape: tuple[int, int], initializer: Initializer
 ) -> tf.Variable:
+    _check_initializer(name, initializer)
     return _ResourceVariable(
         initial_value=lambda: initial_value(
             name, shape, lambda: initializer(shape, dtype=tf.float32)
@@ -192,6 +210,19 @@ def variable_name(name: str) -> str:
     """
     allowed = re.sub(r"[^\w./>-]", "_", name, flags=re.ASCII)
     return re.sub(r"^[^A-Za-z0-9.]", "table_", allowed)
+
+
+def _check_initializer(name: str, initializer: Initializer) -> None:
+    try:
+        signature = inspect.signature(initializer)
+    except ValueError:
+        return  # Some built-ins have no signature.
+    try:
+        signature.bind((1, 1), dtype=tf.float32)
+    except TypeError as error:
+        raise table_errors.initializer_arguments(
+            name, initializer, str(error)
+        ) from error
 
 
 def create_counter(name: str, device: str) -> tf.Variable:

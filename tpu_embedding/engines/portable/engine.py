@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tpu_embedding.engines.portable.tables import (
     sum_by_row,
     update,
 )
+from tpu_embedding.engines.portable.turns import in_turn
 from tpu_embedding.engines.stacked import (
     StackedBatches,
     lay_out_whole,
@@ -52,6 +54,7 @@ class PortableEngine(WholeTablesEngine):
     def __init__(self, options: EngineOptions) -> None:
         """Makes the tables and the step queue; see `Engine`."""
         super().__init__(options)
+        self._turn = threading.RLock()
         self._pipelined = options.pipelined
         self._num_replicas = options.topology.num_replicas
         self._host = _host_of(self._device)
@@ -73,6 +76,7 @@ class PortableEngine(WholeTablesEngine):
         refuse_tpu_options(cls.name, plan)
         return lay_out_whole(plan, config)
 
+    @in_turn
     def enqueue(
         self,
         batches: Sequence[Sequence[IdBatch]],
@@ -94,6 +98,7 @@ class PortableEngine(WholeTablesEngine):
                     self.flush()
                 self._steps.enqueue(packed, replicas, training=training)
 
+    @in_turn
     def dequeue(self, replica: int) -> list[tf.Tensor]:
         """See `Engine.dequeue`."""
         with tf.device(self._host):
@@ -105,6 +110,7 @@ class PortableEngine(WholeTablesEngine):
                 self._apply_if(self._steps.lookups_are_done())
         return activations
 
+    @in_turn
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
@@ -123,6 +129,7 @@ class PortableEngine(WholeTablesEngine):
             if not self._pipelined:
                 self._apply_if(apply_now)
 
+    @in_turn
     def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
         """See `Engine.lookup`."""
         with tf.device(self._host):
@@ -133,6 +140,7 @@ class PortableEngine(WholeTablesEngine):
             activations = self._look_up(entries)
         return Lookup(activations, ticket)
 
+    @in_turn
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
@@ -154,6 +162,7 @@ class PortableEngine(WholeTablesEngine):
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
             return self._stacks.pack(stacks, [entry.shape for entry in entries])
 
+    @in_turn
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """See `Engine.lookup_stacked`."""
         shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
@@ -165,6 +174,7 @@ class PortableEngine(WholeTablesEngine):
             with tf.control_dependencies([ticket]):
                 return Lookup(self._look_up(entries), batch.tables)
 
+    @in_turn
     def update_stacked(
         self,
         tables: Mapping[str, PartitionedCsrFormatTensor],
@@ -187,6 +197,7 @@ class PortableEngine(WholeTablesEngine):
             self._rates.count_update(completes, after=apply_now)
             self._apply_if(apply_now)
 
+    @in_turn
     def reset(self) -> None:
         """See `Engine.reset`."""
         with tf.device(self._host):
@@ -195,6 +206,7 @@ class PortableEngine(WholeTablesEngine):
     def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
         return self._steps.completes(replica, submitting=submitting)
 
+    @in_turn
     def flush(self) -> None:
         """See `Engine.flush`."""
         if self._pipelined:

@@ -1,0 +1,50 @@
+"""The wording of errors in what tables are made from and updated with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tpu_embedding.errors import type_name
+
+_GIB = 2.0**30
+
+
+def rate_type(rate: object, value: object) -> TypeError:
+    """A learning rate callable that returns something else than a number."""
+    return TypeError(
+        f"A callable `learning_rate` must return a number or a scalar tensor. {rate!r} "
+        f"returned {value!r} of type {type_name(value)}. Does it lack a return?"
+    )
+
+
+def initializer_arguments(name: str, initializer: object, reason: str) -> TypeError:
+    """An initializer that cannot be called as tables call it."""
+    return TypeError(
+        f"The initializer of {name} is called as initializer(shape, dtype=tf.float32), "
+        f"which {initializer!r} does not take: {reason}. Write it as `def "
+        "initializer(shape, dtype)`."
+    )
+
+
+def not_enough_memory(
+    sizes: Mapping[str, int], available: int
+) -> tf.errors.ResourceExhaustedError:
+    """Tables that this machine cannot hold.
+
+    Args:
+      sizes: Bytes of each table and slot, by name.
+      available: Bytes that are free.
+    """
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]
+    parts = ", ".join(f"{name} {sizes[name] / _GIB:.1f} GiB" for name in largest)
+    more = f" and {len(sizes) - 4} more" if len(sizes) > 4 else ""
+    return tf.errors.ResourceExhaustedError(
+        None,
+        None,
+        f"The tables and slots take {sum(sizes.values()) / _GIB:.1f} GiB ({parts}"
+        f"{more}), but {available / _GIB:.1f} GiB of memory are free. Nothing was "
+        "made. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer or "
+        "smaller slots (SGD, RowwiseAdagrad), or a machine with more memory.",
+    )
