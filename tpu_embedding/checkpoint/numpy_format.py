@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.grouping import group_tables
+from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.progress import Progress
 from tpu_embedding.checkpoint.writing import SCRATCH
@@ -48,6 +49,8 @@ def read_numpy(
     matrices: dict[str, Rows] = {}
     for name, where, load in _arrays(path):
         array = _loaded(where, load)
+        if not isinstance(array, np.ndarray):  # Anything may lie in an archive.
+            raise errors.corrupted(path, f"{name} is no array")
         if array.ndim == 2:
             if not _is_floating(array.dtype):
                 raise errors.stored_dtype(path, name, str(array.dtype))
@@ -71,9 +74,15 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
       tf.errors.AlreadyExistsError: If the folder is there.
       ValueError: If a name is no path of a file below the folder.
     """
-    if os.path.exists(path):
-        raise errors.exists(path)
     _refuse_names(path, matrices)
+    with one_writer(path):
+        if os.path.exists(path):
+            raise errors.exists(path)
+        _write(path, matrices, progress)
+    return path
+
+
+def _write(path: str, matrices: Mapping[str, Rows], progress: Progress) -> None:
     scratch = pathlib.Path(path + SCRATCH)
     shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
     progress.start("Writing", sum(rows.nbytes for rows in matrices.values()))
@@ -94,7 +103,6 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
                 stream.write(rows.read(start, stop).astype(dtype).tobytes())
                 progress.advance((stop - start) * rows.row_bytes)
     scratch.rename(path)
-    return path
 
 
 def _refuse_names(path: str, matrices: Mapping[str, Rows]) -> None:
@@ -136,9 +144,17 @@ def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
         folder = pathlib.Path(path)
         for file in sorted(folder.rglob("*" + _FILE)):
             name = file.relative_to(folder).with_suffix("").as_posix()
-            yield name, str(file), lambda file=file: np.load(file, mmap_mode="r")
+            yield (
+                name,
+                str(file),
+                lambda file=file: np.load(file, mmap_mode="r", allow_pickle=False),
+            )
     elif path.endswith(_FILE):
-        yield pathlib.Path(path).stem, path, lambda: np.load(path, mmap_mode="r")
+        yield (
+            pathlib.Path(path).stem,
+            path,
+            lambda: np.load(path, mmap_mode="r", allow_pickle=False),
+        )
     else:
         for name in _loaded(path, lambda: _archive(path, None)):
             yield name, path, lambda name=name: _archive(path, name)
@@ -146,7 +162,7 @@ def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
 
 def _archive(path: str, name: str | None) -> Any:
     """An array of an `.npz` file, or the names of all for None."""
-    with open(path, "rb") as stream, np.load(stream) as archive:
+    with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
         return archive.files if name is None else archive[name]
 
 

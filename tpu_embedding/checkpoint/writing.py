@@ -3,7 +3,8 @@
 SaveV2 wants all its tensors at once, so it is called for one part at a time;
 MergeV2Checkpoints then makes one checkpoint of the parts without copying them. Its
 index comes last: until it is there, there is no checkpoint, and an interrupted save
-leaves those that were there before as they are.
+leaves those that were there before as they are. Processes write into a folder one
+after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.checkpoint.logical import LogicalTable, named_matrices
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.progress import Progress
@@ -93,13 +95,29 @@ def write_tensorflow(
         matrices, values = stack(tables, options.layouts)
     if options.updates is not None:
         values[UPDATES] = tf.constant(options.updates, tf.int64)
-    if tf.io.gfile.exists(path + ".index"):
-        raise errors.exists(path)
+    with one_writer(path):
+        if tf.io.gfile.exists(path + ".index"):
+            raise errors.exists(path)
+        _write(path, matrices, _Others(options.root, values), progress)
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class _Others:
+    """What is written beside the matrices; `root` as in WriteOptions."""
+
+    root: str
+    values: Mapping[str, tf.Tensor]
+
+
+def _write(
+    path: str, matrices: Mapping[str, Rows], others: _Others, progress: Progress
+) -> None:
     scratch = path + SCRATCH  # Of an interrupted save there may be some.
     if tf.io.gfile.exists(scratch):
         tf.io.gfile.rmtree(scratch)
     tf.io.gfile.makedirs(scratch)
-    root = options.root
+    root, values = others.root, others.values
     slices = list(_slices(root, matrices))
     progress.start("Writing", sum(piece.size for piece in slices))
     small = {variable_key(root, name): value for name, value in values.items()}
@@ -119,7 +137,6 @@ def write_tensorflow(
     finally:
         if tf.io.gfile.exists(scratch):
             tf.io.gfile.rmtree(scratch)
-    return path
 
 
 def _write_parts(
