@@ -10,6 +10,8 @@ JOBS ?= $(shell nproc)
 DEMO ?=
 PYTEST ?=
 BENCH ?=
+# How long `make fuzz` and `make fuzz-clang` go on.
+SECONDS ?= 600
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +25,8 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint format ops bench bench-peers test-peers clean
+.PHONY: help demo test lint format ops bench bench-peers test-peers fuzz fuzz-clang \
+    sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -76,6 +79,31 @@ test-peers: ## compare the Keras layer with tensorflow-recommenders
 	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
 	    --no-build-isolation --no-deps .
 	$(PEER_TESTS)/bin/pytest tests/peers
+
+fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make fuzz SECONDS=60
+	$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS)
+
+CLANG ?= clang++
+
+fuzz-clang: $(VENV)/dev.stamp $(VENV)/package.stamp ## the same for the C++ core, by libFuzzer
+	$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS) --clang $(CLANG)
+
+# The op library under g++'s sanitizers, which must be loaded before Python's own
+# libraries. Python and TensorFlow free not all that they take: leaks are not reported.
+SANITIZE := build/sanitize
+SANITIZE_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all \
+    -fno-sanitize=vptr -fno-omit-frame-pointer
+SANITIZED_TESTS ?= tests/reliability/test_bad_input.py \
+    tests/reliability/test_malformed_graphs.py tests/test_embedding.py \
+    tests/test_embedding_v2.py tests/test_preprocessing.py
+
+sanitize: $(VENV)/dev.stamp ## the ops under g++'s sanitizers, over a part of the tests
+	CXX="g++ $(SANITIZE_FLAGS)" $(BIN)/python setup.py --quiet build_py \
+	    --build-lib $(SANITIZE)/lib build_ext --build-lib $(SANITIZE)/lib \
+	    --build-temp $(SANITIZE)/temp --parallel $(JOBS)
+	PYTHONPATH=$(SANITIZE)/lib ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    $(BIN)/pytest $(SANITIZED_TESTS) $(PYTEST)
 
 clean: ## remove all that set-up and builds made
 	rm -rf $(VENV) build dist *.egg-info tpu_embedding/*/*.so

@@ -1,0 +1,129 @@
+"""Fuzzes for as long as it is asked to: a script, for `make fuzz`.
+
+    python tests/reliability/fuzz.py --seconds 600
+
+The C++ core takes mutated inputs under the sanitizers; random configurations are
+trained beside the NumPy reference; a table is trained for 50,000 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+CC = TESTS.parent / "tpu_embedding" / "ops" / "cc"
+BUILDS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+    "libfuzzer": [
+        "-fsanitize=fuzzer,address,undefined",
+        "-fno-sanitize-recover=all",
+        "-DTPU_EMBEDDING_LIBFUZZER",
+    ],
+}
+LOAD_STEPS = 50_000
+
+
+def compile_driver(build: str, folder: pathlib.Path, compiler: str = "g++") -> str:
+    """Builds the driver of the C++ core's targets; the path of the program."""
+    program = str(folder / f"fuzz_{build}")
+    sources = sorted([*TESTS.glob("cc/fuzz_*.cc"), *CC.glob("core/*.cc")])
+    flags = ["-std=c++17", "-pthread", "-g", "-O1", "-fno-math-errno"]
+    places = [f"-I{CC}", f"-I{TESTS / 'cc'}"]
+    subprocess.run(
+        [compiler, *flags, *BUILDS[build], *places, *map(str, sources), "-o", program],
+        check=True,
+    )
+    return program
+
+
+def run_driver(program: str, seconds: float, seed: int) -> str:
+    """Runs it; what it prints. Fails where a sanitizer or a check does."""
+    # The thread sanitizer of GCC 12 ends where addresses are too random.
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    arguments = ["--seconds", str(seconds), "--seed", str(seed)]
+    ran = subprocess.run(
+        [*fixed, program, *arguments], capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        raise SystemExit(f"{program} --seed {seed}\n{ran.stdout}\n{ran.stderr}")
+    return ran.stdout.strip()
+
+
+def run_libfuzzer(program: str, seconds: float, folder: pathlib.Path) -> None:
+    """Runs libFuzzer, which prints what it does."""
+    corpus = folder / "corpus"
+    corpus.mkdir(exist_ok=True)
+    time_limit = f"-max_total_time={int(seconds)}"
+    subprocess.run([program, time_limit, str(corpus)], check=True)
+
+
+def fuzz_configurations(seconds: float, seed: int) -> int:
+    """Trains random problems until the time is over; how many."""
+    sys.path.insert(0, str(TESTS))
+    import conftest  # noqa: F401 - makes logical devices, before TensorFlow starts
+    import hypothesis
+    from reliability import test_fuzz
+
+    count = 0
+
+    def one(problem: test_fuzz.Problem) -> None:
+        nonlocal count
+        count += 1
+        test_fuzz.train(problem)
+
+    end = time.monotonic() + seconds
+    settings = hypothesis.settings(
+        max_examples=20,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )
+    while time.monotonic() < end:
+        seed += 1
+        os.environ["TPU_EMBEDDING_ENGINE"] = "portable" if seed % 5 == 0 else "host"
+        test = hypothesis.given(test_fuzz.problems())(one)
+        hypothesis.seed(seed)(settings(test))()
+    return count
+
+
+def main() -> None:
+    """Reads the arguments and fuzzes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--clang", help="run libFuzzer, built by this compiler")
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    seconds = arguments.seconds
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        if arguments.clang:
+            program = compile_driver("libfuzzer", folder, arguments.clang)
+            run_libfuzzer(program, seconds, folder)
+            return
+        for build, share in (("address", 0.25), ("thread", 0.15)):
+            program = compile_driver(build, folder)
+            for line in run_driver(
+                program, share * seconds, arguments.seed
+            ).splitlines():
+                print(f"{build}: {line}", flush=True)
+    count = fuzz_configurations(0.45 * seconds, arguments.seed)
+    print(f"configurations: {count} trained beside the reference", flush=True)
+    from reliability import load
+
+    os.environ["TPU_EMBEDDING_ENGINE"] = "host"
+    print(f"load: {load.run(LOAD_STEPS, arguments.seed)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

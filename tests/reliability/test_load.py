@@ -1,0 +1,101 @@
+"""Many steps, many threads: flat memory, no drift, no half of an update."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from reliability import load
+
+import tpu_embedding as te
+from tpu_embedding import topology
+
+THREADS = 8
+UPDATES = {"host": 150, "portable": 25}
+ROWS, DIM = 64, 3
+# What the allocators of Python and TensorFlow keep; a leak of one batch for each of
+# the 50,000 steps of `make fuzz` would be 100 times as much.
+MOST_GROWTH = 8 << 20
+
+
+def test_steps_of_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, "host")
+    figures = load.run(600, seed)
+    assert figures.traces == 3  # one for each kind of input
+    assert figures.differences == 0
+    assert figures.growth < MOST_GROWTH
+
+
+def make(engine: str, monkeypatch: pytest.MonkeyPatch) -> te.TPUEmbedding:
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, engine)
+    films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
+    embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(1.0))
+    embedding.build()
+    return embedding
+
+
+@pytest.mark.parametrize("engine", ["host", "portable"])
+def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lookup sees the table as it was before an update or after it."""
+    embedding = make(engine, monkeypatch)
+    every_row = {"film": tf.range(ROWS, dtype=tf.int64)}
+    ones = {"film": tf.ones([ROWS, DIM])}
+    done = threading.Event()
+    seen: list[set[float]] = [set() for _ in range(THREADS)]
+    failed: list[object] = []
+
+    def look_up(own: set[float]) -> None:
+        last = 0.0
+        while not done.is_set():
+            activations, _ = embedding.lookup(every_row)
+            counts = np.arange(ROWS)[:, np.newaxis] - activations["film"].numpy()
+            if np.unique(counts).size != 1 or counts[0, 0] < last:
+                failed.append(counts)
+                return
+            last = counts[0, 0]
+            own.add(last)
+
+    threads = [threading.Thread(target=look_up, args=[own]) for own in seen]
+    for thread in threads:
+        thread.start()
+    for _ in range(UPDATES[engine]):
+        embedding.enqueue(every_row)
+        embedding.dequeue()
+        embedding.apply_gradients(ones)
+    done.set()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert not failed
+    assert all(seen)
+    (table,) = embedding.embedding_tables.values()
+    expected = np.arange(ROWS)[:, np.newaxis] - float(UPDATES[engine])
+    np.testing.assert_array_equal(table.numpy(), np.repeat(expected, DIM, axis=1))
+
+
+@pytest.mark.parametrize("engine", ["host", "portable"])
+def test_parallel_calls_of_tf_data(
+    engine: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Batches prepared on several threads are those prepared one by one."""
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, engine)
+    films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
+    embedding = te.TPUEmbeddingV2({"film": te.FeatureConfig(films)}, te.SGD(1.0))
+    batches = rng.integers(0, ROWS, [60, 16, 4])
+    data = tf.data.Dataset.from_tensor_slices(batches).map(
+        lambda ids: embedding.preprocess_features({"film": ids}),
+        num_parallel_calls=4,
+        deterministic=True,
+    )
+    for ids, prepared in zip(batches, data, strict=True):
+        for own, other in zip(
+            tf.nest.flatten(prepared, expand_composites=True),
+            tf.nest.flatten(
+                embedding.preprocess_features({"film": tf.constant(ids)}),
+                expand_composites=True,
+            ),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(own, other)
