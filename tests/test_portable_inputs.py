@@ -133,7 +133,7 @@ REFUSED = [
     Refused(
         "axis_negative",
         sparse(np.zeros([0, 2]), [-1, 3]),
-        "Feature f0: the shape (None,) has a negative axis or more than 2147483648 "
+        "Feature f0: the shape (None,) has a negative axis or more than 16777216 "
         "samples.",
     ),
     Refused(
@@ -143,7 +143,7 @@ REFUSED = [
         "shape_too_large",
         sparse(np.zeros([0, 2]), [2**40, 2]),
         "Feature f0: the shape (1099511627776,) has a negative axis or more than "
-        "2147483648 samples.",
+        "16777216 samples.",
     ),
     Refused(
         "shape_overflows",

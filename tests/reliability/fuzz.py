@@ -98,7 +98,7 @@ def fuzz_configurations(seconds: float, seed: int) -> int:
 
 def main() -> None:
     """Reads the arguments and fuzzes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Fuzzes.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--clang", help="run libFuzzer, built by this compiler")

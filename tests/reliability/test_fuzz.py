@@ -101,9 +101,10 @@ def batch_of(rng: np.random.Generator, twin: Twin) -> Batch:
 def train(problem: Problem) -> None:
     rng = np.random.default_rng(problem.seed)
     tables_by_name = {f"t{i}": table for i, table in enumerate(problem.tables)}
-    used = {feature.table for feature in problem.features}
+    # By first use, as the plan has them.
+    used = dict.fromkeys(feature.table for feature in problem.features)
     twin = Twin(
-        {name: tables_by_name[name] for name in sorted(used)},
+        {name: tables_by_name[name] for name in used},
         {f"f{i}": feature for i, feature in enumerate(problem.features)},
         None,
         function=tf.function if problem.traced else lambda step: step,

@@ -193,5 +193,5 @@ def test_not_finite(value: float, engine: str) -> None:
     free.embedding.enqueue({"film": tf.constant(IDS)})
     free.embedding.dequeue()
     free.embedding.apply_gradients({"film": tf.constant(gradient)})
-    finite = np.isfinite(free.values()[0]["parameters"]).all(axis=1)
-    assert finite[[0, 1, 3]].all()
+    others = free.values()[0]["parameters"][[0, 1, 3]]
+    assert np.isfinite(others).all()
