@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 
 from tpu_embedding import errors
+from tpu_embedding.engines import table_errors
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.layout.tables import TableSpec
 
@@ -37,8 +38,23 @@ def initial_value(
 
 
 def initializer_of(spec: TableSpec) -> Callable[..., Any]:
-    """The initializer of a table, or the default one."""
-    return spec.config.initializer or default_initializer(spec.config.dim)
+    """The initializer of a table, or the default one.
+
+    Raises:
+      TypeError: If it cannot be called as initializers are.
+    """
+    initializer = spec.config.initializer or default_initializer(spec.config.dim)
+    try:
+        signature = inspect.signature(initializer)
+    except ValueError:
+        return initializer  # Some built-ins have no signature.
+    try:
+        signature.bind((1, 1), dtype=tf.float32)
+    except TypeError as error:
+        raise table_errors.initializer_arguments(
+            spec.name, initializer, str(error)
+        ) from error
+    return initializer
 
 
 def takes_shard_info(initializer: Callable[..., Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
-from tpu_embedding.engines import memory, table_errors
+from tpu_embedding.engines import memory
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import Plan, TableSpec
@@ -191,7 +190,6 @@ def _filled(slot: Slot) -> Initializer:
 def _create_variable(
     name: str, shape: tuple[int, int], initializer: Initializer
 ) -> tf.Variable:
-    _check_initializer(name, initializer)
     return _ResourceVariable(
         initial_value=lambda: initial_value(
             name, shape, lambda: initializer(shape, dtype=tf.float32)
@@ -210,19 +208,6 @@ def variable_name(name: str) -> str:
     """
     allowed = re.sub(r"[^\w./>-]", "_", name, flags=re.ASCII)
     return re.sub(r"^[^A-Za-z0-9.]", "table_", allowed)
-
-
-def _check_initializer(name: str, initializer: Initializer) -> None:
-    try:
-        signature = inspect.signature(initializer)
-    except ValueError:
-        return  # Some built-ins have no signature.
-    try:
-        signature.bind((1, 1), dtype=tf.float32)
-    except TypeError as error:
-        raise table_errors.initializer_arguments(
-            name, initializer, str(error)
-        ) from error
 
 
 def create_counter(name: str, device: str) -> tf.Variable:
