@@ -58,6 +58,10 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     Under a MirroredStrategy the replicas share one copy of each table, and the
     gradients of the n-th apply_gradients of every replica make up one update.
+
+    Under TPUStrategy and testing.SoftwareTPUStrategy the tables are stacked and cut
+    over the SparseCores of all devices, and TensorFlow's XLA ops look them up and
+    update them. docs/sparse_core.md says what they need and cannot do.
     """
 
     DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
@@ -317,8 +321,8 @@ class TPUEmbeddingV2(EmbeddingBase):
     def embedding_table_shards(self) -> dict[Any, list[tuple[str, tf.Tensor]]]:
         """For each table (device, value) of each part, without padding.
 
-        Keyed by the TableConfig that the user passed. The host engine has one part,
-        the whole table.
+        Keyed by the TableConfig that the user passed. SparseCores have one for each
+        device, the host engine one part, the whole table.
         """
         engine = self._create_engine()
         self.flush()
@@ -329,7 +333,8 @@ class TPUEmbeddingV2(EmbeddingBase):
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """By name of the stack the variables that store it, in order of its rows.
 
-        On the host engine these are the tables of the stack themselves.
+        On SparseCores the part of each device; on the host engine the tables of the
+        stack themselves.
         """
         engine = self._create_engine()
         self.flush()
