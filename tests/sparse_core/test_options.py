@@ -110,6 +110,21 @@ def check_minibatching() -> None:
     assert batch.tables["films"].num_minibatches_per_physical_sparse_core.numpy() == 3
 
 
+def check_shard_loads() -> None:
+    """All ids of users that are asked for would be where those of films are."""
+    loads = {"films": [1.0, 0, 0, 0], "users": [0, 0, 1.0, 0]}
+    embedding = two_tables(**config(shard_loads=loads))
+    turns = [
+        layouts["users"].sparse_core_shard_rotation
+        - layouts["films"].sparse_core_shard_rotation
+        for layouts in (two_tables().embedding_layouts, embedding.embedding_layouts)
+    ]
+    assert turns[0] == 2
+    assert turns[1] % 4 != 2
+    found = run(STRATEGY, lambda: embedding(BATCH)[0])[0]
+    assert found["b"].tolist() == [[208, 208], [0, 0]]
+
+
 @pytest.mark.parametrize(
     "field", [f.name for f in dataclasses.fields(te.SparseCoreEmbeddingConfig)]
 )

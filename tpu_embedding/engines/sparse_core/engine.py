@@ -349,4 +349,5 @@ def _stacking_options(
         row_multiple=generation.row_multiple,
         disable_table_stacking=config.disable_table_stacking,
         stock_feature_counts=config.stock_feature_counts,
+        shard_loads=config.shard_loads or {},
     )
