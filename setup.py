@@ -32,9 +32,9 @@ import setuptools
 from setuptools.command import build_ext
 
 SOURCES = pathlib.Path("tpu_embedding", "ops", "cc")
+SOFTWARE_TPU = "tpu_embedding.testing._software_tpu"
 # By module name, the folders and files of each library. Both hold the core and say
 # which TensorFlow they were compiled for.
-SOFTWARE_TPU = "tpu_embedding.testing._software_tpu"
 LIBRARIES = {
     "tpu_embedding.ops._tpu_embedding_ops": ("core/**/*.cc", "kernels/**/*.cc"),
     SOFTWARE_TPU: (*("core/**/*.cc", "kernels/version.cc", "software_tpu/**/*.cc"),),

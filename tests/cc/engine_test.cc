@@ -181,7 +181,7 @@ class Program {
     auto batch = std::make_shared<CoreBatch>();
     CHECK_TRUE(!BuildBatch(engine.config(), {{Input(ids)}, {}, training},
                            kSerial, batch.get()));
-    return engine.Enqueue({{core, batch}});
+    return engine.Enqueue({{core, batch, nullptr}});
   }
 
   // The first activation of each core, or the negative kind of the outcome.

@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf.message import Message
 from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
 
 from tpu_embedding.testing import SoftwareTPUStrategy
 
-# protobuf makes the class while it runs, so that annotations say Message.
 Config = tpu_embedding_configuration_pb2.TPUEmbeddingConfiguration
 ROWS, WIDTH, SAMPLES, RATE = 6, 2, 3, 0.5
 # As many as a test waits for in vain.
 PATIENCE = 0.25
 
 
-def config_of(num_cores: int = 1, **fields: Any) -> Message:
+def config_of(num_cores: int = 1, **fields: Any) -> Any:
     """One table "films" [6, 2], trained by SGD, and one feature of three samples."""
     config = Config(
         mode=Config.TRAINING, num_hosts=1, num_tensor_cores=num_cores, **fields
@@ -29,7 +27,7 @@ def config_of(num_cores: int = 1, **fields: Any) -> Message:
     return config
 
 
-def add_table(config: Message, name: str, optimizer: str = "") -> Any:
+def add_table(config: Any, name: str, optimizer: str = "") -> Any:
     """Adds a table of ROWS rows and returns its parameters."""
     table = config.table_descriptor.add(
         name=name, vocabulary_size=ROWS, dimension=WIDTH
@@ -48,7 +46,7 @@ def named_rows() -> np.ndarray:
 class Program:
     """A configured TPU with the table `named_rows()`, and its calls."""
 
-    def __init__(self, config: Message, num_devices: int = 1, patience: float = 20.0):
+    def __init__(self, config: Any, num_devices: int = 1, patience: float = 20.0):
         self.strategy = SoftwareTPUStrategy("v4", num_devices, meeting_timeout=patience)
         self.attribute = config.SerializeToString()
         self.num_outputs = len(config.feature_descriptor) or len(
@@ -114,3 +112,8 @@ def enqueue(ids: Sequence[int], core: int = -1, **changes: Any) -> None:
     }
     op = changes.pop("op", "EnqueueTPUEmbeddingArbitraryTensorBatch")
     getattr(tf.raw_ops, op)(**{**arguments, **changes})
+
+
+def first_column(outputs: list[list[np.ndarray]]) -> list[list[float]]:
+    """Of the first output, by replica."""
+    return [own[0][..., 0].tolist() for own in outputs]

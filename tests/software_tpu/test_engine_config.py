@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tensorflow as tf
 from google.protobuf import text_format
-from google.protobuf.message import Message
 from software_tpu import engine_calls as calls
 
 from tpu_embedding.testing import SoftwareTPUStrategy, library
+
+# Changes a configuration in place.
+Change = Callable[[Any], object]
 
 
 @pytest.fixture(autouse=True)
@@ -24,34 +27,34 @@ def is_initialized(config: bytes = b"") -> bool:
     return bool(tf.raw_ops.IsTPUEmbeddingInitialized(config=config))
 
 
-def parameters(config: Message):
+def parameters(config: Any):
     return config.table_descriptor[0].optimization_parameters
 
 
-def table(**fields) -> Callable[[Message], object]:
+def table(**fields) -> Change:
     """Changes the fields of the first table."""
 
-    def change(config: Message) -> None:
+    def change(config: Any) -> None:
         for name, value in fields.items():
             setattr(config.table_descriptor[0], name, value)
 
     return change
 
 
-def feature(**fields) -> Callable[[Message], object]:
+def feature(**fields) -> Change:
     """Changes the fields of the first feature."""
 
-    def change(config: Message) -> None:
+    def change(config: Any) -> None:
         for name, value in fields.items():
             setattr(config.feature_descriptor[0], name, value)
 
     return change
 
 
-def optimizer(name: str, **fields) -> Callable[[Message], object]:
+def optimizer(name: str, **fields) -> Change:
     """Gives the first table another optimizer."""
 
-    def change(config: Message) -> None:
+    def change(config: Any) -> None:
         message = getattr(parameters(config), name)
         message.SetInParent()
         for field, value in fields.items():
@@ -60,33 +63,33 @@ def optimizer(name: str, **fields) -> Callable[[Message], object]:
     return change
 
 
-def merge(text: str) -> Callable[[Message], object]:
+def merge(text: str) -> Change:
     """Merges a configuration that is written as text."""
     return lambda config: text_format.Merge(text, config)
 
 
-def of_parameters(text: str) -> Callable[[Message], object]:
+def of_parameters(text: str) -> Change:
     """Merges optimization parameters of the first table that are written as text."""
     return lambda config: text_format.Merge(text, parameters(config))
 
 
-def shape(*axes: int) -> Callable[[Message], object]:
-    def change(config: Message) -> None:
+def shape(*axes: int) -> Change:
+    def change(config: Any) -> None:
         del config.feature_descriptor[0].input_shape[:]
         config.feature_descriptor[0].input_shape.extend(axes)
 
     return change
 
 
-def without_features(config: Message) -> None:
+def without_features(config: Any) -> None:
     del config.feature_descriptor[:]
 
 
-def no_rate(config: Message) -> None:
+def no_rate(config: Any) -> None:
     parameters(config).ClearField("learning_rate")
 
 
-def no_optimizer(config: Message) -> None:
+def no_optimizer(config: Any) -> None:
     parameters(config).ClearField("stochastic_gradient_descent")
 
 
@@ -160,7 +163,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize(("change", "text"), MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_configuration_is_refused_and_changes_nothing(
-    change: Callable, text: str
+    change: Change, text: str
 ):
     config = calls.config_of()
     change(config)

@@ -6,36 +6,14 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from software_tpu import engine_calls as calls
-from tensorflow.python.framework import op_def_registry
 
 INVALID = tf.errors.InvalidArgumentError
 ORDER = tf.errors.FailedPreconditionError
 LATE = tf.errors.DeadlineExceededError
 HOST = {"num_shards": 1, "shard_id": 0}
-# By the infix of the op: the optimizer's field.
-OPTIMIZERS = {
-    "StochasticGradientDescent": "stochastic_gradient_descent",
-    "Adagrad": "adagrad",
-    "AdagradMomentum": "adagrad_momentum",
-    "ADAM": "adam",
-    "FTRL": "ftrl",
-    "Momentum": "momentum",
-    "RMSProp": "rms_prop",
-    "CenteredRMSProp": "centered_rms_prop",
-    "Adadelta": "adadelta",
-    "ProximalAdagrad": "proximal_adagrad",
-    "ProximalYogi": "proximal_yogi",
-    "MDLAdagradLight": "mdl_adagrad_light",
-    "FrequencyEstimator": "frequency_estimator",
-}
-
-
-def first_column(outputs: list[list[np.ndarray]]) -> list[list[float]]:
-    return [own[0][..., 0].tolist() for own in outputs]
 
 
 def replica() -> int:
@@ -47,11 +25,14 @@ def test_a_step_in_cross_replica_context():
     program = calls.Program(calls.config_of(2), 2)
     calls.enqueue([1, 2, 2], 0)
     calls.enqueue([2, 3, 4], 1, mode_override="unspecified")
-    assert first_column(program.run(program.train)) == [[1, 2, 2], [2, 3, 4]]
+    assert calls.first_column(program.run(program.train)) == [[1, 2, 2], [2, 3, 4]]
     assert calls.rows().tolist() == [0, 0.5, 0.5, 2.5, 3.5, 5]
     calls.enqueue([0, 1, 2], 0, mode_override="inference")
     calls.enqueue([3, 4, 5], 1, mode_override="inference")
-    assert first_column(program.run(program.receive)) == [[0, 0.5, 0.5], [2.5, 3.5, 5]]
+    assert calls.first_column(program.run(program.receive)) == [
+        [0, 0.5, 0.5],
+        [2.5, 3.5, 5],
+    ]
 
 
 def test_a_step_inside_of_run_and_in_a_loop():
@@ -67,7 +48,10 @@ def test_a_step_inside_of_run_and_in_a_loop():
         return [total]
 
     # The rows start as 0, 1, 2 and lose 0.5, 0.5 and 4 * 0.5 in each step.
-    assert first_column(program.run(tf.function(steps))) == [[-0.5, 2, 2], [1.5, 2, 2]]
+    assert calls.first_column(program.run(tf.function(steps))) == [
+        [-0.5, 2, 2],
+        [1.5, 2, 2],
+    ]
     assert calls.rows().tolist() == [-1, 0, -2, 3, 4, 5]
 
 
@@ -80,7 +64,7 @@ def test_a_bad_batch_in_a_run_is_queued_on_no_replica():
 
     with pytest.raises(INVALID, match=r"watched, table films: sample 2 has id 6"):
         program.run(lambda: step(5 + replica()))
-    assert first_column(program.run(lambda: step(5 - replica()))) == [
+    assert calls.first_column(program.run(lambda: step(5 - replica()))) == [
         [0, 1, 5],
         [0, 1, 4],
     ]
@@ -93,7 +77,7 @@ def test_a_bad_batch_takes_its_step_with_it():
         calls.enqueue([2, 2, -1], 1)
     calls.enqueue([3, 3, 3], 0)
     calls.enqueue([4, 4, 4], 1)
-    assert first_column(program.run(program.receive)) == [[3, 3, 3], [4, 4, 4]]
+    assert calls.first_column(program.run(program.receive)) == [[3, 3, 3], [4, 4, 4]]
 
 
 def test_a_failed_run_takes_its_step_with_it():
@@ -110,7 +94,7 @@ def test_a_failed_run_takes_its_step_with_it():
         with pytest.raises(INVALID, match="on purpose"):
             program.run(lambda call=call: fail_after(call))
     calls.enqueue([2, 3, 4], 0)
-    assert first_column(program.run(program.train)) == [[2, 3, 4]]
+    assert calls.first_column(program.run(program.train)) == [[2, 3, 4]]
 
 
 def test_waits_end_in_time_and_say_what_is_missing():
@@ -158,7 +142,7 @@ def test_another_thread_may_bring_what_is_missing():
     program = calls.Program(calls.config_of(1))
     thread = threading.Timer(0.3, calls.enqueue, ([1, 2, 3], 0))
     thread.start()
-    assert first_column(program.run(program.receive)) == [[1, 2, 3]]
+    assert calls.first_column(program.run(program.receive)) == [[1, 2, 3]]
     thread.join()
 
 
@@ -242,7 +226,7 @@ def test_replicas_of_several_cores_share_the_first_axis():
         program.send([gradient])
         return [values]
 
-    assert first_column(program.run(step)) == [[0, 1, 2, 3, 4, 5]]
+    assert calls.first_column(program.run(step)) == [[0, 1, 2, 3, 4, 5]]
     assert calls.rows().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
 
 
@@ -266,10 +250,10 @@ def ragged(ids: list[list[int]], dynamic: bool, **attributes: Any) -> None:
 def test_ragged_batches_for_features():
     program = calls.Program(calls.config_of(1))
     ragged([[1, 2], [], [4]], dynamic=False)
-    assert first_column(program.run(program.receive)) == [[1.5, 0, 4]]
+    assert calls.first_column(program.run(program.receive)) == [[1.5, 0, 4]]
     # One row of three positions.
     ragged([[1, 2, 3, 4]], dynamic=True, max_sequence_lengths=[3])
-    assert first_column(program.run(program.receive)) == [[1, 2, 3]]
+    assert calls.first_column(program.run(program.receive)) == [[1, 2, 3]]
     with pytest.raises(INVALID, match="2 rows do not fill the 3 samples"):
         ragged([[1], [2]], dynamic=True)
 
@@ -282,88 +266,11 @@ def test_configurations_without_features():
     config.table_descriptor[0].num_features = 2
     program = calls.Program(config)
     ragged([[1], [3], [2], [4, 5]], dynamic=False, num_features=[2])
-    assert first_column(program.run(program.receive)) == [[1, 3, 2, 4.5]]
+    assert calls.first_column(program.run(program.receive)) == [[1, 3, 2, 4.5]]
     ragged([[1, 2, 3], [4]], dynamic=True, max_sequence_lengths=[2])
-    assert first_column(program.run(program.receive)) == [[1, 2, 4, 0]]
+    assert calls.first_column(program.run(program.receive)) == [[1, 2, 4, 0]]
     with pytest.raises(INVALID, match=r"no `feature_descriptor`.* `table_ids`"):
         calls.enqueue([1, 2, 3], 0)
-
-
-def slots_of(op: str) -> list[str]:
-    definition = op_def_registry.get(op)
-    assert definition is not None
-    return [arg.name for arg in definition.input_arg]
-
-
-@pytest.mark.parametrize("infix", OPTIMIZERS)
-def test_parameters_of_every_optimizer_come_back(infix: str, rng: np.random.Generator):
-    config = calls.config_of(1)
-    del config.table_descriptor[:]
-    calls.add_table(config, "films", OPTIMIZERS[infix])
-    if infix == "AdagradMomentum":
-        parameters = config.table_descriptor[0].optimization_parameters
-        parameters.adagrad_momentum.exponent = 2.0
-    calls.Program(config)
-    load = f"LoadTPUEmbedding{infix}Parameters"
-    values = {
-        name: rng.normal(size=(calls.ROWS, calls.WIDTH)).astype(np.float32)
-        for name in slots_of(load)
-    }
-    getattr(tf.raw_ops, load)(table_name="films", **HOST, **values)
-    retrieve = getattr(tf.raw_ops, f"RetrieveTPUEmbedding{infix}Parameters")
-    retrieved = retrieve(table_id=0, **HOST)
-    if len(values) == 1:
-        retrieved = (retrieved,)
-    for (name, value), part in zip(values.items(), retrieved, strict=True):
-        np.testing.assert_array_equal(part, value, err_msg=name)
-
-
-def test_an_optimizer_without_a_rule_looks_up_and_does_not_train():
-    config = calls.config_of(1)
-    del config.table_descriptor[:]
-    calls.add_table(config, "films", "mdl_adagrad_light")
-    program = calls.Program(config)
-    values = calls.named_rows()
-    tf.raw_ops.LoadTPUEmbeddingMDLAdagradLightParameters(
-        parameters=values,
-        **dict.fromkeys(("accumulators", "weights", "benefits"), values),
-        table_name="films",
-        **HOST,
-    )
-    with pytest.raises(
-        tf.errors.UnimplementedError, match=r"Table films: .* mdl_adagrad_light"
-    ):
-        calls.enqueue([0, 1, 2], 0)
-    calls.enqueue([0, 1, 2], 0, mode_override="inference")
-    assert first_column(program.run(program.receive)) == [[0, 1, 2]]
-
-
-@pytest.mark.parametrize("mod", [False, True], ids=["div", "mod"])
-def test_tables_are_dealt_to_hosts(mod: bool):
-    config = calls.config_of(1, sharding_strategy=int(mod))
-    config.table_descriptor[0].vocabulary_size = 5
-    config.num_hosts = 2
-    tpu = calls.SoftwareTPUStrategy("v4", 1)
-    tf.raw_ops.ConfigureTPUEmbedding(config=config.SerializeToString())
-    table = calls.named_rows()[:5]
-    parts = [table[0::2], table[1::2]] if mod else [table[:3], table[3:]]
-    load = tf.raw_ops.LoadTPUEmbeddingStochasticGradientDescentParameters
-    load(parameters=parts[0], table_name="films", num_shards=2, shard_id=0)
-    calls.enqueue([0, 2, 4], 0)
-    receive = tf.function(
-        lambda: tf.raw_ops.RecvTPUEmbeddingActivations(
-            num_outputs=1, config=config.SerializeToString()
-        )
-    )
-    with pytest.raises(ORDER, match="Table films: shard 1 of 2 has not been loaded"):
-        tpu.run(receive)
-    load(parameters=parts[1], table_name="films", num_shards=2, shard_id=1)
-    assert tpu.run(receive)[0][:, 0].numpy().tolist() == [0, 2, 4]
-    retrieve = tf.raw_ops.RetrieveTPUEmbeddingStochasticGradientDescentParameters
-    for shard, part in enumerate(parts):
-        np.testing.assert_array_equal(
-            retrieve(table_name="films", num_shards=2, shard_id=shard), part
-        )
 
 
 WRONG = {
@@ -392,7 +299,7 @@ def test_wrong_enqueues_are_refused_and_change_nothing(changes: dict, text: str)
     with pytest.raises(INVALID, match=text):
         calls.enqueue([5, 5, 5], **{"core": 0, **changes})
     calls.enqueue([1, 2, 3], 0)
-    assert first_column(program.run(program.receive)) == [[1, 2, 3]]
+    assert calls.first_column(program.run(program.receive)) == [[1, 2, 3]]
 
 
 def test_wrong_attributes_of_the_other_ops():

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
-from tpu_embedding.testing import library
+from tpu_embedding.testing import SoftwareTPUStrategy, library
 
 # Of TensorFlow's own ops, those of the software TPU that tensorflow-cpu has no
 # kernels for.
@@ -134,3 +134,13 @@ def test_an_annotation_changes_nothing():
         tensors=[tf.constant([1, 2])]
     )
     assert output.numpy().tolist() == [1, 2]
+
+
+def test_an_engine_of_tensorflows_own_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
+    """Under tensorflow-tpu other kernels would take the batches of a software v4."""
+    registered = kernels.get_registered_kernels_for_op("Cast")  # any op with several
+    monkeypatch.setattr(
+        library.kernels, "get_registered_kernels_for_op", lambda op: registered
+    )
+    with pytest.raises(RuntimeError, match=r"own kernels for Enqueue.*tensorflow-cpu"):
+        SoftwareTPUStrategy("v4", 1)

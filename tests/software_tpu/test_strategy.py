@@ -33,6 +33,7 @@ def test_it_says_which_hardware_it_is():
     v6e = SoftwareTPUStrategy("v6e", 4)
     assert v6e.extended.tpu_hardware.sparse_cores_per_device == 2
     assert v6e.num_replicas_in_sync == 4
+    assert v6e.extended.num_hosts == 1
     assert [device[-5:] for device in v6e.extended.worker_devices] == [
         f"CPU:{i}" for i in range(4)
     ]

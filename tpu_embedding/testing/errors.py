@@ -8,6 +8,15 @@ def library_unusable(problem: str) -> RuntimeError:
     return RuntimeError(f"The software TPU has no kernels. {problem}")
 
 
+def foreign_engine(op: str) -> RuntimeError:
+    """The TensorFlow that is built for TPUs feeds its own embedding engine."""
+    return RuntimeError(
+        f"This TensorFlow has its own kernels for {op}, as tensorflow-tpu has. They "
+        "feed the hardware, so that a software TPU of v2, v3 or v4 gets no batch. Use "
+        "it with tensorflow-cpu."
+    )
+
+
 def too_few_devices(wanted: int, found: int) -> RuntimeError:
     """TensorFlow has started with fewer logical devices than the TPU has."""
     return RuntimeError(

@@ -7,11 +7,15 @@ import pathlib
 import types
 
 import tensorflow as tf
+from tensorflow.python.framework import kernels
 
 from tpu_embedding.ops import library
 from tpu_embedding.testing import errors
 
 PATH = pathlib.Path(__file__).with_name("_software_tpu.so")
+# An op of the embedding engine of v2, v3 and v4 that tensorflow-tpu has kernels for,
+# one for each of its types; the library's own takes all types.
+_ENGINE_OP = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 
 
 @functools.cache
@@ -32,3 +36,14 @@ def load() -> types.ModuleType:
         raise errors.library_unusable(
             f"TensorFlow could not load {PATH}: {error}"
         ) from error
+
+
+def check_engine() -> None:
+    """Checks that batches reach the engine of this library.
+
+    Raises:
+      RuntimeError: If TensorFlow brings kernels of its own for the engine's ops.
+    """
+    load()
+    if len(kernels.get_registered_kernels_for_op(_ENGINE_OP).kernel) != 1:
+        raise errors.foreign_engine(_ENGINE_OP)

@@ -25,6 +25,8 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
 
     `run` traces its function once per replica and signature, as TPUStrategy does:
     Python side effects happen while tracing. Variables made in `scope()` are mirrored.
+    A process has one embedding engine of v2, v3 and v4; making such a strategy
+    forgets it.
 
     >>> strategy = SoftwareTPUStrategy("v5p", num_devices=2)
     >>> strategy.num_replicas_in_sync
@@ -52,8 +54,8 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         Raises:
           ValueError: For an unknown generation or one without embedding hardware,
             and for arguments out of range.
-          RuntimeError: If TensorFlow has started with fewer devices, or the kernels
-            cannot be loaded.
+          RuntimeError: If TensorFlow has started with fewer devices, the kernels
+            cannot be loaded, or for v2, v3 and v4 TensorFlow has its own.
         """
         chosen = hardware.generation(generation)
         if chosen.embedding == "none":
@@ -63,6 +65,8 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         if not (0 < meeting_timeout < math.inf):
             raise errors.meeting_timeout(meeting_timeout)
         library.load()
+        if chosen.embedding == "v1":
+            library.check_engine()
         devices = _logical_devices(num_devices)
         super().__init__(_Extended(self, devices, chosen, meeting_timeout))
         if chosen.embedding == "v1":
