@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import pickle
 from typing import Any
 
@@ -24,6 +25,7 @@ from optimizer_cases import (
 from reference import optimizers as reference
 
 from tpu_embedding import optimizers
+from tpu_embedding.keras import encoding
 from tpu_embedding.optimizers import base
 
 
@@ -190,3 +192,11 @@ def _with_default(step: int = 0) -> float:
 def test_takes_step(rate: Any, expected: bool) -> None:
     assert optimizers.takes_step(rate) is expected
     assert optimizers.SGD(rate).learning_rate is rate
+
+
+@each_case
+def test_the_keras_layer_writes_it_down(case: Case) -> None:
+    argument, value = case.other
+    for optimizer in (case.cls(), case.cls(**{argument: value})):
+        written = json.loads(json.dumps(encoding.encode_optimizer(optimizer, "a")))
+        assert encoding.decode_optimizer(written) == optimizer

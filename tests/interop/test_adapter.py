@@ -213,6 +213,10 @@ def test_a_spec_in_the_keras_layer():
     layer = te.keras.TPUEmbedding(adapted.feature_config, adapted.optimizer)
     features = {"f": tf.constant([[1, 2]]), "w": tf.constant([[1.0, 3.0]])}
     ids = {key: features[key] for key in adapted.features}
+    with pytest.raises(
+        ValueError, match="The weights 'w' of feature 'f' are not among"
+    ):
+        adapted.weights(ids)
     for number in range(2):
         with tf.GradientTape() as tape:
             found = layer(ids, adapted.weights(features))["f"]

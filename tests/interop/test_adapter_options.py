@@ -141,6 +141,20 @@ def test_no_argument_of_the_parameters_is_dropped(cls: type):
 
 ESTIMATOR = interop.FrequencyEstimatorParameters(0.2, 9.0, 3.0, 0.5)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no rate": (
+        lambda: dict_spec(
+            tables={"t": interop.TableConfig(8, 1, learning_rate=float("nan"))}
+        ),
+        TypeError,
+        "Table 't', SGD: Argument `learning_rate` must be a finite number",
+    ),
+    "no names": (
+        lambda: dict_spec(
+            features={1: interop.FeatureConfig("t"), "f": interop.FeatureConfig("t")}
+        ),
+        TypeError,
+        "must have keys that are str. Received: 1 of type int.",
+    ),
     "no meaning": (
         lambda: spec(parameters=interop.RMSPropParameters(0.1, 0.9, 0.9, 0)),
         ValueError,

@@ -54,10 +54,16 @@ class AdaptedSpec:
         Returns:
           For each feature of `feature_config` its weights or None; None where no
           feature is weighted.
+
+        Raises:
+          ValueError: If the weights of a feature are not among the features.
         """
         if not self.weight_keys:
             return None
         keys = self.weight_keys
+        for feature, key in keys.items():
+            if key not in features:
+                raise spec_errors.no_weights(feature, key, features)
         return {f: features[keys[f]] if f in keys else None for f in self.features}
 
     @property
@@ -137,6 +143,7 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
 
     Raises:
       NotImplementedError: If a column of the tensor core cannot be carried.
+      TypeError: If a feature or table has a key that is no str.
       ValueError: If there is no table, one has no features or no optimizer, a column
         is for serving only, a limit of gradients is given twice, or an argument of
         the parameters has no meaning.
@@ -151,10 +158,7 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
     old_tables, old_features = spec.table_to_config(), spec.feature_to_config()
     if not old_features:
         raise spec_errors.no_tables()
-    used = {feature.table_id for feature in old_features.values()}
-    for key in old_tables:
-        if key not in used:
-            raise spec_errors.unused_table(key)
+    _check_keys(old_features, old_tables)
     optimizers = _Optimizers(spec, old_tables.values(), global_step)
     tables = {
         key: _table(key, table, optimizers.of_table(key, table))
@@ -255,6 +259,18 @@ class _Optimizers:
                 else VariableRate(function, self._step)
             )
         return self._rates[id(function)]
+
+
+def _check_keys(
+    features: Mapping[str, v1.FeatureConfig], tables: Mapping[str, v1.TableConfig]
+) -> None:
+    for key in (*features, *tables):
+        if not isinstance(key, str):
+            raise spec_errors.key_of_no_name(key)
+    used = {feature.table_id for feature in features.values()}
+    for key in tables:
+        if key not in used:
+            raise spec_errors.unused_table(key)
 
 
 def _table(key: str, table: v1.TableConfig, optimizer: Optimizer | None) -> TableConfig:

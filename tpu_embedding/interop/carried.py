@@ -142,11 +142,12 @@ def with_rate(
     """The optimizer at a table's own rate.
 
     Raises:
-      ValueError: If it takes no such rate; `where` says whose it is.
+      TypeError: If it is no rate; `where` says whose it is.
+      ValueError: If the optimizer takes no such rate.
     """
     try:
         return dataclasses.replace(optimizer, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise spec_errors.uncarried_argument(where, type(optimizer), error) from error
 
 

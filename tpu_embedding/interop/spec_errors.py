@@ -191,6 +191,22 @@ def uncarried_argument(where: str, cls: type, error: Exception) -> Exception:
     return type(error)(f"{where}, {cls.__name__}: {error}")
 
 
+def key_of_no_name(key: object) -> TypeError:
+    """A feature or table that is called by something else than a name."""
+    return TypeError(
+        "Features and tables of an EmbeddingConfigSpec must have keys that are str. "
+        f"Received: {key!r} of type {type_name(key)}."
+    )
+
+
+def no_weights(feature: str, key: str, features: Iterable[object]) -> ValueError:
+    """Weights that are not in the batch."""
+    return ValueError(
+        f"The weights {key!r} of feature {feature!r} are not among the features, which "
+        f"are {_names(features)}. Pass all of the batch's features."
+    )
+
+
 def parameters_missing(table: str) -> ValueError:
     """A table without any optimizer."""
     return ValueError(

@@ -21,7 +21,11 @@ from tpu_embedding.config import (
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras import errors
 from tpu_embedding.keras.optimizers import is_keras_optimizer
+from tpu_embedding.optimizers.frequency_estimator import updates_so_far
 from tpu_embedding.structures import Structure
+
+# The rate of FrequencyEstimator, whose module knows no Keras.
+keras.saving.register_keras_serializable("tpu_embedding")(updates_so_far)
 
 
 def encode_features(feature_config: Any, invalid_ids: str | None) -> dict[str, Any]:
