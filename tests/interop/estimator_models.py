@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +13,12 @@ from interop.oracle import Run
 from tpu_embedding import interop
 
 v1 = tf.compat.v1
+
+
+# Graphs that run a step or two are not worth optimising; those of the reference runs
+# with use_tpu=True are optimised as everybody's are.
+QUICK = v1.ConfigProto()
+QUICK.graph_options.rewrite_options.disable_meta_optimizer = True
 
 
 def dense(values: Any) -> Any:
@@ -58,14 +63,8 @@ def reference_inputs(run: Run) -> Callable[..., Any]:
     """The input_fn of a reference run."""
 
     def input_fn() -> Any:
-        size = run.meta["batch_size"]
-        round_trip = math.lcm(len(run.arrays["labels"]), size) // size
-        steps = [run.batch(step) for step in range(round_trip)]
-        datasets = [tf.data.Dataset.from_tensors(batch) for batch in steps]
-        data = datasets[0]
-        for other in datasets[1:]:
-            data = data.concatenate(other)
-        return data.repeat()
+        samples = tf.data.Dataset.from_tensor_slices(run.samples())
+        return samples.repeat().batch(run.meta["batch_size"])
 
     return input_fn
 
@@ -133,7 +132,7 @@ def estimator(
         save_summary_steps=None,
         log_step_count_steps=None,
         checkpoint_save_graph_def=False,
-        **options.pop("config", {}),
+        **{"session_config": QUICK, **options.pop("config", {})},
     )
     return interop.TPUEstimator(
         model_fn,
@@ -150,12 +149,13 @@ def estimator(
 
 
 def reference_estimator(
-    run: Run, folder: pathlib.Path, *, use_tpu: bool, **options: Any
+    run: Run, folder: pathlib.Path, *, use_tpu: bool, cross_shard: bool = False
 ) -> Any:
     """The estimator of a reference run."""
     spec = run.spec()
-    model_fn = reference_model(run, spec.feature_columns, **options)
-    return estimator(model_fn, folder, spec, use_tpu=use_tpu)
+    model_fn = reference_model(run, spec.feature_columns, cross_shard=cross_shard)
+    config = {"session_config": None if use_tpu and not cross_shard else QUICK}
+    return estimator(model_fn, folder, spec, use_tpu=use_tpu, config=config)
 
 
 def variables(trained: Any) -> dict[str, np.ndarray]:

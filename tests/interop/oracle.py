@@ -93,7 +93,13 @@ class Run:
     def batch(self, step: int) -> tuple[dict[str, Any], np.ndarray]:
         """The features and labels of one step, counted from 0."""
         size, samples = self.meta["batch_size"], len(self.arrays["labels"])
-        rows = np.arange(step * size, (step + 1) * size) % samples
+        return self._rows(np.arange(step * size, (step + 1) * size) % samples)
+
+    def samples(self) -> tuple[dict[str, Any], np.ndarray]:
+        """The features and labels of all samples, once."""
+        return self._rows(np.arange(len(self.arrays["labels"])))
+
+    def _rows(self, rows: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
         keep = {name: self.arrays[f"{name}_keep"][rows] for name in "xyzw"}
         features = {
             name: _sparse(self.arrays[f"{name}_ids"][rows], keep[name])
