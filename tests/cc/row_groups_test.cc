@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -97,9 +98,8 @@ void CheckGroups(const RowGroups& actual, const Groups& expected) {
     CHECK_EQ(actual.rows[group], row);
     CHECK_EQ(actual.starts[group++], next);
     for (const auto& [sample, gain] : entries) {
-      CHECK_EQ(actual.entries[next].row, row);
-      CHECK_EQ(actual.entries[next].sample, sample);
-      CHECK_EQ(actual.entries[next++].gain, gain);
+      CHECK_EQ(actual.samples[next], sample);
+      CHECK_EQ(actual.gain(next++), gain);
     }
   }
   CHECK_EQ(actual.starts[group], next);
@@ -126,38 +126,38 @@ FeatureCsr RandomFeature(int64_t num_samples, int64_t vocabulary_size) {
   return csr;
 }
 
-// Several replicas, each with several features: grouped by replica and merged.
-void CheckMerge(int num_replicas, int num_features, int64_t num_samples,
-                int64_t vocabulary_size) {
-  std::vector<RowGroups> groups;
-  Groups all;
-  int64_t first = 0;
-  for (int r = 0; r < num_replicas; ++r) {
-    std::vector<FeatureCsr> features;
-    for (int f = 0; f < num_features; ++f) {
-      features.push_back(RandomFeature(num_samples + f, vocabulary_size));
-    }
-    std::vector<const FeatureCsr*> pointers;
-    Groups own;
+// Threads that take ranges of one unit in an order of their own.
+void Threads(int64_t total, int64_t, const Range& body) {
+  std::vector<std::thread> threads;
+  for (int64_t t = 0; t < std::min<int64_t>(total, 3); ++t) {
+    threads.emplace_back([=, &body] { body(t, t + 1); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Several tables at once, and the same entries as a list.
+void CheckTables(int num_features, int64_t num_samples,
+                 int64_t vocabulary_size) {
+  std::vector<FeatureCsr> features;
+  for (int f = 0; f < 2 * num_features; ++f) {
+    features.push_back(RandomFeature(num_samples + f, vocabulary_size));
+  }
+  std::vector<TableEntries> tables(2);
+  std::vector<RowGroups> groups(2);
+  std::vector<Groups> expected(2);
+  for (int t = 0; t < 2; ++t) {
+    tables[t].vocabulary_size = vocabulary_size;
+    tables[t].groups = &groups[t];
     int64_t samples = 0;
-    for (const FeatureCsr& csr : features) {
-      pointers.push_back(&csr);
-      AddTo(csr, samples, &own);
-      AddTo(csr, first + samples, &all);
+    for (int f = 0; f < num_features; ++f) {
+      const FeatureCsr& csr = features[t * num_features + f];
+      tables[t].features.push_back(&csr);
+      AddTo(csr, samples, &expected[t]);
       samples += csr.num_samples();
     }
-    groups.emplace_back();
-    GroupByRow(pointers, vocabulary_size, &groups.back());
-    CheckGroups(groups.back(), own);
-    CHECK_EQ(groups.back().num_samples, samples);
-    first += samples;
   }
-  std::vector<const RowGroups*> pointers;
-  for (const RowGroups& g : groups) pointers.push_back(&g);
-  RowGroups merged;
-  MergeReplicas(pointers, vocabulary_size, &merged);
-  CheckGroups(merged, all);
-  CHECK_EQ(merged.num_samples, first);
+  GroupByRow(tables, Threads);
+  for (int t = 0; t < 2; ++t) CheckGroups(groups[t], expected[t]);
 }
 
 void TestGroups() {
@@ -165,20 +165,34 @@ void TestGroups() {
        {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{3000}, kMostRows}) {
     for (int64_t num_samples : {0, 1, 40, 1000}) {
       for (int num_features : {1, 3}) {
-        for (int num_replicas : {1, 2, 3}) {
-          CheckMerge(num_replicas, num_features, num_samples, vocabulary_size);
-        }
+        CheckTables(num_features, num_samples, vocabulary_size);
       }
     }
+    // So many that the table is cut into parts.
+    CheckTables(2, 12000, vocabulary_size);
   }
+}
+
+void TestListedEntries() {
+  const FeatureCsr csr = RandomFeature(500, 300);
+  Groups expected;
+  AddTo(csr, 0, &expected);
+  Buffer<RowEntry> entries(csr.rows.size());
+  for (int64_t s = 0; s < csr.num_samples(); ++s) {
+    for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+      entries[i] = {csr.rows[i], static_cast<uint32_t>(s), csr.gain(i)};
+    }
+  }
+  RowGroups groups;
+  GroupByRow(entries, 300, &groups);
+  CheckGroups(groups, expected);
 }
 
 // A table that no feature of the batch names.
 void TestNoFeatures() {
   RowGroups groups;
-  GroupByRow({}, 10, &groups);
+  GroupByRow({{{}, 10, &groups}}, Threads);
   CheckGroups(groups, {});
-  CHECK_EQ(groups.num_samples, 0);
 }
 
 }  // namespace
@@ -187,5 +201,6 @@ void TestNoFeatures() {
 int main() {
   tpu_embedding::TestRadixSort();
   tpu_embedding::TestGroups();
+  tpu_embedding::TestListedEntries();
   tpu_embedding::TestNoFeatures();
 }

@@ -116,7 +116,9 @@ void TestLookup(int64_t dim, bool has_gains) {
 struct Gradients {
   explicit Gradients(int64_t dim)
       : csr(RandomCsr(/*has_gains=*/true)), values(kSamples, dim, 0) {
-    GroupByRow({&csr}, kRows, &groups);
+    GroupByRow(
+        {{{&csr}, kRows, &groups}},
+        [](int64_t total, int64_t, const Range& body) { body(0, total); });
     for (int64_t s = 0; s < kSamples; ++s) {
       samples.push_back(s % 7 ? values.row(s) : nullptr);
     }
@@ -206,9 +208,8 @@ void TestFrame(int64_t dim) {
     for (int64_t d = 0; d < dim; ++d) {
       float sum = 0;
       for (int64_t i = groups.starts[g]; i < groups.starts[g + 1]; ++i) {
-        const RowEntry& entry = groups.entries[i];
-        const float* gradient = gradients.samples[entry.sample];
-        if (gradient) sum += entry.gain * gradient[d];
+        const float* gradient = gradients.samples[groups.samples[i]];
+        if (gradient) sum += groups.gain(i) * gradient[d];
       }
       sum = std::min(std::max(sum, -0.5f), 0.4f);
       row[d] -= 0.1f * row[d];

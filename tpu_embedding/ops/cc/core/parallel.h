@@ -17,15 +17,28 @@ using Range = std::function<void(int64_t begin, int64_t end)>;
 using ParallelFor =
     std::function<void(int64_t total, int64_t cost, const Range& body)>;
 
-// Runs body(i) once for each i in [0, total). Whichever thread is free takes
-// the next: for items of very different sizes, the largest first.
+// Runs body(i, &space) once for each i in [0, total). Whichever thread is free
+// takes the next: for items of very different sizes, the largest first. What
+// runs at one time has a `Space` of its own, which stays in its caches.
+template <class Space>
+void ForEachItemWith(const ParallelFor& parallel_for, int64_t total,
+                     int64_t cost,
+                     const std::function<void(int64_t, Space*)>& body) {
+  if (total == 0) return;
+  std::atomic<int64_t> next{0};
+  parallel_for(total, cost, [&](int64_t, int64_t) {
+    Space space;
+    for (int64_t i = next++; i < total; i = next++) body(i, &space);
+  });
+}
+
+// The same without a space.
 inline void ForEachItem(const ParallelFor& parallel_for, int64_t total,
                         int64_t cost,
                         const std::function<void(int64_t)>& body) {
-  std::atomic<int64_t> next{0};
-  parallel_for(total, cost, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < total; i = next++) body(i);
-  });
+  struct Nothing {};
+  ForEachItemWith<Nothing>(parallel_for, total, cost,
+                           [&](int64_t i, Nothing*) { body(i); });
 }
 
 }  // namespace tpu_embedding

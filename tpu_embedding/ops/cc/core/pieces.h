@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/parallel.h"
+
 namespace tpu_embedding {
 
 struct Piece {
@@ -16,17 +18,42 @@ struct Piece {
   int64_t end;
 };
 
-// Cuts each owner's [0, sizes[owner]) into pieces of at most `length` units.
-inline std::vector<Piece> CutPieces(const std::vector<int64_t>& sizes,
-                                    int64_t length) {
+// What there is to do for one table or feature.
+struct Load {
+  int64_t units;   // samples or rows
+  int64_t cycles;  // for all of them, roughly
+};
+
+// About as long as a thread takes to wake up.
+constexpr int64_t kCyclesPerPiece = 50000;
+
+// Cuts each owner's units into pieces of about kCyclesPerPiece.
+inline std::vector<Piece> CutPieces(const std::vector<Load>& loads) {
   std::vector<Piece> pieces;
-  for (size_t owner = 0; owner < sizes.size(); ++owner) {
-    for (int64_t begin = 0; begin < sizes[owner]; begin += length) {
-      const int64_t end = std::min(begin + length, sizes[owner]);
-      pieces.push_back({static_cast<int64_t>(owner), begin, end});
+  for (size_t owner = 0; owner < loads.size(); ++owner) {
+    const auto [units, cycles] = loads[owner];
+    const int64_t count = std::clamp<int64_t>(cycles / kCyclesPerPiece, 1,
+                                              std::max<int64_t>(units, 1));
+    for (int64_t p = 0; p < count && units; ++p) {
+      pieces.push_back({static_cast<int64_t>(owner), units * p / count,
+                        units * (p + 1) / count});
     }
   }
   return pieces;
+}
+
+// Runs body(piece) for all of the loads' pieces. Pieces of one loop can take
+// very different times, so whichever thread is free takes the next.
+inline void ForEachPiece(const ParallelFor& parallel_for,
+                         const std::vector<Load>& loads,
+                         const std::function<void(const Piece&)>& body) {
+  const auto pieces = CutPieces(loads);
+  if (pieces.empty()) return;
+  int64_t cycles = 0;
+  for (const Load& load : loads) cycles += load.cycles;
+  const int64_t num_pieces = pieces.size();
+  ForEachItem(parallel_for, num_pieces, cycles / num_pieces,
+              [&](int64_t p) { body(pieces[p]); });
 }
 
 }  // namespace tpu_embedding

@@ -6,9 +6,8 @@
 namespace tpu_embedding {
 namespace {
 
-// Rough cycles for checking one id, and for sorting one.
+// Rough cycles for checking one id.
 constexpr int64_t kCyclesPerCheck = 10;
-constexpr int64_t kCyclesPerSort = 50;
 
 // The indices of `sizes`, the largest first.
 std::vector<int> ByDescendingSize(const std::vector<int64_t>& sizes) {
@@ -33,24 +32,15 @@ void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
                PreparedBatch* batch) {
   const int64_t num_tables = tables.vocabulary_sizes.size();
   batch->tables.resize(num_tables);
-  int64_t num_ids = 0;
-  std::vector<std::vector<const FeatureCsr*>> features(num_tables);
-  std::vector<int64_t> sizes(num_tables);
+  std::vector<TableEntries> entries(num_tables);
   for (int64_t t = 0; t < num_tables; ++t) {
     for (int f : tables.FeaturesOf(t)) {
-      features[t].push_back(&batch->features[f]);
-      sizes[t] += batch->features[f].rows.size();
+      entries[t].features.push_back(&batch->features[f]);
     }
-    num_ids += sizes[t];
+    entries[t].vocabulary_size = tables.vocabulary_sizes[t];
+    entries[t].groups = &batch->tables[t];
   }
-  const auto order = ByDescendingSize(sizes);
-  ForEachItem(parallel_for, num_tables,
-              kCyclesPerSort * num_ids / std::max<int64_t>(num_tables, 1),
-              [&](int64_t i) {
-                const int t = order[i];
-                GroupByRow(features[t], tables.vocabulary_sizes[t],
-                           &batch->tables[t]);
-              });
+  GroupByRow(entries, parallel_for);
 }
 
 Error PrepareBatch(const std::vector<FeatureSpec>& specs,

@@ -2,7 +2,7 @@
 // gradients are summed and rows updated.
 //
 //   rows of the entries, in order: 7 2 7     samples: 0 0 2
-//   rows: [2, 7]  starts: [0, 1, 3]          entries: {2,0} {7,0} {7,2}
+//   rows: [2, 7]  starts: [0, 1, 3]          samples: 0 | 0 2
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ROW_GROUPS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ROW_GROUPS_H_
@@ -12,6 +12,7 @@
 
 #include "core/buffer.h"
 #include "core/feature.h"
+#include "core/parallel.h"
 
 namespace tpu_embedding {
 
@@ -21,27 +22,49 @@ struct RowEntry {
   float gain;
 };
 
+// An entry whose gain is 1: in one word, so that sorts move less.
+class PlainEntry {
+ public:
+  PlainEntry() = default;
+  PlainEntry(int32_t row, uint32_t sample)
+      : word_(static_cast<uint64_t>(row) << 32 | sample) {}
+
+  int32_t row() const { return static_cast<int32_t>(word_ >> 32); }
+  uint32_t sample() const { return static_cast<uint32_t>(word_); }
+
+ private:
+  uint64_t word_;
+};
+
 struct RowGroups {
   Buffer<int32_t> rows;      // [num_rows], ascending, each once
   Buffer<int64_t> starts;    // [num_rows + 1]: where a row's entries begin
-  Buffer<RowEntry> entries;  // by row
-  int64_t num_samples = 0;
-  Buffer<RowEntry> scratch;  // what the sort works in
+  Buffer<uint32_t> samples;  // by row, the sample of each entry
+  Buffer<float> gains;       // of the same entries, or empty: all are 1
+  // What a large table's entries are sorted in.
+  Buffer<PlainEntry> plain_space;
+  Buffer<RowEntry> space;
 
   int64_t num_rows() const { return rows.size(); }
+  float gain(int64_t entry) const { return gains.size() ? gains[entry] : 1.0f; }
 };
 
-// Groups the entries of the features of one table. Samples are numbered
-// through the features in the order given; within a row entries keep that
-// order, so that sums do not depend on threads.
-void GroupByRow(const std::vector<const FeatureCsr*>& features,
-                int64_t vocabulary_size, RowGroups* groups);
+// The features of one table, and where their groups go.
+struct TableEntries {
+  std::vector<const FeatureCsr*> features;
+  int64_t vocabulary_size = 0;
+  RowGroups* groups = nullptr;
+};
 
-// The groups of several replicas as one; their samples are numbered through
-// the replicas in the order given. Of them only `entries`, in any order, and
-// `num_samples` are read.
-void MergeReplicas(const std::vector<const RowGroups*>& replicas,
-                   int64_t vocabulary_size, RowGroups* merged);
+// Groups the entries of each table. Samples are numbered through its features
+// in the order given; within a row entries keep that order, so that sums do
+// not depend on threads.
+void GroupByRow(const std::vector<TableEntries>& tables,
+                const ParallelFor& parallel_for);
+
+// The same for entries that are listed, in the order given.
+void GroupByRow(const Buffer<RowEntry>& entries, int64_t vocabulary_size,
+                RowGroups* groups);
 
 }  // namespace tpu_embedding
 

@@ -29,29 +29,44 @@ TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
 
 // The gradients of a row's samples and their gains. Asking for one asks for a
 // later one.
+template <bool kHasGains>
 struct GradientTerms {
-  const RowEntry* entries;
+  const uint32_t* entries;  // the sample of each
+  const float* gains;
   const float* const* samples;
   int64_t dim;
   int64_t last;  // of all entries
 
   TPU_EMBEDDING_INLINE const float* vector(int64_t i) const {
     const int64_t ahead = std::min(i + kGradientsAhead, last);
-    if (const float* next = samples[entries[ahead].sample]) {
+    if (const float* next = samples[entries[ahead]]) {
       PrefetchFloats(next, dim);
     }
-    return samples[entries[i].sample];
+    return samples[entries[i]];
   }
-  TPU_EMBEDDING_INLINE float gain(int64_t i) const { return entries[i].gain; }
+  TPU_EMBEDDING_INLINE float gain(int64_t i) const {
+    return kHasGains ? gains[i] : 1.0f;
+  }
 };
 
 // sum[d] = sum of gain * gradient over the entries of one group.
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        int64_t group, int64_t dim, float* sum) {
   const RowGroups& groups = *gradients.groups;
-  const GradientTerms terms{groups.entries.data(), gradients.samples, dim,
-                            groups.entries.size() - 1};
-  WeightedSum(terms, groups.starts[group], groups.starts[group + 1], dim, sum);
+  const int64_t begin = groups.starts[group];
+  const int64_t end = groups.starts[group + 1];
+  const uint32_t* entries = groups.samples.data();
+  const float* gains = groups.gains.data();
+  const int64_t last = groups.samples.size() - 1;
+  if (groups.gains.size()) {
+    WeightedSum(
+        GradientTerms<true>{entries, gains, gradients.samples, dim, last},
+        begin, end, dim, sum);
+  } else {
+    WeightedSum(
+        GradientTerms<false>{entries, gains, gradients.samples, dim, last},
+        begin, end, dim, sum);
+  }
 }
 
 template <class Rule>

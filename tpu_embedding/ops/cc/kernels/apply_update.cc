@@ -102,9 +102,9 @@ const RuleEntry* FindRule(const std::string& name) {
   return nullptr;
 }
 
-// Rows in one piece of work, and rough cycles for one piece.
-constexpr int64_t kRowsPerPiece = 128;
-constexpr int64_t kCyclesPerPiece = 50000;
+// Rough cycles for one entry and for one row, without those for their width.
+constexpr int64_t kCyclesPerEntry = 20;
+constexpr int64_t kCyclesPerRow = 50;
 
 struct TableRule {
   const RuleEntry* entry = nullptr;
@@ -156,7 +156,9 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       work[t].arguments = {rules_[t].hyperparameters, Rate(*step, t)};
       CollectGradients(*step, t, &work[t]);
     }
-    Run(WorkerPool(context), work);
+    const ParallelFor parallel_for = WorkerPool(context);
+    if (step->replicas.size() > 1) MergeReplicas(*step, parallel_for, &work);
+    Run(parallel_for, work);
   }
 
  private:
@@ -281,44 +283,64 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   void CollectGradients(const BatchQueue::Step& step, int t,
                         TableWork* work) const {
     const int64_t dim = work->view.dim;
-    std::vector<const RowGroups*> groups;
     for (const BatchQueue::Part& part : step.replicas) {
-      groups.push_back(&part.batch->tables[t]);
       for (int f : rules_[t].features) {
         const auto& gradient = part.gradients.features[f];
         const float* data = gradient ? gradient->flat<float>().data() : nullptr;
-        const int64_t samples = part.batch->features[f].num_samples();
-        for (int64_t s = 0; s < samples; ++s) {
-          work->samples.push_back(data ? data + s * dim : nullptr);
+        const int64_t step_width = data ? dim : 0;
+        const int64_t first = work->samples.size();
+        work->samples.resize(first + part.batch->features[f].num_samples());
+        for (size_t s = first; s < work->samples.size(); ++s) {
+          work->samples[s] = data;
+          data += step_width;
         }
       }
     }
-    work->gradients.groups = groups[0];
-    if (groups.size() > 1) {
-      MergeReplicas(groups, work->view.num_rows, &work->merged);
-      work->gradients.groups = &work->merged;
+    work->gradients = {&step.replicas[0].batch->tables[t],
+                       work->samples.data()};
+  }
+
+  // Groups the batches of all replicas as if they were one.
+  void MergeReplicas(const BatchQueue::Step& step,
+                     const ParallelFor& parallel_for,
+                     std::vector<TableWork>* work) const {
+    std::vector<TableEntries> tables(NumTables());
+    for (int t = 0; t < NumTables(); ++t) {
+      for (const BatchQueue::Part& part : step.replicas) {
+        for (int f : rules_[t].features) {
+          tables[t].features.push_back(&part.batch->features[f]);
+        }
+      }
+      tables[t].vocabulary_size = (*work)[t].view.num_rows;
+      tables[t].groups = &(*work)[t].merged;
+      (*work)[t].gradients.groups = &(*work)[t].merged;
     }
-    work->gradients.samples = work->samples.data();
+    GroupByRow(tables, parallel_for);
+  }
+
+  static int64_t Cycles(const TableWork& work, int64_t rows) {
+    int64_t width = work.view.dim;
+    for (const int64_t slot : work.view.slot_widths) width += slot;
+    return work.gradients.groups->samples.size() *
+               (kCyclesPerEntry + work.view.dim / 4) +
+           rows * (kCyclesPerRow + width);
   }
 
   void Run(const ParallelFor& parallel_for,
            const std::vector<TableWork>& work) const {
-    std::vector<int64_t> sizes;
+    std::vector<Load> loads;
     for (int t = 0; t < NumTables(); ++t) {
-      sizes.push_back(rules_[t].options.all_rows
-                          ? work[t].view.num_rows
-                          : work[t].gradients.groups->num_rows());
+      const int64_t rows = rules_[t].options.all_rows
+                               ? work[t].view.num_rows
+                               : work[t].gradients.groups->num_rows();
+      loads.push_back({rows, Cycles(work[t], rows)});
     }
-    const auto pieces = CutPieces(sizes, kRowsPerPiece);
-    parallel_for(
-        pieces.size(), kCyclesPerPiece, [&](int64_t begin, int64_t end) {
-          for (int64_t p = begin; p < end; ++p) {
-            const auto [t, first, last] = pieces[p];
-            rules_[t].entry->update(work[t].arguments, rules_[t].options,
-                                    work[t].gradients, work[t].view, first,
-                                    last);
-          }
-        });
+    ForEachPiece(parallel_for, loads, [&](const Piece& piece) {
+      const int64_t t = piece.owner;
+      rules_[t].entry->update(work[t].arguments, rules_[t].options,
+                              work[t].gradients, work[t].view, piece.begin,
+                              piece.end);
+    });
   }
 
   std::vector<TableRule> rules_;

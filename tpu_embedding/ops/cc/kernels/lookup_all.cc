@@ -9,9 +9,11 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Samples in one piece of work, and rough cycles for one piece.
-constexpr int64_t kSamplesPerPiece = 128;
-constexpr int64_t kCyclesPerPiece = 50000;
+// Rough cycles for one feature of a batch: for each id and each sample a fixed
+// part, and one for the width.
+int64_t Cycles(const FeatureCsr& csr, int64_t dim) {
+  return (csr.rows.size() + csr.num_samples()) * (20 + dim / 2);
+}
 
 }  // namespace
 
@@ -53,7 +55,7 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
     huge_pages_->Advise(t, *tables[t]->tensor());
   }
   std::vector<float*> outputs;
-  std::vector<int64_t> sizes;
+  std::vector<Load> loads;
   for (size_t f = 0; f < batch.features.size(); ++f) {
     const Tensor& table = *tables[feature_tables_[f]]->tensor();
     tensorflow::TensorShape shape;
@@ -62,18 +64,15 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
     outputs.push_back(output->flat<float>().data());
-    sizes.push_back(batch.features[f].num_samples());
+    loads.push_back({batch.features[f].num_samples(),
+                     Cycles(batch.features[f], table.dim_size(1))});
   }
-  const auto pieces = CutPieces(sizes, kSamplesPerPiece);
-  WorkerPool(
-      context)(pieces.size(), kCyclesPerPiece, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const auto [f, first, last] = pieces[p];
-      const int table = feature_tables_[f];
-      const Tensor& value = *tables[table]->tensor();
-      Lookup(batch.features[f], value.flat<float>().data(), value.dim_size(1),
-             quantization_[table], first, last, outputs[f]);
-    }
+  ForEachPiece(WorkerPool(context), loads, [&](const Piece& piece) {
+    const int64_t f = piece.owner;
+    const int table = feature_tables_[f];
+    const Tensor& value = *tables[table]->tensor();
+    Lookup(batch.features[f], value.flat<float>().data(), value.dim_size(1),
+           quantization_[table], piece.begin, piece.end, outputs[f]);
   });
   return absl::OkStatus();
 }
