@@ -7,6 +7,8 @@ import json
 import pathlib
 from typing import Any
 
+from benchmarks import aims
+
 FUNCTIONS = ("lookup", "step")
 
 
@@ -15,15 +17,38 @@ class Run:
     """What was measured.
 
     Attributes:
-      title: The scenario and the optimizer.
+      scenario: Its name.
+      optimizer: Its name.
       step_bytes: What a training step has to move (Scenario.bytes_per_step).
+      distinct_rows: What a batch touches (Scenario.distinct_rows).
       peers: By peer its `rule`, why it is `missing` or None, its `milliseconds` and
         those of `ours` in the same turns: by function the median, min and max.
     """
 
-    title: str
+    scenario: str
+    optimizer: str
     step_bytes: int
+    distinct_rows: float
     peers: dict[str, dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        """What the files are called."""
+        return f"{self.scenario}-{self.optimizer}"
+
+    def missed(self, peer: str, function: str) -> float | None:
+        """The aim that the ratio does not reach; None where there is no such aim."""
+        ratio = self.ratio(peer, function)
+        aim = aims.aim(self.scenario, self.optimizer, peer, function)
+        return aim if ratio and aim and ratio < aim else None
+
+    @property
+    def row_nanoseconds(self) -> float | None:
+        """Our step's time for each distinct row, beside the first peer measured."""
+        for result in self.peers.values():
+            if "step" in result["ours"]:
+                return 1e6 * result["ours"]["step"]["median"] / self.distinct_rows
+        return None
 
     def ratio(self, peer: str, function: str) -> float | None:
         """How many times faster ours is than the peer; None where one is missing."""
@@ -74,14 +99,20 @@ def markdown(run: Run) -> str:
             ratio = run.ratio(peer, function)
             cells.append(_time(result["milliseconds"].get(function)))
             cells.append(_time(result["ours"].get(function)))
-            cells.append("-" if ratio is None else f"{ratio:.2f} x")
+            missed = run.missed(peer, function)
+            mark = f" (aim {missed:g}, **missed**)" if missed else ""
+            cells.append("-" if ratio is None else f"{ratio:.2f} x{mark}")
         lines.append(_row(cells))
+    if run.row_nanoseconds:
+        lines += ["", f"Our step takes {run.row_nanoseconds:.1f} ns a distinct row."]
     if run.bandwidth:
         copy, step = run.bandwidth
+        missed = run.title == "dlrm-adagrad" and step < aims.BANDWIDTH * copy
         lines += [
             "",
             f"Our step moves {run.step_bytes / 1e6:.0f} MB at {step:.1f} GB/s, "
-            f"{step / copy:.0%} of a copy's {copy:.1f} GB/s.",
+            f"{step / copy:.0%} of a copy's {copy:.1f} GB/s"
+            + (f" (aim {aims.BANDWIDTH:.0%}, **missed**)." if missed else "."),
         ]
     return "\n".join(lines) + "\n"
 
@@ -108,7 +139,11 @@ def _draw(path: pathlib.Path, run: Run) -> None:
         ratios = [run.ratio(peer, function) or 0.0 for peer in shown]
         places = [index + 0.4 * offset for index in range(len(shown))]
         bars = axes.barh(places, ratios, height=0.38, label=function)
-        axes.bar_label(bars, fmt="%.1f x", padding=3)
+        labels = [
+            f"{ratio:.1f} x" + (" missed" if run.missed(peer, function) else "")
+            for peer, ratio in zip(shown, ratios, strict=True)
+        ]
+        axes.bar_label(bars, labels, padding=3)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks([index + 0.2 for index in range(len(shown))], shown)
     axes.invert_yaxis()

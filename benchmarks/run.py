@@ -154,9 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, {flags.optimizer}")
     results = measure(flags.peers, flags.scenario, flags.optimizer, flags.rounds)
+    scenario = SCENARIOS[flags.scenario]
     run = report.Run(
-        title=f"{flags.scenario}-{flags.optimizer}",
-        step_bytes=SCENARIOS[flags.scenario].bytes_per_step(SLOTS[flags.optimizer]),
+        scenario=flags.scenario,
+        optimizer=flags.optimizer,
+        step_bytes=scenario.bytes_per_step(SLOTS[flags.optimizer]),
+        distinct_rows=scenario.distinct_rows(),
         peers=results,
     )
     print(report.write(flags.out, run))

@@ -51,12 +51,16 @@ class Scenario:
         each id, activations are written, and each distinct row and its slots are
         read and written.
         """
-        distinct = statistics.mean(
+        samples = self.batch_size * len(self.rows)
+        vectors = 2 * self.ids_per_step + samples
+        vectors += 2 * (1 + slots) * self.distinct_rows()
+        return int(4 * self.dim * vectors)
+
+    def distinct_rows(self) -> float:
+        """Rows that a batch touches, mean over the batches."""
+        return statistics.mean(
             sum(len(np.unique(ids)) for ids in batch) for batch in self.batches(4)
         )
-        samples = self.batch_size * len(self.rows)
-        vectors = 2 * self.ids_per_step + samples + 2 * (1 + slots) * distinct
-        return int(4 * self.dim * vectors)
 
     def batches(self, count: int, seed: int = 0) -> list[list[np.ndarray]]:
         """Zipf-distributed ids: for each batch, by feature, int32 [batch, ids]."""
@@ -84,6 +88,9 @@ def _zipf(
 
 _CAPPED = tuple(min(rows, _MOST_ROWS) for rows in _CRITEO_ROWS)
 _ONE_HOT = (1,) * len(_CAPPED)
+# The dlrm batch's ids in one table. The largest and its slot take 13 GB.
+_VOCABULARIES = (10_000, 100_000, 1_000_000, 10_000_000, 25_000_000)
+_POSITIONS = 50
 
 SCENARIOS = {
     scenario.name: scenario
@@ -91,6 +98,13 @@ SCENARIOS = {
         Scenario("dlrm", 2048, 64, _CAPPED, _MULTI_HOT),
         Scenario("one_hot", 2048, 64, _CAPPED, _ONE_HOT),
         Scenario("small_batch", 32, 64, _CAPPED, _ONE_HOT),
+        Scenario("one_huge_table", 2048, 64, (10_000_000,), (20,)),
+        # Every position of a sequence is a sample of one id, for ours and all peers.
+        Scenario("sequence", 2048 * _POSITIONS, 64, (1_000_000,), (1,)),
         Scenario("tiny", 64, 16, (1000, 50), (3, 1)),
+        *(
+            Scenario(f"vocabulary_{rows}", 2048, 64, (rows,), (sum(_MULTI_HOT),))
+            for rows in _VOCABULARIES
+        ),
     )
 }

@@ -62,12 +62,29 @@ def test_ratio_is_theirs_over_ours() -> None:
     times = {"median": 6.0, "min": 5.0, "max": 9.0}
     ours = {"median": 2.0, "min": 1.0, "max": 3.0}
     peer = {"milliseconds": {"step": times}, "ours": {"step": ours, "lookup": ours}}
-    run = report.Run("title", 10, {"peer": {**peer, "rule": "r", "missing": None}})
+    peers = {"peer": {**peer, "rule": "r", "missing": None}}
+    run = report.Run("tiny", "sgd", 10, 4.0, peers)
     assert run.ratio("peer", "step") == 3.0
     assert run.ratio("peer", "lookup") is None
     assert "| peer | r | - | 2.00 (1.00-3.00) | - | 6.00 (5.00-9.00) |" in (
         report.markdown(run)
     )
+
+
+def test_a_missed_aim_is_marked() -> None:
+    report = importlib.import_module("benchmarks.report")
+    peers = {}
+    for name, ours in (("fbgemm", 2.5), ("tfrs", 0.5)):
+        sides = [{"step": {"median": t, "min": t, "max": t}} for t in (10.0, ours)]
+        peers[name] = {"rule": "r", "missing": None}
+        peers[name] |= dict(zip(("milliseconds", "ours"), sides, strict=True))
+    run = report.Run("dlrm", "adagrad", 10, 5e4, peers)
+    assert run.missed("fbgemm", "step") == 5.0
+    assert run.missed("tfrs", "step") is None
+    table = report.markdown(run)
+    assert "4.00 x (aim 5, **missed**) |" in table
+    assert "| 20.00 x |" in table
+    assert "50.0 ns a distinct row" in table
 
 
 def test_bytes_of_a_step() -> None:
@@ -84,3 +101,14 @@ def test_both_sides_of_fit(peer: str) -> None:
     assert prepare(scenario, "adagrad")["step"]() > 0
     with pytest.raises(NotImplementedError, match="Keras has no rowwise_adagrad"):
         prepare(scenario, "rowwise_adagrad")
+
+
+def test_measures_mark_what_they_miss() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    rows = [
+        measures.Measure("faster", 1.5, 1.7, at_least=True),
+        measures.Measure("larger", 1.05, 1.1, at_least=False),
+    ]
+    table = measures.markdown(rows)
+    assert "| faster | 1.5 | at least 1.7, **missed** |" in table
+    assert "| larger | 1.05 | at most 1.1 |" in table

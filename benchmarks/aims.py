@@ -1,0 +1,42 @@
+"""What we want to reach: how many times faster than each peer, in one run."""
+
+from __future__ import annotations
+
+BANDWIDTH = 0.6
+"""Of a copy's bandwidth in the same run, for the step of "dlrm" with Adagrad."""
+
+_TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
+
+# By scenario, optimizer and function ("step" or "lookup"), then by peer.
+_STEPS = {
+    ("dlrm", "adagrad", "step"): {
+        "fbgemm": 5.0,
+        "tfrs": 10.0,
+        "keras_rs": 40.0,
+        "tensorflow_nn": 40.0,
+    },
+    ("dlrm", "sgd", "step"): {"fbgemm": 2.5},
+    ("dlrm", "rowwise_adagrad", "step"): {"fbgemm": 1.3},
+    ("dlrm", "adam", "step"): {"tensorflow_nn": 80.0},
+    ("dlrm", "ftrl", "step"): {"tensorflow_nn": 40.0},
+    ("small_batch", "adagrad", "step"): {
+        "fbgemm": 0.5,
+        "torch_embedding_bag": 1.0,
+        **dict.fromkeys(_TENSORFLOW, 1.0),
+    },
+}
+# The lookup does not depend on the optimizer.
+_LOOKUPS = {
+    "dlrm": {
+        "torch_embedding_bag": 0.95,
+        "fbgemm": 1.5,
+        **dict.fromkeys(_TENSORFLOW, 6.0),
+    }
+}
+
+
+def aim(scenario: str, optimizer: str, peer: str, function: str) -> float | None:
+    """The ratio, theirs over ours, that we want to reach; None where there is none."""
+    if function == "lookup":
+        return _LOOKUPS.get(scenario, {}).get(peer)
+    return _STEPS.get((scenario, optimizer, function), {}).get(peer)

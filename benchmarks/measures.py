@@ -1,0 +1,164 @@
+"""Measures of ours alone: threads, memory, import.
+
+python -m benchmarks.measures [--scenario dlrm] [--steps 10000]
+
+Each runs in processes of its own. Writes build/bench/measures-<scenario>.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from benchmarks.scenarios import SCENARIOS
+
+_WARM_UP, _TIMED = 5, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number and the limit that it should keep to."""
+
+    name: str
+    value: float
+    aim: float
+    at_least: bool
+
+    @property
+    def missed(self) -> bool:
+        """Whether the number is on the wrong side of its aim."""
+        return self.value < self.aim if self.at_least else self.value > self.aim
+
+
+def _in_process(function: str, *arguments: object) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.measures", "--child", function]
+    ran = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def _step_of(scenario: str) -> Callable[[], float]:
+    from benchmarks.peers import tpu_embedding  # TensorFlow only in the children
+
+    return tpu_embedding.prepare(SCENARIOS[scenario], "adagrad")["step"]
+
+
+def child_step(scenario: str, threads: str) -> dict[str, float]:
+    """The median seconds of a training step on so many threads."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(int(threads))
+    step = _step_of(scenario)
+    times = [step() for _ in range(_WARM_UP + _TIMED)][_WARM_UP:]
+    return {"seconds": statistics.median(times)}
+
+
+def child_memory(scenario: str, steps: str) -> dict[str, float]:
+    """The peak in bytes: of TensorFlow, then with tables early and late."""
+    import tensorflow as tf
+
+    tf.constant(0)
+    result = {"tensorflow": _peak()}
+    step = _step_of(scenario)
+    early = max(int(steps) // 10, 1)
+    for index in range(int(steps)):
+        step()
+        if index + 1 == early:
+            result["early"] = _peak()
+    return {**result, "late": _peak()}
+
+
+def child_import(module: str) -> dict[str, float]:
+    """The seconds that importing a module takes."""
+    start = time.perf_counter()
+    __import__(module)
+    return {"seconds": time.perf_counter() - start}
+
+
+def _peak() -> float:
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+CHILDREN = {"step": child_step, "memory": child_memory, "import": child_import}
+
+
+def threads(scenario: str) -> Measure:
+    """How many times faster a step is on two threads than on one, A B A B."""
+    seconds = {count: [] for count in (1, 2)}
+    for _ in range(3):
+        for count, times in seconds.items():
+            times.append(_in_process("step", scenario, count)["seconds"])
+    one, two = (statistics.median(times) for times in seconds.values())
+    return Measure(
+        "step on two threads, times faster than on one", one / two, 1.7, True
+    )
+
+
+def memory(scenario: str, steps: int) -> list[Measure]:
+    """The peak beside what the tables need, and its growth over many steps."""
+    peaks = _in_process("memory", scenario, steps)
+    workload = SCENARIOS[scenario]
+    tables = 2 * 4 * workload.dim * sum(workload.rows)  # one slot, as wide
+    grown = (peaks["early"] - peaks["tensorflow"]) / tables
+    flat = peaks["late"] / peaks["early"]
+    return [
+        Measure("peak without TensorFlow's, over tables and slots", grown, 1.1, False),
+        Measure(f"peak after {steps} steps over that after a tenth", flat, 1.01, False),
+    ]
+
+
+def importing() -> Measure:
+    """The time of our import, TensorFlow's included, over TensorFlow's, A B A B."""
+    seconds = {module: [] for module in ("tensorflow", "tpu_embedding")}
+    for _ in range(5):
+        for module, times in seconds.items():
+            times.append(_in_process("import", module)["seconds"])
+    tensorflow, ours = (statistics.median(times) for times in seconds.values())
+    return Measure("import over TensorFlow's", ours / tensorflow, 1.1, False)
+
+
+def markdown(measures: Sequence[Measure]) -> str:
+    """One row for each."""
+    lines = ["| measure | value | aim |", "|---|---|---|"]
+    for measure in measures:
+        bound = "at least" if measure.at_least else "at most"
+        mark = ", **missed**" if measure.missed else ""
+        lines.append(
+            f"| {measure.name} | {measure.value:.3g} | {bound} {measure.aim:g}{mark} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and writes, or does the part of a child."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    flags = parser.parse_args(arguments)
+    if flags.child:
+        name, *values = flags.child
+        print(json.dumps(CHILDREN[name](*values)))
+        return
+    measures = [importing(), threads(flags.scenario)]
+    measures += memory(flags.scenario, flags.steps)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    file = flags.out / f"measures-{flags.scenario}"
+    written = [{**dataclasses.asdict(m), "missed": m.missed} for m in measures]
+    file.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n")
+    file.with_suffix(".md").write_text(markdown(measures))
+    print(markdown(measures))
+
+
+if __name__ == "__main__":
+    main()
