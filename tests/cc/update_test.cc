@@ -226,7 +226,7 @@ void TestFrame(int64_t dim) {
 
 int main() {
   using namespace tpu_embedding;
-  for (int64_t dim : {1, 3, 4, 7, 15, 16, 17, 33, 64, 100, 130}) {
+  for (int64_t dim : {1, 3, 4, 7, 8, 10, 15, 16, 17, 33, 64, 100, 130}) {
     TestLookup(dim, true);
     TestLookup(dim, false);
     TestFrame(dim);

@@ -12,6 +12,7 @@ namespace tpu_embedding {
 // Several floats at any address; each clone (core/simd.h) maps them to the
 // registers that it has.
 using Lanes16 = float __attribute__((vector_size(64), aligned(4), may_alias));
+using Lanes8 = float __attribute__((vector_size(32), aligned(4), may_alias));
 using Lanes4 = float __attribute__((vector_size(16), aligned(4), may_alias));
 using Lanes1 = float;
 
@@ -43,17 +44,35 @@ TPU_EMBEDDING_INLINE void SumBlock(const Terms& terms, int64_t begin,
   }
 }
 
-// Covers [offset, dim) block by block. The last one may begin early and write
-// some elements twice, the same both times.
+// The blocks at two offsets in one pass. Where they overlap, elements are
+// written twice, the same both times.
 template <class Lanes, class Terms>
-TPU_EMBEDDING_INLINE void SumBlocks(const Terms& terms, int64_t begin,
-                                    int64_t end, int64_t offset, int64_t dim,
-                                    float* out) {
-  constexpr int64_t kWidth = sizeof(Lanes) / sizeof(float);
-  for (; offset + kWidth <= dim; offset += kWidth) {
-    SumBlock<Lanes, 1>(terms, begin, end, offset, out);
+TPU_EMBEDDING_INLINE void SumTwoBlocks(const Terms& terms, int64_t begin,
+                                       int64_t end, int64_t first,
+                                       int64_t second, float* out) {
+  Lanes sum[2] = {};
+  for (int64_t i = begin; i < end; ++i) {
+    const float* vector = terms.vector(i);
+    if (!vector) continue;
+    const float gain = terms.gain(i);
+    sum[0] += gain * *reinterpret_cast<const Lanes*>(vector + first);
+    sum[1] += gain * *reinterpret_cast<const Lanes*>(vector + second);
   }
-  if (offset < dim) SumBlock<Lanes, 1>(terms, begin, end, dim - kWidth, out);
+  *reinterpret_cast<Lanes*>(out + first) = sum[0];
+  *reinterpret_cast<Lanes*>(out + second) = sum[1];
+}
+
+// Covers [offset, dim), which is at most two blocks, where dim is at least one.
+template <class Lanes, class Terms>
+TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
+                                  int64_t end, int64_t offset, int64_t dim,
+                                  float* out) {
+  constexpr int64_t kWidth = sizeof(Lanes) / sizeof(float);
+  if (offset + kWidth < dim) {
+    SumTwoBlocks<Lanes>(terms, begin, end, offset, dim - kWidth, out);
+  } else if (offset < dim) {
+    SumBlock<Lanes, 1>(terms, begin, end, dim - kWidth, out);
+  }
 }
 
 // out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
@@ -70,11 +89,15 @@ TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
     offset += 32;
   }
   if (dim >= 16) {
-    SumBlocks<Lanes16>(terms, begin, end, offset, dim, out);
+    SumRest<Lanes16>(terms, begin, end, offset, dim, out);
+  } else if (dim >= 8) {
+    SumRest<Lanes8>(terms, begin, end, offset, dim, out);
   } else if (dim >= 4) {
-    SumBlocks<Lanes4>(terms, begin, end, offset, dim, out);
+    SumRest<Lanes4>(terms, begin, end, offset, dim, out);
   } else {
-    SumBlocks<Lanes1>(terms, begin, end, offset, dim, out);
+    for (; offset < dim; ++offset) {
+      SumBlock<Lanes1, 1>(terms, begin, end, offset, out);
+    }
   }
 }
 
