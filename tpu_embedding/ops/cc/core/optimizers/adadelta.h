@@ -19,6 +19,8 @@ class Adadelta {
  public:
   static constexpr const char* kName = "adadelta";
   static constexpr int kNumSlots = 2;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 3;
 
   explicit Adadelta(const RuleArguments& arguments)
       : rate_(arguments.rate),

@@ -20,6 +20,8 @@ class CenteredRmsProp {
  public:
   static constexpr const char* kName = "centered_rms_prop";
   static constexpr int kNumSlots = 3;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 4;
 
   explicit CenteredRmsProp(const RuleArguments& arguments)
       : rate_(arguments.rate),

@@ -20,6 +20,8 @@ class FrequencyEstimator {
  public:
   static constexpr const char* kName = "frequency_estimator";
   static constexpr int kNumSlots = 1;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 4;
 
   explicit FrequencyEstimator(const RuleArguments& arguments)
       : step_(arguments.rate),

@@ -16,6 +16,8 @@ class Momentum {
  public:
   static constexpr const char* kName = "momentum";
   static constexpr int kNumSlots = 1;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 2;
 
   explicit Momentum(const RuleArguments& arguments)
       : rate_(arguments.rate),

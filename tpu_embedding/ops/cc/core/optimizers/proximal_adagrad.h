@@ -18,6 +18,8 @@ class ProximalAdagrad {
  public:
   static constexpr const char* kName = "proximal_adagrad";
   static constexpr int kNumSlots = 1;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 2;
 
   explicit ProximalAdagrad(const RuleArguments& arguments)
       : rate_(arguments.rate),

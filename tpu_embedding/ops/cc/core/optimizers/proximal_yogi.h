@@ -21,6 +21,8 @@ class ProximalYogi {
  public:
   static constexpr const char* kName = "proximal_yogi";
   static constexpr int kNumSlots = 2;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 6;
 
   explicit ProximalYogi(const RuleArguments& arguments)
       : rate_(arguments.rate),

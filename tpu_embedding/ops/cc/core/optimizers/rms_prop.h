@@ -19,6 +19,8 @@ class RmsProp {
  public:
   static constexpr const char* kName = "rms_prop";
   static constexpr int kNumSlots = 2;
+  static constexpr bool kSlotsPerRow = false;
+  static constexpr int kNumHyperparameters = 4;
 
   explicit RmsProp(const RuleArguments& arguments)
       : rate_(arguments.rate),
