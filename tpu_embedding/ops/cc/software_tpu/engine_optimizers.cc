@@ -82,6 +82,67 @@ absl::Status ReadAdam(const OptimizationParameters& from, EngineTable* table) {
   return absl::OkStatus();
 }
 
+absl::Status ReadMomentum(const OptimizationParameters& from,
+                          EngineTable* table) {
+  const auto& p = from.momentum();
+  TF_RETURN_IF_ERROR(CheckNotNegative("momentum", p.momentum()));
+  table->hyperparameters = {p.momentum(), p.use_nesterov() ? 1.0f : 0.0f};
+  return absl::OkStatus();
+}
+
+// RMSProp, centered or not.
+template <class Parameters>
+absl::Status ReadRms(const Parameters& p, EngineTable* table) {
+  TF_RETURN_IF_ERROR(CheckDecay("rho", p.rho()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("momentum", p.momentum()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("epsilon", p.epsilon()));
+  table->hyperparameters = {p.rho(), OneMinus(p.rho()), p.momentum(),
+                            p.epsilon()};
+  return absl::OkStatus();
+}
+
+absl::Status ReadRmsProp(const OptimizationParameters& from,
+                         EngineTable* table) {
+  return ReadRms(from.rms_prop(), table);
+}
+
+absl::Status ReadCenteredRmsProp(const OptimizationParameters& from,
+                                 EngineTable* table) {
+  return ReadRms(from.centered_rms_prop(), table);
+}
+
+absl::Status ReadAdadelta(const OptimizationParameters& from,
+                          EngineTable* table) {
+  const auto& p = from.adadelta();
+  TF_RETURN_IF_ERROR(CheckDecay("rho", p.rho()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("epsilon", p.epsilon()));
+  table->hyperparameters = {p.rho(), OneMinus(p.rho()), p.epsilon()};
+  return absl::OkStatus();
+}
+
+absl::Status ReadProximalAdagrad(const OptimizationParameters& from,
+                                 EngineTable* table) {
+  const auto& p = from.proximal_adagrad();
+  TF_RETURN_IF_ERROR(CheckNotNegative("l1", p.l1()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("l2", p.l2()));
+  table->hyperparameters = {p.l1(), p.l2()};
+  return absl::OkStatus();
+}
+
+absl::Status ReadProximalYogi(const OptimizationParameters& from,
+                              EngineTable* table) {
+  const auto& p = from.proximal_yogi();
+  TF_RETURN_IF_ERROR(CheckDecay("beta1", p.beta1()));
+  TF_RETURN_IF_ERROR(CheckDecay("beta2", p.beta2()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("epsilon", p.epsilon()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("l1", p.l1()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("l2", p.l2()));
+  table->hyperparameters = {
+      p.beta1(), OneMinus(p.beta1()), OneMinus(p.beta2()), p.epsilon(), p.l1(),
+      p.l2()};
+  return absl::OkStatus();
+}
+
 std::string FieldName(OptimizationParameters::ParametersCase kind) {
   const auto* const field =
       OptimizationParameters::descriptor()->FindFieldByNumber(kind);
@@ -109,24 +170,28 @@ const std::vector<EngineOptimizer>& EngineOptimizers() {
       {P::kAdam, "adam", "ADAM", {"momenta", "velocities"}, &ReadAdam},
       {P::kFtrl, "ftrl", "FTRL", {"accumulators", "linears"}, &ReadFtrl},
       // Without a rule in the core.
-      {P::kMomentum, "momentum", "Momentum", {"momenta"}, nullptr},
-      {P::kRmsProp, "rms_prop", "RMSProp", {"ms", "mom"}, nullptr},
+      {P::kMomentum, "momentum", "Momentum", {"momenta"}, &ReadMomentum},
+      {P::kRmsProp, "rms_prop", "RMSProp", {"ms", "mom"}, &ReadRmsProp},
       {P::kCenteredRmsProp,
        "centered_rms_prop",
        "CenteredRMSProp",
        {"ms", "mom", "mg"},
-       nullptr},
+       &ReadCenteredRmsProp},
       {P::kAdadelta,
        "adadelta",
        "Adadelta",
        {"accumulators", "updates"},
-       nullptr},
+       &ReadAdadelta},
       {P::kProximalAdagrad,
        "proximal_adagrad",
        "ProximalAdagrad",
        {"accumulators"},
-       nullptr},
-      {P::kProximalYogi, "proximal_yogi", "ProximalYogi", {"v", "m"}, nullptr},
+       &ReadProximalAdagrad},
+      {P::kProximalYogi,
+       "proximal_yogi",
+       "ProximalYogi",
+       {"v", "m"},
+       &ReadProximalYogi},
       {P::kMdlAdagradLight,
        "mdl_adagrad_light",
        "MDLAdagradLight",

@@ -3,10 +3,16 @@
 #include <charconv>
 #include <cstdlib>
 
+#include "core/optimizers/adadelta.h"
 #include "core/optimizers/adagrad.h"
 #include "core/optimizers/adagrad_momentum.h"
 #include "core/optimizers/adam.h"
+#include "core/optimizers/centered_rms_prop.h"
 #include "core/optimizers/ftrl.h"
+#include "core/optimizers/momentum.h"
+#include "core/optimizers/proximal_adagrad.h"
+#include "core/optimizers/proximal_yogi.h"
+#include "core/optimizers/rms_prop.h"
 #include "core/optimizers/sgd.h"
 #include "core/update-inl.h"
 
@@ -25,8 +31,17 @@ constexpr NamedUpdate Named() {
 
 // One row for each rule that an op of a TPU may ask for.
 constexpr NamedUpdate kUpdates[] = {
-    Named<Sgd>(),  Named<Adagrad>(), Named<AdagradMomentum>(),
-    Named<Adam>(), Named<Ftrl>(),
+    Named<Sgd>(),
+    Named<Adagrad>(),
+    Named<AdagradMomentum>(),
+    Named<Adam>(),
+    Named<Ftrl>(),
+    Named<Momentum>(),
+    Named<RmsProp>(),
+    Named<CenteredRmsProp>(),
+    Named<Adadelta>(),
+    Named<ProximalAdagrad>(),
+    Named<ProximalYogi>(),
 };
 
 }  // namespace

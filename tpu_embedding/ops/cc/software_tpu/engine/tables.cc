@@ -8,9 +8,7 @@
 namespace tpu_embedding {
 namespace {
 
-// Samples or rows in one piece of work, and rough cycles for one piece.
-constexpr int64_t kPieceLength = 128;
-constexpr int64_t kCyclesPerPiece = 50000;
+// Rough cycles for one sample or row.
 constexpr int64_t kCyclesPerRow = 400;
 
 }  // namespace
@@ -71,19 +69,17 @@ Error EngineTables::CheckLoaded() const {
 void EngineTables::LookUp(const CoreBatch& batch,
                           const std::vector<float*>& outputs,
                           const ParallelFor& parallel_for) const {
-  std::vector<int64_t> sizes;
+  std::vector<tpu_embedding::Load> loads;
   for (const EngineOutput& output : config_.outputs) {
-    sizes.push_back(output.num_samples());
+    loads.push_back(
+        {output.num_samples(), output.num_samples() * kCyclesPerRow});
   }
-  const auto pieces = CutPieces(sizes, kPieceLength);
-  parallel_for(pieces.size(), kCyclesPerPiece, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const auto [o, first, last] = pieces[p];
-      const int table = config_.outputs[o].table;
-      Lookup(batch.prepared.features[o], storage_[table].values[0].data(),
-             config_.tables[table].dim, config_.tables[table].quantization,
-             first, last, outputs[o]);
-    }
+  ForEachPiece(parallel_for, loads, [&](const Piece& piece) {
+    const int64_t o = piece.owner;
+    const int table = config_.outputs[o].table;
+    Lookup(batch.prepared.features[o], storage_[table].values[0].data(),
+           config_.tables[table].dim, config_.tables[table].quantization,
+           piece.begin, piece.end, outputs[o]);
   });
 }
 
@@ -101,12 +97,12 @@ void EngineTables::UpdateTable(int table, const StepBatches& batches,
   const EngineTable& shape = config_.tables[table];
   const float rate =
       shape.rate_tag < 0 ? shape.rate : gradients.rates[shape.rate_tag];
-  std::vector<const RowGroups*> groups;
+  TableEntries entries;
   std::vector<std::vector<const float*>> samples(batches.size());
   for (size_t core = 0; core < batches.size(); ++core) {
-    groups.push_back(&batches[core]->prepared.tables[table]);
     for (size_t o = 0; o < config_.outputs.size(); ++o) {
       if (config_.outputs[o].table != table) continue;
+      entries.features.push_back(&batches[core]->prepared.features[o]);
       for (int64_t s = 0; s < config_.outputs[o].num_samples(); ++s) {
         samples[core].push_back(gradients.values[core][o] + s * shape.dim);
       }
@@ -114,12 +110,16 @@ void EngineTables::UpdateTable(int table, const StepBatches& batches,
   }
   if (!shape.accumulates) {
     for (size_t core = 0; core < batches.size(); ++core) {
-      Apply(table, rate, *groups[core], samples[core], parallel_for);
+      Apply(table, rate, batches[core]->prepared.tables[table], samples[core],
+            parallel_for);
     }
     return;
   }
+  // The batches of all cores as if they were one.
   RowGroups merged;
-  MergeReplicas(groups, shape.num_rows, &merged);
+  entries.vocabulary_size = shape.num_rows;
+  entries.groups = &merged;
+  GroupByRow({entries}, parallel_for);
   for (size_t core = 1; core < batches.size(); ++core) {
     samples[0].insert(samples[0].end(), samples[core].begin(),
                       samples[core].end());
