@@ -152,20 +152,39 @@ void CheckCsr(const FeatureCsr& csr, const FeatureSpec& spec) {
   }
 }
 
-void CheckGroups(const RowGroups& groups, int64_t num_entries) {
-  Require(groups.entries.size() == num_entries, "groups keep all entries");
+// The groups have all entries of these features.
+void CheckGroups(const RowGroups& groups,
+                 const std::vector<const FeatureCsr*>& features) {
+  int64_t num_entries = 0;
+  int64_t num_samples = 0;
+  for (const FeatureCsr* feature : features) {
+    num_entries += feature->rows.size();
+    num_samples += feature->num_samples();
+  }
+  Require(groups.samples.size() == num_entries, "groups keep all entries");
+  Require(groups.gains.size() == 0 || groups.gains.size() == num_entries,
+          "a gain for each entry of a group, or none");
+  Require(groups.starts[groups.num_rows()] == num_entries, "groups end");
   for (int64_t g = 0; g < groups.num_rows(); ++g) {
     Require(g == 0 || groups.rows[g - 1] < groups.rows[g], "rows ascend");
     Require(groups.starts[g] < groups.starts[g + 1], "no group is empty");
     for (int64_t i = groups.starts[g]; i < groups.starts[g + 1]; ++i) {
-      const RowEntry& entry = groups.entries[i];
-      Require(entry.row == groups.rows[g], "a group has one row");
-      Require(entry.sample < groups.num_samples, "samples are numbered");
+      Require(groups.samples[i] < num_samples, "samples are numbered");
       Require(
-          i == groups.starts[g] || groups.entries[i - 1].sample <= entry.sample,
+          i == groups.starts[g] || groups.samples[i - 1] <= groups.samples[i],
           "a group keeps the order of samples");
     }
   }
+}
+
+// Groups two replicas that have the same batch.
+void CheckTwice(std::vector<const FeatureCsr*> features,
+                int64_t vocabulary_size, const ParallelFor& parallel_for) {
+  const std::vector<const FeatureCsr*> once = features;
+  features.insert(features.end(), once.begin(), once.end());
+  RowGroups merged;
+  GroupByRow({{features, vocabulary_size, &merged}}, parallel_for);
+  CheckGroups(merged, features);
 }
 
 // Writes a stack, changes some of it, and reads it back.
@@ -256,20 +275,17 @@ bool FuzzFeatures(const uint8_t* data, size_t size) {
   }
   std::vector<StackedFeature> stacked;
   std::vector<const FeatureCsr*> batches;
-  std::vector<int64_t> entries(2);
+  std::vector<std::vector<const FeatureCsr*>> by_table(2);
   for (int64_t f = 0; f < num_features; ++f) {
+    const int table = tables.feature_tables[f];
     CheckCsr(batch.features[f], specs[f]);
     batches.push_back(&batch.features[f]);
-    stacked.push_back(
-        {"f", tables.feature_tables[f] ? 20 : 0, specs[f].vocabulary_size});
-    entries[tables.feature_tables[f]] += batch.features[f].rows.size();
+    by_table[table].push_back(&batch.features[f]);
+    stacked.push_back({"f", table ? 20 : 0, specs[f].vocabulary_size});
   }
   for (int t = 0; t < 2; ++t) {
-    CheckGroups(batch.tables[t], entries[t]);
-    RowGroups merged;
-    MergeReplicas({&batch.tables[t], &batch.tables[t]},
-                  tables.vocabulary_sizes[t], &merged);
-    CheckGroups(merged, 2 * entries[t]);
+    CheckGroups(batch.tables[t], by_table[t]);
+    CheckTwice(by_table[t], tables.vocabulary_sizes[t], parallel_for);
   }
   RoundTrip(bytes, stacked, batches);
   return true;
