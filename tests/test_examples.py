@@ -97,12 +97,11 @@ def test_ranking_writes_what_it_promises(unbroken: tuple[pathlib.Path, str]):
     assert [line.split()[0] for line in table[2:12]] == [str(n) for n in range(1, 11)]
 
 
-# Three checkpoints an epoch: one kill in the middle of each of the two epochs.
-@pytest.mark.parametrize("number", [2, 4])
 def test_a_killed_run_resumes_to_the_same_metrics(
-    number: int, unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
+    unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
 ):
-    kill_after_checkpoint(number, tmp_path)
+    # There are three checkpoints an epoch: in the middle of the second one.
+    kill_after_checkpoint(4, tmp_path)
     printed = run(RANKING, "--out", tmp_path, "--resume")
     out, expected = unbroken
     assert found_metrics(tmp_path) == found_metrics(out)

@@ -39,11 +39,10 @@ def draw(rng: np.random.Generator, twin: Twin) -> Batch:
 
 
 @pytest.mark.parametrize("rule", ["drop", "mod"])
-@pytest.mark.parametrize("combiner", cases.COMBINERS)
 @each_input
-def test_rule(
-    kind: cases.Input, combiner: str, rule: str, rng: np.random.Generator
-) -> None:
+def test_rule(kind: cases.Input, rule: str, rng: np.random.Generator) -> None:
+    # Ids are read before combiners are: each kind takes the next one.
+    combiner = cases.COMBINERS[cases.INPUTS.index(kind) % 3]
     features = {
         "plain_int32": Feature("table", kind),
         "plain_int64": Feature("table", kind),

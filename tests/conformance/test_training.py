@@ -221,7 +221,7 @@ def test_inside_a_function(kind: Any, rng: np.random.Generator) -> None:
     twin.run(rng, 2)
 
 
-@pytest.mark.parametrize("case", optimizer_cases.OPTIMIZERS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", optimizer_cases.STOCK, ids=lambda case: case.name)
 def test_inside_a_loop(case: Any, rng: np.random.Generator) -> None:
     """A tf.range loop over steps, against the same steps one by one."""
 

@@ -31,11 +31,13 @@ BUILDS = {
 LOAD_STEPS = 50_000
 
 
-def compile_driver(build: str, folder: pathlib.Path, compiler: str = "g++") -> str:
+def compile_driver(
+    build: str, folder: pathlib.Path, compiler: str = "g++", level: str = "-O1"
+) -> str:
     """Builds the driver of the C++ core's targets; the path of the program."""
     program = str(folder / f"fuzz_{build}")
     sources = sorted([*TESTS.glob("cc/fuzz_*.cc"), *CC.glob("core/*.cc")])
-    flags = ["-std=c++17", "-pthread", "-g", "-O1", "-fno-math-errno"]
+    flags = ["-std=c++17", "-pthread", "-g", level, "-fno-math-errno"]
     places = [f"-I{CC}", f"-I{TESTS / 'cc'}"]
     subprocess.run(
         [compiler, *flags, *BUILDS[build], *places, *map(str, sources), "-o", program],

@@ -136,5 +136,5 @@ def test_against_the_reference(engine: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_core_under_sanitizers(seed: int, tmp_path: pathlib.Path) -> None:
     """Mutated features and batches, from another seed than `make fuzz`."""
-    program = fuzz.compile_driver("address", tmp_path)
+    program = fuzz.compile_driver("address", tmp_path, level="-O0")
     print(fuzz.run_driver(program, seconds=3, seed=seed))

@@ -22,7 +22,8 @@ def one_writer(path: str) -> Iterator[None]:
         yield
         return
     parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # To open a file is the clearer error.
+        os.makedirs(parent, exist_ok=True)
     folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

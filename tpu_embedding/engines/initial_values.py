@@ -48,8 +48,9 @@ def initializer_of(spec: TableSpec) -> Callable[..., Any]:
         signature = inspect.signature(initializer)
     except ValueError:
         return initializer  # Some built-ins have no signature.
+    part = {"shard_info": None} if "shard_info" in signature.parameters else {}
     try:
-        signature.bind((1, 1), dtype=tf.float32)
+        signature.bind((1, 1), dtype=tf.float32, **part)
     except TypeError as error:
         raise table_errors.initializer_arguments(
             spec.name, initializer, str(error)
