@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from interop import oracle
 from interop.spec_cases import dict_spec, embedding, shared, spec
 
-from tpu_embedding import interop
+import tpu_embedding as te
+from tpu_embedding import checkpoint, interop
 from tpu_embedding.interop.checkpoint_import import rows_by_id
+from tpu_embedding.testing import SoftwareTPUStrategy
 
 read = interop.import_estimator_checkpoint
 VARIABLES = {
@@ -190,6 +192,31 @@ def test_the_step_goes_on_for_rate_functions(tmp_path: pathlib.Path):
     trained.apply_gradients({"a": tf.ones([1, 2])})
     (table,) = trained.embedding_tables.values()
     assert table.numpy()[1].tolist() == [2.0 - 7, 3.0 - 7]
+
+
+@pytest.mark.parametrize("version", ["v4", "v6e"])
+def test_tables_go_into_the_engines_of_tpus(tmp_path: pathlib.Path, version: str):
+    """Their values are no variables that one could assign."""
+    values = {"t": np.arange(800.0).reshape(100, 8), "t/Adagrad": np.full((100, 8), 2)}
+    tables = {"t": interop.TableConfig(100, 8)}
+    made = dict_spec(
+        tables=tables, optimization_parameters=interop.AdagradParameters(1)
+    )
+    imported = read(save(tmp_path, values), made)
+    with SoftwareTPUStrategy(version, num_devices=2).scope():
+        if version == "v4":
+            trained = made.to_tpu_embedding()
+            trained.build({"f": tf.TensorShape([4, 1])})
+        else:
+            table = te.TableConfig(100, 8, name="t")
+            feature = te.FeatureConfig(table, output_shape=[4], name="f")
+            trained = te.TPUEmbeddingV2({"f": feature}, te.Adagrad(1.0))
+    imported.assign(trained)
+    written = checkpoint.read(checkpoint.save(trained, tmp_path / "again"))["t"]
+    np.testing.assert_array_equal(written.parameters.numpy(), values["t"])
+    np.testing.assert_array_equal(written.slots["accumulators"].numpy(), 2)
+    with pytest.raises(TypeError, match="take a TPUEmbedding or a"):
+        imported.assign({})  # type: ignore[arg-type]
 
 
 def test_names_that_the_rules_do_not_find(tmp_path: pathlib.Path):

@@ -55,9 +55,9 @@ def exists(path: str) -> tf.errors.AlreadyExistsError:
 def not_an_embedding(value: object) -> TypeError:
     """An object whose tables cannot be told."""
     return TypeError(
-        "checkpoint.save and checkpoint.restore take a TPUEmbedding or a "
-        f"TPUEmbeddingV2. Received: {value!r}. tf.train.Checkpoint saves and restores "
-        "others: layers, and TPUEmbeddingForServing."
+        "checkpoint.save, checkpoint.restore and `assign` of imported tables take a "
+        f"TPUEmbedding or a TPUEmbeddingV2. Received: {value!r}. tf.train.Checkpoint "
+        "saves and restores others: layers, and TPUEmbeddingForServing."
     )
 
 

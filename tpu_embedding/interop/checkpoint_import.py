@@ -14,12 +14,13 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding import errors
-from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.checkpoint.errors import not_an_embedding
+from tpu_embedding.checkpoint.tracking import SavedTables
 from tpu_embedding.interop import checkpoint_errors, columns, spec_errors
 from tpu_embedding.interop.slot_names import SlotSource, slot_sources
 from tpu_embedding.interop.table_config import TableConfig
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 
-PARAMETERS = "parameters"
 _GLOBAL_STEP = "global_step"
 
 
@@ -65,8 +66,8 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
 
     global_step: int | None = None
 
-    def assign(self, embedding: TPUEmbedding) -> None:
-        """Puts the tables and slots into an embedding, all of them or none.
+    def assign(self, embedding: SavedTables) -> None:
+        """Puts the tables and slots into an embedding of any engine, all or none.
 
         The embedding's tables must have the names of these, as those of
         `spec.to_tpu_embedding()` do. Slots that the checkpoint lacks keep their
@@ -74,26 +75,29 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
         tables alone.
 
         Raises:
+          TypeError: If `embedding` is none.
           ValueError: If a table, slot or shape has no counterpart.
         """
-        embedding.build()
-        variables = embedding.variables
-        ours = {table.name: parts for table, parts in variables.items()}
+        if not isinstance(embedding, SavedTables):
+            raise not_an_embedding(embedding)
+        ours = embedding.checkpoint_rows()
         if set(ours) != set(self):
-            raise checkpoint_errors.other_tables(self, [str(name) for name in ours])
+            raise checkpoint_errors.other_tables(self, list(ours))
         pairs = []
         for table, arrays in self.items():
             lookups_only = set(ours[table]) == {PARAMETERS}
             for name, value in arrays.items():
                 if name != PARAMETERS and lookups_only:
                     continue
-                pairs.append((_variable(table, name, value, ours[table]), value))
+                pairs.append((_rows(table, name, value, ours[table]), value))
             _warn_of_missing(table, set(ours[table]) - set(arrays))
+        for rows, value in pairs:
+            for start, stop in rows.slices():
+                rows.write(start, value[start:stop].astype(rows.dtype, copy=False))
+        embedding.load_checkpoint_rows()
         updates = embedding.checkpoint_updates()
         if updates is not None and self.global_step is not None:
-            pairs.append((updates, np.int64(self.global_step)))
-        for variable, value in pairs:
-            variable.assign(value)
+            updates.assign(self.global_step)
 
 
 def import_estimator_checkpoint(
@@ -131,7 +135,7 @@ def import_estimator_checkpoint(
       ValueError: If there is no checkpoint, it cannot be read, a table has no
         variable or more than one, a shape does not fit, or an argument is wrong.
     """
-    if not isinstance(num_hosts, int) or num_hosts < 1:
+    if type(num_hosts) is not int or num_hosts < 1:
         raise errors.argument_value("num_hosts", num_hosts, "an int >= 1")
     strategy = partition_strategy
     if strategy is None:
@@ -260,16 +264,16 @@ def _find(checkpoint: EstimatorCheckpoint, key: str, pattern: str) -> str:
     return found[0]
 
 
-def _variable(
-    table: str, name: str, value: np.ndarray, variables: Mapping[str, tf.Variable]
-) -> tf.Variable:
-    """The variable that `value` goes into."""
-    if name not in variables:
-        raise checkpoint_errors.other_slots(table, name, list(variables))
-    shape = tuple(variables[name].shape)
+def _rows(
+    table: str, name: str, value: np.ndarray, parts: Mapping[str, MutableRows]
+) -> MutableRows:
+    """The rows that `value` goes into."""
+    if name not in parts:
+        raise checkpoint_errors.other_slots(table, name, list(parts))
+    shape = parts[name].shape
     if shape != value.shape:
         raise checkpoint_errors.assigned_shape(table, name, value.shape, shape)
-    return variables[name]
+    return parts[name]
 
 
 def _warn_of_missing(table: str, slots: set[str]) -> None:
