@@ -160,6 +160,38 @@ def test_other_files_are_begun_anew(
     assert "is no profile, and is begun anew" in said[0]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        None,
+        {"examples": "1"},
+        {"examples": -1},
+        {"ids": float("nan")},
+        {"max_ids": None},
+        {"shard_ids": [1]},
+        {"shard_ids": 1},
+        {"shard_ids": [1, 1]},
+    ],
+    ids=repr,
+)
+def test_damaged_statistics_are_begun_anew(
+    tmp_path: pathlib.Path, change: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Training that lasted for hours must not end in an error over its profile."""
+    said: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
+    run = profiler(tmp_path)
+    file = pathlib.Path(run._paths["t"])
+    for _ in range(2):
+        run.observe("f", [1], [0], 1)
+        run.flush()
+        assert run.load()["t"] == interop.TableStatistics(1, 1, 1, (1, 0))
+        content = json.loads(file.read_text())
+        content["statistics"] = change and {**content["statistics"], **change}
+        file.write_text(json.dumps(content))
+    assert "is no profile, and is begun anew" in said[0]
+
+
 def test_a_folder_that_fails_is_a_warning(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -250,12 +250,23 @@ class EmbeddingProfiler:
                 content = json.load(file)
             if {name: content[name] for name in self._key(table)} != self._key(table):
                 raise ValueError("it is of another version or table")
-            numbers = content["statistics"]
-            shards = tuple(int(n) for n in numbers.pop("shard_ids"))
-            return TableStatistics(shard_ids=shards, **numbers)
+            return _statistics(content["statistics"], self._options.num_shards)
         except (ValueError, KeyError, TypeError) as error:
             logging.warning("%s is no profile, and is begun anew: %s", path, error)
             return None
+
+
+def _statistics(numbers: dict[str, Any], num_shards: int) -> TableStatistics:
+    """What a file holds; ValueError, KeyError or TypeError if it is not ours."""
+    fields = dataclasses.fields(TableStatistics)
+    found = TableStatistics(**{field.name: numbers[field.name] for field in fields})
+    found = dataclasses.replace(found, shard_ids=tuple(found.shard_ids))
+    counts = (found.examples, found.ids, found.max_ids, *found.shard_ids)
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("its counts are no whole numbers >= 0")
+    if len(found.shard_ids) != num_shards or sum(found.shard_ids) != found.ids:
+        raise ValueError("its shards do not add up")
+    return found
 
 
 def observe_batch(
