@@ -225,6 +225,27 @@ def test_bad_arguments(tmp_path: pathlib.Path):
         Options(sample_fraction=1.5)
 
 
+@pytest.mark.parametrize("strategy", ["div", "mod"])
+def test_bad_batches_change_nothing(tmp_path: pathlib.Path, strategy: str):
+    run = profiler(tmp_path, partition_strategy=strategy)
+    for arguments, words in {
+        ("nobody", (1,), (0,), 1): "has no feature 'nobody'. It has f",
+        ("f", (1, 2), (0,), 1): r"one shape \[n\]. Received: \(2,\) and \(1,\)",
+        ("f", (1, 8), (0, 0), 1): "`ids` must be >= 0 and < 8. Received: 8",
+        ("f", (-1,), (0,), 1): "`ids` must be >= 0 and < 8. Received: -1",
+        ("f", (1,), (1,), 1): "`examples` must be >= 0 and < 1. Received: 1",
+        ("f", (1,), (-1,), 1): "`examples` must be >= 0 and < 1. Received: -1",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            run.observe(*arguments)
+    assert run._seen == {"f": 0}
+    run.flush()
+    assert run.load() == {}
+    run.observe("f", [], [], 1)
+    run.flush()
+    assert run.load()["t"].examples == 1
+
+
 def test_the_trainer_writes_and_computes_the_same(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):

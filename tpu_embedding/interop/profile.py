@@ -142,13 +142,26 @@ class EmbeddingProfiler:
           ids: int [n].
           examples: For each id the number of its example in the batch, int [n].
           count: How many examples the batch has.
+
+        Raises:
+          ValueError: If the spec has no such feature, an id is outside of its table, an
+            example outside of the batch, or there are more of one than of the other.
         """
+        if feature not in self._table_of:
+            raise spec_errors.profile_feature(feature, self._table_of)
         table = self._table_of[feature]
+        ids, examples = np.asarray(ids, np.int64), np.asarray(examples, np.int64)
+        if ids.ndim != 1 or ids.shape != examples.shape:
+            raise spec_errors.profile_shapes(feature, ids.shape, examples.shape)
+        size = self._tables[table].vocabulary_size
+        for name, values, limit in (("ids", ids, size), ("examples", examples, count)):
+            wrong = values[(values < 0) | (values >= limit)]
+            if wrong.size:
+                raise spec_errors.profile_value(feature, name, int(wrong[0]), limit)
         first = self._seen[feature]
         self._seen[feature] = first + count
         chosen = self._chosen(feature, np.arange(first, first + count))
-        examples = np.asarray(examples, np.int64)
-        ids = np.asarray(ids, np.int64)[chosen[examples]]
+        ids = ids[chosen[examples]]
         lengths = np.bincount(examples, minlength=count)[chosen]
         shards = np.bincount(
             self._shards(table, ids), minlength=self._options.num_shards

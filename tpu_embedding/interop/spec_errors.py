@@ -301,6 +301,29 @@ def profile_of_other_shards(strategy: str) -> ValueError:
     )
 
 
+def profile_feature(feature: object, known: Iterable[str]) -> ValueError:
+    """A feature that the profiled spec lacks."""
+    return ValueError(
+        f"The profile's spec has no feature {feature!r}. It has {', '.join(known)}."
+    )
+
+
+def profile_shapes(feature: str, ids: object, examples: object) -> ValueError:
+    """Ids that do not say which examples they are of."""
+    return ValueError(
+        f"Feature {feature!r}: `ids` and `examples` must be of one shape [n]. "
+        f"Received: {ids} and {examples}."
+    )
+
+
+def profile_value(feature: str, argument: str, value: int, limit: int) -> ValueError:
+    """An id outside of its table, or an example outside of the batch."""
+    return ValueError(
+        f"Feature {feature!r}: `{argument}` must be >= 0 and < {limit}. "
+        f"Received: {value}."
+    )
+
+
 def profile_directory_is_file(path: str) -> ValueError:
     """A file where a folder is wanted."""
     return ValueError(f"`profile_data_directory` {path!r} is a file, not a folder.")
