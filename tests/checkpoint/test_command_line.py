@@ -146,6 +146,7 @@ def test_values_that_are_not_numbers(
         (["convert", "{saved}", "{saved}"], "Save to another path"),
         (["convert", "{saved}", "x", "--rename", "films"], "must be OLD=NEW"),
         (["convert", "{saved}", "x", "--rename", "films=users"], "no other has"),
+        (["convert", "{saved}", "x", "--to=numpy", "--new-root=y"], "not for `--to n"),
         (["diff", "{saved}", "{saved}", "--root", "x"], "holds no tables"),
         (
             ["convert", "{saved}", "{saved}.index/x", "--to=numpy", "--no-slots"],

@@ -63,8 +63,7 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     command.add_argument("--no-slots", action="store_true", help="leave the slots out")
     command.add_argument(
         "--new-root",
-        default=DEFAULT_ROOT,
-        help="what the object is called in the new checkpoint (%(default)s)",
+        help=f"what the object is called in the new checkpoint ({DEFAULT_ROOT})",
     )
     command.set_defaults(run=_convert)
     return command
@@ -100,13 +99,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    if arguments.to == "numpy" and arguments.new_root is not None:
+        raise errors.new_root_of_arrays()
     checkpoint = read(arguments.path, root=arguments.root)
     tables = _renamed(checkpoint, arguments.rename)
     if arguments.no_slots:
         tables = without_slots(tables)
     checkpoint.verify()
     options = WriteOptions(
-        arguments.new_root,
+        DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
         layouts=read_layouts(arguments.like) if arguments.like else None,
         updates=None if arguments.no_slots else checkpoint.updates,
     )

@@ -231,6 +231,11 @@ def like_without_sparse_core() -> ValueError:
     return ValueError("`--like` is for `--to sparse-core` only.")
 
 
+def new_root_of_arrays() -> ValueError:
+    """The name of an object for files that hold arrays alone."""
+    return ValueError("`--new-root` is not for `--to numpy`: arrays have no object.")
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
