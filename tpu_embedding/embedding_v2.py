@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
-from tpu_embedding import errors
+from tpu_embedding import engines, errors, topology
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
 from tpu_embedding.layout import errors as layout_errors
@@ -110,6 +110,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             check_numerics,
             _adapt_config(sparse_core_embedding_config),
         )
+        engines.require_lookups(topology.current(), "TPUEmbeddingV2")
         super().__init__(feature_config, optimizer, options)
 
     @as_written

@@ -281,3 +281,12 @@ def test_calls_that_the_hardware_lacks() -> None:
             call()
     with pytest.raises(NotImplementedError, match="cannot forget the batches"):
         embedding.reset()
+
+
+def test_classes_without_a_queue_are_refused() -> None:
+    feature = te.FeatureConfig(te.TableConfig(V, D, name="films"), output_shape=[B])
+    with (
+        make_strategy().scope(),
+        pytest.raises(NotImplementedError, match=r"TPUEmbeddingV2 looks .*queue\. Use"),
+    ):
+        te.TPUEmbeddingV2(feature, te.SGD(0.1))

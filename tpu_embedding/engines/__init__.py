@@ -22,6 +22,7 @@ __all__ = [
     "check_inputs",
     "create_engine",
     "lay_out",
+    "require_lookups",
     "require_queue",
     "stored_layouts",
     "takes_profiles",
@@ -59,6 +60,17 @@ def require_queue(topology: Topology, what: str) -> None:
     engine = _engine_of(topology)
     if not engine.has_queue:
         raise errors.no_queue(what, engine.name)
+
+
+def require_lookups(topology: Topology, what: str) -> None:
+    """Refuses a class that looks up past a queue, where the engine cannot.
+
+    Raises:
+      NotImplementedError: It names `what` and the way out.
+    """
+    engine = _engine_of(topology)
+    if not engine.has_lookups:
+        raise errors.no_lookups(what, engine.name)
 
 
 def check_inputs(

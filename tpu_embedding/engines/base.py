@@ -76,6 +76,8 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     # False: `enqueue`, `dequeue` and `apply_gradients` are refused.
     has_queue: ClassVar[bool] = True
+    # False: `lookup`, `submit` and those of stacks are refused.
+    has_lookups: ClassVar[bool] = True
     # True: `checkpoint_variables` are stacks, which a record of the layout goes with.
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False

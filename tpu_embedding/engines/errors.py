@@ -23,6 +23,16 @@ def no_queue(what: str, engine: str) -> NotImplementedError:
     )
 
 
+def no_lookups(what: str, engine: str) -> NotImplementedError:
+    """A class or method that looks up past a queue."""
+    return NotImplementedError(
+        f"{what} looks a batch up at once, which the engine {engine!r} cannot: its "
+        "lookups go through one queue. Use TPUEmbedding with enqueue, dequeue and "
+        "apply_gradients; or build it outside of the strategy's scope, where it runs "
+        "on this machine's CPU."
+    )
+
+
 def in_control_flow() -> RuntimeError:
     """Enqueue in a part of a TPU program."""
     return RuntimeError(

@@ -41,6 +41,7 @@ class TPUv1Engine(Engine):
     """The tables are in the TPU's memory; variables on the hosts stand in for them."""
 
     name = "tpu_v1"
+    has_lookups = False
     takes_profiles = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -224,22 +225,22 @@ class TPUv1Engine(Engine):
             self._rates.count_update()
 
     def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Engine.lookup`."""
-        raise errors.no_lookups("lookup")
+        """Refused; see `Engine.has_lookups`."""
+        raise engine_errors.no_lookups("lookup", self.name)
 
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.submit`."""
-        raise errors.no_lookups("submit")
+        """Refused; see `Engine.has_lookups`."""
+        raise engine_errors.no_lookups("submit", self.name)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Engine.preprocess`."""
-        raise errors.no_lookups("embedding_lookup")
+        """Refused; see `Engine.has_lookups`."""
+        raise engine_errors.no_lookups("embedding_lookup", self.name)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Engine.lookup_stacked`."""
-        raise errors.no_lookups("embedding_lookup")
+        """Refused; see `Engine.has_lookups`."""
+        raise engine_errors.no_lookups("embedding_lookup", self.name)
 
     def update_stacked(
         self,
@@ -247,8 +248,8 @@ class TPUv1Engine(Engine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Engine.update_stacked`."""
-        raise errors.no_lookups("apply_gradients")
+        """Refused; see `Engine.has_lookups`."""
+        raise engine_errors.no_lookups("apply_gradients", self.name)
 
     def flush(self) -> None:
         """See `Engine.flush`: the TPU itself puts a pending update first."""

@@ -72,14 +72,6 @@ def tables_on_tpu() -> RuntimeError:
     )
 
 
-def no_lookups(method: str) -> NotImplementedError:
-    """TPU v2 to v4 look up what was enqueued, and nothing else."""
-    return NotImplementedError(
-        f"{method} is not possible on TPU v2 to v4, whose lookups go through one "
-        "queue. Use TPUEmbedding with enqueue, dequeue and apply_gradients."
-    )
-
-
 def not_an_argument(path: str, tensor: object) -> ValueError:
     """An input that was computed inside strategy.run."""
     return ValueError(
