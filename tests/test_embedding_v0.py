@@ -97,6 +97,22 @@ def test_same_as_tpu_embedding(name: str, rng: np.random.Generator) -> None:
         cases.assert_close(found, update, bound, "gradient")
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_first_lookup_makes_the_tables(name: str) -> None:
+    """Inside of a replica, too, and each replica has its copy."""
+    strategy = STRATEGIES[name]()
+    table = te.TableConfig(V, D, te.RowIdInitializer(), name="films")
+    with strategy.scope():
+        embedding = te.TPUEmbeddingV0(te.FeatureConfig(table), te.Adagrad(1.0))
+    activations = strategy.run(lambda: embedding(tf.constant([1, 2])))
+    for found in strategy.experimental_local_results(activations):
+        assert found.numpy()[:, 0].tolist() == [1.0, 2.0]
+    for variable in embedding.variables[table].values():
+        copies = strategy.experimental_local_results(variable)
+        assert len(copies) == strategy.num_replicas_in_sync
+    assert sorted(embedding._trackable_children()) == ["films", "films/accumulators"]
+
+
 def test_checkpoints_are_those_of_tpu_embedding(tmp_path: pathlib.Path) -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     table = te.TableConfig(V, D, initializer, name="films")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -89,12 +90,17 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         """Makes the tables and slots; called by the first lookup if not before."""
         if self._variables:
             return
-        with tf.init_scope(), self._topology.strategy.scope():
+        strategy = self._topology.strategy
+        inside = self._topology.replica() is not None and tf.distribute.has_strategy()
+        # A replica is in the scope already, and may not open it.
+        scope = contextlib.nullcontext() if inside else strategy.scope()
+        with tf.init_scope(), scope:
             made = {spec.name: _create_table(spec) for spec in self._plan.tables}
         for table, arrays in made.items():
             for name, variable in arrays.items():
                 whole = table if name == PARAMETERS else f"{table}/{name}"
-                self._track_trackable(variable, whole)
+                # All replicas of a MirroredStrategy come, with the same variables.
+                self._track_trackable(variable, whole, overwrite=True)
         self._variables = made
 
     @property
