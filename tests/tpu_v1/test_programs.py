@@ -212,6 +212,13 @@ def test_where_enqueue_may_be_called() -> None:
 
     with pytest.raises(RuntimeError, match=r"inside control flow or a tf\.function"):
         trace(in_function)
+
+    def missing(ids: Any) -> None:
+        embedding.enqueue({"a": ids, "b": None})
+
+    for call in (lambda: missing(tf.constant([1] * B)), lambda: trace(missing)):
+        with pytest.raises(ValueError, match=r"Feature b must be a tf\.Tensor"):
+            call()
     assert embedding._engine is None
 
 

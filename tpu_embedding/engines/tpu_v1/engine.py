@@ -92,6 +92,8 @@ class TPUv1Engine(Engine):
         for path, value in zip(paths, values, strict=True):
             for part in topology.strategy.experimental_local_results(value):
                 for tensor in tf.nest.flatten(part, expand_composites=True):
+                    if not tf.is_tensor(tensor):
+                        continue  # Refused later, by its kind.
                     if program is not None:
                         _check_argument(path, tensor)
                     elif "TPU" in (tensor.device or ""):
