@@ -15,6 +15,7 @@ from described_tpu import LOCAL_TOPOLOGY, PER_HOST, Described, local_tpu
 import tpu_embedding as te
 from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
+from tpu_embedding.keras import TPUEmbedding as TPUEmbeddingLayer
 
 V, D, B = 8, 2, 4
 ENQUEUE = "EnqueueTPUEmbeddingArbitraryTensorBatch"
@@ -297,3 +298,12 @@ def test_classes_without_a_queue_are_refused() -> None:
         pytest.raises(NotImplementedError, match=r"TPUEmbeddingV2 looks .*queue\. Use"),
     ):
         te.TPUEmbeddingV2(feature, te.SGD(0.1))
+
+
+def test_the_keras_layer_is_refused() -> None:
+    feature = te.FeatureConfig(te.TableConfig(V, D, name="films"), output_shape=[B])
+    with (
+        make_strategy().scope(),
+        pytest.raises(NotImplementedError, match=r"keras\.TPUEmbedding looks .*\. Use"),
+    ):
+        TPUEmbeddingLayer(feature, te.SGD(0.1))

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding import embedding
+from tpu_embedding import embedding, engines, topology
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import errors, gate
 from tpu_embedding.keras.calls import Calls
@@ -122,6 +122,7 @@ class UpdatedTables(LayerTables):
         ]
         self._loss_scale = loss_scale
         self._check_numerics = check_numerics
+        engines.require_lookups(topology.current(), "keras.TPUEmbedding")
         self._core = embedding.TPUEmbedding(
             resolved.features(),
             resolved.optimizer,
