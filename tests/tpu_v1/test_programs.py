@@ -240,6 +240,9 @@ def test_shapes_must_be_known() -> None:
     embedding = make_embedding(make_strategy())
     with pytest.raises(ValueError, match="Feature a: a TPU must know"):
         embedding.build()
+    nothing = tf.constant([], tf.int32)
+    with pytest.raises(ValueError, match=r"Feature a: .* no samples .*\(0,\)"):
+        embedding.enqueue({"a": nothing, "b": nothing})
 
     @tf.function
     def enqueue(ids: Any) -> None:

@@ -280,6 +280,8 @@ class TPUv1Engine(Engine):
         known = tuple(axis for axis in shape if axis is not None)
         if len(known) < len(shape):
             raise errors.shape_not_known(self._plan.features[feature].path, shape)
+        if 0 in known:
+            raise errors.no_samples(self._plan.features[feature].path, shape)
         return known
 
     def _core_shape(self, feature: int) -> tuple[int, ...]:

@@ -37,6 +37,14 @@ def shape_not_known(path: str, shape: object) -> ValueError:
     )
 
 
+def no_samples(path: str, shape: object) -> ValueError:
+    """A TPU is configured for batches of one size, which cannot be 0."""
+    return ValueError(
+        f"Feature {path}: a TPU is configured for one output shape, but there are no "
+        f"samples in {shape}. Skip empty batches."
+    )
+
+
 def not_divisible_by_cores(path: str, shape: object, cores: int) -> ValueError:
     """The batch of a replica cannot be dealt out to its cores."""
     return ValueError(
