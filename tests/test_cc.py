@@ -12,6 +12,7 @@ import pathlib
 import shlex
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
@@ -34,9 +35,19 @@ BUILDS = {
 TIMEOUT_SECONDS = 300
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+_OBJECTS = tempfile.TemporaryDirectory(prefix="tpu_embedding_cc_")
+
+
+def _run(
+    command: list[str], folder: pathlib.Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
     )
 
 
@@ -52,19 +63,27 @@ def _without_randomization() -> list[str]:
     return []
 
 
+@functools.cache
+def _objects(folder: str, build: str) -> list[str]:
+    """The object files of a folder of sources, compiled once for all programs."""
+    place = pathlib.Path(tempfile.mkdtemp(prefix=f"{build}_", dir=_OBJECTS.name))
+    sources = sorted((CC / folder).glob("*.cc"))
+    command = [*COMPILER, *FLAGS, *BUILDS[build], "-c", *map(str, sources)]
+    compiled = _run(command, place)
+    assert compiled.returncode == 0, compiled.stderr
+    return [str(path) for path in sorted(place.glob("*.o"))]
+
+
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(
     "source", sorted(TESTS.glob("*_test.cc")), ids=lambda p: p.stem
 )
 def test_program(source: pathlib.Path, build: str, tmp_path: pathlib.Path) -> None:
-    program = tmp_path / source.stem
+    program = str(tmp_path / source.stem)
     folders = ["core", *filter(None, [MORE_SOURCES.get(source.stem)])]
-    sources = [
-        source,
-        *(file for f in folders for file in sorted((CC / f).glob("*.cc"))),
-    ]
-    command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources)]
-    compiled = _run([*command, "-o", str(program)])
+    objects = [name for folder in folders for name in _objects(folder, build)]
+    command = [*COMPILER, *FLAGS, *BUILDS[build], str(source), *objects]
+    compiled = _run([*command, "-o", program])
     assert compiled.returncode == 0, compiled.stderr
-    ran = _run([*_without_randomization(), str(program)])
+    ran = _run([*_without_randomization(), program])
     assert ran.returncode == 0, ran.stdout + ran.stderr
