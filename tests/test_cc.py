@@ -28,7 +28,7 @@ FLAGS = [
 # Sources beyond the core, by the name of a test: folders of plain C++ as well.
 MORE_SOURCES = {"engine_test": "software_tpu/engine"}
 BUILDS = {
-    "plain": ["-O2"],
+    "plain": ["-O0"],  # The optimised core is what all other tests run.
     "address": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-O1", "-fsanitize=thread"],
 }
