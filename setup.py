@@ -27,6 +27,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -57,7 +58,6 @@ HEADERS = "".join(
     f'#include "tensorflow/core/framework/{name}.h"\n'
     for name in ("op", "op_kernel", "resource_mgr", "resource_var", "shape_inference")
 )
-HEADER_NAME = "tensorflow_headers.h"
 FEW_SOURCES = 4  # So many compile sooner than the headers do.
 # A symbol that TensorFlow's libraries lack is an error here, not at load time.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
@@ -125,6 +125,8 @@ class Compiler:
     command: tuple[str, ...]
     flags: tuple[str, ...]
     objects: pathlib.Path
+    # What all but the core reads before the source.
+    first_include: tuple[str, ...] = ()
 
     @classmethod
     def for_tensorflow(cls, tensorflow: TensorFlow, folder: pathlib.Path) -> Compiler:
@@ -157,27 +159,21 @@ class Compiler:
         return record.exists() and record.read_text() == _digest(_files_read(depfile))
 
     @contextlib.contextmanager
-    def precompiled(self, headers: str) -> Iterator[None]:
-        """Reads `headers` once for all that is compiled meanwhile outside of the core.
+    def precompiled(self, headers: str) -> Iterator[Compiler]:
+        """Reads `headers` once, for all that the yielded compiler compiles.
 
         They would not go into the digests, so that none of ours may be among them.
         """
-        header = self.objects / HEADER_NAME
-        compiled = header.with_suffix(".h.gch")
         self.objects.mkdir(parents=True, exist_ok=True)
-        header.write_text(headers)
-        print("compiling the headers of TensorFlow", flush=True)
-        output = ("-x", "c++-header", str(header), "-o", str(compiled))
-        _run([*self.command, *self.flags, *output])
-        try:
-            yield
-        finally:  # It has hundreds of megabytes.
-            compiled.unlink()
-            header.unlink()
-
-    def _first_include(self) -> tuple[str, ...]:
-        header = self.objects / HEADER_NAME
-        return ("-include", str(header)) if header.exists() else ()
+        # They have hundreds of megabytes. What a killed build leaves behind is never
+        # taken for whole: each build has a folder of its own.
+        with tempfile.TemporaryDirectory(prefix="headers", dir=self.objects) as folder:
+            header = pathlib.Path(folder, "tensorflow.h")
+            header.write_text(headers)
+            print("compiling the headers of TensorFlow", flush=True)
+            output = ("-x", "c++-header", str(header), "-o", f"{header}.gch")
+            _run([*self.command, *self.flags, *output])
+            yield dataclasses.replace(self, first_include=("-include", str(header)))
 
     def compile(self, source: pathlib.Path) -> None:
         """Compiles `source`, unless its object file is current."""
@@ -188,7 +184,7 @@ class Compiler:
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"compiling {source}", flush=True)
         folder = source.relative_to(SOURCES).parts[0]
-        extra = CORE_FLAGS if folder == "core" else self._first_include()
+        extra = CORE_FLAGS if folder == "core" else self.first_include
         started = time.time_ns()
         record.unlink(missing_ok=True)
         _run(
@@ -228,20 +224,19 @@ class BuildOps(build_ext.build_ext):
         sources = {
             pathlib.Path(name) for ext in self.extensions for name in ext.sources
         }
-        compiler = self._compiler()
+        compiler = Compiler.for_tensorflow(
+            TensorFlow.of_environment(), pathlib.Path(self.build_temp)
+        )
         new = [source for source in sources if not compiler.is_current(source)]
         many = len(new) > FEW_SOURCES
-        with compiler.precompiled(HEADERS) if many else contextlib.nullcontext():
+        ready = compiler.precompiled(HEADERS) if many else None
+        with ready or contextlib.nullcontext(compiler) as self.compiler_of_ops:
             super().build_extensions()
-
-    def _compiler(self) -> Compiler:
-        tensorflow = TensorFlow.of_environment()
-        return Compiler.for_tensorflow(tensorflow, pathlib.Path(self.build_temp))
 
     def build_extension(self, ext: setuptools.Extension) -> None:
         """Builds one library."""
         tensorflow = TensorFlow.of_environment()
-        compiler = self._compiler()
+        compiler = self.compiler_of_ops
         target = pathlib.Path(self.get_ext_fullpath(ext.name))
         sources = [pathlib.Path(source) for source in ext.sources]
         with concurrent.futures.ThreadPoolExecutor(_jobs(self.parallel)) as pool:
