@@ -15,7 +15,7 @@ from tpu_embedding.keras import encoding, errors, saving
 from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
 from tpu_embedding.keras.specs import output_spec
 from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
-from tpu_embedding.optimizers.base import check_positive
+from tpu_embedding.optimizers.checks import check_positive
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 # What each hint may be besides None, in words and in classes.

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
-class Adadelta(base.Optimizer):
+class Adadelta(base.KeywordOptimizer):
     """The rule of TensorFlow's op ResourceSparseApplyAdadelta.
 
       a = rho * a + (1 - rho) * G^2
@@ -34,23 +34,11 @@ class Adadelta(base.Optimizer):
     learning_rate: base.Rate = 0.001
     rho: float = 0.95
     epsilon: float = 1e-07
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_share("rho", self.rho)
-        base.check_positive("epsilon", self.epsilon)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+        checks.check_share("rho", self.rho)
+        checks.check_positive("epsilon", self.epsilon)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

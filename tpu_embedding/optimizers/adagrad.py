@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,9 @@ class AdagradOptions(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_positive("initial_accumulator_value", self.initial_accumulator_value)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+        checks.check_positive(
+            "initial_accumulator_value", self.initial_accumulator_value
+        )
 
     @property
     def hyperparameters(self) -> tuple[float, ...]:

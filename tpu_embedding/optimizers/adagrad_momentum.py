@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +66,11 @@ class AdagradMomentum(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_number("momentum", self.momentum)
-        base.check_flag("use_nesterov", self.use_nesterov)
-        base.check_positive("exponent", self.exponent)
-        base.check_number("beta2", self.beta2)
-        base.check_positive("epsilon", self.epsilon)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+        checks.check_number("momentum", self.momentum)
+        checks.check_flag("use_nesterov", self.use_nesterov)
+        checks.check_positive("exponent", self.exponent)
+        checks.check_number("beta2", self.beta2)
+        checks.check_positive("epsilon", self.epsilon)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

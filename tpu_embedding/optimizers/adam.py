@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tpu_embedding import errors
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Adam(base.Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         for argument, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            base.check_share(argument, beta)
-        base.check_positive("epsilon", self.epsilon)
-        base.check_flag("lazy_adam", self.lazy_adam)
-        base.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
+            checks.check_share(argument, beta)
+        checks.check_positive("epsilon", self.epsilon)
+        checks.check_flag("lazy_adam", self.lazy_adam)
+        checks.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
         if not self.lazy_adam and not self.use_gradient_accumulation:
             raise errors.dense_adam_without_accumulation()
 

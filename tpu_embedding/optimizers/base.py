@@ -11,11 +11,11 @@ import abc
 import dataclasses
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from tpu_embedding import errors
+from tpu_embedding.optimizers import checks
 
 # A number; a callable without arguments; or a callable of the number of updates
 # already applied to the table, as a Keras LearningRateSchedule is.
@@ -151,16 +151,16 @@ class Optimizer(abc.ABC):
     def __post_init__(self) -> None:
         """Checks what all optimizers share; subclasses call it and add theirs."""
         _check_rate(self.learning_rate)
-        check_flag("use_gradient_accumulation", self.use_gradient_accumulation)
-        check_flag(
+        checks.check_flag("use_gradient_accumulation", self.use_gradient_accumulation)
+        checks.check_flag(
             "low_dimensional_packing_status", self.low_dimensional_packing_status
         )
         multiply = self.multiply_weight_decay_factor_by_learning_rate
         if multiply is not None:
-            check_flag("multiply_weight_decay_factor_by_learning_rate", multiply)
+            checks.check_flag("multiply_weight_decay_factor_by_learning_rate", multiply)
         if self.weight_decay_factor is not None:
-            check_number("weight_decay_factor", self.weight_decay_factor)
-        check_limits(
+            checks.check_number("weight_decay_factor", self.weight_decay_factor)
+        checks.check_limits(
             ("clip_weight_min", "clip_weight_max"),
             (self.clip_weight_min, self.clip_weight_max),
         )
@@ -184,9 +184,9 @@ class Optimizer(abc.ABC):
         return _clip_limits(self.clipvalue)[1]
 
     @property
-    @abc.abstractmethod
     def touches_all_rows(self) -> bool:
         """Whether rows that no entry names are updated too, with a gradient of 0."""
+        return False
 
     @property
     @abc.abstractmethod
@@ -219,6 +219,24 @@ class Optimizer(abc.ABC):
         Returns:
           The new row, then the new slots, of the same shapes.
         """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeywordOptimizer(Optimizer):
+    """An optimizer that tf.tpu.experimental.embedding lacks.
+
+    No order of TensorFlow's has to be kept, so that what all optimizers share comes
+    by keyword, and in one place.
+    """
+
+    use_gradient_accumulation: bool = True
+    clip_weight_min: float | None = None
+    clip_weight_max: float | None = None
+    weight_decay_factor: float | None = None
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None
+    slot_variable_creation_fn: SlotVariableCreationFn | None = None
+    clipvalue: ClipValue | None = None
+    low_dimensional_packing_status: bool = False
 
 
 def apply_rule(  # noqa: PLR0913 - `update` and the optimizer that it belongs to.
@@ -279,70 +297,10 @@ def takes_step(rate: Callable[..., Any]) -> bool:
     return bool(needed)
 
 
-def check_number(argument: str, value: object) -> None:
-    """Raises unless `value` is a finite real number and no bool.
-
-    Raises:
-      TypeError: If it is not a number.
-      ValueError: If it is NaN or infinite.
-    """
-    if not _is_number(value):
-        raise errors.argument_type(argument, value, "a number")
-    if not math.isfinite(value):  # pyright: ignore[reportArgumentType]
-        raise errors.argument_value(argument, value, "finite")
-
-
-def check_positive(argument: str, value: Any) -> None:
-    """Raises unless `value` is a finite number above 0."""
-    check_number(argument, value)
-    if value <= 0:
-        raise errors.argument_value(argument, value, "positive")
-
-
-def check_not_negative(argument: str, value: Any) -> None:
-    """Raises unless `value` is a finite number of at least 0."""
-    check_number(argument, value)
-    if value < 0:
-        raise errors.argument_value(argument, value, ">= 0")
-
-
-def check_share(argument: str, value: Any) -> None:
-    """Raises unless `value` is a number in [0, 1)."""
-    check_number(argument, value)
-    if not 0 <= value < 1:
-        raise errors.argument_value(argument, value, ">= 0 and < 1")
-
-
-def check_flag(argument: str, value: object) -> None:
-    """Raises TypeError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise errors.argument_type(argument, value, "a bool")
-
-
-def check_limits(
-    arguments: tuple[str, str], limits: tuple[float | None, float | None]
-) -> None:
-    """Raises unless both limits are None or numbers (infinite ones too), in order."""
-    for argument, limit in zip(arguments, limits, strict=True):
-        if limit is None:
-            continue
-        if not _is_number(limit):
-            raise errors.argument_type(argument, limit, "a number or None")
-        if math.isnan(limit):
-            raise errors.argument_value(argument, limit, "a number or None, not NaN")
-    lower, upper = limits
-    if lower is not None and upper is not None and lower > upper:
-        raise errors.argument_order(*arguments, limits)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _check_rate(rate: object) -> None:
     if callable(rate):
         takes_step(rate)
-    elif not _is_number(rate) or not math.isfinite(rate):  # pyright: ignore[reportArgumentType]
+    elif not checks.is_number(rate) or not math.isfinite(rate):  # pyright: ignore[reportArgumentType]
         raise errors.learning_rate(rate)
 
 
@@ -352,9 +310,9 @@ def _check_clipvalue(clipvalue: object) -> None:
     if isinstance(clipvalue, tuple):
         if len(clipvalue) != 2:
             raise errors.argument_value("clipvalue", clipvalue, "a tuple (min, max)")
-        check_limits(("clipvalue[0]", "clipvalue[1]"), clipvalue)
+        checks.check_limits(("clipvalue[0]", "clipvalue[1]"), clipvalue)
         return
-    if not _is_number(clipvalue):
+    if not checks.is_number(clipvalue):
         raise errors.argument_type(
             "clipvalue", clipvalue, "None, a number or a tuple (min, max)"
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tpu_embedding import errors
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 from tpu_embedding.optimizers.errors import step_as_rate
 
 
@@ -17,7 +17,7 @@ def updates_so_far(updates: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class FrequencyEstimator(base.Optimizer):
+class FrequencyEstimator(base.KeywordOptimizer):
     """T of a row becomes the average number of steps between two that name it.
 
       delta = min(step - last_hit_step, max_delta)
@@ -60,29 +60,17 @@ class FrequencyEstimator(base.Optimizer):
     max_delta: float = 1000.0
     outlier_threshold: float = 10.0
     weight_exponent: float = 0.0
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.learning_rate):
             raise step_as_rate(self.learning_rate)
-        base.check_number("tau", self.tau)
+        checks.check_number("tau", self.tau)
         if not 0 < self.tau < 1:
             raise errors.argument_value("tau", self.tau, "> 0 and < 1")
-        base.check_positive("max_delta", self.max_delta)
-        base.check_positive("outlier_threshold", self.outlier_threshold)
-        base.check_number("weight_exponent", self.weight_exponent)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+        checks.check_positive("max_delta", self.max_delta)
+        checks.check_positive("outlier_threshold", self.outlier_threshold)
+        checks.check_number("weight_exponent", self.weight_exponent)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

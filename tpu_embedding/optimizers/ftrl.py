@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tpu_embedding import errors
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,32 +82,28 @@ class FTRL(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_number("learning_rate_power", self.learning_rate_power)
+        checks.check_number("learning_rate_power", self.learning_rate_power)
         if self.learning_rate_power > 0:
             raise errors.argument_value(
                 "learning_rate_power", self.learning_rate_power, "<= 0"
             )
-        base.check_not_negative(
+        checks.check_not_negative(
             "l1_regularization_strength", self.l1_regularization_strength
         )
-        base.check_not_negative(
+        checks.check_not_negative(
             "l2_regularization_strength", self.l2_regularization_strength
         )
-        base.check_number("beta", self.beta)
-        base.check_flag(
+        checks.check_number("beta", self.beta)
+        checks.check_flag(
             "multiply_linear_by_learning_rate", self.multiply_linear_by_learning_rate
         )
-        base.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
+        checks.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
         check_initial = (
-            base.check_not_negative
+            checks.check_not_negative
             if self.allow_zero_accumulator
-            else base.check_positive
+            else checks.check_positive
         )
         check_initial("initial_accumulator_value", self.initial_accumulator_value)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

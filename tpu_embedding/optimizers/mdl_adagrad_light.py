@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base, errors
+from tpu_embedding.optimizers import base, checks, errors
 
 
 @dataclasses.dataclass(frozen=True)
-class MDLAdagradLight(base.Optimizer):
+class MDLAdagradLight(base.KeywordOptimizer):
     """The parameters of a rule that only TPUs v2 to v4 know.
 
     `base.Optimizer` describes the other attributes. The others are the fields of
@@ -65,27 +65,17 @@ class MDLAdagradLight(base.Optimizer):
     mdl_hard_limit: float = 0.0
     hard_limit_min_benefit: bool = False
     mdl_regularize: bool = False
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_positive("initial_accumulator_value", self.initial_accumulator_value)
+        checks.check_positive(
+            "initial_accumulator_value", self.initial_accumulator_value
+        )
         for argument in self.tpu.fields if self.tpu else {}:
-            check = base.check_number
+            check = checks.check_number
             if argument in ("hard_limit_min_benefit", "mdl_regularize"):
-                check = base.check_flag
+                check = checks.check_flag
             check(argument, getattr(self, argument))
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

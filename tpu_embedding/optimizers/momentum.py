@@ -9,17 +9,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum(base.Optimizer):
+class Momentum(base.KeywordOptimizer):
     """The rule of TensorFlow's op ResourceSparseApplyMomentum.
 
       m = momentum * m + G;  T -= lr * (momentum * m + G if use_nesterov else m)
 
     `base.Optimizer` describes the other attributes. TensorFlow 2 has no such class;
-    arguments and their order are those of MomentumParameters of TensorFlow 1.
+    its own arguments and their order are those of MomentumParameters of TensorFlow 1.
 
     Attributes:
       momentum: How much of m is kept.
@@ -36,23 +36,11 @@ class Momentum(base.Optimizer):
     learning_rate: base.Rate = 0.001
     momentum: float = 0.9
     use_nesterov: bool = False
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_number("momentum", self.momentum)
-        base.check_flag("use_nesterov", self.use_nesterov)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+        checks.check_number("momentum", self.momentum)
+        checks.check_flag("use_nesterov", self.use_nesterov)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

@@ -9,19 +9,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
-class ProximalAdagrad(base.Optimizer):
+class ProximalAdagrad(base.KeywordOptimizer):
     """The rule of TensorFlow's op ResourceSparseApplyProximalAdagrad.
 
       a += G^2;  c = lr / sqrt(a);  z = T - c * G
       T = sign(z) * max(|z| - c * l1, 0) / (1 + c * l2)
 
     Where a stays 0, T stays as it is. `base.Optimizer` describes the other
-    attributes. TensorFlow 2 has no such class; arguments and their order are those
-    of ProximalAdagradParameters of TensorFlow 1.
+    attributes. TensorFlow 2 has no such class; its own arguments and their order are
+    those of ProximalAdagradParameters of TensorFlow 1.
 
     Attributes:
       initial_accumulator_value: What a starts at, positive.
@@ -43,28 +43,18 @@ class ProximalAdagrad(base.Optimizer):
     initial_accumulator_value: float = 0.1
     l1_regularization_strength: float = 0.0
     l2_regularization_strength: float = 0.0
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_positive("initial_accumulator_value", self.initial_accumulator_value)
-        base.check_not_negative(
+        checks.check_positive(
+            "initial_accumulator_value", self.initial_accumulator_value
+        )
+        checks.check_not_negative(
             "l1_regularization_strength", self.l1_regularization_strength
         )
-        base.check_not_negative(
+        checks.check_not_negative(
             "l2_regularization_strength", self.l2_regularization_strength
         )
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

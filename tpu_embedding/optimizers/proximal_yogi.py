@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 from tpu_embedding.optimizers.proximal_adagrad import shrink
 
 
 @dataclasses.dataclass(frozen=True)
-class ProximalYogi(base.Optimizer):
+class ProximalYogi(base.KeywordOptimizer):
     """Algorithm 2 of the paper, then the proximal step for l1 and l2.
 
       m = beta_1 * m + (1 - beta_1) * G
@@ -57,30 +57,18 @@ class ProximalYogi(base.Optimizer):
     l1_regularization_strength: float = 0.0
     l2_regularization_strength: float = 0.0
     initial_accumulator_value: float = 1e-6
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_share("beta_1", self.beta_1)
-        base.check_share("beta_2", self.beta_2)
-        base.check_positive("epsilon", self.epsilon)
+        checks.check_share("beta_1", self.beta_1)
+        checks.check_share("beta_2", self.beta_2)
+        checks.check_positive("epsilon", self.epsilon)
         for argument in (
             "l1_regularization_strength",
             "l2_regularization_strength",
             "initial_accumulator_value",
         ):
-            base.check_not_negative(argument, getattr(self, argument))
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+            checks.check_not_negative(argument, getattr(self, argument))
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

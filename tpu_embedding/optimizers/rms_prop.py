@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers import base, checks
 
 
 @dataclasses.dataclass(frozen=True)
-class RMSPropOptions(base.Optimizer):
+class RMSPropOptions(base.KeywordOptimizer):
     """What RMSProp and CenteredRMSProp take.
 
     `base.Optimizer` describes the other attributes. TensorFlow 2 has no such class;
-    arguments and their order are those of RMSPropParameters of TensorFlow 1.
+    its own arguments and their order are those of RMSPropParameters of TensorFlow 1.
 
     Attributes:
       rho: How much of the mean square is kept, in [0, 1).
@@ -29,24 +29,12 @@ class RMSPropOptions(base.Optimizer):
     rho: float = 0.9
     momentum: float = 0.0
     epsilon: float = 1e-07
-    use_gradient_accumulation: bool = True
-    clip_weight_min: float | None = None
-    clip_weight_max: float | None = None
-    weight_decay_factor: float | None = None
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None
-    slot_variable_creation_fn: base.SlotVariableCreationFn | None = None
-    clipvalue: base.ClipValue | None = None
-    low_dimensional_packing_status: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_share("rho", self.rho)
-        base.check_number("momentum", self.momentum)
-        base.check_positive("epsilon", self.epsilon)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+        checks.check_share("rho", self.rho)
+        checks.check_number("momentum", self.momentum)
+        checks.check_positive("epsilon", self.epsilon)
 
     @property
     def hyperparameters(self) -> tuple[float, ...]:

@@ -33,10 +33,6 @@ class SGD(base.Optimizer):
     low_dimensional_packing_status: bool = False
 
     @property
-    def touches_all_rows(self) -> bool:
-        return False
-
-    @property
     def slots(self) -> tuple[base.Slot, ...]:
         return ()
 
