@@ -182,11 +182,12 @@ class TPUEmbedding(EmbeddingBase):
             with self._output_shapes.forgets_refused():
                 batches = self._read(values, weights, 0 if place else replica)
                 engine = self._engine_for(batches[0], place)
-                with engine.tagged(name), tf.name_scope(name or "embedding_enqueue"):
+                queue = engines.as_queue(engine, "enqueue")
+                with queue.tagged(name), tf.name_scope(name or "embedding_enqueue"):
                     if place is None:
-                        engine.enqueue(batches, replica, training=training)
+                        queue.enqueue(batches, replica, training=training)
                     else:
-                        engine.enqueue_on(place, batches[0], training=training)
+                        queue.enqueue_on(place, batches[0], training=training)
 
         self._topology.on_host(enqueue)
 
@@ -208,8 +209,9 @@ class TPUEmbedding(EmbeddingBase):
             before still owes its gradients.
         """
         engine, replica = self._in_replica("dequeue")
-        with engine.tagged(name), tf.name_scope(name or "embedding_dequeue"):
-            return self._structure.pack(engine.dequeue(replica))
+        queue = engines.as_queue(engine, "dequeue")
+        with queue.tagged(name), tf.name_scope(name or "embedding_dequeue"):
+            return self._structure.pack(queue.dequeue(replica))
 
     @as_written
     def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
@@ -235,8 +237,9 @@ class TPUEmbedding(EmbeddingBase):
         self._require_optimizers("apply_gradients")
         checked = self._check_gradients(gradients)
         scope = name or "embedding_apply_gradients"
-        with engine.tagged(name), tf.name_scope(scope):
-            engine.apply_gradients(checked, replica)
+        queue = engines.as_queue(engine, "apply_gradients")
+        with queue.tagged(name), tf.name_scope(scope):
+            queue.apply_gradients(checked, replica)
 
     @as_written
     def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Any]:
@@ -260,7 +263,7 @@ class TPUEmbedding(EmbeddingBase):
         with self._output_shapes.forgets_refused():
             values = self._structure.flatten("features", features)
             (batch,) = self._read(values, weights, replica)
-            result = engine.lookup(batch, replica)
+            result = engines.as_lookups(engine, "lookup").lookup(batch, replica)
         return self._structure.pack(result.activations), result.ticket
 
     @as_written
@@ -277,7 +280,8 @@ class TPUEmbedding(EmbeddingBase):
         """
         engine, replica = self._in_replica("submit")
         self._require_optimizers("submit")
-        engine.submit(ticket, self._check_gradients(gradients), replica)
+        lookups = engines.as_lookups(engine, "submit")
+        lookups.submit(ticket, self._check_gradients(gradients), replica)
 
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes a nested structure whose leaves are shapes."""

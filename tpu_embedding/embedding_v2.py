@@ -218,7 +218,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         tables = self._check_tables(partitioned_tensors.tables)
         with tf.name_scope("embedding_lookup"):
             batch = partitioned_tensors._replace(tables=tables)
-            found = engine.lookup_stacked(batch, replica)
+            lookups = engines.as_lookups(engine, "dequeue")
+            found = lookups.lookup_stacked(batch, replica)
         return self._structure.pack(found.activations), found.ticket
 
     @as_written
@@ -251,7 +252,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         checked = self._check_gradients(gradients)
         tables = self._check_tables(preserved_outputs)
         with tf.name_scope("embedding_apply_gradients"):
-            engine.update_stacked(tables, checked, replica)
+            lookups = engines.as_lookups(engine, "apply_gradients")
+            lookups.update_stacked(tables, checked, replica)
 
     @classmethod
     def compute_sparse_core_stats(  # noqa: PLR0913 - TensorFlow's arguments.
@@ -362,10 +364,10 @@ class TPUEmbeddingV2(EmbeddingBase):
                 self._structure.flatten("features", features),
                 self._structure.flatten("weights", weights),
             )
-            engine = self._create_engine()
+            lookups = engines.as_lookups(self._create_engine(), "preprocess_features")
             if place is None:
-                return engine.preprocess(batch)
-            return engine.preprocess_on(place, batch)
+                return lookups.preprocess(batch)
+            return lookups.preprocess_on(place, batch)
 
     def _check_tables(self, tables: Any) -> dict[str, PartitionedCsrFormatTensor]:
         """The batches of all stacks, in the order of the layout."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Engine, EngineOptions
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookups, Queue
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
@@ -19,6 +19,8 @@ from tpu_embedding.topology import Topology
 __all__ = [
     "Engine",
     "EngineOptions",
+    "as_lookups",
+    "as_queue",
     "check_inputs",
     "create_engine",
     "lay_out",
@@ -58,7 +60,7 @@ def require_queue(topology: Topology, what: str) -> None:
       NotImplementedError: It names `what` and the way out.
     """
     engine = _engine_of(topology)
-    if not engine.has_queue:
+    if not issubclass(engine, Queue):
         raise errors.no_queue(what, engine.name)
 
 
@@ -69,8 +71,22 @@ def require_lookups(topology: Topology, what: str) -> None:
       NotImplementedError: It names `what` and the way out.
     """
     engine = _engine_of(topology)
-    if not engine.has_lookups:
+    if not issubclass(engine, Lookups):
         raise errors.no_lookups(what, engine.name)
+
+
+def as_queue(engine: Engine, what: str) -> Queue:
+    """An engine as one that queues batches; the errors of `require_queue`."""
+    if not isinstance(engine, Queue):
+        raise errors.no_queue(what, engine.name)
+    return engine
+
+
+def as_lookups(engine: Engine, what: str) -> Lookups:
+    """An engine as one that looks up past a queue; the errors of `require_lookups`."""
+    if not isinstance(engine, Lookups):
+        raise errors.no_lookups(what, engine.name)
+    return engine
 
 
 def check_inputs(

@@ -1,4 +1,7 @@
-"""What every engine does: hold the tables, look batches up, apply gradients."""
+"""What engines do: hold the tables, look batches up, apply gradients.
+
+An engine is an `Engine`, and a `Queue` or `Lookups` or both.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ class Lookup:
     """One lookup past the queue.
 
     Attributes:
-      activations: As `Engine.dequeue` gives them.
-      ticket: What `Engine.submit` takes, once, opaque; or `Engine.update_stacked`.
+      activations: As `Queue.dequeue` gives them.
+      ticket: What `Lookups.submit` takes, once, opaque; or `Lookups.update_stacked`.
     """
 
     activations: list[tf.Tensor]
@@ -67,17 +70,12 @@ class Lookup:
 
 
 class Engine(abc.ABC):
-    """Tables and the steps over them; flat lists of features, in plan order.
+    """Tables, and what is done to them outside of steps.
 
-    All methods may be called eagerly or while tracing a tf.function. A `replica`
-    of None stands for all replicas at once.
+    All methods may be called eagerly or while tracing a tf.function.
     """
 
     name: ClassVar[str]
-    # False: `enqueue`, `dequeue` and `apply_gradients` are refused.
-    has_queue: ClassVar[bool] = True
-    # False: `lookup`, `submit` and those of stacks are refused.
-    has_lookups: ClassVar[bool] = True
     # True: `checkpoint_variables` are stacks, which a record of the layout goes with.
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False
@@ -157,6 +155,21 @@ class Engine(abc.ABC):
         """Takes over what was written into `rows` or `checkpoint_variables`."""
         return  # Where they are the tables themselves.
 
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forgets every batch that is queued, owed or pending; keeps the tables."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Applies the update that pipelining left pending, if there is one."""
+
+
+class Queue(abc.ABC):
+    """Steps over batches that wait in a queue; flat lists of features, in plan order.
+
+    A `replica` of None stands for all replicas at once.
+    """
+
     def tagged(self, name: str | None) -> contextlib.AbstractContextManager[None]:
         """Marks the ops of the calls made inside with a name, where that matters."""
         del name
@@ -208,6 +221,10 @@ class Engine(abc.ABC):
           gradients: float32, of the activations' shapes; None counts as zeros.
           replica: Who calls.
         """
+
+
+class Lookups(abc.ABC):
+    """Lookups that hand their batch out, and updates that take it back."""
 
     @abc.abstractmethod
     def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
@@ -277,11 +294,3 @@ class Engine(abc.ABC):
           gradients: As for `apply_gradients`.
           replica: Who calls.
         """
-
-    @abc.abstractmethod
-    def reset(self) -> None:
-        """Forgets every batch that is queued, owed or pending; keeps the tables."""
-
-    @abc.abstractmethod
-    def flush(self) -> None:
-        """Applies the update that pipelining left pending, if there is one."""

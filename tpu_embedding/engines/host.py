@@ -67,7 +67,7 @@ class HostEngine(WholeTablesEngine):
         *,
         training: bool,
     ) -> None:
-        """See `Engine.enqueue`."""
+        """See `Queue.enqueue`."""
         with tf.device(self._device):
             prepared = [
                 self._prepare(batch, replica, training=training) for batch in batches
@@ -82,7 +82,7 @@ class HostEngine(WholeTablesEngine):
             )
 
     def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """See `Engine.dequeue`."""
+        """See `Queue.dequeue`."""
         with tf.device(self._device):
             if self._options.pipelined:
                 self._apply_if(self._pending(replica).before_evaluation)
@@ -99,7 +99,7 @@ class HostEngine(WholeTablesEngine):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.apply_gradients`."""
+        """See `Queue.apply_gradients`."""
         with tf.device(self._device):
             rates, completes = self._evaluate_rates(replica, submitting=False)
             with tf.control_dependencies([rates]):
@@ -113,7 +113,7 @@ class HostEngine(WholeTablesEngine):
                 self._apply_if(apply_now)
 
     def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Engine.lookup`."""
+        """See `Lookups.lookup`."""
         with tf.device(self._device):
             result = self._ops.tpu_embedding_lookup(
                 queue=self._queue,
@@ -127,7 +127,7 @@ class HostEngine(WholeTablesEngine):
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.submit`."""
+        """See `Lookups.submit`."""
         with tf.device(self._device):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
@@ -141,7 +141,7 @@ class HostEngine(WholeTablesEngine):
             self._apply_if(apply_now)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Engine.preprocess`."""
+        """See `Lookups.preprocess`."""
         with tf.device(self._device):
             result = self._ops.tpu_embedding_preprocess(
                 **self._batch_arguments(batch),
@@ -158,7 +158,7 @@ class HostEngine(WholeTablesEngine):
             return self._stacks.pack(stacks, result.output_shapes)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Engine.lookup_stacked`."""
+        """See `Lookups.lookup_stacked`."""
         with tf.device(self._device):
             arguments = {
                 **self._stack_arguments(batch.tables),
@@ -178,7 +178,7 @@ class HostEngine(WholeTablesEngine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Engine.update_stacked`."""
+        """See `Lookups.update_stacked`."""
         with tf.device(self._device):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             flat = [

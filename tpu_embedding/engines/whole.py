@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import Engine, EngineOptions
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookups, Queue
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.variables import (
     TableVariables,
@@ -20,7 +20,7 @@ from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import UPDATES
 
 
-class WholeTablesEngine(Engine):
+class WholeTablesEngine(Engine, Queue, Lookups):
     """Each table and slot is one variable on one device; abstract."""
 
     def __init__(self, options: EngineOptions) -> None:

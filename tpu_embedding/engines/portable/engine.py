@@ -84,7 +84,7 @@ class PortableEngine(WholeTablesEngine):
         *,
         training: bool,
     ) -> None:
-        """See `Engine.enqueue`."""
+        """See `Queue.enqueue`."""
         on_failure = no_change
         if replica is not None and self._num_replicas > 1:
             # A failure in one replica among several must be known to the others.
@@ -100,7 +100,7 @@ class PortableEngine(WholeTablesEngine):
 
     @in_turn
     def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """See `Engine.dequeue`."""
+        """See `Queue.dequeue`."""
         with tf.device(self._host):
             if self._pipelined:
                 self._apply_if(self._steps.is_ready_before_evaluation(replica))
@@ -114,7 +114,7 @@ class PortableEngine(WholeTablesEngine):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.apply_gradients`."""
+        """See `Queue.apply_gradients`."""
         on_failure = no_change
         if self._num_replicas > 1:
             on_failure = functools.partial(self._steps.fail_deposit, replica)
@@ -131,7 +131,7 @@ class PortableEngine(WholeTablesEngine):
 
     @in_turn
     def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Engine.lookup`."""
+        """See `Lookups.lookup`."""
         with tf.device(self._host):
             packed = self._prepare(batch, no_change)
             with tf.control_dependencies([packed]):
@@ -144,7 +144,7 @@ class PortableEngine(WholeTablesEngine):
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.submit`."""
+        """See `Lookups.submit`."""
         with tf.device(self._host):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
@@ -155,7 +155,7 @@ class PortableEngine(WholeTablesEngine):
             self._apply_if(apply_now)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Engine.preprocess`."""
+        """See `Lookups.preprocess`."""
         layout = self._options.layout
         with tf.device(self._host):
             entries = build_entries(self._inputs(batch))
@@ -164,7 +164,7 @@ class PortableEngine(WholeTablesEngine):
 
     @in_turn
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Engine.lookup_stacked`."""
+        """See `Lookups.lookup_stacked`."""
         shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
         with tf.device(self._host):
             entries = self._read_stacks(batch.tables, shapes)
@@ -181,7 +181,7 @@ class PortableEngine(WholeTablesEngine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Engine.update_stacked`."""
+        """See `Lookups.update_stacked`."""
         flat = [
             None if gradient is None else tf.reshape(gradient, [-1, dim])
             for gradient, dim in zip(gradients, self._dims, strict=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Engine, EngineOptions, Lookup
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Lookups
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import minibatches, ops
 from tpu_embedding.engines.sparse_core.checks import check_gradients
@@ -45,14 +45,13 @@ from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.topology import Topology
 
 
-class SparseCoreEngine(Engine):
+class SparseCoreEngine(Engine, Lookups):
     """Batches are preprocessed on the host; TensorFlow's XLA ops do the rest.
 
     There is no queue: a lookup hands its batch out, an update takes it back.
     """
 
     name = "sparse_core"
-    has_queue = False
     stores_stacks = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -145,38 +144,18 @@ class SparseCoreEngine(Engine):
         }
         return {name: found[name] for name in names}
 
-    def enqueue(
-        self,
-        batches: Sequence[Sequence[IdBatch]],
-        replica: int | None,
-        *,
-        training: bool,
-    ) -> None:
-        """Refused; see `Engine.has_queue`."""
-        raise errors.no_queue("enqueue", self.name)
-
-    def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """Refused; see `Engine.has_queue`."""
-        raise errors.no_queue("dequeue", self.name)
-
-    def apply_gradients(
-        self, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """Refused; see `Engine.has_queue`."""
-        raise errors.no_queue("apply_gradients", self.name)
-
     def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Engine.lookup`."""
+        """See `Lookups.lookup`."""
         return self.lookup_stacked(self.preprocess(batch), replica)
 
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.submit`."""
+        """See `Lookups.submit`."""
         self.update_stacked(ticket, gradients, replica)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Engine.preprocess`."""
+        """See `Lookups.preprocess`."""
         topology = self._options.topology
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
@@ -191,7 +170,7 @@ class SparseCoreEngine(Engine):
     def preprocess_on(
         self, device: str, batch: Sequence[IdBatch]
     ) -> PreprocessedFeatures:
-        """See `Engine.preprocess_on`."""
+        """See `Lookups.preprocess_on`."""
         topology = self._options.topology
         assert topology.tpu is not None
         if self._must_agree:
@@ -200,7 +179,7 @@ class SparseCoreEngine(Engine):
             return self._preprocess(batch)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Engine.lookup_stacked`."""
+        """See `Lookups.lookup_stacked`."""
         del replica  # Each is a program of its own.
         for stack in self._stacks:
             if stack.stack.name not in batch.sizes:
@@ -223,7 +202,7 @@ class SparseCoreEngine(Engine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Engine.update_stacked`."""
+        """See `Lookups.update_stacked`."""
         del replica
         rates = self._rates.evaluate()
         if self._options.check_numerics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors as engine_errors
-from tpu_embedding.engines.base import Engine, EngineOptions, Lookup
+from tpu_embedding.engines.base import Engine, EngineOptions, Queue
 from tpu_embedding.engines.stacked import lay_out_whole
 from tpu_embedding.engines.tpu_v1 import errors
 from tpu_embedding.engines.tpu_v1.batches import CoreBatch, core_batches
@@ -21,10 +21,6 @@ from tpu_embedding.engines.tpu_v1.configuration import make_configuration
 from tpu_embedding.engines.tpu_v1.rates import ProgramRates
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.batches import (
-    PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
-)
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import UPDATES, Plan, TableSpec
@@ -37,11 +33,10 @@ _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
 _NAME_ATTRIBUTE = "_tpu_embedding_layer"
 
 
-class TPUv1Engine(Engine):
+class TPUv1Engine(Engine, Queue):
     """The tables are in the TPU's memory; variables on the hosts stand in for them."""
 
     name = "tpu_v1"
-    has_lookups = False
     takes_profiles = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -154,7 +149,7 @@ class TPUv1Engine(Engine):
 
     @contextlib.contextmanager
     def tagged(self, name: str | None) -> Iterator[None]:
-        """See `Engine.tagged`."""
+        """See `Queue.tagged`."""
         before, self._tag = self._tag, name
         try:
             yield
@@ -168,7 +163,7 @@ class TPUv1Engine(Engine):
         *,
         training: bool,
     ) -> None:
-        """See `Engine.enqueue`."""
+        """See `Queue.enqueue`."""
         cores = self._tpu.cores_per_replica
         parts = [core_batches(self._select(batch), cores) for batch in batches]
         checked = [ids for replica in parts for core in replica for ids in core.ids]
@@ -183,12 +178,12 @@ class TPUv1Engine(Engine):
     def enqueue_on(
         self, device: str, batch: Sequence[IdBatch], *, training: bool
     ) -> None:
-        """See `Engine.enqueue_on`."""
+        """See `Queue.enqueue_on`."""
         (part,) = core_batches(self._select(batch, of_core=True), 1)
         self._enqueue_core(part, device, self._mode(training))
 
     def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """See `Engine.dequeue`."""
+        """See `Queue.dequeue`."""
         del replica  # The program knows its own.
         activations = tf.raw_ops.RecvTPUEmbeddingActivations(
             num_outputs=len(self._plan.features), config=self._config
@@ -204,7 +199,7 @@ class TPUv1Engine(Engine):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Engine.apply_gradients`."""
+        """See `Queue.apply_gradients`."""
         del replica
         whole = [
             tf.zeros((*shape, dim)) if gradient is None else gradient
@@ -225,33 +220,6 @@ class TPUv1Engine(Engine):
         self._tag_op(sent)
         with tf.control_dependencies([] if sent is None else [sent]):
             self._rates.count_update()
-
-    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """Refused; see `Engine.has_lookups`."""
-        raise engine_errors.no_lookups("lookup", self.name)
-
-    def submit(
-        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """Refused; see `Engine.has_lookups`."""
-        raise engine_errors.no_lookups("submit", self.name)
-
-    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """Refused; see `Engine.has_lookups`."""
-        raise engine_errors.no_lookups("embedding_lookup", self.name)
-
-    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """Refused; see `Engine.has_lookups`."""
-        raise engine_errors.no_lookups("embedding_lookup", self.name)
-
-    def update_stacked(
-        self,
-        tables: Mapping[str, PartitionedCsrFormatTensor],
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-    ) -> None:
-        """Refused; see `Engine.has_lookups`."""
-        raise engine_errors.no_lookups("apply_gradients", self.name)
 
     def flush(self) -> None:
         """See `Engine.flush`: the TPU itself puts a pending update first."""
