@@ -143,6 +143,23 @@ absl::Status ReadProximalYogi(const OptimizationParameters& from,
   return absl::OkStatus();
 }
 
+absl::Status ReadFrequencyEstimator(const OptimizationParameters& from,
+                                    EngineTable* table) {
+  const auto& p = from.frequency_estimator();
+  TF_RETURN_IF_ERROR(CheckDecay("tau", p.tau()));
+  TF_RETURN_IF_ERROR(CheckNotNegative("max_delta", p.max_delta()));
+  TF_RETURN_IF_ERROR(
+      CheckNotNegative("outlier_threshold", p.outlier_threshold()));
+  if (p.weight_exponent() != 0.0f) {
+    return absl::UnimplementedError(
+        absl::StrCat("weight_exponent is ", p.weight_exponent(),
+                     ", but where it acts is not published: only 0 is known."));
+  }
+  table->hyperparameters = {p.tau(), OneMinus(p.tau()), p.max_delta(),
+                            p.outlier_threshold()};
+  return absl::OkStatus();
+}
+
 std::string FieldName(OptimizationParameters::ParametersCase kind) {
   const auto* const field =
       OptimizationParameters::descriptor()->FindFieldByNumber(kind);
@@ -169,7 +186,6 @@ const std::vector<EngineOptimizer>& EngineOptimizers() {
        &ReadAdagradMomentum},
       {P::kAdam, "adam", "ADAM", {"momenta", "velocities"}, &ReadAdam},
       {P::kFtrl, "ftrl", "FTRL", {"accumulators", "linears"}, &ReadFtrl},
-      // Without a rule in the core.
       {P::kMomentum, "momentum", "Momentum", {"momenta"}, &ReadMomentum},
       {P::kRmsProp, "rms_prop", "RMSProp", {"ms", "mom"}, &ReadRmsProp},
       {P::kCenteredRmsProp,
@@ -192,6 +208,7 @@ const std::vector<EngineOptimizer>& EngineOptimizers() {
        "ProximalYogi",
        {"v", "m"},
        &ReadProximalYogi},
+      // Its rule is not published.
       {P::kMdlAdagradLight,
        "mdl_adagrad_light",
        "MDLAdagradLight",
@@ -201,7 +218,7 @@ const std::vector<EngineOptimizer>& EngineOptimizers() {
        "frequency_estimator",
        "FrequencyEstimator",
        {"last_hit_step"},
-       nullptr},
+       &ReadFrequencyEstimator},
   };
   return *optimizers;
 }
@@ -222,8 +239,9 @@ absl::Status ReadOptimizer(const OptimizationParameters& from,
     table->update = UpdateOf(optimizer.rule);
     const absl::Status status = optimizer.read(from, table);
     if (status.ok()) return status;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "optimization_parameters.", table->optimizer, ".", status.message()));
+    return absl::Status(status.code(),
+                        absl::StrCat("optimization_parameters.",
+                                     table->optimizer, ".", status.message()));
   }
   return absl::UnimplementedError(absl::StrCat(
       "optimization_parameters.", table->optimizer,

@@ -226,9 +226,9 @@ class EnqueueOp : public AsyncMeetingOp {
     for (const EngineTable& table : config.tables) {
       if (table.update) continue;
       return absl::UnimplementedError(absl::StrCat(
-          "Table ", table.name, ": the software TPU does not train with the ",
-          "optimizer ", table.optimizer,
-          ". It keeps its slots and looks up for inference."));
+          "Table ", table.name, ": the software TPU cannot train with the ",
+          "optimizer ", table.optimizer, ", whose rule is not published. It ",
+          "keeps its slots and looks up for inference."));
     }
     return absl::OkStatus();
   }

@@ -8,6 +8,7 @@
 #include "core/optimizers/adagrad_momentum.h"
 #include "core/optimizers/adam.h"
 #include "core/optimizers/centered_rms_prop.h"
+#include "core/optimizers/frequency_estimator.h"
 #include "core/optimizers/ftrl.h"
 #include "core/optimizers/momentum.h"
 #include "core/optimizers/proximal_adagrad.h"
@@ -42,6 +43,7 @@ constexpr NamedUpdate kUpdates[] = {
     Named<Adadelta>(),
     Named<ProximalAdagrad>(),
     Named<ProximalYogi>(),
+    Named<FrequencyEstimator>(),
 };
 
 }  // namespace
