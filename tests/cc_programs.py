@@ -1,0 +1,117 @@
+"""Compiles programs of the plain C++ under `tests/cc`: g++ alone, no TensorFlow.
+
+What many programs link is compiled once for each build and kept in `build/cc`, for all
+processes of a test run and for the next run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+TESTS = pathlib.Path(__file__).resolve().parent / "cc"
+CC = TESTS.parents[1] / "tpu_embedding" / "ops" / "cc"
+KEPT = TESTS.parents[1] / "build" / "cc"
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+FLAGS = [
+    *("-std=c++17", "-pthread", "-g", "-fno-math-errno", "-ffp-contract=off"),
+    # Checks compare sizes with literals, which are signed.
+    *("-Wall", "-Wextra", "-Werror", "-Wno-sign-compare"),
+    *(f"-I{CC}", f"-I{TESTS}"),
+]
+BUILDS = {
+    "plain": ["-O0"],  # The optimised core is what all other tests run.
+    "address": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+TIMEOUT_SECONDS = 300
+
+
+def run(
+    command: Sequence[str], folder: pathlib.Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command; with what it printed."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs what `build_program` gave."""
+    return run([*_without_randomization(), program, *arguments])
+
+
+def build_program(
+    sources: Sequence[pathlib.Path],
+    build: str,
+    folder: pathlib.Path,
+    linked: Sequence[str] = ("core",),
+) -> str:
+    """Compiles `sources` and links them with folders of plain C++; the program's path.
+
+    Args:
+      sources: What is compiled for this program alone; the first one names it.
+      build: A key of BUILDS.
+      folder: Where the program goes.
+      linked: Folders below CC.
+    """
+    program = str(folder / f"{sources[0].stem}_{build}")
+    objects = [name for place in linked for name in _objects(place, build)]
+    command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources), *objects]
+    _check(run([*command, "-o", program]))
+    return program
+
+
+@functools.cache
+def _objects(place: str, build: str) -> list[str]:
+    """The object files of a folder of sources."""
+    sources = sorted((CC / place).glob("*.cc"))
+    command = [*COMPILER, *FLAGS, *BUILDS[build], "-c", *map(str, sources)]
+    digest = hashlib.sha256(repr(command).encode())
+    for path in [*sources, *sorted(CC.glob("**/*.h"))]:
+        digest.update(path.read_bytes())
+    name = f"{place.replace('/', '_')}_{build}"
+    kept = KEPT / name / digest.hexdigest()[:16]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with open(KEPT / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            shutil.rmtree(kept.parent, ignore_errors=True)
+            _compile(command, kept)
+    return [str(path) for path in sorted(kept.glob("*.o"))]
+
+
+def _compile(command: Sequence[str], kept: pathlib.Path) -> None:
+    kept.parent.mkdir(parents=True)
+    beside = pathlib.Path(tempfile.mkdtemp(dir=kept.parent))
+    _check(run(command, beside))
+    beside.rename(kept)  # A killed run leaves nothing that looks whole.
+
+
+def _check(compiled: subprocess.CompletedProcess[str]) -> None:
+    assert compiled.returncode == 0, compiled.stderr
+
+
+@functools.cache
+def _without_randomization() -> list[str]:
+    """Returns a prefix that makes memory addresses predictable, if there is one.
+
+    The thread sanitizer of GCC 12 ends at once on kernels that place programs more
+    randomly than it knows.
+    """
+    if shutil.which("setarch") and run(["setarch", "-R", "true"]).returncode == 0:
+        return ["setarch", "-R"]
+    return []
