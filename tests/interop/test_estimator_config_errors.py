@@ -42,6 +42,16 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "Argument `config` must be a RunConfig. Received: None.",
     ),
+    "no model_fn": (
+        lambda: make(model=None),
+        ValueError,
+        "Argument `model_fn` must be a callable. Received: None.",
+    ),
+    "params": (
+        lambda: make(params=[1]),
+        ValueError,
+        "Argument `params` must be a dict or None. Received: [1].",
+    ),
     "reserved": (
         lambda: make(params={"batch_size": 4, "context": 1}),
         ValueError,

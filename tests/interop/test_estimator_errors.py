@@ -60,6 +60,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ValueError,
         "Argument `max_steps` must be an int >= 1. Received: -1.",
     ),
+    "no number": (
+        lambda e: e.train(input_fn, steps="2"),
+        ValueError,
+        "Argument `steps` must be an int >= 1. Received: '2'.",
+    ),
     "eval steps": (
         lambda e: e.evaluate(input_fn, steps=0),
         ValueError,

@@ -221,8 +221,9 @@ def test_bad_arguments(tmp_path: pathlib.Path):
         interop.EmbeddingProfiler(dict_spec())
     with pytest.raises(ValueError, match="`num_shards` must be an int >= 1"):
         Options(num_shards=0)
-    with pytest.raises(ValueError, match="`sample_fraction` must be above 0"):
-        Options(sample_fraction=1.5)
+    for share in (1.5, 0, float("nan"), "x", None):
+        with pytest.raises(ValueError, match="`sample_fraction` must be a number abov"):
+            Options(sample_fraction=share)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("strategy", ["div", "mod"])
@@ -238,6 +239,8 @@ def test_bad_batches_change_nothing(tmp_path: pathlib.Path, strategy: str):
     }.items():
         with pytest.raises(ValueError, match=words):
             run.observe(*arguments)
+    with pytest.raises(TypeError, match=r"'f': `ids` and .* integers.* dtype float64"):
+        run.observe("f", [1.5], [0], 1)
     assert run._seen == {"f": 0}
     run.flush()
     assert run.load() == {}

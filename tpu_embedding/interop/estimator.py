@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import numbers
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -86,6 +87,10 @@ class TPUEstimator:
         del export_to_tpu, export_saved_model_api_version
         if not isinstance(config, RunConfig):
             raise errors.argument_value("config", config, "a RunConfig")
+        if not callable(model_fn):
+            raise errors.argument_value("model_fn", model_fn, "a callable")
+        if not isinstance(params, Mapping | None):
+            raise errors.argument_value("params", params, "a dict or None")
         reserved = [name for name in _RESERVED if name in (params or {})]
         if reserved:
             raise estimator_errors.reserved_params(reserved)
@@ -376,7 +381,9 @@ def _model_dir(model_dir: Any, config: RunConfig) -> str:
 
 def _check_steps(**steps: int | None) -> None:
     for name, value in steps.items():
-        if value is not None and value < 1:
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real) or value < 1:
             raise errors.argument_value(name, value, "an int >= 1")
 
 

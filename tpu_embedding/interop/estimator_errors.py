@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tpu_embedding.errors import type_name
 
 
@@ -250,6 +252,35 @@ def no_trained_model(folder: str) -> ValueError:
     return ValueError(
         f"There is no checkpoint in {folder!r} to export. Call `train` first, or pass "
         "`checkpoint_path`."
+    )
+
+
+def lost_variables(
+    path: str, missing: Sequence[str], found: Sequence[str]
+) -> tf.errors.NotFoundError:
+    """Tables or slots that a checkpoint does not have."""
+    return tf.errors.NotFoundError(
+        None,
+        None,
+        f"The checkpoint {path} has no {_names(missing)}, which the "
+        "EmbeddingConfigSpec's tables and their optimization parameters keep. It has "
+        f"{_names(found)}. Go on with the columns and optimization parameters that "
+        f"wrote it, or begin in a new `model_dir` with `warm_start_from={path!r}`, "
+        "which takes the tables and starts their slots anew.",
+    )
+
+
+def restored_shape(
+    path: str, name: str, shapes: tuple[Sequence[object], Sequence[object]]
+) -> tf.errors.InvalidArgumentError:
+    """A table or slot that has another shape in a checkpoint; (here, there)."""
+    here, there = shapes
+    return tf.errors.InvalidArgumentError(
+        None,
+        None,
+        f"{name!r} has shape {here}, but in the checkpoint {path} it has shape "
+        f"{there}. Give the column the number of ids and the dimension that it had, or "
+        "begin in a new `model_dir`.",
     )
 
 

@@ -57,11 +57,13 @@ class Graph:
       spec: What the model_fn returned; its train_op updates the tables too.
       tables: The TPU embedding tables, or None.
       table_variables: The variables of `tables` by their names in checkpoints.
+      own_saver: Whether the trainer's Saver restores, which knows these names.
     """
 
     spec: EstimatorSpec
     tables: EmbeddingTables | None
     table_variables: dict[str, tf.Variable]
+    own_saver: bool = False
 
     def scaffold(self) -> Any:
         """The Scaffold of the session, with a Saver that names the tables."""
@@ -169,6 +171,7 @@ def _with_saver(graph: Graph, config: RunConfig) -> Graph:
         graph.spec.scaffold and graph.spec.scaffold.saver
     ):
         _v1.add_to_collection(keys.SAVERS, _saver(graph.table_variables, config))
+        return dataclasses.replace(graph, own_saver=True)
     return graph
 
 

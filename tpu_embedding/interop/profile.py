@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import numbers
 import os
 import tempfile
 from collections.abc import Mapping
@@ -92,9 +93,10 @@ class ProfileOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise errors.argument_value(name, value, "an int >= 1")
-        if not 0 < self.sample_fraction <= 1:
+        share = self.sample_fraction
+        if not isinstance(share, numbers.Real) or not 0 < share <= 1:
             raise errors.argument_value(
-                "sample_fraction", self.sample_fraction, "above 0 and at most 1"
+                "sample_fraction", share, "a number above 0 and at most 1"
             )
 
 
@@ -146,11 +148,12 @@ class EmbeddingProfiler:
         Raises:
           ValueError: If the spec has no such feature, an id is outside of its table, an
             example outside of the batch, or there are more of one than of the other.
+          TypeError: If ids or examples are no integers.
         """
         if feature not in self._table_of:
             raise spec_errors.profile_feature(feature, self._table_of)
         table = self._table_of[feature]
-        ids, examples = np.asarray(ids, np.int64), np.asarray(examples, np.int64)
+        ids, examples = (_integers(feature, given) for given in (ids, examples))
         if ids.ndim != 1 or ids.shape != examples.shape:
             raise spec_errors.profile_shapes(feature, ids.shape, examples.shape)
         size = self._tables[table].vocabulary_size
@@ -269,13 +272,21 @@ class EmbeddingProfiler:
             return None
 
 
-def _statistics(numbers: dict[str, Any], num_shards: int) -> TableStatistics:
+def _integers(feature: str, given: Any) -> np.ndarray:
+    """As int64; a fraction is refused, not cut."""
+    values = np.asarray(given)
+    if values.size and not np.issubdtype(values.dtype, np.integer):
+        raise spec_errors.profile_dtype(feature, values.dtype)
+    return values.astype(np.int64)
+
+
+def _statistics(counts: dict[str, Any], num_shards: int) -> TableStatistics:
     """What a file holds; ValueError, KeyError or TypeError if it is not ours."""
     fields = dataclasses.fields(TableStatistics)
-    found = TableStatistics(**{field.name: numbers[field.name] for field in fields})
+    found = TableStatistics(**{field.name: counts[field.name] for field in fields})
     found = dataclasses.replace(found, shard_ids=tuple(found.shard_ids))
-    counts = (found.examples, found.ids, found.max_ids, *found.shard_ids)
-    if not all(type(count) is int and count >= 0 for count in counts):
+    all_counts = (found.examples, found.ids, found.max_ids, *found.shard_ids)
+    if not all(type(count) is int and count >= 0 for count in all_counts):
         raise ValueError("its counts are no whole numbers >= 0")
     if len(found.shard_ids) != num_shards or sum(found.shard_ids) != found.ids:
         raise ValueError("its shards do not add up")

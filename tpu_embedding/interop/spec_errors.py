@@ -316,6 +316,14 @@ def profile_shapes(feature: str, ids: object, examples: object) -> ValueError:
     )
 
 
+def profile_dtype(feature: str, dtype: object) -> TypeError:
+    """Ids or numbers of examples that are no whole numbers."""
+    return TypeError(
+        f"Feature {feature!r}: `ids` and `examples` must be integers. Received dtype "
+        f"{dtype}. Cast them, e.g. with `.astype(np.int64)`."
+    )
+
+
 def profile_value(feature: str, argument: str, value: int, limit: int) -> ValueError:
     """An id outside of its table, or an example outside of the batch."""
     return ValueError(

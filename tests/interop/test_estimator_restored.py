@@ -1,0 +1,81 @@
+"""Checkpoints that do not fit the tables of a TPUEstimator: what is said, and kept."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from interop.estimator_models import batches, dense, estimator, linear_model, variables
+from interop.spec_cases import SGD, embedding, ids, spec
+
+from tpu_embedding import interop
+
+INPUTS = batches({"a": dense([[1], [2]])})
+ADAGRAD = interop.AdagradParameters(0.5)
+TABLE = "dense_features/a_embedding/embedding_weights"
+
+
+def make(folder: Any, parameters: Any = ADAGRAD, column: Any = None, **more: Any):
+    columns = [column or embedding("a", 1)]
+    model = linear_model(columns)
+    return estimator(model, folder, spec(*columns, parameters=parameters), **more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make(tmp_path_factory.mktemp("trained")).train(INPUTS, steps=1)
+
+
+def test_another_optimizer_is_refused_by_name(trained: Any, tmp_path: pathlib.Path):
+    before = variables(trained)
+    path = trained.latest_checkpoint()
+    other = make(trained.model_dir, interop.FtrlParameters(0.5))
+    text = re.escape(
+        f"The checkpoint {path} has no '{TABLE}/Ftrl', '{TABLE}/Ftrl_1', which the "
+        "EmbeddingConfigSpec's tables and their optimization parameters keep. It has "
+        f"'{TABLE}', '{TABLE}/Adagrad'. Go on with the columns and optimization "
+        "parameters that wrote it, or begin in a new `model_dir` with "
+        f"`warm_start_from='{path}'`, which takes the tables and starts their slots"
+    )
+    with pytest.raises(tf.errors.NotFoundError, match=text):
+        other.train(INPUTS, steps=1)
+    for name, value in variables(other).items():
+        np.testing.assert_array_equal(value, before[name])
+    # Evaluation needs no slots; an optimizer with fewer of them leaves some alone.
+    assert other.evaluate(INPUTS, steps=1)["global_step"] == 1
+    # The way out that the text names.
+    warm = make(tmp_path, SGD, warm_start_from=path).train(INPUTS, steps=1)
+    expected = before[TABLE].copy()
+    expected[[1, 2]] -= 0.5
+    np.testing.assert_allclose(variables(warm)[TABLE], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate", "predict"])
+def test_another_vocabulary_is_refused(mode: str, trained: Any):
+    column = interop.embedding_column(ids("a", 6), 1)
+    other = make(trained.model_dir, column=column)
+    text = rf"'{TABLE}' has shape \(6, 1\), but in the checkpoint .* shape \(8, 1\)"
+    calls = {
+        "train": lambda: other.train(INPUTS, steps=1),
+        "evaluate": lambda: other.evaluate(INPUTS, steps=1),
+        "predict": lambda: next(other.predict(INPUTS)),
+    }
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        calls[mode]()
+
+
+def test_a_table_of_another_name_is_refused(trained: Any):
+    column = embedding("a", 1)
+    model = linear_model([column], in_another_scope)
+    other = estimator(model, trained.model_dir, spec(column, parameters=ADAGRAD))
+    with pytest.raises(tf.errors.NotFoundError, match="has no 'other/dense_fe"):
+        other.evaluate(INPUTS, steps=1)
+
+
+def in_another_scope(features: Any, columns: Any) -> Any:
+    with tf.compat.v1.variable_scope("other"):
+        return interop.dense_features(features, columns)
