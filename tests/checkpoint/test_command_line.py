@@ -91,6 +91,47 @@ def test_convert_to_sparse_core(
     assert "needs `--like CHECKPOINT`" in capsys.readouterr().err
     assert main(["checkpoint", "convert", plain, other, "--like", like]) == 2
     assert "`--like` is for `--to sparse-core`" in capsys.readouterr().err
+    # A folder means its latest checkpoint; a folder of arrays has no record.
+    tf.compat.v1.train.update_checkpoint_state(str(tmp_path), like)
+    assert checkpoint.read_layouts(tmp_path) == layouts
+    arrays = tmp_path / "arrays"
+    arrays.mkdir()
+    np.save(arrays / "films.npy", np.zeros((3, 2), np.float32))
+    to = ["--to", "sparse-core", "--like", str(arrays)]
+    assert main(["checkpoint", "convert", plain, other, *to]) == 2
+    assert f"{arrays} has no SparseCore layout record" in capsys.readouterr().err
+    assert not list(tmp_path.glob("other*"))
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (
+            np.zeros((0, 3), np.float32),
+            "films has shape [0, 3]. A table needs at least",
+        ),
+        (
+            np.zeros((3, 0), np.float32),
+            "films has shape [3, 0]. A table needs at least",
+        ),
+        (
+            np.zeros((3, 2), np.longdouble),
+            "films.npy has dtype float128. Tables and sl",
+        ),
+    ],
+    ids=["no_rows", "no_columns", "longdouble"],
+)
+def test_arrays_that_no_embedding_has(
+    array: np.ndarray,
+    words: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    np.save(tmp_path / "films.npy", array)
+    path = str(tmp_path / "films.npy")
+    assert main(["checkpoint", "convert", path, str(tmp_path / "new")]) == 2
+    assert words in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["films.npy"]
 
 
 def test_diff(

@@ -13,10 +13,9 @@
 ['accumulators']
 """
 
-from tpu_embedding.checkpoint.formats import read
+from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.saving import restore, save
-from tpu_embedding.checkpoint.tensorflow_format import read_layouts
 
 __all__ = [
     "LogicalCheckpoint",

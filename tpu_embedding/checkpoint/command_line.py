@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.checkpoint import errors, report
-from tpu_embedding.checkpoint.formats import read
+from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.logical import (
     LogicalTable,
     named_matrices,
@@ -18,7 +18,6 @@ from tpu_embedding.checkpoint.logical import (
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.progress import TextProgress
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
-from tpu_embedding.checkpoint.tensorflow_format import read_layouts
 from tpu_embedding.checkpoint.writing import WriteOptions, write_tensorflow
 
 _PATH_HELP = (

@@ -155,7 +155,8 @@ def stacked_tables() -> ValueError:
 def no_layouts(path: str) -> ValueError:
     """A checkpoint without a layout record."""
     return ValueError(
-        f"{path} has no SparseCore layout record: its tables are stored plain."
+        f"{path} has no SparseCore layout record: its tables are stored plain. A "
+        "TPUEmbeddingV2 on SparseCores writes one with tf.train.Checkpoint."
     )
 
 
@@ -203,10 +204,18 @@ def array_shape(
 
 
 def stored_dtype(path: str, name: str, dtype: str) -> TypeError:
-    """Values that are no floating point numbers."""
+    """Values that are no floating point numbers, or wider ones than TensorFlow has."""
     return TypeError(
-        f"{name} in {path} has dtype {dtype}. Tables and slots are of a floating point "
-        "dtype."
+        f"{name} in {path} has dtype {dtype}. Tables and slots are float16, bfloat16, "
+        "float32 or float64. Convert the array first, e.g. with `.astype('float32')`."
+    )
+
+
+def empty_matrix(name: str, shape: Sequence[int]) -> ValueError:
+    """A table or slot without rows or columns, which no embedding has."""
+    return ValueError(
+        f"{name} has shape {_shape(shape)}. A table needs at least one row and one "
+        "column: leave it out of what is converted."
     )
 
 

@@ -10,10 +10,15 @@ from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
-from tpu_embedding.checkpoint.tensorflow_format import read_tensorflow
+from tpu_embedding.checkpoint.tensorflow_format import (
+    read_all_layouts,
+    read_tensorflow,
+)
+from tpu_embedding.layout.stacking import TableLayout
 
 _INDEX = ".index"
 _Reader = Callable[[str, str | None, Collection[str]], LogicalCheckpoint]
@@ -53,6 +58,23 @@ def read(
         if matches(place):
             return reader(place, root, tables)
     return read_tensorflow(_prefix(place), root, tables)
+
+
+def read_layouts(path: str | os.PathLike[str]) -> list[TableLayout]:
+    """The layout record of a SparseCore checkpoint, of its first object that has one.
+
+    Args:
+      path: The prefix of a TensorFlow checkpoint, or its folder for the latest one.
+
+    Raises:
+      tf.errors.NotFoundError: If no checkpoint is there.
+      ValueError: If there is no such record: TPUEmbeddingV2 on SparseCores writes one.
+    """
+    place = os.fspath(path)
+    if not any(matches(place) for matches, _ in _FORMATS):
+        for layouts in read_all_layouts(_prefix(place)):
+            return layouts
+    raise errors.no_layouts(place)
 
 
 def _prefix(path: str) -> str:

@@ -26,6 +26,7 @@ from tpu_embedding.checkpoint.writing import SCRATCH
 from tpu_embedding.layout.rows import Rows
 
 _FILE, _ARCHIVE = ".npy", ".npz"
+_WIDEST = 8  # Bytes of a float64; TensorFlow has nothing for NumPy's longdouble.
 
 
 def is_numpy(path: str) -> bool:
@@ -52,7 +53,7 @@ def read_numpy(
         if not isinstance(array, np.ndarray):  # Anything may lie in an archive.
             raise errors.corrupted(path, f"{name} is no array")
         if array.ndim == 2:
-            if not _is_floating(array.dtype):
+            if not _is_floating(array.dtype) or array.dtype.itemsize > _WIDEST:
                 raise errors.stored_dtype(path, name, str(array.dtype))
             matrices[name] = _LoadedRows(where, load, array.shape, array.dtype)
     if not matrices:

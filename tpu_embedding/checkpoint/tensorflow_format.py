@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.bundle import Bundle, BundleRows
 from tpu_embedding.checkpoint.grouping import group_tables
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
@@ -58,17 +57,6 @@ def read_tensorflow(
         tables=holders[path],
         updates=_updates(bundle, objects[path]),
     )
-
-
-def read_layouts(prefix: str) -> list[TableLayout]:
-    """The layout record of a SparseCore checkpoint, of its first object that has one.
-
-    Raises:
-      ValueError: If there is none.
-    """
-    for layouts in read_all_layouts(prefix):
-        return layouts
-    raise errors.no_layouts(prefix)
 
 
 def read_all_layouts(prefix: str) -> Iterator[list[TableLayout]]:

@@ -85,7 +85,7 @@ def write_tensorflow(
 
     Raises:
       tf.errors.AlreadyExistsError: If a checkpoint is there.
-      ValueError: If the path ends in a slash.
+      ValueError: If the path ends in a slash, or a table has no rows or columns.
     """
     if not os.path.basename(path):
         raise errors.no_prefix(path)
@@ -93,6 +93,9 @@ def write_tensorflow(
         matrices, values = named_matrices(tables), {}
     else:
         matrices, values = stack(tables, options.layouts)
+    for name, rows in matrices.items():
+        if 0 in rows.shape:
+            raise errors.empty_matrix(name, rows.shape)
     if options.updates is not None:
         values[UPDATES] = tf.constant(options.updates, tf.int64)
     with one_writer(path):
