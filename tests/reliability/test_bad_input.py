@@ -1,7 +1,6 @@
 """Every bad input at every entry point: the error, its words, and nothing changed.
 
-What follows each refused call: tables, slots and the count of updates hold the same
-bits, and the queue the one batch that it held before.
+test_bad_input_tpus.py has the engines of TPUs.
 """
 
 from __future__ import annotations
@@ -13,21 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from reliability import bad_inputs
-from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS, Bad
+from reliability import bad_calls, bad_inputs
+from reliability.bad_calls import GOOD, eager, graph
+from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS
 
 import tpu_embedding as te
 import tpu_embedding.keras
 from tpu_embedding import topology
 
 ENGINES = ("host", "portable")
-GOOD = tf.constant([5, 6])
 
 
-class Subject:
-    """The objects behind all entry points, trained a little, with a batch queued."""
+class Subject(bad_calls.Subject):
+    """All three classes, and a batch in the queue of the first."""
 
     def __init__(self, engine: str) -> None:
+        super().__init__()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(topology.ENGINE_VARIABLE, engine)
             self.films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
@@ -51,11 +51,8 @@ class Subject:
             self.layer(batch)
         self.first.enqueue(batch, training=False)
         self.queued = batch
-        # The same function for all cases of one signature: one trace.
-        self.traced = functools.cache(self._trace)
 
     def bits(self) -> list[bytes]:
-        """Of every variable there is."""
         variables = [
             *self.first._engine.checkpoint_variables().values(),  # pyright: ignore[reportOptionalMemberAccess]
             *self.second._engine.checkpoint_variables().values(),  # pyright: ignore[reportOptionalMemberAccess]
@@ -74,13 +71,13 @@ class Subject:
         self.first.enqueue(self.queued, training=False)
 
     def call(self, entry: str, features: Any, weights: Any) -> Any:
-        """What a user writes."""
         tables = {self.films: self.first.embedding_tables[self.films]}
         calls: dict[str, Callable[[], Any]] = {
             "enqueue": lambda: self.first.enqueue(features, weights),
             "lookup": lambda: self.first.lookup(features, weights),
             "preprocess": lambda: self.second.preprocess_features(features, weights),
             "v2": lambda: self.second(features, weights)[0],
+            "data": lambda: bad_calls.in_tf_data(self.second, features, weights),
             "layer": lambda: self.layer(features, weights),
             "serving": lambda: te.serving_embedding_lookup(
                 features, weights, tables, self.features
@@ -88,102 +85,76 @@ class Subject:
         }
         return calls[entry]()
 
-    def _trace(self, entry: str, specs: Any) -> Callable[..., Any]:
-        def traced(bad: Any, weights: Any = None) -> tf.Tensor:
-            features = {"bad": bad, "good": GOOD}
-            self.call(entry, features, {"bad": weights, "good": None})
-            return tf.constant(0)
-
-        return tf.function(traced, input_signature=specs, autograph=False)
-
 
 @functools.cache
 def subject(engine: str) -> Subject:
     return Subject(engine)
 
 
-def any_size(value: Any) -> Any:
-    """The spec of the same kind, rank and dtype, of any size."""
-    dims = [None] * value.shape.rank
-    if isinstance(value, tf.SparseTensor):
-        return tf.SparseTensorSpec(dims, value.dtype)
-    if isinstance(value, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(dims, value.dtype, ragged_rank=1)
-    return tf.TensorSpec(dims, value.dtype)
-
-
-def eager(entry: str) -> Callable[[Subject, Bad], Any]:
-    def call(own: Subject, bad: Bad) -> Any:
-        features = {"bad": bad.value, "good": GOOD}
-        return own.call(entry, features, {"bad": bad.weights, "good": None})
-
-    return call
-
-
-def graph(entry: str) -> Callable[[Subject, Bad], Any]:
-    def call(own: Subject, bad: Bad) -> Any:
-        values = (bad.value,) if bad.weights is None else (bad.value, bad.weights)
-        spec = any_size if bad.error is bad_inputs.VALUE else tf.type_spec_from_value
-        return own.traced(entry, tuple(map(spec, values)))(*values)
-
-    return call
-
-
-def data(own: Subject, bad: Bad) -> Any:
-    """Preprocessing in tf.data, two elements at once."""
-    dataset = tf.data.Dataset.from_tensors(bad.value).map(
-        lambda ids: own.second.preprocess_features({"bad": ids, "good": GOOD}),
-        num_parallel_calls=2,
-    )
-    return list(dataset)
-
-
-ENTRIES: dict[str, Callable[[Subject, Bad], Any]] = {
+ENTRIES: dict[str, bad_calls.Call] = {
     "enqueue": eager("enqueue"),
     "enqueue_traced": graph("enqueue"),
     "lookup": eager("lookup"),
     "preprocess": eager("preprocess"),
+    "v2": eager("v2"),
     "v2_traced": graph("v2"),
     "layer": eager("layer"),
+    "layer_traced": graph("layer"),
     "serving": eager("serving"),
     "serving_traced": graph("serving"),
-    "data": data,
+    "data": graph("data"),
 }
-# A trace for each signature takes its time: these leave out what the first has had.
+# A trace for each signature takes its time: graphs leave out the ids that are wrong
+# in another way, and what is known from types alone.
+TRACED = [*bad_inputs.IDS[4:12], *bad_inputs.STRUCTURES]
 CASES = {
-    "enqueue_traced": [
-        *bad_inputs.IDS[4:12],
-        *bad_inputs.STRUCTURES,
-        *bad_inputs.WEIGHTS,
-    ],
-    "v2_traced": [*bad_inputs.IDS[4:12], *bad_inputs.STRUCTURES],
-    "serving_traced": [*bad_inputs.IDS[4:12], *bad_inputs.STRUCTURES],
-    "data": bad_inputs.IDS[4:6],
+    "enqueue_traced": [*TRACED, *bad_inputs.WEIGHTS],
+    "v2_traced": TRACED,
+    "layer_traced": TRACED,
+    "serving_traced": TRACED,
+    # Of the portable engine "v2_traced" has the same graph, for all kinds.
+    "data": [bad for bad in TRACED if isinstance(bad.value, tf.RaggedTensor)],
 }
+# Of features and weights {"bad", "good"}: another structure, the error, its words.
+NESTINGS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (lambda given: {"bad": given["bad"]}, ValueError, "missing keys ['good']"),
+    (lambda given: {**given, "more": GOOD}, ValueError, "unknown keys ['more']"),
+    (lambda given: list(given.values()), TypeError, "expected a dict, got a list"),
+    (lambda given: {**given, "bad": [given["bad"]]}, TypeError, "at bad"),
+]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_refused(entry: str, engine: str) -> None:
+    call = ENTRIES[entry]
+    cases = [
+        bad
+        for bad in CASES.get(entry, [*BY_VALUE, *BY_TYPE])
+        # Serving has no `check_numerics`: such weights give such activations.
+        if not (entry.startswith("serving") and "not finite" in bad.words)
+    ]
+    bad_calls.check_refused(subject(engine), call, cases)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("argument", ["features", "weights"])
+def test_another_structure_is_refused(argument: str, engine: str) -> None:
+    """Of features and of weights: missing, extra, or of another nesting."""
     own = subject(engine)
     own.check_queue()
     before = own.bits()
-    wrong = []
-    for bad in CASES.get(entry, [*BY_VALUE, *BY_TYPE]):
-        if entry.startswith("serving") and "not finite" in bad.words:
-            continue  # It has no `check_numerics`: such weights give such activations.
-        error = outcome(ENTRIES[entry], own, bad)
-        missing = [word for word in bad.words if word not in str(error)]
-        if type(error) is not bad.error or missing or own.bits() != before:
-            wrong.append((bad.name, missing, repr(error)))
-    assert not wrong, "\n".join(map(str, wrong))
+    given = {"bad": tf.constant([1, 2]), "good": GOOD}
+    fine = {"features": given, "weights": {"bad": None, "good": tf.ones([2])}}
+    for entry in ("enqueue", "lookup", "preprocess", "v2", "layer", "serving", "data"):
+        for change, error, words in NESTINGS:
+            if (entry, argument) == ("serving", "features"):
+                continue  # It takes any part of the features: serving/test_lookup.py.
+            with pytest.raises(error) as raised:
+                own.call(entry, **{**fine, argument: change(fine[argument])})
+            where = (entry, words, str(raised.value))
+            assert type(raised.value) is error, where
+            assert f"The structure of `{argument}`" in where[2], where
+            assert words in where[2], where
+            assert own.bits() == before, where
     own.check_queue()
-
-
-def outcome(call: Callable[[Subject, Bad], Any], own: Subject, bad: Bad) -> Any:
-    """The error that a call raises, or None."""
-    try:
-        call(own, bad)
-    except (tf.errors.OpError, TypeError, ValueError) as error:
-        return error
-    return None

@@ -58,9 +58,10 @@ def _parts(
             for ids in tf.split(tf.reshape(selection.rows, [-1]), cores)
         ]
     count = selection.num_samples
-    splits = tf.searchsorted(
-        selection.samples, tf.range(count + 1), side="left", out_type=tf.int32
-    )
+    # After the checks: a sparse input may claim any number of samples.
+    with tf.control_dependencies([selection.samples]):
+        ends = tf.range(count + 1)
+    splits = tf.searchsorted(selection.samples, ends, side="left", out_type=tf.int32)
     if cores == 1:
         return [(splits, selection.rows, _weights(selection, 0, None))]
     parts = []
