@@ -35,6 +35,12 @@ def compile_driver(
     build: str, folder: pathlib.Path, compiler: str = "g++", level: str = "-O1"
 ) -> str:
     """Builds the driver of the C++ core's targets; the path of the program."""
+    if shutil.which(compiler) is None:
+        raise SystemExit(
+            f"`make fuzz-clang` needs clang with libFuzzer, and {compiler!r} is not on "
+            "the PATH. Install it (Debian: apt-get install clang), or name another "
+            "with CLANG=clang++-16. `make fuzz` needs g++ alone."
+        )
     program = str(folder / f"fuzz_{build}")
     sources = sorted([*TESTS.glob("cc/fuzz_*.cc"), *CC.glob("core/*.cc")])
     flags = ["-std=c++17", "-pthread", "-g", level, "-fno-math-errno"]

@@ -17,7 +17,7 @@ import tpu_embedding as te
 KILLED = -signal.SIGKILL
 
 
-@pytest.fixture(scope="module", params=["host"])
+@pytest.fixture(scope="module", params=["host", "portable"])
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import subprocess
 from typing import Any
 
 import hypothesis
@@ -132,6 +133,20 @@ def test_against_the_reference(engine: str, monkeypatch: pytest.MonkeyPatch) -> 
         phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     )
     settings(hypothesis.given(problems())(train))()
+
+
+def test_libfuzzer_s_entry_compiles() -> None:
+    """As far as g++ can tell; `make fuzz-clang` links it with libFuzzer."""
+    main = str(fuzz.TESTS / "cc" / "fuzz_main.cc")
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    define = "-DTPU_EMBEDDING_LIBFUZZER"
+    assert define in fuzz.BUILDS["libfuzzer"]
+    subprocess.run(["g++", *flags, define, f"-I{fuzz.CC}", main], check=True)
+
+
+def test_a_machine_without_clang_is_told_so(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SystemExit, match="needs clang with libFuzzer, and 'no-clang'"):
+        fuzz.compile_driver("libfuzzer", tmp_path, "no-clang")
 
 
 def test_the_core_under_sanitizers(seed: int, tmp_path: pathlib.Path) -> None:
