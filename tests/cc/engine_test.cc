@@ -61,7 +61,7 @@ std::string Text(const FeatureCsr& csr) {
   std::string text;
   for (int64_t s = 0; s < csr.num_samples(); ++s) {
     for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-      std::string gain = std::to_string(csr.gain(i));
+      std::string gain = std::to_string(csr.gain(s, i));
       text += " " + std::to_string(s) + ":" + std::to_string(csr.rows[i]) +
               "*" + gain.substr(0, 4);
     }

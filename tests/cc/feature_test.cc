@@ -52,9 +52,15 @@ void CheckCsr(const FeatureSpec& spec, const FeatureInput& input,
   CHECK_TRUE(csr.output_shape == shape);
   CheckList(csr.offsets, offsets);
   CheckList(csr.rows, rows);
-  CHECK_TRUE(csr.gains.size() == 0 || csr.gains.size() == csr.rows.size());
+  CHECK_EQ(csr.gains.size(), input.weights ? csr.rows.size() : 0);
+  const bool by_sample = !input.weights && spec.combiner != Combiner::kSum;
+  CHECK_EQ(csr.sample_gains.size(), by_sample ? csr.num_samples() : 0);
   CHECK_EQ(rows.size(), gains.size());
-  for (size_t i = 0; i < gains.size(); ++i) CHECK_EQ(csr.gain(i), gains[i]);
+  for (int64_t s = 0; s < csr.num_samples(); ++s) {
+    for (int64_t i = offsets[s]; i < offsets[s + 1]; ++i) {
+      CHECK_EQ(csr.gain(s, i), gains[i]);
+    }
+  }
 }
 
 void CheckRefused(const FeatureSpec& spec, const FeatureInput& input,

@@ -146,6 +146,11 @@ void CheckCsr(const FeatureCsr& csr, const FeatureSpec& spec) {
   Require(csr.offsets[csr.num_samples()] == csr.rows.size(), "offsets end");
   Require(csr.gains.size() == 0 || csr.gains.size() == csr.rows.size(),
           "a gain for each entry");
+  Require(csr.sample_gains.size() == 0 ||
+              csr.sample_gains.size() == csr.num_samples(),
+          "a gain for each sample");
+  Require(csr.gains.size() == 0 || csr.sample_gains.size() == 0,
+          "gains of one kind");
   for (int64_t i = 0; i < csr.rows.size(); ++i) {
     Require(csr.rows[i] >= 0 && csr.rows[i] < spec.vocabulary_size,
             "rows are of the table");
@@ -164,6 +169,9 @@ void CheckGroups(const RowGroups& groups,
   Require(groups.samples.size() == num_entries, "groups keep all entries");
   Require(groups.gains.size() == 0 || groups.gains.size() == num_entries,
           "a gain for each entry of a group, or none");
+  Require(groups.sample_gains.size() == 0 ||
+              groups.sample_gains.size() == num_samples,
+          "a gain for each sample, or none");
   Require(groups.starts[groups.num_rows()] == num_entries, "groups end");
   for (int64_t g = 0; g < groups.num_rows(); ++g) {
     Require(g == 0 || groups.rows[g - 1] < groups.rows[g], "rows ascend");

@@ -83,7 +83,7 @@ using Groups = std::map<int64_t, std::vector<std::pair<int64_t, float>>>;
 void AddTo(const FeatureCsr& csr, int64_t first, Groups* groups) {
   for (int64_t s = 0; s < csr.num_samples(); ++s) {
     for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-      (*groups)[csr.rows[i]].push_back({first + s, csr.gain(i)});
+      (*groups)[csr.rows[i]].push_back({first + s, csr.gain(s, i)});
     }
   }
 }
@@ -108,6 +108,7 @@ void CheckGroups(const RowGroups& actual, const Groups& expected) {
 // `num_samples` samples of up to four entries; every third row is row 0, so
 // that there are long groups too.
 FeatureCsr RandomFeature(int64_t num_samples, int64_t vocabulary_size) {
+  const auto gains = static_cast<Gains>(Random(3));
   FeatureCsr csr;
   csr.offsets = Buffer<int64_t>(num_samples + 1);
   csr.rows = Buffer<int32_t>(4 * num_samples);
@@ -122,7 +123,11 @@ FeatureCsr RandomFeature(int64_t num_samples, int64_t vocabulary_size) {
     csr.offsets[s + 1] = size;
   }
   csr.rows.Truncate(size);
-  csr.gains.Truncate(Random(2) ? size : 0);  // Without gains all are 1.
+  csr.gains.Truncate(gains == Gains::kOfEntries ? size : 0);
+  csr.sample_gains.Resize(gains == Gains::kOfSamples ? num_samples : 0);
+  for (int64_t s = 0; s < csr.sample_gains.size(); ++s) {
+    csr.sample_gains[s] = static_cast<float>(Random(100)) - 50.0f;
+  }
   return csr;
 }
 
@@ -180,7 +185,7 @@ void TestListedEntries() {
   Buffer<RowEntry> entries(csr.rows.size());
   for (int64_t s = 0; s < csr.num_samples(); ++s) {
     for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-      entries[i] = {csr.rows[i], static_cast<uint32_t>(s), csr.gain(i)};
+      entries[i] = {csr.rows[i], static_cast<uint32_t>(s), csr.gain(s, i)};
     }
   }
   RowGroups groups;

@@ -30,9 +30,13 @@ FeatureCsr RandomBatch(int64_t samples, int64_t vocabulary_size) {
   const int64_t entries = batch.offsets[samples];
   batch.rows.Resize(entries);
   for (int64_t i = 0; i < entries; ++i) batch.rows[i] = Random(vocabulary_size);
-  if (Random(2)) {
-    batch.gains.Resize(entries);
-    for (int64_t i = 0; i < entries; ++i) batch.gains[i] = Random(9) / 4.0f;
+  const int64_t kind = Random(3);  // gains of entries, of samples, or none
+  batch.gains.Resize(kind == 0 ? entries : 0);
+  batch.sample_gains.Resize(kind == 1 ? samples : 0);
+  for (Buffer<float>* gains : {&batch.gains, &batch.sample_gains}) {
+    for (int64_t i = 0; i < gains->size(); ++i) {
+      (*gains)[i] = Random(9) / 4.0f;
+    }
   }
   return batch;
 }
@@ -96,9 +100,11 @@ void TestThereAndBack() {
       for (int64_t s = 0; s <= read[f].num_samples(); ++s) {
         CHECK_EQ(read[f].offsets[s], batches[f].offsets[s]);
       }
-      for (int64_t i = 0; i < batches[f].rows.size(); ++i) {
-        CHECK_EQ(read[f].rows[i], batches[f].rows[i]);
-        CHECK_EQ(read[f].gain(i), batches[f].gain(i));
+      for (int64_t s = 0; s < read[f].num_samples(); ++s) {
+        for (int64_t i = read[f].offsets[s]; i < read[f].offsets[s + 1]; ++i) {
+          CHECK_EQ(read[f].rows[i], batches[f].rows[i]);
+          CHECK_EQ(read[f].gain(s, i), batches[f].gain(s, i));
+        }
       }
     }
   }

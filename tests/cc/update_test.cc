@@ -1,6 +1,7 @@
 // Lookup and update against naive loops, over dims around the vector width,
 // with NaN around every buffer; and the same bits for any split over threads.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -66,7 +67,7 @@ class Matrix {
 };
 
 // Up to five entries for a sample, so that rows are shared and samples empty.
-FeatureCsr RandomCsr(bool has_gains) {
+FeatureCsr RandomCsr(Gains gains) {
   std::vector<int64_t> rows;
   FeatureCsr csr;
   csr.offsets = Buffer<int64_t>(kSamples + 1);
@@ -78,16 +79,17 @@ FeatureCsr RandomCsr(bool has_gains) {
     csr.offsets[s + 1] = rows.size();
   }
   csr.rows = Buffer<int32_t>(rows.size());
-  csr.gains = Buffer<float>(has_gains ? rows.size() : 0);
-  for (size_t i = 0; i < rows.size(); ++i) {
-    csr.rows[i] = rows[i];
-    if (has_gains) csr.gains[i] = Random();
+  std::copy(rows.begin(), rows.end(), csr.rows.data());
+  csr.gains.Resize(gains == Gains::kOfEntries ? rows.size() : 0);
+  csr.sample_gains.Resize(gains == Gains::kOfSamples ? kSamples : 0);
+  for (Buffer<float>* buffer : {&csr.gains, &csr.sample_gains}) {
+    std::generate_n(buffer->data(), buffer->size(), Random);
   }
   return csr;
 }
 
-void TestLookup(int64_t dim, bool has_gains) {
-  const FeatureCsr csr = RandomCsr(has_gains);
+void TestLookup(int64_t dim, Gains gains) {
+  const FeatureCsr csr = RandomCsr(gains);
   Matrix table(kRows, dim, 0);
   for (const Quantization& quantization :
        {Quantization{}, Quantization{5, -0.5f, 0.5f}}) {
@@ -104,7 +106,7 @@ void TestLookup(int64_t dim, bool has_gains) {
             x = std::min(std::max(x, -0.5f), 0.5f);
             x = std::floor((x + 0.5f) / step + 0.5f) * step - 0.5f;
           }
-          sum += csr.gain(i) * x;
+          sum += csr.gain(s, i) * x;
         }
         CHECK_EQ(out.row(s)[d], sum);
       }
@@ -114,8 +116,8 @@ void TestLookup(int64_t dim, bool has_gains) {
 
 // One step's gradients; those of every seventh sample are not given.
 struct Gradients {
-  explicit Gradients(int64_t dim)
-      : csr(RandomCsr(/*has_gains=*/true)), values(kSamples, dim, 0) {
+  explicit Gradients(int64_t dim, Gains gains = Gains::kOfEntries)
+      : csr(RandomCsr(gains)), values(kSamples, dim, 0) {
     GroupByRow(
         {{{&csr}, kRows, &groups}},
         [](int64_t total, int64_t, const Range& body) { body(0, total); });
@@ -197,9 +199,9 @@ void TestThreads(const std::vector<float>& hyperparameters, int64_t dim) {
 }
 
 // The frame around the rule, against loops that read like docs/semantics.md.
-void TestFrame(int64_t dim) {
+void TestFrame(int64_t dim, Gains gains) {
   const RuleArguments arguments{{}, 0.1f};
-  const Gradients gradients(dim);
+  const Gradients gradients(dim, gains);
   const RowGroups& groups = gradients.groups;
   State state(dim, 0);
   Matrix expected = state.table;
@@ -227,9 +229,10 @@ void TestFrame(int64_t dim) {
 int main() {
   using namespace tpu_embedding;
   for (int64_t dim : {1, 3, 4, 7, 8, 10, 15, 16, 17, 33, 64, 100, 130}) {
-    TestLookup(dim, true);
-    TestLookup(dim, false);
-    TestFrame(dim);
+    for (Gains gains : {Gains::kOnes, Gains::kOfSamples, Gains::kOfEntries}) {
+      TestLookup(dim, gains);
+      TestFrame(dim, gains);
+    }
     TestThreads<Sgd>({}, dim);
     TestThreads<Adagrad>({}, dim);
     TestThreads<RowwiseAdagrad>({}, dim);

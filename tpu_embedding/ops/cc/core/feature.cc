@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 
 #include "core/feature_rows.h"
 #include "core/simd.h"
@@ -10,7 +11,8 @@
 namespace tpu_embedding {
 namespace {
 
-// Gains of one sample; a divisor of exactly 0 makes all of them 0.
+// Turns the weights of one sample into gains; a divisor of exactly 0 makes all
+// of them 0.
 void SetGains(Combiner combiner, int64_t begin, int64_t end, float* gains) {
   double divisor = 1.0;
   if (combiner != Combiner::kSum) {
@@ -24,6 +26,14 @@ void SetGains(Combiner combiner, int64_t begin, int64_t end, float* gains) {
       gains[i] = divisor == 0.0 ? 0.0f : static_cast<float>(gains[i] / divisor);
     }
   }
+}
+
+// The gain of each entry of a sample that has no weights.
+float GainWithoutWeights(Combiner combiner, int64_t num_entries) {
+  if (num_entries == 0) return 0.0f;
+  const double sum = num_entries;
+  const double divisor = combiner == Combiner::kMean ? sum : std::sqrt(sum);
+  return static_cast<float>(1.0 / divisor);
 }
 
 // Whether no id is invalid. Read as unsigned, negative ids are the largest.
@@ -53,18 +63,20 @@ class CsrWriter {
   Error Write(const FeatureRows& rows) {
     csr_->offsets.Resize(rows.num_samples() + 1);
     csr_->rows.Resize(input_.num_ids);
-    csr_->gains.Resize(input_.num_ids);
+    csr_->gains.Resize(input_.weights ? input_.num_ids : 0);
     csr_->offsets[0] = 0;
     if (KeepsAllEntries()) {
       WriteAll(rows);
-      return std::nullopt;
+    } else {
+      for (int64_t row = 0; row < rows.count && !error_; ++row) {
+        positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
+      }
+      if (error_) return error_;
+      csr_->rows.Truncate(size_);
+      csr_->gains.Truncate(input_.weights ? size_ : 0);
     }
-    for (int64_t row = 0; row < rows.count && !error_; ++row) {
-      positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
-    }
-    csr_->rows.Truncate(size_);
-    csr_->gains.Truncate(size_);
-    return error_;
+    WriteSampleGains();
+    return std::nullopt;
   }
 
  private:
@@ -82,18 +94,25 @@ class CsrWriter {
       csr_->offsets[row + 1] = rows.begin(row + 1);
     }
     std::copy(ids_, ids_ + size, csr_->rows.data());
-    if (!input_.weights && spec_.combiner == Combiner::kSum) {
-      csr_->gains.Truncate(0);
-      return;
-    }
-    if (input_.weights) {
-      std::copy(input_.weights, input_.weights + size, csr_->gains.data());
-    } else {
-      std::fill(csr_->gains.data(), csr_->gains.data() + size, 1.0f);
-    }
+    if (!input_.weights) return;
+    std::copy(input_.weights, input_.weights + size, csr_->gains.data());
     for (int64_t row = 0; row < rows.count; ++row) {
       SetGains(spec_.combiner, rows.begin(row), rows.begin(row + 1),
                csr_->gains.data());
+    }
+  }
+
+  void WriteSampleGains() {
+    const bool needed = !input_.weights && spec_.combiner != Combiner::kSum;
+    csr_->sample_gains.Resize(needed ? csr_->num_samples() : 0);
+    int64_t last_length = 0;  // Many samples have the length of the one before.
+    float gain = GainWithoutWeights(spec_.combiner, last_length);
+    for (int64_t s = 0; s < csr_->sample_gains.size(); ++s) {
+      const int64_t length = csr_->offsets[s + 1] - csr_->offsets[s];
+      if (length != std::exchange(last_length, length)) {
+        gain = GainWithoutWeights(spec_.combiner, length);
+      }
+      csr_->sample_gains[s] = gain;
     }
   }
 
@@ -143,13 +162,16 @@ class CsrWriter {
         id = Modulo(id, vocabulary_size);
       }
       csr_->rows[size_] = static_cast<int32_t>(id);
-      csr_->gains[size_] = weight;
+      if (input_.weights) csr_->gains[size_] = weight;
       ++size_;
     }
   }
 
   void CloseSample() {
-    SetGains(spec_.combiner, csr_->offsets[sample_], size_, csr_->gains.data());
+    if (input_.weights) {
+      SetGains(spec_.combiner, csr_->offsets[sample_], size_,
+               csr_->gains.data());
+    }
     csr_->offsets[++sample_] = size_;
   }
 

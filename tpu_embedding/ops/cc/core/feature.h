@@ -1,9 +1,9 @@
 // One feature's ids, of any input kind, as plain CSR over its samples.
 //
-//   ragged [[7, 2], [], [7]], combiner mean        samples:   0     1  2
-//                                                  offsets: [ 0,    2, 2, 3 ]
-//                                                  rows:    [ 7, 2,       7 ]
-//                                                  gains:   [.5,.5,       1 ]
+//   ragged [[7, 2], [], [7]], combiner mean   samples:        0     1  2
+//                                             offsets:      [ 0,    2, 2, 3 ]
+//                                             rows:         [ 7, 2,       7 ]
+//                                             sample_gains: [.5,    0, 1 ]
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_FEATURE_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_FEATURE_H_
@@ -71,14 +71,23 @@ struct FeatureInput {
   std::vector<int64_t> shape;
 };
 
+// What the entries of a feature or table are multiplied by.
+enum class Gains { kOnes, kOfSamples, kOfEntries };
+
 struct FeatureCsr {
   std::vector<int64_t> output_shape;  // without the embedding axis
   Buffer<int64_t> offsets;            // [num_samples + 1]
   Buffer<int32_t> rows;               // [num_entries], each in [0, V)
-  Buffer<float> gains;                // [num_entries], or empty: all are 1
+  // Each entry has a gain of its own, if there were weights, or all of a sample
+  // have one. At most one of both has elements; without any all gains are 1.
+  Buffer<float> gains;         // [num_entries], or empty
+  Buffer<float> sample_gains;  // [num_samples], or empty
 
   int64_t num_samples() const { return offsets.size() - 1; }
-  float gain(int64_t entry) const { return gains.size() ? gains[entry] : 1.0f; }
+  float gain(int64_t sample, int64_t entry) const {
+    if (gains.size()) return gains[entry];
+    return sample_gains.size() ? sample_gains[sample] : 1.0f;
+  }
 };
 
 // Checks the whole input and writes `csr`. On an error `csr` is unspecified.

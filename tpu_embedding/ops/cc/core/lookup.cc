@@ -14,13 +14,14 @@ namespace {
 constexpr int64_t kEntriesAhead = 16;
 
 // The rows of a sample and their gains. Asking for a row asks for a later one.
-template <bool kHasGains>
+template <Gains kGains>
 struct RowTerms {
   const float* table;
   int64_t dim;
   const int32_t* rows;
   const float* gains;
-  int64_t last;  // of all entries
+  int64_t last;              // of all entries
+  float sample_gain = 1.0f;  // of the sample at hand
 
   TPU_EMBEDDING_INLINE const float* vector(int64_t i) const {
     const int64_t ahead = std::min(i + kEntriesAhead, last);
@@ -28,18 +29,20 @@ struct RowTerms {
     return table + rows[i] * dim;
   }
   TPU_EMBEDDING_INLINE float gain(int64_t i) const {
-    return kHasGains ? gains[i] : 1.0f;
+    if (kGains == Gains::kOnes) return 1.0f;
+    return kGains == Gains::kOfEntries ? gains[i] : sample_gain;
   }
 };
 
-template <bool kHasGains>
+template <Gains kGains>
 TPU_EMBEDDING_CLONES void PlainLookup(const FeatureCsr& csr, const float* table,
                                       int64_t dim, int64_t begin, int64_t end,
                                       float* out) {
   const int64_t* offsets = csr.offsets.data();
-  const RowTerms<kHasGains> terms{table, dim, csr.rows.data(), csr.gains.data(),
-                                  csr.rows.size() - 1};
+  RowTerms<kGains> terms{table, dim, csr.rows.data(), csr.gains.data(),
+                         csr.rows.size() - 1};
   for (int64_t s = begin; s < end; ++s) {
+    if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
     WeightedSum(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
   }
 }
@@ -59,7 +62,7 @@ void QuantizedLookup(const FeatureCsr& csr, const float* __restrict table,
       for (int64_t d = 0; d < dim; ++d) {
         const float x = std::min(std::max(row[d], lower), upper);
         const float level = std::floor((x - lower) / step + 0.5f);
-        sum[d] += csr.gain(i) * (level * step + lower);
+        sum[d] += csr.gain(s, i) * (level * step + lower);
       }
     }
   }
@@ -73,8 +76,10 @@ void Lookup(const FeatureCsr& csr, const float* table, int64_t dim,
   if (quantization.num_buckets) {
     QuantizedLookup(csr, table, dim, quantization, begin, end, out);
   } else {
-    const auto lookup =
-        csr.gains.size() ? PlainLookup<true> : PlainLookup<false>;
+    const auto lookup = csr.gains.size() ? PlainLookup<Gains::kOfEntries>
+                        : csr.sample_gains.size()
+                            ? PlainLookup<Gains::kOfSamples>
+                            : PlainLookup<Gains::kOnes>;
     lookup(csr, table, dim, begin, end, out);
   }
 }

@@ -52,9 +52,10 @@ void VisitEntries(const FeatureCsr& csr, int64_t begin, int64_t end,
   const float* gains = csr.gains.size() ? csr.gains.data() : nullptr;
   int64_t i = offsets[begin];
   for (int64_t s = begin; s < end; ++s) {
+    const float sample_gain = csr.sample_gains.size() ? csr.sample_gains[s] : 1;
     for (const int64_t last = offsets[s + 1]; i < last; ++i) {
       visit(MakeEntry(static_cast<Entry*>(nullptr), rows[i], first_sample + s,
-                      gains ? gains[i] : 1.0f));
+                      gains ? gains[i] : sample_gain));
     }
   }
 }
@@ -103,6 +104,8 @@ class Grouping {
     table.groups->starts.Resize(size_ + 1);
     table.groups->samples.Resize(size_);
     table.groups->gains.Resize(has_gains ? size_ : 0);
+    table.groups->sample_gains.Resize(0);
+    if (!has_gains) CopySampleGains();
     table.groups->starts[0] = 0;
     if (size_ >= kLargeTable) Cut();
     num_rows_.resize(num_parts());
@@ -186,6 +189,28 @@ class Grouping {
   };
 
   bool is_cut() const { return part_bits_ > 0; }
+
+  // Where only some features have them, the gains of the others are 1.
+  void CopySampleGains() {
+    const auto has = [](const FeatureCsr* csr) {
+      return csr->sample_gains.size() > 0;
+    };
+    const auto& features = table_.features;
+    if (std::none_of(features.begin(), features.end(), has)) return;
+    int64_t size = 0;
+    for (const FeatureCsr* csr : features) size += csr->num_samples();
+    table_.groups->sample_gains.Resize(size);
+    float* next = table_.groups->sample_gains.data();
+    for (const FeatureCsr* csr : features) {
+      const int64_t samples = csr->num_samples();
+      if (has(csr)) {
+        std::copy_n(csr->sample_gains.data(), samples, next);
+      } else {
+        std::fill_n(next, samples, 1.0f);
+      }
+      next += samples;
+    }
+  }
 
   void Cut() {
     const uint64_t bound = table_.vocabulary_size;
@@ -304,6 +329,7 @@ void GroupByRow(const Buffer<RowEntry>& entries, int64_t vocabulary_size,
   groups->starts.Resize(size + 1);
   groups->samples.Resize(size);
   groups->gains.Resize(size);
+  groups->sample_gains.Resize(0);
   groups->starts[0] = 0;
   const auto source = [&entries](const auto& visit) {
     std::for_each(entries.data(), entries.data() + entries.size(), visit);

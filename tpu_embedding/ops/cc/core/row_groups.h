@@ -22,7 +22,7 @@ struct RowEntry {
   float gain;
 };
 
-// An entry whose gain is 1: in one word, so that sorts move less.
+// An entry without a gain of its own: in one word, so that sorts move less.
 class PlainEntry {
  public:
   PlainEntry() = default;
@@ -40,13 +40,18 @@ struct RowGroups {
   Buffer<int32_t> rows;      // [num_rows], ascending, each once
   Buffer<int64_t> starts;    // [num_rows + 1]: where a row's entries begin
   Buffer<uint32_t> samples;  // by row, the sample of each entry
-  Buffer<float> gains;       // of the same entries, or empty: all are 1
+  // What gradients are multiplied by, as FeatureCsr has it.
+  Buffer<float> gains;         // of the same entries, or empty
+  Buffer<float> sample_gains;  // by sample, or empty
   // What a large table's entries are sorted in.
   Buffer<PlainEntry> plain_space;
   Buffer<RowEntry> space;
 
   int64_t num_rows() const { return rows.size(); }
-  float gain(int64_t entry) const { return gains.size() ? gains[entry] : 1.0f; }
+  float gain(int64_t entry) const {
+    if (gains.size()) return gains[entry];
+    return sample_gains.size() ? sample_gains[samples[entry]] : 1.0f;
+  }
 };
 
 // The features of one table, and where their groups go.

@@ -48,6 +48,7 @@ Error ReadFeature(const StackedFeature& feature, const StackInput& input,
   batch->offsets.Resize(num_samples + 1);
   batch->rows.Resize(size);
   batch->gains.Resize(size);
+  batch->sample_gains.Resize(0);
   for (int64_t s = 0; s <= num_samples; ++s) {
     batch->offsets[s] = pointers[s] - first;
   }
@@ -83,7 +84,7 @@ void WriteStack(const std::vector<StackedFeature>& features,
         output.sample_ids[entry] = sample;
         output.token_ids[entry] =
             static_cast<int32_t>(features[f].first_token + batch.rows[i]);
-        output.gains[entry++] = batch.gain(i);
+        output.gains[entry++] = batch.gain(s, i);
       }
       output.row_pointers[++sample] = entry;
     }

@@ -29,10 +29,10 @@ TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
 
 // The gradients of a row's samples and their gains. Asking for one asks for a
 // later one.
-template <bool kHasGains>
+template <Gains kGains>
 struct GradientTerms {
   const uint32_t* entries;  // the sample of each
-  const float* gains;
+  const float* gains;       // by entry or by sample
   const float* const* samples;
   int64_t dim;
   int64_t last;  // of all entries
@@ -45,9 +45,20 @@ struct GradientTerms {
     return samples[entries[i]];
   }
   TPU_EMBEDDING_INLINE float gain(int64_t i) const {
-    return kHasGains ? gains[i] : 1.0f;
+    if (kGains == Gains::kOnes) return 1.0f;
+    return gains[kGains == Gains::kOfSamples ? entries[i] : i];
   }
 };
+
+template <Gains kGains>
+TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
+                                       const float* gains, int64_t begin,
+                                       int64_t end, int64_t dim, float* sum) {
+  const Buffer<uint32_t>& entries = gradients.groups->samples;
+  const GradientTerms<kGains> terms{entries.data(), gains, gradients.samples,
+                                    dim, entries.size() - 1};
+  WeightedSum(terms, begin, end, dim, sum);
+}
 
 // sum[d] = sum of gain * gradient over the entries of one group.
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
@@ -55,17 +66,14 @@ TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
   const RowGroups& groups = *gradients.groups;
   const int64_t begin = groups.starts[group];
   const int64_t end = groups.starts[group + 1];
-  const uint32_t* entries = groups.samples.data();
-  const float* gains = groups.gains.data();
-  const int64_t last = groups.samples.size() - 1;
   if (groups.gains.size()) {
-    WeightedSum(
-        GradientTerms<true>{entries, gains, gradients.samples, dim, last},
-        begin, end, dim, sum);
+    SumGradients<Gains::kOfEntries>(gradients, groups.gains.data(), begin, end,
+                                    dim, sum);
+  } else if (groups.sample_gains.size()) {
+    SumGradients<Gains::kOfSamples>(gradients, groups.sample_gains.data(),
+                                    begin, end, dim, sum);
   } else {
-    WeightedSum(
-        GradientTerms<false>{entries, gains, gradients.samples, dim, last},
-        begin, end, dim, sum);
+    SumGradients<Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
   }
 }
 
