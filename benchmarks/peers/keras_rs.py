@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import keras
 import keras_rs
 import tensorflow as tf
 
+from benchmarks.peers import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 
@@ -31,29 +31,27 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         raise NotImplementedError(f"Keras has no {optimizer}.")
     features = _features(scenario)
     layer = keras_rs.layers.DistributedEmbedding(features)
-    batches = itertools.cycle(
-        {name: tf.constant(ids) for name, ids in zip(features, batch, strict=True)}
-        for batch in scenario.batches(4)
-    )
-    layer(next(batches))
+    next_batch = feed.dense(scenario.batches(4))
+
+    def named() -> dict[str, tf.Tensor]:
+        return dict(zip(features, next_batch(), strict=True))
+
+    layer(named())
     rule = _OPTIMIZERS[optimizer]()
     rule.build(layer.trainable_variables)
 
     @tf.function
-    def lookup(ids: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        return layer(ids)
+    def lookup() -> dict[str, tf.Tensor]:
+        return layer(named())
 
     @tf.function
-    def step(ids: dict[str, tf.Tensor]) -> None:
+    def step() -> None:
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(x) for x in layer(ids).values()])
+            loss = tf.add_n([tf.reduce_sum(x) for x in layer(named()).values()])
         values = [variable.value for variable in layer.trainable_variables]
         rule.apply(tape.gradient(loss, values), layer.trainable_variables)
 
-    return {
-        "step": timed(lambda: step(next(batches))),
-        "lookup": timed(lambda: lookup(next(batches))),
-    }
+    return {"step": timed(step), "lookup": timed(lookup)}
 
 
 def _features(scenario: Scenario) -> dict[str, keras_rs.layers.FeatureConfig]:

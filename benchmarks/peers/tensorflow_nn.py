@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
-from benchmarks.peers.sparse import sparse
+from benchmarks.peers import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 
@@ -34,25 +33,20 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     ]
     rule = _OPTIMIZERS[optimizer]()
     rule.build(tables)
-    batches = itertools.cycle(
-        [sparse(ids) for ids in batch] for batch in scenario.batches(4)
-    )
+    next_batch = feed.sparse(scenario.batches(4))
 
     @tf.function
-    def lookup(features: list[tf.SparseTensor]) -> list[tf.Tensor]:
+    def lookup() -> list[tf.Tensor]:
         return [
             tf.nn.embedding_lookup_sparse(table.value, ids, None, combiner="sum")
-            for table, ids in zip(tables, features, strict=True)
+            for table, ids in zip(tables, next_batch(), strict=True)
         ]
 
     @tf.function
-    def step(features: list[tf.SparseTensor]) -> None:
+    def step() -> None:
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(x) for x in lookup(features)])
+            loss = tf.add_n([tf.reduce_sum(x) for x in lookup()])
         values = [table.value for table in tables]
         rule.apply(tape.gradient(loss, values), tables)
 
-    return {
-        "step": timed(lambda: step(next(batches))),
-        "lookup": timed(lambda: lookup(next(batches))),
-    }
+    return {"step": timed(step), "lookup": timed(lookup)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Read when TensorFlow is imported.
 import tensorflow as tf
 import tensorflow_recommenders as tfrs
 
-from benchmarks.peers.sparse import sparse
+from benchmarks.peers import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 
@@ -38,24 +37,19 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     ]
     rule = _OPTIMIZERS[optimizer]()
     layer = tfrs.layers.embedding.TPUEmbedding(features, rule)
-    batches = itertools.cycle(
-        [sparse(ids) for ids in batch] for batch in scenario.batches(4)
-    )
+    next_batch = feed.sparse(scenario.batches(4))
 
     @tf.function
-    def lookup(ids: list[tf.SparseTensor]) -> list[tf.Tensor]:
-        return layer(ids)
+    def lookup() -> list[tf.Tensor]:
+        return layer(next_batch())
 
     @tf.function
-    def step(ids: list[tf.SparseTensor]) -> None:
+    def step() -> None:
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(x) for x in layer(ids)])
+            loss = tf.add_n([tf.reduce_sum(x) for x in layer(next_batch())])
         variables = layer.trainable_variables
         rule.apply_gradients(
             zip(tape.gradient(loss, variables), variables, strict=True)
         )
 
-    return {
-        "step": timed(lambda: step(next(batches))),
-        "lookup": timed(lambda: lookup(next(batches))),
-    }
+    return {"step": timed(step), "lookup": timed(lookup)}

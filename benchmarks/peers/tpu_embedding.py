@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import tensorflow as tf
 
 import tpu_embedding as te
+from benchmarks.peers import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 
@@ -31,22 +31,17 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     embedding = te.TPUEmbedding(features, _OPTIMIZERS[optimizer])
     embedding.build()
     gradients = [tf.ones([scenario.batch_size, scenario.dim])] * len(features)
-    batches = itertools.cycle(
-        [tf.constant(ids) for ids in batch] for batch in scenario.batches(4)
-    )
+    next_batch = feed.dense(scenario.batches(4))
 
     @tf.function
-    def step(ids: list[tf.Tensor]) -> None:
-        embedding.enqueue(ids)
+    def step() -> None:
+        embedding.enqueue(next_batch())
         embedding.dequeue()
         embedding.apply_gradients(gradients)
 
     @tf.function
-    def lookup(ids: list[tf.Tensor]) -> list[tf.Tensor]:
-        embedding.enqueue(ids, training=False)
+    def lookup() -> list[tf.Tensor]:
+        embedding.enqueue(next_batch(), training=False)
         return embedding.dequeue()
 
-    return {
-        "step": timed(lambda: step(next(batches))),
-        "lookup": timed(lambda: lookup(next(batches))),
-    }
+    return {"step": timed(step), "lookup": timed(lookup)}
