@@ -134,21 +134,21 @@ CALLS = [
         "dtype",
         lambda: TableConfig(8, 4, dtype="float16"),
         ValueError,
-        "Argument `dtype` must be float32. Received: 'float16'.",
+        "Argument `dtype` must be float32 or bfloat16. Received: 'float16'.",
     ),
     Case(
-        "dtype_later",
-        lambda: TableConfig(8, 4, dtype="bfloat16"),
-        NotImplementedError,
-        "Tables of dtype bfloat16 are not supported by this release: a later release "
-        "will have it. Argument `dtype` must be float32.",
-    ),
-    Case(
-        "dtype_later",
+        "dtype_of_integers",
         lambda: TableConfig(8, 4, dtype="int32"),
         NotImplementedError,
-        "Tables of dtype int32 are not supported by this release: use float32. "
-        "Argument `dtype` must be float32.",
+        "Tables of dtype int32 are not supported by this release. Argument `dtype` "
+        "must be float32 or bfloat16.",
+    ),
+    Case(
+        "seed_without_rounding",
+        lambda: TableConfig(8, 4, rounding_seed=3),
+        ValueError,
+        "Argument `rounding_seed` is 3, but a table of dtype float32 is not rounded. "
+        'Leave it at None, or set `dtype="bfloat16"`.',
     ),
     Case(
         "feature_table",

@@ -110,7 +110,11 @@ def test_bad_feature_arguments_raise_as_in_tensorflow(
         ("dtype", "float16", ValueError),
         ("dtype", None, ValueError),
         ("dtype", tf.int32, NotImplementedError),
-        ("dtype", "bfloat16", NotImplementedError),
+        ("rounding_seed", -1, ValueError),
+        ("rounding_seed", 2**63, ValueError),
+        ("rounding_seed", 1.0, TypeError),
+        ("rounding_seed", True, TypeError),
+        ("rounding_seed", 1, ValueError),  # Of a float32 table.
         ("combiner", stock.CustomCombiner(_ignored, 4), NotImplementedError),
     ],
 )

@@ -28,10 +28,12 @@ optimizers = [te.SGD(0.1), te.Adagrad(0.1, clipvalue=0.5), te.RowwiseAdagrad(0.1
               te.Adam(0.1, lazy_adam=False)]
 tables = [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"t{i}")
           for i, optimizer in enumerate(optimizers)]
+tables += [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"b{i}",
+                          dtype="bfloat16") for i, optimizer in enumerate(optimizers)]
 embedding = te.TPUEmbedding([te.FeatureConfig(t) for t in tables for _ in "ab"], None)
 digest = hashlib.sha256()
 for _ in range(3):
-    ids = [tf.constant(rng.integers(0, 3000, (700, 3))) for _ in range(14)]
+    ids = [tf.constant(rng.integers(0, 3000, (700, 3))) for _ in range(28)]
     embedding.enqueue(ids)
     activations = embedding.dequeue()
     embedding.apply_gradients([tf.sin(a) for a in activations])

@@ -12,8 +12,9 @@ from tpu_embedding import combiners, errors
 
 INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
 
-# Names of dtypes that TensorFlow or a later release has for tables.
-_LATER_DTYPES = ("int32", "bfloat16")
+# What tables may be stored as.
+DTYPES: tuple[str, ...] = ("float32", "bfloat16")
+_MOST_SEED = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class QuantizationConfig:
       x = clip(x, lower, upper);  h = (upper - lower) / (num_buckets - 1)
       x = floor((x - lower) / h + 0.5) * h + lower
 
-    The stored table stays float32, and gradients pass unchanged.
+    The stored table stays as it is, and gradients pass unchanged.
 
     Attributes:
       num_buckets: Number of different values that are left, at least 2.
@@ -56,7 +57,7 @@ class TableConfig:
     Tables compare by identity: two equal configurations are two tables, and
     features that hold the same object share one. Arguments, their order and
     defaults are those of tf.tpu.experimental.embedding.TableConfig, and
-    `invalid_ids`.
+    `invalid_ids` and `rounding_seed`.
 
     >>> TableConfig(1000, 16, combiner="sum", name="films").dtype
     'float32'
@@ -72,14 +73,18 @@ class TableConfig:
       name: A unique name, or None for "table_0", "table_1", ...
       quantization_config: A QuantizationConfig, or None.
       layout: How a TPU stores the table, or None.
-      dtype: "float32", or a dtype object of that name.
+      dtype: What the rows are stored as: "float32" or "bfloat16", or a dtype object of
+        that name. Slots, sums and activations are float32 with either.
       invalid_ids: What an id below 0 or not below V does: "error" fails the call
         and changes nothing; "drop" treats the entry as absent; "mod" takes the id
         modulo V.
+      rounding_seed: Of the random numbers by which the updates of a bfloat16 table are
+        rounded, an int from 0 to 2**63 - 1; None takes it from the table's name. See
+        docs/semantics.md.
 
     Raises:
       ValueError: If an argument is not as above.
-      NotImplementedError: For the dtypes int32 and bfloat16 and a CustomCombiner.
+      NotImplementedError: For the dtype int32 and a CustomCombiner.
     """
 
     vocabulary_size: int
@@ -92,6 +97,7 @@ class TableConfig:
     layout: Any = None
     dtype: str = "float32"
     invalid_ids: str = dataclasses.field(default="error", kw_only=True)
+    rounding_seed: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for argument, size in (
@@ -109,6 +115,7 @@ class TableConfig:
         check_invalid_ids(self.invalid_ids)
         # Frozen from here on; what may come in several forms is kept in one.
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        _check_seed(self.rounding_seed, self.dtype)
         object.__setattr__(
             self, "quantization_config", _quantization(self.quantization_config)
         )
@@ -295,11 +302,22 @@ def _check_name(name: object) -> None:
 def _dtype_name(dtype: Any) -> str:
     # tf.float32 and np.dtype have a `name`; np.float32 is a class.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
-    if name in _LATER_DTYPES:
-        raise errors.dtype_later(name)
-    if name != "float32":
+    if name == "int32":
+        raise errors.dtype_of_integers(name)
+    if name not in DTYPES:
         raise errors.dtype(dtype)
     return name
+
+
+def _check_seed(seed: object, dtype: str) -> None:
+    if seed is None:
+        return
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise errors.argument_type("rounding_seed", seed, "an int or None")
+    if not 0 <= seed <= _MOST_SEED:
+        raise errors.argument_value("rounding_seed", seed, "from 0 to 2**63 - 1")
+    if dtype != "bfloat16":
+        raise errors.seed_without_rounding(seed, dtype)
 
 
 def _quantization(value: Any) -> QuantizationConfig | None:

@@ -11,6 +11,7 @@ from tpu_embedding import errors, topology
 from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_tpu_options
+from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.layout.rows import PARAMETERS
 from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
@@ -81,6 +82,7 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
             adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
         )
         refuse_tpu_options("plain", self._plan)
+        require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
         self._check_numerics = check_numerics
         self._topology = topology.current()
         self._variables: dict[str, dict[str, Any]] = {}

@@ -106,15 +106,24 @@ def custom_combiner() -> NotImplementedError:
 
 def dtype(value: object) -> ValueError:
     """A table dtype that no release will know."""
-    return ValueError(f"Argument `dtype` must be float32. Received: {value!r}.")
+    return ValueError(
+        f"Argument `dtype` must be float32 or bfloat16. Received: {value!r}."
+    )
 
 
-def dtype_later(name: str) -> NotImplementedError:
+def dtype_of_integers(name: str) -> NotImplementedError:
     """A table dtype that is legal elsewhere but not built here."""
-    when = "a later release will have it" if name == "bfloat16" else "use float32"
     return NotImplementedError(
-        f"Tables of dtype {name} are not supported by this release: {when}. "
-        "Argument `dtype` must be float32."
+        f"Tables of dtype {name} are not supported by this release. Argument `dtype` "
+        "must be float32 or bfloat16."
+    )
+
+
+def seed_without_rounding(seed: int, dtype: str) -> ValueError:
+    """A `rounding_seed` that nothing would use."""
+    return ValueError(
+        f"Argument `rounding_seed` is {seed}, but a table of dtype {dtype} is not "
+        'rounded. Leave it at None, or set `dtype="bfloat16"`.'
     )
 
 

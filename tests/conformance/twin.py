@@ -31,6 +31,7 @@ class Table:
     optimizer: Any = None
     quantization: te.QuantizationConfig | None = None
     invalid_ids: str = "error"
+    dtype: str = "float32"
 
     def config(self, name: str) -> te.TableConfig:
         return te.TableConfig(
@@ -42,6 +43,7 @@ class Table:
             name=name,
             quantization_config=self.quantization,
             invalid_ids=self.invalid_ids,
+            dtype=self.dtype,
         )
 
     def reference(self, default: Any) -> ReferenceTable:

@@ -51,7 +51,7 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> tf.Variable | None:
-        """The number of updates already applied, where a rate asks for it."""
+        """The number of updates already applied, where anything asks for it."""
         return self._create_engine().updates()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:

@@ -11,6 +11,7 @@ from tpu_embedding.engines.base import Engine, EngineOptions, Lookups, Queue
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
+from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
 from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.tables import Plan
@@ -44,8 +45,14 @@ def create_engine(options: EngineOptions) -> Engine:
 def lay_out(
     plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
 ) -> Layout:
-    """Stacks the tables for the engine that the topology names; see `Engine`."""
-    return _engine_of(topology).lay_out(plan, topology, config)
+    """Stacks the tables for the engine that the topology names; see `Engine`.
+
+    Raises:
+      NotImplementedError: If the engine cannot store the dtype of a table.
+    """
+    engine = _engine_of(topology)
+    require_dtypes(plan, engine.table_dtypes, f"the {engine.name} engine")
+    return engine.lay_out(plan, topology, config)
 
 
 def stored_layouts(topology: Topology, layout: Layout) -> tuple[TableLayout, ...]:

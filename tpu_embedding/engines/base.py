@@ -79,6 +79,7 @@ class Engine(abc.ABC):
     # True: `checkpoint_variables` are stacks, which a record of the layout goes with.
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False
+    table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
     def __init__(self, options: EngineOptions) -> None:
         """Subclasses make the variables; to be called in an eager context."""
@@ -141,7 +142,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def updates(self) -> tf.Variable | None:
-        """The number of updates already applied, where a rate asks for it."""
+        """The number of updates already applied, where anything asks for it."""
 
     @abc.abstractmethod
     def rows(self) -> dict[str, dict[str, MutableRows]]:

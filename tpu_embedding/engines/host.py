@@ -238,6 +238,7 @@ class HostEngine(WholeTablesEngine):
             queue=self._queue,
             tables=self._table_handles,
             slots=self._slot_handles,
+            step=self._rates.step_of_update(),
             **self._update_attributes,
         )
 
@@ -387,4 +388,5 @@ def _update_attributes(plan: Plan) -> dict[str, Any]:
             bool(o.multiply_weight_decay_factor_by_learning_rate) for o in optimizers
         ],
         "all_rows": [o.touches_all_rows for o in optimizers],
+        "rounding_seeds": [spec.rounding_seed for spec in plan.tables],
     }

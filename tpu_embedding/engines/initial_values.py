@@ -19,19 +19,27 @@ ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
 
 
 def initial_value(
-    name: str, shape: tuple[int, int], initialize: Callable[[], Any]
+    name: str,
+    shape: tuple[int, int],
+    initialize: Callable[[], Any],
+    dtype: tf.DType = tf.float32,
 ) -> tf.Tensor:
-    """What a table or slot starts as, float32.
+    """What a table or slot starts as.
 
     Args:
       name: For messages.
       shape: What the value must have.
       initialize: The user's initializer, with its arguments.
+      dtype: Of the value. For bfloat16 an initializer may give float32 all the same,
+        which is rounded to the nearest.
 
     Raises:
       ValueError: If the value has another shape.
     """
-    value = tf.convert_to_tensor(initialize(), tf.float32)
+    value = initialize()
+    if dtype != tf.float32:
+        value = tf.cast(value, dtype)
+    value = tf.convert_to_tensor(value, dtype)
     if tuple(value.shape) != shape:
         raise errors.initial_value(name, shape, tuple(value.shape))
     return value
@@ -50,7 +58,7 @@ def initializer_of(spec: TableSpec) -> Callable[..., Any]:
         return initializer  # Some built-ins have no signature.
     part = {"shard_info": None} if "shard_info" in signature.parameters else {}
     try:
-        signature.bind((1, 1), dtype=tf.float32, **part)
+        signature.bind((1, 1), dtype=tf.as_dtype(spec.config.dtype), **part)
     except TypeError as error:
         raise table_errors.initializer_arguments(
             spec.name, initializer, str(error)

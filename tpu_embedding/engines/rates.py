@@ -1,4 +1,4 @@
-"""Learning rates, evaluated once per update."""
+"""Learning rates, evaluated once per update, and the count of updates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class Rates:
 
     Attributes:
       updates: int64 scalar variable, the number of updates already applied, or
-        None where no rate asks for it.
+        None where neither a rate nor the rounding of a table asks for it.
     """
 
     def __init__(self, plan: Plan, create_counter: Callable[[], tf.Variable]) -> None:
-        """Makes the counter, by the function given, where a rate asks for it."""
+        """Makes the counter, by the function given, where something asks for it."""
         self._rates = [
             spec.optimizer.learning_rate if spec.optimizer else 0.0
             for spec in plan.tables
         ]
         self.updates: tf.Variable | None = None
-        if any(callable(rate) and takes_step(rate) for rate in self._rates):
+        rounds = any(spec.optimizer and spec.is_rounded for spec in plan.tables)
+        if rounds or any(callable(r) and takes_step(r) for r in self._rates):
             self.updates = create_counter()
 
     def evaluate(self) -> tf.Tensor:
@@ -44,6 +45,15 @@ class Rates:
     def evaluate_if(self, condition: tf.Tensor) -> tf.Tensor:
         """As `evaluate` where `condition` holds, else zeros, and calls nothing."""
         return tf.cond(condition, self.evaluate, lambda: tf.zeros([len(self._rates)]))
+
+    def step_of_update(self) -> tf.Tensor:
+        """The number of the update that was counted last, from 0; int64 scalar.
+
+        It is 0 for good where nothing asks for the count.
+        """
+        if self.updates is None:
+            return tf.constant(0, tf.int64)
+        return self.updates - tf.constant(1, tf.int64)
 
     def count_update(self, completes: tf.Tensor, after: tf.Tensor) -> None:
         """Notes one more update where a step was completed.

@@ -48,3 +48,12 @@ def not_enough_memory(
         "made. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer or "
         "smaller slots (SGD, RowwiseAdagrad), or a machine with more memory.",
     )
+
+
+def table_dtype(table: str, dtype: str, what: str) -> NotImplementedError:
+    """A table that is stored as something else than float32."""
+    return NotImplementedError(
+        f"Table {table}: {what} stores tables as float32, not as {dtype}. Set "
+        '`dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and keras.TPUEmbedding '
+        f"have tables of {dtype} when they are built outside of a TPU strategy."
+    )

@@ -30,7 +30,7 @@ class TableVariables:
     """The state of one table.
 
     Attributes:
-      parameters: float32 [V, D].
+      parameters: [V, D] of the table's dtype.
       slots: By name, float32 [V, D] or [V, 1].
     """
 
@@ -112,7 +112,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
     sizes = {}
     for spec in plan.tables:
         shape = (spec.config.vocabulary_size, spec.config.dim)
-        sizes[spec.name] = math.prod(shape) * tf.float32.size
+        sizes[spec.name] = math.prod(shape) * tf.as_dtype(spec.config.dtype).size
         for slot in spec.optimizer.slots if spec.optimizer else ():
             number = math.prod(_slot_shape(slot, shape))
             sizes[f"{spec.name}/{slot.name}"] = number * tf.float32.size
@@ -132,7 +132,8 @@ def named_variables(
 def _create_parameters(spec: TableSpec) -> tf.Variable:
     config = spec.config
     shape = (config.vocabulary_size, config.dim)
-    return _create_variable(spec.name, shape, initializer_of(spec))
+    dtype = tf.as_dtype(config.dtype)
+    return _create_variable(spec.name, shape, initializer_of(spec), dtype)
 
 
 def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
@@ -188,15 +189,18 @@ def _filled(slot: Slot) -> Initializer:
 
 
 def _create_variable(
-    name: str, shape: tuple[int, int], initializer: Initializer
+    name: str,
+    shape: tuple[int, int],
+    initializer: Initializer,
+    dtype: tf.DType = tf.float32,
 ) -> tf.Variable:
     return _ResourceVariable(
         initial_value=lambda: initial_value(
-            name, shape, lambda: initializer(shape, dtype=tf.float32)
+            name, shape, lambda: initializer(shape, dtype=dtype), dtype
         ),
         name=variable_name(name),
         trainable=False,
-        dtype=tf.float32,
+        dtype=dtype,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.config import DTYPES
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookups, Queue
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.variables import (
@@ -22,6 +23,8 @@ from tpu_embedding.layout.tables import UPDATES
 
 class WholeTablesEngine(Engine, Queue, Lookups):
     """Each table and slot is one variable on one device; abstract."""
+
+    table_dtypes = DTYPES
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes the variables; see `Engine`."""

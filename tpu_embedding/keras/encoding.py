@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers as rules
@@ -168,7 +169,15 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         "quantization_config": quantization,
         # TensorFlow's own tables have no rule; the layer's stands in for it.
         "invalid_ids": getattr(table, "invalid_ids", invalid_ids or "error"),
+        **_encode_storage(table),
     }
+
+
+def _encode_storage(table: Any) -> dict[str, Any]:
+    """How the rows are stored, where that is not as float32."""
+    name = tf.as_dtype(table.dtype).name
+    seed = getattr(table, "rounding_seed", None)
+    return {} if name == "float32" else {"dtype": name, "rounding_seed": seed}
 
 
 def _decode_table(config: Mapping[str, Any]) -> TableConfig:

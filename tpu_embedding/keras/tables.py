@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tpu_embedding import embedding, engines, topology
+from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import errors, gate
 from tpu_embedding.keras.calls import Calls
@@ -258,7 +259,10 @@ class TrainableTables(LayerTables):
 
         Raises:
           ValueError: If a table has an optimizer.
+          NotImplementedError: If a table is not float32, which the optimizer of the
+            model would round to the nearest and so lose its steps.
         """
+        require_dtypes(resolved.plan, ("float32",), "trainable_tables=True")
         for spec in resolved.plan.tables:
             if spec.optimizer is not None:
                 raise errors.trainable_tables_optimizer(f"table {spec.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,17 @@ class TableSpec:
     key: Any
     optimizer: Optimizer | None
     features: tuple[int, ...]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether updates are rounded to what the table can hold."""
+        return self.config.dtype == "bfloat16"
+
+    @property
+    def rounding_seed(self) -> int:
+        """The user's, else the CRC-32 of the table's name."""
+        seed = self.config.rounding_seed
+        return zlib.crc32(self.name.encode()) if seed is None else seed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,9 +12,11 @@ import tensorflow as tf
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.portable.cells import pack, unpack
+from tpu_embedding.engines.portable.rounding import Rounding
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable.steps import StepQueue
 from tpu_embedding.engines.portable.tables import (
+    TableStep,
     entry_gradients,
     sum_by_row,
     update,
@@ -232,11 +234,14 @@ class PortableEngine(WholeTablesEngine):
         parts = [unpack(part, spec) for part in self._steps.take_ready()]
         replicas = [self._unpack_row_sums(sums) for sums, _ in parts]
         rates = tf.add_n([rates for _, rates in parts])  # zeros from all but one
+        step = self._rates.step_of_update()
         for table, variables in zip(self._plan.tables, self.tables, strict=True):
             assert table.optimizer is not None
             rows, sums = self._merge([sums[table.index] for sums in replicas])
             with tf.device(self._device):
-                update(variables, table.optimizer, rows, sums, rates[table.index])
+                rounding = Rounding(table.rounding_seed, step)
+                how = TableStep(table.optimizer, rates[table.index], rounding)
+                update(variables, how, rows, sums)
 
     def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""

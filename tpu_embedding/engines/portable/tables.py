@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
 from tpu_embedding.engines.array_ops import TENSORFLOW_OPS
+from tpu_embedding.engines.portable.rounding import Rounding, round_rows
 from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.base import apply_rule
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStep:
+    """How one update changes a table.
+
+    Attributes:
+      optimizer: The table's own.
+      rate: float32 scalar, the learning rate.
+      rounding: How rows that are stored as bfloat16 are rounded.
+    """
+
+    optimizer: Optimizer
+    rate: tf.Tensor
+    rounding: Rounding
 
 
 def entry_gradients(gradient: tf.Tensor, entries: Entries, dim: int) -> tf.Tensor:
@@ -40,29 +58,34 @@ def sum_by_row(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
 
 def update(
     variables: TableVariables,
-    optimizer: Optimizer,
+    step: TableStep,
     rows: tf.Tensor,
     gradient: tf.Tensor,
-    rate: tf.Tensor,
 ) -> None:
     """Applies one update to a table and its slots.
 
     Args:
       variables: The table and its slots.
-      optimizer: The table's own.
+      step: How.
       rows: int64 [n], each once.
       gradient: float32 [n, D], summed.
-      rate: float32 scalar, the learning rate.
     """
+    optimizer = step.optimizer
     state = [variables.parameters, *variables.slots.values()]
     if optimizer.touches_all_rows:
-        table, *slots = state
-        whole = tf.math.unsorted_segment_sum(gradient, rows, table.shape[0])
-        updated = apply_rule(optimizer, TENSORFLOW_OPS, whole, table, slots, rate)
-        for variable, value in zip(state, updated, strict=True):
-            variable.assign(value)
+        gradient = tf.math.unsorted_segment_sum(
+            gradient, rows, variables.parameters.shape[0]
+        )
+        rows = tf.range(tf.shape(gradient, tf.int64)[0])
+        stored, *slots = [tf.convert_to_tensor(variable) for variable in state]
     else:
-        row, *slots = [tf.gather(variable, rows) for variable in state]
-        updated = apply_rule(optimizer, TENSORFLOW_OPS, gradient, row, slots, rate)
-        for variable, value in zip(state, updated, strict=True):
+        stored, *slots = [tf.gather(variable, rows) for variable in state]
+    row = tf.cast(stored, tf.float32)
+    row, *slots = apply_rule(optimizer, TENSORFLOW_OPS, gradient, row, slots, step.rate)
+    if stored.dtype != tf.float32:
+        row = round_rows(row, rows, step.rounding)
+    for variable, value in zip(state, (row, *slots), strict=True):
+        if optimizer.touches_all_rows:
+            variable.assign(value)
+        else:
             variable.scatter_update(tf.IndexedSlices(value, rows))

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <variant>
 
 #include "core/simd.h"
 #include "core/weighted_sum-inl.h"
@@ -14,18 +15,18 @@ namespace {
 constexpr int64_t kEntriesAhead = 16;
 
 // The rows of a sample and their gains. Asking for a row asks for a later one.
-template <Gains kGains>
+template <class Element, Gains kGains>
 struct RowTerms {
-  const float* table;
+  const Element* table;
   int64_t dim;
   const int32_t* rows;
   const float* gains;
   int64_t last;              // of all entries
   float sample_gain = 1.0f;  // of the sample at hand
 
-  TPU_EMBEDDING_INLINE const float* vector(int64_t i) const {
+  TPU_EMBEDDING_INLINE const Element* vector(int64_t i) const {
     const int64_t ahead = std::min(i + kEntriesAhead, last);
-    PrefetchFloats(table + rows[ahead] * dim, dim);
+    Prefetch(table + rows[ahead] * dim, dim);
     return table + rows[i] * dim;
   }
   TPU_EMBEDDING_INLINE float gain(int64_t i) const {
@@ -34,23 +35,26 @@ struct RowTerms {
   }
 };
 
-template <Gains kGains>
-TPU_EMBEDDING_CLONES void PlainLookup(const FeatureCsr& csr, const float* table,
-                                      int64_t dim, int64_t begin, int64_t end,
-                                      float* out) {
+template <class Element, Gains kGains>
+TPU_EMBEDDING_CLONES void PlainLookup(const FeatureCsr& csr,
+                                      const Element* table, int64_t dim,
+                                      int64_t begin, int64_t end, float* out) {
   const int64_t* offsets = csr.offsets.data();
-  RowTerms<kGains> terms{table, dim, csr.rows.data(), csr.gains.data(),
-                         csr.rows.size() - 1};
+  RowTerms<Element, kGains> terms{table, dim, csr.rows.data(), csr.gains.data(),
+                                  csr.rows.size() - 1};
   for (int64_t s = begin; s < end; ++s) {
     if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
     WeightedSum(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
   }
 }
 
-TPU_EMBEDDING_CLONES
-void QuantizedLookup(const FeatureCsr& csr, const float* __restrict table,
-                     int64_t dim, const Quantization& quantization,
-                     int64_t begin, int64_t end, float* __restrict out) {
+template <class Element>
+TPU_EMBEDDING_CLONES void QuantizedLookup(const FeatureCsr& csr,
+                                          const Element* __restrict table,
+                                          int64_t dim,
+                                          const Quantization& quantization,
+                                          int64_t begin, int64_t end,
+                                          float* __restrict out) {
   const float lower = quantization.lower;
   const float upper = quantization.upper;
   const float step = (upper - lower) / (quantization.num_buckets - 1);
@@ -58,9 +62,11 @@ void QuantizedLookup(const FeatureCsr& csr, const float* __restrict table,
     float* __restrict sum = out + s * dim;
     std::fill(sum, sum + dim, 0.0f);
     for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-      const float* __restrict row = table + csr.rows[i] * dim;
+      const Element* __restrict row = table + csr.rows[i] * dim;
       for (int64_t d = 0; d < dim; ++d) {
-        const float x = std::min(std::max(row[d], lower), upper);
+        float value;
+        Load(row + d, &value);
+        const float x = std::min(std::max(value, lower), upper);
         const float level = std::floor((x - lower) / step + 0.5f);
         sum[d] += csr.gain(s, i) * (level * step + lower);
       }
@@ -68,20 +74,31 @@ void QuantizedLookup(const FeatureCsr& csr, const float* __restrict table,
   }
 }
 
-}  // namespace
-
-void Lookup(const FeatureCsr& csr, const float* table, int64_t dim,
-            const Quantization& quantization, int64_t begin, int64_t end,
-            float* out) {
+template <class Element>
+void LookupIn(const Element* table, const FeatureCsr& csr, int64_t dim,
+              const Quantization& quantization, int64_t begin, int64_t end,
+              float* out) {
   if (quantization.num_buckets) {
     QuantizedLookup(csr, table, dim, quantization, begin, end, out);
   } else {
-    const auto lookup = csr.gains.size() ? PlainLookup<Gains::kOfEntries>
-                        : csr.sample_gains.size()
-                            ? PlainLookup<Gains::kOfSamples>
-                            : PlainLookup<Gains::kOnes>;
+    const auto lookup =
+        csr.gains.size()          ? PlainLookup<Element, Gains::kOfEntries>
+        : csr.sample_gains.size() ? PlainLookup<Element, Gains::kOfSamples>
+                                  : PlainLookup<Element, Gains::kOnes>;
     lookup(csr, table, dim, begin, end, out);
   }
+}
+
+}  // namespace
+
+void Lookup(const FeatureCsr& csr, const ConstTableData& table, int64_t dim,
+            const Quantization& quantization, int64_t begin, int64_t end,
+            float* out) {
+  std::visit(
+      [&](const auto* rows) {
+        LookupIn(rows, csr, dim, quantization, begin, end, out);
+      },
+      table);
 }
 
 }  // namespace tpu_embedding

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/element.h"
 #include "core/feature.h"
 
 namespace tpu_embedding {
@@ -19,7 +20,7 @@ struct Quantization {
 
 // Writes out[s, :] for s in [begin, end). `table` is [V, dim] and `out` is
 // [num_samples, dim], both row-major.
-void Lookup(const FeatureCsr& csr, const float* table, int64_t dim,
+void Lookup(const FeatureCsr& csr, const ConstTableData& table, int64_t dim,
             const Quantization& quantization, int64_t begin, int64_t end,
             float* out);
 

@@ -4,8 +4,10 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_
 
 #include <algorithm>
+#include <variant>
 #include <vector>
 
+#include "core/bfloat16.h"
 #include "core/simd.h"
 #include "core/update.h"
 #include "core/weighted_sum-inl.h"
@@ -16,14 +18,16 @@ namespace tpu_embedding {
 constexpr int64_t kRowsAhead = 4;
 constexpr int64_t kGradientsAhead = 8;
 
+template <class Element>
 TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
+                                        const Element* parameters,
                                         const TableView& table, int64_t group) {
   if (group >= gradients.groups->num_rows()) return;
   const int64_t row = gradients.groups->rows[group];
-  PrefetchFloats(table.parameters + row * table.dim, table.dim);
+  Prefetch(parameters + row * table.dim, table.dim);
   for (size_t k = 0; k < table.slots.size(); ++k) {
     const int64_t width = table.slot_widths[k];
-    PrefetchFloats(table.slots[k] + row * width, width);
+    Prefetch(table.slots[k] + row * width, width);
   }
 }
 
@@ -40,7 +44,7 @@ struct GradientTerms {
   TPU_EMBEDDING_INLINE const float* vector(int64_t i) const {
     const int64_t ahead = std::min(i + kGradientsAhead, last);
     if (const float* next = samples[entries[ahead]]) {
-      PrefetchFloats(next, dim);
+      Prefetch(next, dim);
     }
     return samples[entries[i]];
   }
@@ -77,13 +81,59 @@ TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
   }
 }
 
+// The rows of a table as a rule sees them: floats that it changes in place.
+template <class Element>
+class TableRows;
+
+template <>
+class TableRows<float> {
+ public:
+  TableRows(const TableView& table, const RuleArguments&)
+      : data_(std::get<float*>(table.parameters)), dim_(table.dim) {}
+
+  const float* data() const { return data_; }
+
+  // The row until `Close`.
+  TPU_EMBEDDING_INLINE float* Open(int64_t row) { return data_ + row * dim_; }
+  TPU_EMBEDDING_INLINE void Close(int64_t) {}
+
+ private:
+  float* const data_;
+  const int64_t dim_;
+};
+
+template <>
+class TableRows<BFloat16> {
+ public:
+  TableRows(const TableView& table, const RuleArguments& arguments)
+      : data_(std::get<BFloat16*>(table.parameters)),
+        dim_(table.dim),
+        rounding_(arguments.rounding),
+        row_(table.dim) {}
+
+  const BFloat16* data() const { return data_; }
+
+  float* Open(int64_t row) {
+    ExpandRow(data_ + row * dim_, dim_, row_.data());
+    return row_.data();
+  }
+  void Close(int64_t row) {
+    RoundRow(row_.data(), dim_, rounding_, row, data_ + row * dim_);
+  }
+
+ private:
+  BFloat16* const data_;
+  const int64_t dim_;
+  const Rounding rounding_;
+  std::vector<float> row_;
+};
+
 template <class Rule>
 TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
                                     const TableView& table, int64_t row,
                                     float decay, float* __restrict gradient,
-                                    float** slots) {
+                                    float* __restrict weights, float** slots) {
   const int64_t dim = table.dim;
-  float* __restrict weights = table.parameters + row * dim;
   for (size_t k = 0; k < table.slots.size(); ++k) {
     slots[k] = table.slots[k] + row * table.slot_widths[k];
   }
@@ -107,7 +157,7 @@ TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
 
 // An UpdateFn. Rows are independent: any split of [begin, end) over threads
 // gives the same bits.
-template <class Rule>
+template <class Rule, class Element = float>
 TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
                                  const RowOptions& options,
                                  const TableGradients& gradients,
@@ -116,6 +166,7 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
   const Rule rule(arguments);
   const float decay = options.weight_decay_factor *
                       (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
+  TableRows<Element> parameters(table, arguments);
   std::vector<float> gradient(table.dim);
   std::vector<float*> slots(table.slots.size());
   const Buffer<int32_t>& rows = gradients.groups->rows;
@@ -128,12 +179,14 @@ TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
   for (int64_t i = begin; i < end; ++i) {
     const int64_t row = options.all_rows ? i : rows[i];
     if (group < num_groups && rows[group] == row) {
-      PrefetchGroup(gradients, table, group + kRowsAhead);
+      PrefetchGroup(gradients, parameters.data(), table, group + kRowsAhead);
       SumGradients(gradients, group++, table.dim, gradient.data());
     } else {
       std::fill(gradient.begin(), gradient.end(), 0.0f);
     }
-    UpdateRow(rule, options, table, row, decay, gradient.data(), slots.data());
+    UpdateRow(rule, options, table, row, decay, gradient.data(),
+              parameters.Open(row), slots.data());
+    parameters.Close(row);
   }
 }
 

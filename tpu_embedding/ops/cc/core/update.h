@@ -8,6 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include "core/bfloat16.h"
+#include "core/element.h"
 #include "core/row_groups.h"
 
 namespace tpu_embedding {
@@ -33,9 +35,9 @@ struct RowOptions {
   }
 };
 
-// A table and its slots, all row-major float32.
+// A table and its slots, row-major; the slots are float32.
 struct TableView {
-  float* parameters = nullptr;  // [num_rows, dim]
+  TableData parameters;  // [num_rows, dim]
   int64_t num_rows = 0;
   int64_t dim = 0;
   std::vector<float*> slots;         // each [num_rows, width]
@@ -49,11 +51,12 @@ struct TableGradients {
   const float* const* samples = nullptr;
 };
 
-// The constants of a rule, in the order that its header documents, and the
-// learning rate of this step.
+// The constants of a rule, in the order that its header documents, the learning
+// rate of this step, and how a row is rounded that is stored as bfloat16.
 struct RuleArguments {
   std::vector<float> hyperparameters;
   float rate = 0.0f;
+  Rounding rounding = {};
 };
 
 // Updates the groups [begin, end), or with `all_rows` the rows [begin, end).

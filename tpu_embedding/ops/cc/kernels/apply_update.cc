@@ -6,22 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/optimizers/adadelta.h"
-#include "core/optimizers/adagrad.h"
-#include "core/optimizers/adagrad_momentum.h"
-#include "core/optimizers/adam.h"
-#include "core/optimizers/centered_rms_prop.h"
-#include "core/optimizers/frequency_estimator.h"
-#include "core/optimizers/ftrl.h"
-#include "core/optimizers/momentum.h"
-#include "core/optimizers/proximal_adagrad.h"
-#include "core/optimizers/proximal_yogi.h"
-#include "core/optimizers/rms_prop.h"
-#include "core/optimizers/rowwise_adagrad.h"
-#include "core/optimizers/sgd.h"
 #include "core/pieces.h"
 #include "core/prepared_batch.h"
-#include "core/update-inl.h"
+#include "core/rules.h"
+#include "core/update.h"
 #include "kernels/huge_pages.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
@@ -40,6 +28,7 @@ REGISTER_OP("TpuEmbeddingApplyUpdate")
     .Input("queue: resource")
     .Input("tables: num_tables * resource")
     .Input("slots: num_slots * resource")
+    .Input("step: int64")
     .Attr("num_tables: int >= 1")
     .Attr("num_slots: int >= 0")
     .Attr("feature_tables: list(int)")
@@ -49,6 +38,7 @@ REGISTER_OP("TpuEmbeddingApplyUpdate")
     .Attr("row_options: list(float)")
     .Attr("multiply_decay_by_rate: list(bool)")
     .Attr("all_rows: list(bool)")
+    .Attr("rounding_seeds: list(int)")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
@@ -56,51 +46,15 @@ Applies the update of the step that all replicas have handed gradients in for.
 Does nothing where no such step is.
 
 tables, slots: variables, updated in place; the slots table by table.
+step: the number of updates before this one, for the rounding of bfloat16.
 feature_tables: for each feature the index of its table.
 rules: by table the name of its optimizer's rule.
 hyperparameters, hyperparameter_counts: the rules' constants, table by table.
 row_options: by table (smallest gradient, largest gradient, smallest weight,
   largest weight, weight decay factor).
 all_rows: by table, whether rows without gradient are updated too.
+rounding_seeds: by table, for those that are bfloat16 (core/bfloat16.h).
 )doc");
-
-// One row for each optimizer; the one place that lists them.
-struct RuleEntry {
-  const char* name;
-  int num_slots;
-  bool slots_per_row;  // of width 1, else of the table's
-  int num_hyperparameters;
-  UpdateFn update;
-};
-
-template <class Rule>
-constexpr RuleEntry Entry() {
-  return {Rule::kName, Rule::kNumSlots, Rule::kSlotsPerRow,
-          Rule::kNumHyperparameters, &Update<Rule>};
-}
-
-constexpr RuleEntry kRules[] = {
-    Entry<Sgd>(),
-    Entry<Adagrad>(),
-    Entry<RowwiseAdagrad>(),
-    Entry<Adam>(),
-    Entry<Ftrl>(),
-    Entry<AdagradMomentum>(),
-    Entry<Momentum>(),
-    Entry<RmsProp>(),
-    Entry<CenteredRmsProp>(),
-    Entry<Adadelta>(),
-    Entry<ProximalAdagrad>(),
-    Entry<ProximalYogi>(),
-    Entry<FrequencyEstimator>(),
-};
-
-const RuleEntry* FindRule(const std::string& name) {
-  for (const RuleEntry& entry : kRules) {
-    if (name == entry.name) return &entry;
-  }
-  return nullptr;
-}
 
 // Rough cycles for one entry and for one row, without those for their width.
 constexpr int64_t kCyclesPerEntry = 20;
@@ -110,6 +64,7 @@ struct TableRule {
   const RuleEntry* entry = nullptr;
   std::vector<float> hyperparameters;
   RowOptions options;
+  uint64_t rounding_seed = 0;
   std::vector<int> features;
 };
 
@@ -135,8 +90,11 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     std::vector<Variable> tables, slots;
-    OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
-    OP_REQUIRES_OK(context, LookUpVariables(context, "slots", &slots));
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    const Tensor* count = nullptr;
+    OP_REQUIRES_OK(context, context->input("step", &count));
+    OP_REQUIRES_OK(context, CheckScalar("step", *count));
     if (!resource->queue.IsReady()) return;
     std::vector<tensorflow::Var*> all;
     for (const Variable& variable : tables) all.push_back(variable.get());
@@ -153,7 +111,10 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, TakeStep(&resource->queue, tables, &step));
     if (!step) return;
     for (int t = 0; t < NumTables(); ++t) {
-      work[t].arguments = {rules_[t].hyperparameters, Rate(*step, t)};
+      work[t].arguments = {rules_[t].hyperparameters,
+                           Rate(*step, t),
+                           {rules_[t].rounding_seed,
+                            static_cast<uint64_t>(count->flat<int64_t>()(0))}};
       CollectGradients(*step, t, &work[t]);
     }
     const ParallelFor parallel_for = WorkerPool(context);
@@ -202,6 +163,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     std::vector<std::string> names;
     std::vector<float> numbers, options;
     std::vector<int> counts;
+    std::vector<int64_t> rounding_seeds;
     std::vector<bool> decay_by_rate, all_rows;
     TableMap tables;
     TF_RETURN_IF_ERROR(context->GetAttr("rules", &names));
@@ -211,6 +173,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(
         context->GetAttr("multiply_decay_by_rate", &decay_by_rate));
     TF_RETURN_IF_ERROR(context->GetAttr("all_rows", &all_rows));
+    TF_RETURN_IF_ERROR(context->GetAttr("rounding_seeds", &rounding_seeds));
     TF_RETURN_IF_ERROR(
         context->GetAttr("feature_tables", &tables.feature_tables));
     int64_t num_tables = 0;
@@ -224,6 +187,8 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(CheckLength("multiply_decay_by_rate",
                                    decay_by_rate.size(), num_tables));
     TF_RETURN_IF_ERROR(CheckLength("all_rows", all_rows.size(), num_tables));
+    TF_RETURN_IF_ERROR(
+        CheckLength("rounding_seeds", rounding_seeds.size(), num_tables));
     TF_RETURN_IF_ERROR(
         CheckIndices("feature_tables", tables.feature_tables, num_tables));
     auto next = numbers.begin();
@@ -245,6 +210,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       const float* o = &options[t * 5];
       rule.options = {o[0],       o[1], o[2], o[3], o[4], decay_by_rate[t],
                       all_rows[t]};
+      rule.rounding_seed = rounding_seeds[t];
       rule.features = tables.FeaturesOf(t);
       rules_.push_back(std::move(rule));
     }
@@ -259,7 +225,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     for (int t = 0; t < NumTables(); ++t) {
       Tensor* table = tables[t]->tensor();
       TableView& view = (*work)[t].view;
-      view.parameters = table->flat<float>().data();
+      view.parameters = DataOf(table);
       view.num_rows = table->dim_size(0);
       view.dim = table->dim_size(1);
       const int64_t width = rules_[t].entry->slots_per_row ? 1 : view.dim;
@@ -337,9 +303,10 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     }
     ForEachPiece(parallel_for, loads, [&](const Piece& piece) {
       const int64_t t = piece.owner;
-      rules_[t].entry->update(work[t].arguments, rules_[t].options,
-                              work[t].gradients, work[t].view, piece.begin,
-                              piece.end);
+      const UpdateFn update =
+          rules_[t].entry->UpdateOf(work[t].view.parameters);
+      update(work[t].arguments, rules_[t].options, work[t].gradients,
+             work[t].view, piece.begin, piece.end);
     });
   }
 

@@ -32,7 +32,7 @@ REGISTER_OP("TpuEmbeddingDequeue")
     .Doc(R"doc(
 Takes the next batch of a replica and looks it up.
 
-tables: the table variables, float32 [vocabulary size, dim].
+tables: the table variables, float32 or bfloat16 [vocabulary size, dim].
 activations: for each feature [its output shape..., dim].
 apply_now: whether the pending update of the step before must be applied now.
 feature_tables: for each feature the index of its table.
@@ -51,7 +51,7 @@ class DequeueOp : public tensorflow::OpKernel {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     std::vector<Variable> tables;
-    OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     SharedBatch batch;
     OP_REQUIRES_OK(
         context, FailedPrecondition(resource->queue.Dequeue(replica_, &batch)));

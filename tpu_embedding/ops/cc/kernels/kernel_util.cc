@@ -39,6 +39,30 @@ absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
   return absl::OkStatus();
 }
 
+// The variables behind the list `name`, which must be matrices of one of
+// `types`.
+absl::Status LookUpVariables(OpKernelContext* context, const char* name,
+                             tensorflow::DataTypeSet types, const char* rule,
+                             std::vector<Variable>* variables) {
+  tensorflow::OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
+  for (const Tensor& handle : handles) {
+    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
+    Variable variable;
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
+    const tensorflow::tf_shared_lock lock(*variable->mu());
+    const Tensor& value = *variable->tensor();
+    if (!types.Contains(value.dtype()) || value.dims() != 2) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          rule, ", but ", handle.scalar<tensorflow::ResourceHandle>()().name(),
+          " is ", value.DeviceSafeDebugString()));
+    }
+    variables->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 ParallelFor WorkerPool(OpKernelContext* context) {
@@ -109,26 +133,33 @@ absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
   return tensorflow::TensorShape::BuildTensorShape(axes, shape);
 }
 
-absl::Status LookUpVariables(OpKernelContext* context, const char* name,
-                             std::vector<Variable>* variables) {
-  tensorflow::OpInputList handles;
-  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
-  for (const Tensor& handle : handles) {
-    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
-    Variable variable;
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
-    const tensorflow::tf_shared_lock lock(*variable->mu());
-    const Tensor& value = *variable->tensor();
-    if (value.dtype() != tensorflow::DT_FLOAT || value.dims() != 2) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("Tables and slots must be float32 matrices, but ",
-                       handle.scalar<tensorflow::ResourceHandle>()().name(),
-                       " is ", value.DeviceSafeDebugString()));
-    }
-    variables->push_back(std::move(variable));
+absl::Status LookUpTables(OpKernelContext* context,
+                          std::vector<Variable>* tables) {
+  return LookUpVariables(context, "tables",
+                         tensorflow::ToSet(tensorflow::DT_FLOAT) |
+                             tensorflow::ToSet(tensorflow::DT_BFLOAT16),
+                         "Tables must be float32 or bfloat16 matrices", tables);
+}
+
+absl::Status LookUpSlots(OpKernelContext* context,
+                         std::vector<Variable>* slots) {
+  return LookUpVariables(context, "slots",
+                         tensorflow::ToSet(tensorflow::DT_FLOAT),
+                         "Slots must be float32 matrices", slots);
+}
+
+TableData DataOf(Tensor* table) {
+  if (table->dtype() == tensorflow::DT_BFLOAT16) {
+    return static_cast<BFloat16*>(table->data());
   }
-  return absl::OkStatus();
+  return static_cast<float*>(table->data());
+}
+
+ConstTableData DataOf(const Tensor& table) {
+  if (table.dtype() == tensorflow::DT_BFLOAT16) {
+    return static_cast<const BFloat16*>(table.data());
+  }
+  return static_cast<const float*>(table.data());
 }
 
 absl::Status CheckTableSizes(const std::vector<Variable>& tables,

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/element.h"
 #include "core/feature.h"
 #include "core/parallel.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -54,11 +55,18 @@ absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
 
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
-// The variables behind the resource inputs of the list `name`; each must hold
-// a float32 matrix.
-absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
-                             const char* name,
-                             std::vector<Variable>* variables);
+// The variables behind the resource inputs `tables`; each must hold a matrix of
+// one of the types of TableData.
+absl::Status LookUpTables(tensorflow::OpKernelContext* context,
+                          std::vector<Variable>* tables);
+
+// The variables behind the resource inputs `slots`: float32 matrices.
+absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
+                         std::vector<Variable>* slots);
+
+// The rows of a table that LookUpTables has checked.
+TableData DataOf(tensorflow::Tensor* table);
+ConstTableData DataOf(const tensorflow::Tensor& table);
 
 // Fails unless each table has the number of rows that ids were checked for. The
 // tables must be locked.

@@ -54,7 +54,7 @@ class LookupOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context,
                    Unwrap(context->input(1), "TpuEmbeddingPrepare", &batch));
     std::vector<Variable> tables;
-    OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     OP_REQUIRES_OK(context,
                    FailedPrecondition(resource->queue.BeginLookup(replica_)));
     OP_REQUIRES_OK(context, lookup_.Run(context, *batch->batch, tables));

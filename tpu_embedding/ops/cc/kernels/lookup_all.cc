@@ -71,7 +71,7 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
     const int64_t f = piece.owner;
     const int table = feature_tables_[f];
     const Tensor& value = *tables[table]->tensor();
-    Lookup(batch.features[f], value.flat<float>().data(), value.dim_size(1),
+    Lookup(batch.features[f], DataOf(value), value.dim_size(1),
            quantization_[table], piece.begin, piece.end, outputs[f]);
   });
   return absl::OkStatus();

@@ -59,7 +59,7 @@ class LookupStacksOp : public tensorflow::OpKernel {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     std::vector<Variable> tables;
-    OP_REQUIRES_OK(context, LookUpVariables(context, "tables", &tables));
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     OpInputList inputs;
     OP_REQUIRES_OK(context, context->input_list("shapes", &inputs));
     std::vector<std::vector<int64_t>> shapes;

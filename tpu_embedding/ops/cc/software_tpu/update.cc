@@ -91,8 +91,9 @@ class UpdateOp : public SparseCoreOp {
                             const TableGradientSums& sums,
                             int64_t device) const {
     TableView view;
-    TF_RETURN_IF_ERROR(
-        Copy(context, "embedding_table", 0, &view.parameters, &view));
+    float* parameters;
+    TF_RETURN_IF_ERROR(Copy(context, "embedding_table", 0, &parameters, &view));
+    view.parameters = parameters;
     for (size_t k = 0; k < rule_->slots.size(); ++k) {
       view.slots.emplace_back();
       TF_RETURN_IF_ERROR(

@@ -1,0 +1,351 @@
+"""Tables of bfloat16 through everything that holds, saves, serves or refuses tables."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from reference import rounding
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint, serving, topology
+from tpu_embedding.__main__ import main
+from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+ROWS, DIM = 11, 10
+IDS = tf.constant([[1, 2], [2, 10]], tf.int64)
+
+
+@pytest.fixture(params=topology.CPU_ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    return request.param
+
+
+def initial(shape: Any, dtype: Any = tf.float32) -> tf.Tensor:
+    values = tf.random.stateless_normal([ROWS, DIM], seed=[1, 2])
+    return tf.cast(values[: shape[0]], dtype)
+
+
+def feature(
+    dtype: Any = "bfloat16", rows: int = ROWS, **options: Any
+) -> dict[str, te.FeatureConfig]:
+    options = {"combiner": "sum", "initializer": initial, "name": "films", **options}
+    table = te.TableConfig(rows, DIM, dtype=dtype, **options)
+    return {"seen": te.FeatureConfig(table, name="seen", output_shape=[2])}
+
+
+def make(dtype: Any = "bfloat16", optimizer: Any = None, **options: Any) -> Any:
+    return te.TPUEmbedding(feature(dtype, **options), optimizer or te.Adagrad(0.01))
+
+
+def train(embedding: Any, steps: range = range(3)) -> None:
+    """The gradients depend on the step alone."""
+    for step in steps:
+        embedding.enqueue({"seen": IDS})
+        embedding.dequeue()
+        gradient = tf.random.stateless_normal([2, DIM], seed=[step, 0])
+        embedding.apply_gradients({"seen": gradient})
+
+
+def table_of(embedding: Any) -> np.ndarray:
+    (table,) = embedding.embedding_tables.values()
+    return np.float32(table.numpy())
+
+
+def slot_of(embedding: Any) -> np.ndarray:
+    (variables,) = embedding.variables.values()
+    return variables["accumulators"].numpy()
+
+
+def test_halves_the_bytes_of_the_table_alone(engine: str) -> None:
+    del engine
+    embedding = make(tf.bfloat16)  # A dtype object is as good as its name.
+    (variables,) = embedding.variables.values()
+    assert variables["parameters"].dtype == tf.bfloat16
+    assert variables["accumulators"].dtype == tf.float32
+    embedding.enqueue({"seen": IDS}, training=False)
+    assert embedding.dequeue()["seen"].dtype == tf.float32
+    exact = initial([ROWS, DIM]).numpy()
+    np.testing.assert_array_equal(table_of(embedding), rounding.nearest(exact))
+
+
+def test_initializers_may_give_float32(engine: str) -> None:
+    del engine
+    asked = []
+
+    def numpy_values(shape: Any, dtype: Any) -> np.ndarray:
+        asked.append(dtype)
+        return initial(shape).numpy()
+
+    embedding = make(initializer=numpy_values)
+    np.testing.assert_array_equal(table_of(embedding), table_of(make()))
+    assert asked == [tf.bfloat16]
+    for initializer in (None, te.RowIdInitializer(), keras.initializers.Ones()):
+        values = table_of(make(initializer=initializer))
+        assert np.isfinite(values).all()
+        assert (values != 0).any()
+
+
+def test_both_engines_give_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = []
+    for engine in topology.CPU_ENGINES:
+        monkeypatch.setenv(topology.ENGINE_VARIABLE, engine)
+        # Products and sums of few terms: nothing that engines may sum otherwise.
+        embedding = make(optimizer=te.SGD(0.25))
+        train(embedding)
+        tables.append(table_of(embedding))
+    np.testing.assert_array_equal(*tables)
+
+
+def test_seeds(engine: str) -> None:
+    del engine
+
+    def trained(**options: Any) -> np.ndarray:
+        embedding = make(**options)
+        train(embedding, range(1))
+        return table_of(embedding)
+
+    by_name = trained()
+    seed = rounding.seed_of("films")
+    np.testing.assert_array_equal(by_name, trained(rounding_seed=seed, name="other"))
+    assert not np.array_equal(by_name, trained(name="other"))
+    assert not np.array_equal(by_name, trained(rounding_seed=seed + 2**32))
+
+
+def test_small_steps_are_not_lost(engine: str) -> None:
+    """The mean over many elements is that of float32 (the second oracle).
+
+    A rounding is off by less than a spacing, 2^-8 below 1, with a variance of at most
+    a quarter of its square; those of different elements and steps are independent.
+    The bound is five standard deviations of the mean of all elements.
+    """
+    del engine
+    rows, dim, steps, rate = 64, 256, 16, 2.0**-12
+    table = te.TableConfig(
+        rows, dim, keras.initializers.Constant(0.75), name="t", dtype="bfloat16"
+    )
+    embedding = te.TPUEmbedding([te.FeatureConfig(table)], te.SGD(rate))
+
+    @tf.function
+    def step() -> None:
+        embedding.enqueue([tf.range(rows)])
+        embedding.dequeue()
+        embedding.apply_gradients([tf.ones([rows, dim])])
+
+    embedding.build()
+    for _ in range(steps):
+        step()
+    values = table_of(embedding)
+    exact = 0.75 - steps * rate
+    deviation = np.sqrt(steps / 4 / (rows * dim)) * 2.0**-8
+    assert abs(values.mean(dtype=float) - exact) < 5 * deviation
+    # Rounded to the nearest, every element would have stayed where it was.
+    assert (values == 0.75).mean() < 0.5
+    # No element has gone farther than one spacing in each step.
+    assert np.abs(values - 0.75).max() <= steps * 2.0**-8
+
+
+def test_float32_is_followed_within_the_spacings(engine: str) -> None:
+    """Adagrad's step does not depend on the table: only roundings set them apart."""
+    del engine
+    half, whole = make(), make("float32")
+    train(half)
+    train(whole)
+    np.testing.assert_array_equal(slot_of(half), slot_of(whole))
+    # Once at the start, to the nearest, then in each step less than a spacing.
+    largest = np.abs(table_of(whole)).max() + 1
+    bound = (1 / 2 + 3) * largest * 2.0**-7
+    assert np.abs(table_of(half) - table_of(whole)).max() <= bound
+    untouched = [r for r in range(ROWS) if r not in IDS.numpy()]
+    start = rounding.nearest(initial([ROWS, DIM]).numpy())
+    np.testing.assert_array_equal(table_of(half)[untouched], start[untouched])
+
+
+def test_pipelining_does_not_change_the_bits(engine: str) -> None:
+    del engine
+    plain = make()
+    train(plain)
+    pipelined = te.TPUEmbedding(
+        feature(), te.Adagrad(0.01), pipeline_execution_with_tensor_core=True
+    )
+    train(pipelined)
+    np.testing.assert_array_equal(table_of(pipelined), table_of(plain))
+
+
+def test_v2_and_the_layer_give_the_same_bits(engine: str) -> None:
+    del engine
+    embedding = make()
+    train(embedding)
+    second = te.TPUEmbeddingV2(feature(), te.Adagrad(0.01))
+    second.build()
+    layer = TPUEmbedding(feature(), te.Adagrad(0.01))
+    for step in range(3):
+        gradient = tf.random.stateless_normal([2, DIM], seed=[step, 0])
+        _, batch = second({"seen": IDS})
+        second.apply_gradients({"seen": gradient}, batch)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer({"seen": IDS})["seen"] * gradient)
+        tape.gradient(loss, layer.trainable_variables)
+    expected = table_of(embedding)
+    np.testing.assert_array_equal(table_of(second), expected)
+    np.testing.assert_array_equal(table_of(layer), expected)
+
+
+def test_the_layer_is_saved(engine: str, tmp_path: pathlib.Path) -> None:
+    del engine
+    config = feature(initializer=None, rounding_seed=7)
+    inputs = {"seen": keras.Input([2], dtype="int64")}
+    layer = TPUEmbedding(config, te.Adagrad(0.01))
+    model = keras.Model(inputs, layer(inputs)["seen"])
+    model(inputs={"seen": IDS})
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    (other,) = [part for part in loaded.layers if isinstance(part, type(layer))]
+    np.testing.assert_array_equal(table_of(other), table_of(layer))
+    (table,) = other.embedding_tables
+    assert (table.dtype, table.rounding_seed) == ("bfloat16", 7)
+
+
+def save_numpy(embedding: Any, path: pathlib.Path) -> str:
+    saved = checkpoint.save(embedding, path / "first")
+    folder = str(path / "arrays")
+    assert main(["checkpoint", "convert", saved, folder, "--to", "numpy"]) == 0
+    return folder
+
+
+def save_tensorflow(embedding: Any, path: pathlib.Path) -> str:
+    return tf.train.Checkpoint(embedding=embedding).write(str(path / "tensorflow"))
+
+
+def save_ours(embedding: Any, path: pathlib.Path) -> str:
+    return checkpoint.save(embedding, path / "ours")
+
+
+@pytest.mark.parametrize("save", [save_ours, save_tensorflow])
+def test_a_resumed_training_has_the_bits_of_an_unbroken_one(
+    save: Callable[..., str], engine: str, tmp_path: pathlib.Path
+) -> None:
+    del engine
+    unbroken = make()
+    train(unbroken, range(4))
+    first = make()
+    train(first, range(2))
+    path = save(first, tmp_path)
+    resumed = make()
+    if save is save_ours:
+        checkpoint.restore(resumed, path)
+    else:
+        read = tf.train.Checkpoint(embedding=resumed).read(path)
+        read.assert_consumed()
+    train(resumed, range(2, 4))
+    np.testing.assert_array_equal(table_of(resumed), table_of(unbroken))
+    np.testing.assert_array_equal(slot_of(resumed), slot_of(unbroken))
+
+
+@pytest.mark.parametrize("save", [save_ours, save_tensorflow, save_numpy])
+def test_checkpoints_go_from_one_dtype_to_the_other(
+    save: Callable[..., str], engine: str, tmp_path: pathlib.Path
+) -> None:
+    del engine
+    (tmp_path / "half").mkdir()
+    (tmp_path / "whole").mkdir()
+    half, whole = make(), make("float32")
+    train(half)
+    train(whole)
+    widened, rounded = make("float32"), make()
+    checkpoint.restore(widened, save(half, tmp_path / "half"))
+    np.testing.assert_array_equal(table_of(widened), table_of(half))
+    np.testing.assert_array_equal(slot_of(widened), slot_of(half))
+    checkpoint.restore(rounded, save(whole, tmp_path / "whole"))
+    expected = rounding.nearest(table_of(whole))
+    np.testing.assert_array_equal(table_of(rounded), expected)
+    # Fewer rows, and the other dtype.
+    smaller = make(rows=4)
+    checkpoint.restore(smaller, str(tmp_path / "whole" / WRITTEN[save]), resize=True)
+    np.testing.assert_array_equal(table_of(smaller), expected[:4])
+
+
+WRITTEN = {save_ours: "ours", save_tensorflow: "tensorflow", save_numpy: "arrays"}
+
+
+def test_tensorflow_refuses_to_restore_another_dtype(tmp_path: pathlib.Path) -> None:
+    path = save_tensorflow(make("float32"), tmp_path)
+    embedding = make()
+    before = table_of(embedding)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"dtype|type"):
+        tf.train.Checkpoint(embedding=embedding).read(path).assert_consumed()
+    np.testing.assert_array_equal(table_of(embedding), before)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_export(storage: str, engine: str, tmp_path: pathlib.Path) -> None:
+    del engine
+    embedding = make()
+    train(embedding)
+    ids = tf.constant([1, 10], tf.int64)
+    embedding.enqueue({"seen": ids}, training=False)
+    expected = embedding.dequeue()["seen"].numpy()
+    path = str(tmp_path / "served")
+    serving.export(embedding, path, storage=storage)
+    served = tf.saved_model.load(path).signatures["serving_default"]
+    # Both storages hold the very values.
+    (actual,) = served(seen=ids).values()
+    np.testing.assert_array_equal(actual.numpy(), expected)
+
+
+def test_serving_classes() -> None:
+    config = feature()
+    expected = make()
+    expected.enqueue({"seen": IDS}, training=False)
+    activations = expected.dequeue()["seen"].numpy()
+    serving_embedding = te.TPUEmbeddingForServing(config, te.Adagrad(0.01))
+    np.testing.assert_array_equal(
+        serving_embedding.embedding_lookup({"seen": IDS})["seen"].numpy(), activations
+    )
+    tables = expected.embedding_tables
+    looked_up = te.serving_embedding_lookup(
+        {"seen": IDS}, None, tables, {"seen": te.FeatureConfig(*tables)}
+    )
+    np.testing.assert_array_equal(looked_up["seen"].numpy(), activations)
+
+
+def under(strategy: Callable[[], Any], make_one: Callable[[], Any]) -> Any:
+    with strategy().scope():
+        return make_one()
+
+
+REFUSALS = {
+    "sparse_core": lambda: under(
+        lambda: SoftwareTPUStrategy("v6e", 1),
+        lambda: te.TPUEmbeddingV2(feature(), te.Adagrad(0.01)),
+    ),
+    "tpu_v1": lambda: under(lambda: SoftwareTPUStrategy("v4", 1), make),
+    "TPUEmbeddingV0": lambda: te.TPUEmbeddingV0(feature(), te.Adagrad(0.01)),
+    "trainable_tables=True": lambda: TPUEmbedding(feature(), trainable_tables=True),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refused_at_construction(what: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"Table films: .*{what}") as raised:
+        REFUSALS[what]()
+    assert "bfloat16" in str(raised.value)
+    assert 'Set `dtype="float32"`' in str(raised.value)
+
+
+def test_a_slot_of_bfloat16_is_refused() -> None:
+    def halves(table: Any, names: list[str], initializers: list[Any]) -> Any:
+        del initializers
+        zeros = tf.zeros(table.shape, tf.bfloat16)
+        return {name: tf.Variable(zeros, trainable=False) for name in names}
+
+    with pytest.raises(ValueError, match="float32"):
+        make(optimizer=te.Adagrad(0.01, slot_variable_creation_fn=halves)).build()
