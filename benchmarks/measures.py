@@ -1,4 +1,4 @@
-"""Measures of ours alone: threads, memory, import.
+"""Measures of ours alone: threads, widths of rows, memory, import.
 
 python -m benchmarks.measures [--scenario dlrm] [--steps 10000]
 
@@ -18,9 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.scenarios import SCENARIOS
+from benchmarks.scenarios import SCENARIOS, Scenario
 
 _WARM_UP, _TIMED = 5, 30
+# Widths that no register divides, each with the nearest that one does.
+_WIDTHS = ((3, 4), (7, 8), (10, 8), (100, 96))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +48,15 @@ def _in_process(function: str, *arguments: object) -> dict[str, float]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _step_of(scenario: str) -> Callable[[], float]:
+def _step_of(workload: Scenario, dtype: str = "float32") -> Callable[[], float]:
     from benchmarks.peers import tpu_embedding  # TensorFlow only in the children
 
-    return tpu_embedding.prepare(SCENARIOS[scenario], "adagrad")["step"]
+    return tpu_embedding.prepare(workload, "adagrad", dtype)["step"]
+
+
+def _median(step: Callable[[], float]) -> dict[str, float]:
+    times = [step() for _ in range(_WARM_UP + _TIMED)][_WARM_UP:]
+    return {"seconds": statistics.median(times)}
 
 
 def child_step(scenario: str, threads: str) -> dict[str, float]:
@@ -57,9 +64,13 @@ def child_step(scenario: str, threads: str) -> dict[str, float]:
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(int(threads))
-    step = _step_of(scenario)
-    times = [step() for _ in range(_WARM_UP + _TIMED)][_WARM_UP:]
-    return {"seconds": statistics.median(times)}
+    return _median(_step_of(SCENARIOS[scenario]))
+
+
+def child_width(scenario: str, dim: str, dtype: str) -> dict[str, float]:
+    """The median seconds of a training step over tables of another width."""
+    workload = dataclasses.replace(SCENARIOS[scenario], dim=int(dim))
+    return _median(_step_of(workload, dtype))
 
 
 def child_memory(scenario: str, steps: str) -> dict[str, float]:
@@ -68,7 +79,7 @@ def child_memory(scenario: str, steps: str) -> dict[str, float]:
 
     tf.constant(0)
     result = {"tensorflow": _peak()}
-    step = _step_of(scenario)
+    step = _step_of(SCENARIOS[scenario])
     early = max(int(steps) // 10, 1)
     for index in range(int(steps)):
         step()
@@ -88,7 +99,12 @@ def _peak() -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-CHILDREN = {"step": child_step, "memory": child_memory, "import": child_import}
+CHILDREN = {
+    "step": child_step,
+    "width": child_width,
+    "memory": child_memory,
+    "import": child_import,
+}
 
 
 def threads(scenario: str) -> Measure:
@@ -101,6 +117,24 @@ def threads(scenario: str) -> Measure:
     return Measure(
         "step on two threads, times faster than on one", one / two, 1.7, True
     )
+
+
+def widths(scenario: str, dtype: str) -> list[Measure]:
+    """The time of a step for each byte, at odd widths over the nearest even ones.
+
+    All that a step moves grows with the width, so that its bytes cancel but for it.
+    """
+    measures = []
+    for odd, even in _WIDTHS:
+        seconds = {dim: [] for dim in (odd, even)}
+        for _ in range(3):  # A B A B
+            for dim, times in seconds.items():
+                child = _in_process("width", scenario, dim, dtype)
+                times.append(child["seconds"] / dim)
+        ours, nearest = (statistics.median(times) for times in seconds.values())
+        name = f"{dtype} step per byte at dim {odd} over that at dim {even}"
+        measures.append(Measure(name, ours / nearest, 1.3, False))
+    return measures
 
 
 def memory(scenario: str, steps: int) -> list[Measure]:
@@ -151,6 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(CHILDREN[name](*values)))
         return
     measures = [importing(), threads(flags.scenario)]
+    for dtype in ("float32", "bfloat16"):
+        measures += widths(flags.scenario, dtype)
     measures += memory(flags.scenario, flags.steps)
     flags.out.mkdir(parents=True, exist_ok=True)
     file = flags.out / f"measures-{flags.scenario}"

@@ -31,6 +31,7 @@ PEERS = (
     "keras_rs",
     "tensorflow_nn",
     "keras_fit",
+    "tpu_embedding_bfloat16",
 )
 # Slots of a table's own width, by optimizer.
 SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2, "ftrl": 2, "rowwise_adagrad": 0}

@@ -103,6 +103,14 @@ def test_both_sides_of_fit(peer: str) -> None:
         prepare(scenario, "rowwise_adagrad")
 
 
+def test_tables_of_bfloat16_are_measured_beside_ours() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    assert measures.child_width("tiny", "3", "bfloat16")["seconds"] > 0
+    scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
+    beside = importlib.import_module("benchmarks.peers.tpu_embedding_bfloat16")
+    assert beside.prepare(scenario, "adagrad")["lookup"]() > 0
+
+
 def test_measures_mark_what_they_miss() -> None:
     measures = importlib.import_module("benchmarks.measures")
     rows = [

@@ -22,10 +22,14 @@ _OPTIMIZERS = {
 }
 
 
-def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
-    """Makes the tables and traces the steps."""
+def prepare(
+    scenario: Scenario, optimizer: str, dtype: str = "float32"
+) -> dict[str, Callable[[], float]]:
+    """Makes the tables, stored as `dtype`, and traces the steps."""
     features = [
-        te.FeatureConfig(te.TableConfig(rows, scenario.dim, combiner="sum"))
+        te.FeatureConfig(
+            te.TableConfig(rows, scenario.dim, combiner="sum", dtype=dtype)
+        )
         for rows in scenario.rows
     ]
     embedding = te.TPUEmbedding(features, _OPTIMIZERS[optimizer])
