@@ -201,7 +201,7 @@ def test_v2_and_the_layer_give_the_same_bits(engine: str) -> None:
 def test_the_layer_is_saved(engine: str, tmp_path: pathlib.Path) -> None:
     del engine
     config = feature(initializer=None, rounding_seed=7)
-    inputs = {"seen": keras.Input([2], dtype="int64")}
+    inputs = {"seen": keras.Input([2], dtype="int64", name="seen")}
     layer = TPUEmbedding(config, te.Adagrad(0.01))
     model = keras.Model(inputs, layer(inputs)["seen"])
     model(inputs={"seen": IDS})
@@ -286,8 +286,7 @@ def test_tensorflow_refuses_to_restore_another_dtype(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_export(storage: str, engine: str, tmp_path: pathlib.Path) -> None:
-    del engine
+def test_export(storage: str, tmp_path: pathlib.Path) -> None:
     embedding = make()
     train(embedding)
     ids = tf.constant([1, 10], tf.int64)
@@ -329,7 +328,9 @@ REFUSALS = {
     ),
     "tpu_v1": lambda: under(lambda: SoftwareTPUStrategy("v4", 1), make),
     "TPUEmbeddingV0": lambda: te.TPUEmbeddingV0(feature(), te.Adagrad(0.01)),
-    "trainable_tables=True": lambda: TPUEmbedding(feature(), trainable_tables=True),
+    "trainable_tables=True": lambda: TPUEmbedding(
+        feature(), None, trainable_tables=True
+    ),
 }
 
 

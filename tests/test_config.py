@@ -40,7 +40,7 @@ def test_arguments_are_those_of_tensorflow(cls: type) -> None:
 def test_what_is_ours_alone_is_keyword_only() -> None:
     parameters = inspect.signature(TableConfig).parameters
     keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keyword_only == ["invalid_ids"]
+    assert keyword_only == ["invalid_ids", "rounding_seed"]
 
 
 def _ignored(*_: Any, **__: Any) -> None:

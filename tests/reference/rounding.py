@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import numpy as np
@@ -15,6 +16,7 @@ ROTATIONS = (
 )
 
 
+@functools.cache  # Eight columns share a block.
 def threefry(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     """Threefry4x32-20 (Salmon et al., "Parallel random numbers", SC 2011)."""
     keys = [*key, 0x1BD11BDA ^ key[0] ^ key[1] ^ key[2] ^ key[3]]

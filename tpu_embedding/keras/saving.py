@@ -15,14 +15,19 @@ from tpu_embedding.layout.tables import UPDATES
 def save_state(variables: Mapping[str, Any], store: Any) -> None:
     """Writes tables and slots under their names, as far as a file allows them.
 
-    A "/" would make groups in HDF5, so names are quoted as in URLs.
+    A "/" would make groups in HDF5, so names are quoted as in URLs. HDF5 has no
+    bfloat16: such a table is written as float32, which holds the same values.
     """
     for name, variable in variables.items():
-        store[_key(name)] = tf.convert_to_tensor(variable)
+        value = tf.convert_to_tensor(variable)
+        rounded = value.dtype == tf.bfloat16
+        store[_key(name)] = tf.cast(value, tf.float32) if rounded else value
 
 
 def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
     """Reads what `save_state` wrote, once all of it is known to fit.
+
+    A table of bfloat16 takes the nearest values of one that was float32.
 
     Raises:
       ValueError: If a table or slot is not there, or has another shape.
@@ -38,7 +43,7 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
         if own != other:
             raise errors.saved_state_shape(layer, name, own, other)
     for name, value in values.items():
-        variables[name].assign(value[()])
+        variables[name].assign(tf.cast(value[()], variables[name].dtype))
 
 
 def _key(name: str) -> str:
