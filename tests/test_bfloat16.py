@@ -56,7 +56,7 @@ def train(embedding: Any, steps: range = range(3)) -> None:
 
 def table_of(embedding: Any) -> np.ndarray:
     (table,) = embedding.embedding_tables.values()
-    return np.float32(table.numpy())
+    return table.numpy().astype(np.float32)
 
 
 def slot_of(embedding: Any) -> np.ndarray:
@@ -207,7 +207,7 @@ def test_the_layer_is_saved(engine: str, tmp_path: pathlib.Path) -> None:
     model(inputs={"seen": IDS})
     path = str(tmp_path / "model.keras")
     model.save(path)
-    loaded = keras.models.load_model(path)
+    loaded: Any = keras.models.load_model(path)
     (other,) = [part for part in loaded.layers if isinstance(part, type(layer))]
     np.testing.assert_array_equal(table_of(other), table_of(layer))
     (table,) = other.embedding_tables

@@ -136,7 +136,7 @@ class EmbeddingBase(SavedTables):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """The tables, float32 [vocabulary_size, dim].
+        """The tables, [vocabulary_size, dim] of their dtype.
 
         Keyed by the TableConfig that the user passed. Variables; on SparseCores, where
         tables are stacked and in parts, tensors with what they hold now. Applies a

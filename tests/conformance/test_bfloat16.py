@@ -84,7 +84,7 @@ class RoundedTwin(Twin):
         tables = self.embedding.embedding_tables
         found = {name: tables[config] for name, config in self.configs.items()}
         assert all(table.dtype == tf.bfloat16 for table in found.values())
-        return {name: np.float32(table.numpy()) for name, table in found.items()}
+        return {name: table.numpy().astype(np.float32) for name, table in found.items()}
 
 
 def rounded_twin(dims: tuple[int, ...], optimizer: Any, **more: Any) -> RoundedTwin:

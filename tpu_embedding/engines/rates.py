@@ -28,8 +28,8 @@ class Rates:
             for spec in plan.tables
         ]
         self.updates: tf.Variable | None = None
-        rounds = any(spec.optimizer and spec.is_rounded for spec in plan.tables)
-        if rounds or any(callable(r) and takes_step(r) for r in self._rates):
+        self._rounds = any(spec.optimizer and spec.is_rounded for spec in plan.tables)
+        if self._rounds or any(callable(r) and takes_step(r) for r in self._rates):
             self.updates = create_counter()
 
     def evaluate(self) -> tf.Tensor:
@@ -49,10 +49,11 @@ class Rates:
     def step_of_update(self) -> tf.Tensor:
         """The number of the update that was counted last, from 0; int64 scalar.
 
-        It is 0 for good where nothing asks for the count.
+        It is 0 for good where no table is rounded.
         """
-        if self.updates is None:
+        if not self._rounds:
             return tf.constant(0, tf.int64)
+        assert self.updates is not None
         return self.updates - tf.constant(1, tf.int64)
 
     def count_update(self, completes: tf.Tensor, after: tf.Tensor) -> None:

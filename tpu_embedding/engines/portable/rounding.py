@@ -43,7 +43,9 @@ def round_rows(values: tf.Tensor, rows: tf.Tensor, rounding: Rounding) -> tf.Ten
     """
     bits = tf.cast(tf.bitcast(values, tf.uint32), tf.int64)
     size = bits & 0x7FFFFFFF
-    random = _random_bits(rows, values.shape[-1], rounding)
+    dim = values.shape[-1]
+    assert dim is not None  # A table's own.
+    random = _random_bits(rows, dim, rounding)
     finite = tf.minimum(size + random, _LARGEST)
     other = tf.where(size == _INFINITY, size, size | _QUIET)
     rounded = tf.where(size < _INFINITY, finite, other) | (bits & 0x80000000)
