@@ -12,6 +12,8 @@ from conformance import cases
 from described_tpu import Described
 
 import tpu_embedding as te
+from tpu_embedding.lookup.combine import VariableReader
+from tpu_embedding.lookup.padded import Padded, combine_padded
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 V, D = 11, 4
@@ -19,6 +21,14 @@ STRATEGIES = {
     "default": tf.distribute.get_strategy,
     "mirrored": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
     "software_tpu": lambda: SoftwareTPUStrategy("v4", 2),
+    "tpu_without_engine": lambda: SoftwareTPUStrategy("v5e", 1),
+}
+# All where that is cheap.
+KINDS = {
+    "default": tuple(cases.INPUT_BY_NAME),
+    "mirrored": ("dense2", "sparse_sequence"),
+    "software_tpu": ("dense2", "sparse_sequence"),
+    "tpu_without_engine": ("dense1", "sparse3", "ragged_positions"),
 }
 
 
@@ -57,10 +67,8 @@ def draw(rng: np.random.Generator, kinds: Any) -> tuple[dict[str, Any], dict[str
 def test_same_as_tpu_embedding(name: str, rng: np.random.Generator) -> None:
     """Activations and gradients, the latter seen through SGD with a rate of 1."""
     strategy = STRATEGIES[name]()
-    combiner = cases.COMBINERS[list(STRATEGIES).index(name)]
-    # All kinds where that is cheap.
-    few = [cases.INPUT_BY_NAME[kind] for kind in ("dense2", "sparse_sequence")]
-    kinds = cases.INPUTS if name == "default" else few
+    combiner = cases.COMBINERS[list(STRATEGIES).index(name) % 3]
+    kinds = [cases.INPUT_BY_NAME[kind] for kind in KINDS[name]]
     table, features = configuration(combiner, kinds)
     values, weights = draw(rng, kinds)
     other = te.TPUEmbedding(features, te.SGD(1.0))
@@ -149,19 +157,100 @@ def test_slots_that_the_user_makes() -> None:
     assert made == [((V, D), ["accumulators"])]
 
 
-def test_programs_of_a_real_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def trace_on_a_described_tpu(
+    features: dict[str, te.FeatureConfig], specs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The graph of a lookup and its gradient, and the shapes of the activations."""
     strategy = tf.distribute.TPUStrategy(Described("UNSUPPORTED", local=True))
-    monkeypatch.setattr(te.TPUEmbeddingV0, "build", lambda embedding: None)
     with strategy.scope():
-        features = te.FeatureConfig(te.TableConfig(V, D, name="films"))
         embedding = te.TPUEmbeddingV0(features)
+    shapes: dict[str, Any] = {}
 
     @tf.function
-    def step(ids: Any) -> None:
-        strategy.run(embedding, args=(ids,))
+    def step(inputs: Any) -> Any:
+        def replica_fn(inputs: Any) -> Any:
+            with tf.GradientTape() as tape:
+                activations = embedding(inputs)
+                loss = tf.add_n([tf.reduce_sum(a) for a in activations.values()])
+            shapes.update({name: a.shape for name, a in activations.items()})
+            (table,) = embedding.embedding_tables.values()
+            return tape.gradient(loss, table).values
 
-    with pytest.raises(NotImplementedError, match="a TPU program cannot check ids"):
-        step.get_concrete_function(tf.TensorSpec([4], tf.int32))
+        return strategy.run(replica_fn, args=(inputs,))
+
+    return step.get_concrete_function(specs).graph, shapes
+
+
+def test_programs_of_a_real_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be in one is outside compilation; what is left has fixed shapes."""
+    # No TPU is there to hold it.
+    made = {"films": {"parameters": tf.Variable(tf.zeros([V, D]))}}
+    monkeypatch.setattr(
+        te.TPUEmbeddingV0, "build", lambda self: setattr(self, "_variables", made)
+    )
+    films = te.TableConfig(V, D, name="films")
+    features = {
+        "d": te.FeatureConfig(films),
+        "r": te.FeatureConfig(films),
+        # In strategy.run a sparse input has no static shape.
+        "s": te.FeatureConfig(films, output_shape=[4]),
+        "q": te.FeatureConfig(films, max_sequence_length=2),
+    }
+    ragged = tf.RaggedTensorSpec([4, None], tf.int64)
+    specs = {
+        "d": tf.TensorSpec([4], tf.int64),
+        "r": ragged,
+        "s": tf.SparseTensorSpec([4, 3], tf.int64),
+        "q": ragged,
+    }
+    graph, shapes = trace_on_a_described_tpu(features, specs)
+    assert shapes == {"d": [4, D], "r": [4, D], "s": [4, D], "q": [4, 2, D]}
+    program, host = set(), set()
+    for op in graph.get_operations():
+        if "_tpu_replicate" in op.node_def.attr:
+            outside = "_xla_outside_compilation" in op.node_def.attr
+            (host if outside else program).add(op.type)
+    assert {"If", "ScatterNd"} <= host  # The checks, and the padding.
+    assert {"ResourceGather", "MulNoNan", "Sum"} <= program
+    assert not program & {"If", "StatelessIf", "Where", "ScatterNd", "StringJoin"}
+
+
+def test_what_is_in_a_program_compiles() -> None:
+    """By XLA, for the CPU; padding does not read what it stands for."""
+    table = tf.constant([[np.nan, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    padded = Padded(tf.constant([[1, 2], [1, 0]]), tf.constant([[0.5, 0.5], [2, 0]]))
+
+    @tf.function(jit_compile=True)
+    def look_up(table: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            activations = combine_padded(padded, VariableReader(table))
+        gradient = tape.gradient(activations, table)
+        return activations, tf.convert_to_tensor(gradient)
+
+    activations, gradient = look_up(table)
+    np.testing.assert_array_equal(activations, [[3.0, 4.0], [4.0, 6.0]])
+    np.testing.assert_array_equal(gradient, [[0, 0], [2.5, 2.5], [0.5, 0.5]])
+
+
+def test_errors_of_a_program() -> None:
+    """They are those of every other engine; nothing else changes for the worse."""
+    strategy = SoftwareTPUStrategy("v5e", 2)
+    with strategy.scope():
+        table = te.TableConfig(V, D, te.RowIdInitializer(), name="films")
+        embedding = te.TPUEmbeddingV0({"a": te.FeatureConfig(table)})
+
+    def look_up(ids: Any) -> Any:
+        return strategy.run(embedding, args=({"a": ids},))["a"]
+
+    for wrong in (tf.constant([0, V]), tf.ragged.constant([[1], [2, -1]])):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match="Feature a, table films: sample 1 has"
+        ):
+            look_up(wrong)
+    nothing = tf.RaggedTensor.from_row_splits(tf.zeros([0], tf.int64), [0, 0, 0])
+    for found in look_up(nothing).values:
+        np.testing.assert_array_equal(found, np.zeros([2, D]))
 
 
 def test_errors() -> None:

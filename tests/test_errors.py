@@ -54,14 +54,6 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "to v4 write profiles. Leave it at None here.",
     ),
     (
-        "lookup_in_tpu_program",
-        (),
-        NotImplementedError,
-        "TPUEmbeddingV0 cannot look up inside strategy.run of a real TPUStrategy in "
-        "this release: a TPU program cannot check ids. Use TPUEmbedding or "
-        "TPUEmbeddingV2 where the TPU has an embedding engine.",
-    ),
-    (
         "tpu_not_initialized",
         (),
         RuntimeError,

@@ -141,12 +141,16 @@ def test_engine_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("embedding", [te.TPUEmbedding, te.TPUEmbeddingV2])
 def test_tpu_without_an_engine(embedding: Any) -> None:
-    strategy = tf.distribute.TPUStrategy(Described("UNSUPPORTED"))
-    with strategy.scope(), pytest.raises(NotImplementedError) as raised:
-        embedding(te.FeatureConfig(te.TableConfig(8, 4)), te.SGD(1.0))
-    assert str(raised.value) == (
-        "This release has no embedding engine 'none', which TPU with embedding feature "
-        "UNSUPPORTED would need. Code written for TPUStrategy runs on this machine's "
-        "CPU when it is built outside the strategy's scope, or under OneDeviceStrategy "
-        "or MirroredStrategy."
-    )
+    for name, strategy in {
+        "TPU with embedding feature UNSUPPORTED": tf.distribute.TPUStrategy(
+            Described("UNSUPPORTED")
+        ),
+        "v5e": SoftwareTPUStrategy("v5e", 2),
+    }.items():
+        with strategy.scope(), pytest.raises(NotImplementedError) as raised:
+            embedding(te.FeatureConfig(te.TableConfig(8, 4)), te.SGD(1.0))
+        assert str(raised.value) == (
+            f"{name} has no hardware for embeddings. Use TPUEmbeddingV0, whose tables "
+            "are ordinary variables of each replica; or build this outside of the "
+            "strategy's scope, where it runs on this machine's CPU."
+        )

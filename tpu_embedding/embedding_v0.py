@@ -25,12 +25,12 @@ _as_written = tf.autograph.experimental.do_not_convert
 class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
     """Embedding tables without an embedding engine, under any strategy.
 
-    A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs on the host,
-    under the software TPU and under every other strategy, but not yet in programs of
-    a real TPU: they cannot hold its checks of ids. Each replica has a copy of each
-    table, a trainable variable: take its gradient with a tape and train it with any
-    optimizer, e.g. one of Keras. The numbers of a lookup are those of
-    docs/semantics.md:
+    A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs under every
+    strategy. Each replica has a copy of each table, a trainable variable: take its
+    gradient with a tape and train it with any optimizer, e.g. one of Keras. Inside
+    strategy.run of TPUs the host checks and pads the batch and the TPU looks it up;
+    distribute data sets with `experimental_fetch_to_device=False`, as TensorFlow's
+    class wants it. The numbers of a lookup are those of docs/semantics.md:
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -143,11 +143,7 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
           TypeError: If a container or dtype is of the wrong type.
           ValueError: If a structure, rank or static shape does not fit.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
-          NotImplementedError: Inside strategy.run of a real TPUStrategy.
         """
-        program = self._topology.program()
-        if program is not None and not self._topology.is_simulated:
-            raise errors.lookup_in_tpu_program()
         self.build()
         specs = self._plan.features
         values = self._structure.flatten("features", features)
@@ -159,7 +155,10 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         }
         lookup = FeatureLookup(self._plan, readers, check_numerics=self._check_numerics)
         flat = self._structure.flatten("weights", weights)
-        return self._structure.pack(lookup(specs, values, flat))
+        if self._topology.program() is None:
+            return self._structure.pack(lookup(specs, values, flat))
+        on_host = self._topology.on_host
+        return self._structure.pack(lookup.in_program(specs, values, flat, on_host))
 
 
 def _create_table(spec: TableSpec) -> dict[str, Any]:

@@ -253,15 +253,6 @@ def no_profiles(engine: str, value: object) -> NotImplementedError:
     )
 
 
-def lookup_in_tpu_program() -> NotImplementedError:
-    """TPUEmbeddingV0 in a program of a real TPU."""
-    return NotImplementedError(
-        "TPUEmbeddingV0 cannot look up inside strategy.run of a real TPUStrategy in "
-        "this release: a TPU program cannot check ids. Use TPUEmbedding or "
-        "TPUEmbeddingV2 where the TPU has an embedding engine."
-    )
-
-
 def tpu_not_initialized() -> RuntimeError:
     """A TPUStrategy that does not know its TPUs' hardware."""
     return RuntimeError(

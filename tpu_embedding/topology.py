@@ -129,11 +129,6 @@ class Topology:
             return None
         return _software_program() if self.tpu.simulated else _tpu_program()
 
-    @property
-    def is_simulated(self) -> bool:
-        """Whether its TPUs are programs on this machine's CPU."""
-        return self.tpu is not None and self.tpu.simulated
-
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function` so that its ops run on a CPU beside the replica's TPU."""
         if self.tpu is None:

@@ -112,5 +112,5 @@ def _engine_of(topology: Topology) -> type[Engine]:
     found = _ENGINES.get(topology.engine)
     if found is None:
         assert topology.tpu is not None
-        raise errors.no_engine(topology.engine, topology.tpu.generation.name)
+        raise errors.no_engine(topology.tpu.generation.name)
     return found

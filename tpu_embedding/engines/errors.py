@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 
-def no_engine(engine: str, generation: str) -> NotImplementedError:
-    """A TPU whose engine is not there, or that has none."""
+def no_engine(generation: str) -> NotImplementedError:
+    """A TPU without hardware for embeddings."""
     return NotImplementedError(
-        f"This release has no embedding engine {engine!r}, which {generation} would "
-        "need. Code written for TPUStrategy runs on this machine's CPU when it is "
-        "built outside the strategy's scope, or under OneDeviceStrategy or "
-        "MirroredStrategy."
+        f"{generation} has no hardware for embeddings. Use TPUEmbeddingV0, whose "
+        "tables are ordinary variables of each replica; or build this outside of the "
+        "strategy's scope, where it runs on this machine's CPU."
     )
 
 

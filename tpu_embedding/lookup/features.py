@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.tables import FeatureSpec, Plan
 from tpu_embedding.lookup.combine import TableReader, combine, reader_of
-from tpu_embedding.lookup.entries import select
+from tpu_embedding.lookup.entries import Selection, select
+from tpu_embedding.lookup.padded import combine_padded, pad
 from tpu_embedding.lookup.rows import MOST_SAMPLES, FeatureInput
 
 
@@ -52,6 +53,52 @@ class FeatureLookup:
           TypeError, ValueError, tf.errors.InvalidArgumentError: If a feature is not
             what its configuration takes, as in `serving_embedding_lookup`.
         """
+        activations = []
+        for chosen in self._choose(specs, values, weights):
+            activation = combine(chosen.selection, self._reader(chosen.spec))
+            activation.set_shape((*chosen.shape, self._dim(chosen.spec)))
+            activations.append(activation)
+        return activations
+
+    def in_program(
+        self,
+        specs: Sequence[FeatureSpec],
+        values: Sequence[Any],
+        weights: Sequence[Any],
+        on_host: Callable[..., Any],
+    ) -> list[tf.Tensor]:
+        """As a call, in a program of a TPU: it cannot fail, and its shapes are fixed.
+
+        The number of entries of a sample is fixed by the static shape of a feature;
+        where it has none, as with ragged features, by the largest of the batch.
+
+        Args:
+          specs: Features of the plan.
+          values: Their ids.
+          weights: For each weights or None.
+          on_host: Calls a function so that its ops run on the host.
+
+        Raises:
+          As a call, but on the host.
+        """
+
+        def padded() -> list[Any]:
+            return [
+                pad(chosen.selection, chosen.shape, chosen.most_entries)
+                for chosen in self._choose(specs, values, weights)
+            ]
+
+        return [
+            combine_padded(entries, self._reader(spec))
+            for spec, entries in zip(specs, on_host(padded), strict=True)
+        ]
+
+    def _choose(
+        self,
+        specs: Sequence[FeatureSpec],
+        values: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> list[_Chosen]:
         # Numbered anew, as these may be some of the features only.
         specs = [dataclasses.replace(s, index=i) for i, s in enumerate(specs)]
         batches = [
@@ -72,14 +119,17 @@ class FeatureLookup:
                 for spec, batch in zip(specs, batches, strict=True)
             ]
         )
-        activations = []
-        for spec, selection in zip(specs, selections, strict=True):
-            config = self.plan.tables[spec.table].config
-            reader = reader_of(self.readers[spec.table], config.quantization_config)
-            activation = combine(selection, reader)
-            activation.set_shape((*shapes.activation(spec.index), config.dim))
-            activations.append(activation)
-        return activations
+        return [
+            _Chosen(spec, batch, selection, shapes.activation(spec.index))
+            for spec, batch, selection in zip(specs, batches, selections, strict=True)
+        ]
+
+    def _reader(self, spec: FeatureSpec) -> TableReader:
+        config = self.plan.tables[spec.table].config
+        return reader_of(self.readers[spec.table], config.quantization_config)
+
+    def _dim(self, spec: FeatureSpec) -> int:
+        return self.plan.tables[spec.table].config.dim
 
     def _check_shapes(
         self, specs: Sequence[FeatureSpec], batches: Sequence[IdBatch]
@@ -93,3 +143,25 @@ class FeatureLookup:
             expected.check_input(spec.index, shape, ragged=ragged)
         shapes.remember_ranks(static)
         return shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """What one feature of a batch looks up.
+
+    Attributes:
+      shape: What is known of the output shape, without the embedding axis.
+    """
+
+    spec: FeatureSpec
+    batch: IdBatch
+    selection: Selection
+    shape: Shape
+
+    @property
+    def most_entries(self) -> int | None:
+        """The most entries that a sample can have, where that is known."""
+        static = self.batch.static_shape
+        if self.spec.config.max_sequence_length or static.rank == 1:
+            return 1
+        return static[-1]

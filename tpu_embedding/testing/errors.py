@@ -45,14 +45,6 @@ def meeting_timeout(value: object) -> ValueError:
     )
 
 
-def no_embedding_hardware(name: str) -> ValueError:
-    """A generation without hardware for embeddings."""
-    return ValueError(
-        f"A software TPU {name!r} would have no embedding hardware, as the real one "
-        "has none."
-    )
-
-
 def merge_call() -> NotImplementedError:
     """A replica asks for cross-replica context."""
     return NotImplementedError(

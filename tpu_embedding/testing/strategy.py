@@ -52,14 +52,11 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
             others before it fails and names the missing ones.
 
         Raises:
-          ValueError: For an unknown generation or one without embedding hardware,
-            and for arguments out of range.
+          ValueError: For an unknown generation and for arguments out of range.
           RuntimeError: If TensorFlow has started with fewer devices, the kernels
             cannot be loaded, or for v2, v3 and v4 TensorFlow has its own.
         """
         chosen = hardware.generation(generation)
-        if chosen.embedding == "none":
-            raise errors.no_embedding_hardware(generation)
         if type(num_devices) is not int or num_devices < 1:
             raise errors.number_of_devices(num_devices)
         if not (0 < meeting_timeout < math.inf):
