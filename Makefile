@@ -87,12 +87,12 @@ test-peers: ## compare the Keras layer with tensorflow-recommenders
 	$(PEER_TESTS)/bin/pytest tests/peers
 
 fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make fuzz SECONDS=60
-	$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS)
+	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS)
 
 CLANG ?= clang++
 
 fuzz-clang: $(VENV)/dev.stamp $(VENV)/package.stamp ## the same for the C++ core, by libFuzzer
-	$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS) --clang $(CLANG)
+	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS) --clang $(CLANG)
 
 # The op libraries under g++'s sanitizers, which must be loaded before Python's own
 # libraries. Their flags come last, so that -O1 counts. Python and TensorFlow free not

@@ -36,7 +36,9 @@ TIMEOUT_SECONDS = 300
 
 
 def run(
-    command: Sequence[str], folder: pathlib.Path | None = None
+    command: Sequence[str],
+    folder: pathlib.Path | None = None,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command; with what it printed."""
     return subprocess.run(
@@ -44,14 +46,16 @@ def run(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_SECONDS,
+        timeout=timeout,
         check=False,
     )
 
 
-def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    program: str, *arguments: str, timeout: float = TIMEOUT_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """Runs what `build_program` gave."""
-    return run([*_without_randomization(), program, *arguments])
+    return run([*_without_randomization(), program, *arguments], timeout=timeout)
 
 
 def build_program(

@@ -1,6 +1,6 @@
 """Fuzzes for as long as it is asked to: a script, for `make fuzz`.
 
-    python tests/reliability/fuzz.py --seconds 600
+    make fuzz SECONDS=600
 
 The C++ core takes mutated inputs under the sanitizers; random configurations are
 trained beside the NumPy reference; a table is trained for 50,000 steps.
@@ -13,53 +13,39 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 
-TESTS = pathlib.Path(__file__).resolve().parents[1]
-CC = TESTS.parent / "tpu_embedding" / "ops" / "cc"
-BUILDS = {
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-fsanitize=thread"],
-    "libfuzzer": [
-        "-fsanitize=fuzzer,address,undefined",
-        "-fno-sanitize-recover=all",
-        "-DTPU_EMBEDDING_LIBFUZZER",
-    ],
-}
+import cc_programs
+
+DRIVER = sorted(cc_programs.TESTS.glob("fuzz_*.cc"))
+LIBFUZZER = [
+    *("-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
+    "-DTPU_EMBEDDING_LIBFUZZER",
+]
 LOAD_STEPS = 50_000
 
 
-def compile_driver(
-    build: str, folder: pathlib.Path, compiler: str = "g++", level: str = "-O1"
-) -> str:
-    """Builds the driver of the C++ core's targets; the path of the program."""
+def compile_libfuzzer(compiler: str, folder: pathlib.Path) -> str:
+    """Builds the driver of the C++ core's targets by clang; the path of the program."""
     if shutil.which(compiler) is None:
         raise SystemExit(
             f"`make fuzz-clang` needs clang with libFuzzer, and {compiler!r} is not on "
             "the PATH. Install it (Debian: apt-get install clang), or name another "
             "with CLANG=clang++-16. `make fuzz` needs g++ alone."
         )
-    program = str(folder / f"fuzz_{build}")
-    sources = sorted([*TESTS.glob("cc/fuzz_*.cc"), *CC.glob("core/*.cc")])
-    flags = ["-std=c++17", "-pthread", "-g", level, "-fno-math-errno"]
-    places = [f"-I{CC}", f"-I{TESTS / 'cc'}"]
-    subprocess.run(
-        [compiler, *flags, *BUILDS[build], *places, *map(str, sources), "-o", program],
-        check=True,
-    )
+    program = str(folder / "fuzz_clang")
+    sources = [*DRIVER, *sorted(cc_programs.CC.glob("core/*.cc"))]
+    command = [compiler, *cc_programs.FLAGS, *LIBFUZZER, *map(str, sources)]
+    subprocess.run([*command, "-o", program], check=True)
     return program
 
 
-def run_driver(program: str, seconds: float, seed: int) -> str:
-    """Runs it; what it prints. Fails where a sanitizer or a check does."""
-    # The thread sanitizer of GCC 12 ends where addresses are too random.
-    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-    arguments = ["--seconds", str(seconds), "--seed", str(seed)]
-    ran = subprocess.run(
-        [*fixed, program, *arguments], capture_output=True, text=True, check=False
-    )
+def run_driver(build: str, seconds: float, seed: int, folder: pathlib.Path) -> str:
+    """Runs g++'s driver; what it prints. Fails where a sanitizer or a check does."""
+    program = cc_programs.build_program(DRIVER, build, folder)
+    arguments = ("--seconds", str(seconds), "--seed", str(seed))
+    ran = cc_programs.run_program(program, *arguments, timeout=2 * seconds + 60)
     if ran.returncode:
         raise SystemExit(f"{program} --seed {seed}\n{ran.stdout}\n{ran.stderr}")
     return ran.stdout.strip()
@@ -75,7 +61,6 @@ def run_libfuzzer(program: str, seconds: float, folder: pathlib.Path) -> None:
 
 def fuzz_configurations(seconds: float, seed: int) -> int:
     """Trains random problems until the time is over; how many."""
-    sys.path.insert(0, str(TESTS))
     import conftest  # noqa: F401 - makes logical devices, before TensorFlow starts
     import hypothesis
     from reliability import test_fuzz
@@ -116,14 +101,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         if arguments.clang:
-            program = compile_driver("libfuzzer", folder, arguments.clang)
+            program = compile_libfuzzer(arguments.clang, folder)
             run_libfuzzer(program, seconds, folder)
             return
         for build, share in (("address", 0.25), ("thread", 0.15)):
-            program = compile_driver(build, folder)
-            for line in run_driver(
-                program, share * seconds, arguments.seed
-            ).splitlines():
+            printed = run_driver(build, share * seconds, arguments.seed, folder)
+            for line in printed.splitlines():
                 print(f"{build}: {line}", flush=True)
     count = fuzz_configurations(0.45 * seconds, arguments.seed)
     print(f"configurations: {count} trained beside the reference", flush=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import subprocess
 from typing import Any
 
+import cc_programs
 import hypothesis
 import numpy as np
 import optimizer_cases
@@ -137,19 +137,19 @@ def test_against_the_reference(engine: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_libfuzzer_s_entry_compiles() -> None:
     """As far as g++ can tell; `make fuzz-clang` links it with libFuzzer."""
-    main = str(fuzz.TESTS / "cc" / "fuzz_main.cc")
-    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     define = "-DTPU_EMBEDDING_LIBFUZZER"
-    assert define in fuzz.BUILDS["libfuzzer"]
-    subprocess.run(["g++", *flags, define, f"-I{fuzz.CC}", main], check=True)
+    assert define in fuzz.LIBFUZZER
+    main = str(cc_programs.TESTS / "fuzz_main.cc")
+    command = [*cc_programs.COMPILER, *cc_programs.FLAGS, "-fsyntax-only", define, main]
+    compiled = cc_programs.run(command)
+    assert compiled.returncode == 0, compiled.stderr
 
 
 def test_a_machine_without_clang_is_told_so(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SystemExit, match="needs clang with libFuzzer, and 'no-clang'"):
-        fuzz.compile_driver("libfuzzer", tmp_path, "no-clang")
+        fuzz.compile_libfuzzer("no-clang", tmp_path)
 
 
 def test_the_core_under_sanitizers(seed: int, tmp_path: pathlib.Path) -> None:
     """Mutated features and batches, from another seed than `make fuzz`."""
-    program = fuzz.compile_driver("address", tmp_path, level="-O0")
-    print(fuzz.run_driver(program, seconds=3, seed=seed))
+    print(fuzz.run_driver("address", seconds=3, seed=seed, folder=tmp_path))
