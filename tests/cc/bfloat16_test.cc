@@ -122,7 +122,7 @@ void TestLookup(int64_t dim) {
           if (quantization.num_buckets) {
             x = std::floor(std::min(std::max(x, -2.0f), 2.0f) + 2.5f) - 2.0f;
           }
-          sum += csr.gain(i) * x;
+          sum += csr.gain(s, i) * x;
         }
         CHECK_EQ(out[1 + s * dim + d], sum);
       }
