@@ -1,4 +1,6 @@
-"""Measures of ours alone: threads, widths of rows, memory, import.
+"""Measures beside aims that are no race of steps.
+
+Threads, widths of rows, memory, import and tracing.
 
 python -m benchmarks.measures [--scenario dlrm] [--steps 10000]
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import pathlib
 import resource
@@ -18,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from benchmarks.run import OURS, python_of
 from benchmarks.scenarios import SCENARIOS, Scenario
 
 _WARM_UP, _TIMED = 5, 30
@@ -27,21 +31,25 @@ _WIDTHS = ((3, 4), (7, 8), (10, 8), (100, 96))
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number and the limit that it should keep to."""
+    """A number and the limit that it should keep to; None where it was not measured."""
 
     name: str
-    value: float
+    value: float | None
     aim: float
     at_least: bool
 
     @property
     def missed(self) -> bool:
         """Whether the number is on the wrong side of its aim."""
+        if self.value is None:
+            return False
         return self.value < self.aim if self.at_least else self.value > self.aim
 
 
-def _in_process(function: str, *arguments: object) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.measures", "--child", function]
+def _in_process(
+    function: str, *arguments: object, python: str = sys.executable
+) -> dict[str, float]:
+    command = [python, "-m", "benchmarks.measures", "--child", function]
     ran = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, check=True
     )
@@ -95,6 +103,18 @@ def child_import(module: str) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start}
 
 
+def child_first_step(peer: str) -> dict[str, float]:
+    """The seconds from a peer's constructor to the end of its first step.
+
+    Of 26 small tables and 32 samples, so that they are those of tracing and of what
+    TensorFlow makes of the graph.
+    """
+    module = importlib.import_module(f"benchmarks.peers.{peer}")
+    start = time.perf_counter()
+    module.prepare(SCENARIOS["small_tables"], "adagrad")["step"]()
+    return {"seconds": time.perf_counter() - start}
+
+
 def _peak() -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -104,6 +124,7 @@ CHILDREN = {
     "width": child_width,
     "memory": child_memory,
     "import": child_import,
+    "first_step": child_first_step,
 }
 
 
@@ -160,15 +181,28 @@ def importing() -> Measure:
     return Measure("import over TensorFlow's", ours / tensorflow, 1.1, False)
 
 
+def tracing() -> Measure:
+    """The time until our first step is done over that of TFRS, A B A B."""
+    name = "first step of 26 tables, over TFRS's"
+    seconds = {peer: [] for peer in ("tfrs", OURS)}
+    if python_of("tfrs") == sys.executable:
+        return Measure(f"{name} (not installed: make bench-peers)", None, 1.0, False)
+    for _ in range(3):
+        for peer, times in seconds.items():
+            ran = _in_process("first_step", peer, python=python_of(peer))
+            times.append(ran["seconds"])
+    theirs, ours = (statistics.median(times) for times in seconds.values())
+    return Measure(name, ours / theirs, 1.0, False)
+
+
 def markdown(measures: Sequence[Measure]) -> str:
     """One row for each."""
-    lines = ["| measure | value | aim |", "|---|---|---|"]
+    lines = ["### measures", "", "| measure | value | aim |", "|---|---|---|"]
     for measure in measures:
         bound = "at least" if measure.at_least else "at most"
         mark = ", **missed**" if measure.missed else ""
-        lines.append(
-            f"| {measure.name} | {measure.value:.3g} | {bound} {measure.aim:g}{mark} |"
-        )
+        value = "-" if measure.value is None else f"{measure.value:.3g}"
+        lines.append(f"| {measure.name} | {value} | {bound} {measure.aim:g}{mark} |")
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, *values = flags.child
         print(json.dumps(CHILDREN[name](*values)))
         return
-    measures = [importing(), threads(flags.scenario)]
+    measures = [importing(), tracing(), threads(flags.scenario)]
     for dtype in ("float32", "bfloat16"):
         measures += widths(flags.scenario, dtype)
     measures += memory(flags.scenario, flags.steps)

@@ -57,7 +57,7 @@ class Worker:
     @classmethod
     def start(cls, peer: str, scenario: str, optimizer: str) -> Worker:
         """Starts the process and waits until it is warm."""
-        python = _python_of(peer)
+        python = python_of(peer)
         command = [python, "-m", "benchmarks.worker", peer, scenario, optimizer]
         process = subprocess.Popen(
             command,
@@ -90,7 +90,7 @@ class Worker:
         self.process.wait()
 
 
-def _python_of(peer: str) -> str:
+def python_of(peer: str) -> str:
     """A peer with a venv of its own (`make bench-peers`) runs there."""
     own = pathlib.Path("build", "peers", peer, "bin", "python")
     return str(own) if own.exists() else sys.executable
@@ -110,19 +110,20 @@ def measure(
         ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
         theirs = Worker.start(peer, scenario, optimizer)
         if not (ours.missing or theirs.missing):
-            _take_turns(ours, theirs, rounds)
+            take_turns(ours, theirs, rounds)
         for worker in (ours, theirs):
             worker.stop()
         results[peer] = {
             "rule": theirs.rule,
             "missing": theirs.missing or ours.missing,
-            "milliseconds": _summary(theirs),
-            "ours": _summary(ours),
+            "milliseconds": summary(theirs),
+            "ours": summary(ours),
         }
     return results
 
 
-def _take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
+def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
+    """Runs all functions of both, in turn."""
     for index in range(rounds):
         print(f"\r  {theirs.peer}: round {index + 1} of {rounds}", end="", flush=True)
         for worker in (ours, theirs):
@@ -131,7 +132,8 @@ def _take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
     print()
 
 
-def _summary(worker: Worker) -> dict[str, dict[str, float]]:
+def summary(worker: Worker) -> dict[str, dict[str, float]]:
+    """By function the median, least and most milliseconds."""
     times = {}
     for function, seconds in worker.seconds.items():
         milliseconds = sorted(1000 * value for value in seconds)

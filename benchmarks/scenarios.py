@@ -89,7 +89,7 @@ def _zipf(
 _CAPPED = tuple(min(rows, _MOST_ROWS) for rows in _CRITEO_ROWS)
 _ONE_HOT = (1,) * len(_CAPPED)
 # The dlrm batch's ids in one table. The largest and its slot take 13 GB.
-_VOCABULARIES = (10_000, 100_000, 1_000_000, 10_000_000, 25_000_000)
+VOCABULARIES = (10_000, 100_000, 1_000_000, 2_500_000, 10_000_000, 25_000_000)
 _POSITIONS = 50
 
 SCENARIOS = {
@@ -101,10 +101,11 @@ SCENARIOS = {
         Scenario("one_huge_table", 2048, 64, (10_000_000,), (20,)),
         # Every position of a sequence is a sample of one id, for ours and all peers.
         Scenario("sequence", 2048 * _POSITIONS, 64, (1_000_000,), (1,)),
+        Scenario("small_tables", 32, 64, (1000,) * len(_ONE_HOT), _ONE_HOT),
         Scenario("tiny", 64, 16, (1000, 50), (3, 1)),
         *(
             Scenario(f"vocabulary_{rows}", 2048, 64, (rows,), (sum(_MULTI_HOT),))
-            for rows in _VOCABULARIES
+            for rows in VOCABULARIES
         ),
     )
 }

@@ -120,3 +120,60 @@ def test_measures_mark_what_they_miss() -> None:
     table = measures.markdown(rows)
     assert "| faster | 1.5 | at least 1.7, **missed** |" in table
     assert "| larger | 1.05 | at most 1.1 |" in table
+
+
+def test_measures_that_were_not_taken() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    row = measures.Measure("tracing", None, 1.0, at_least=False)
+    assert "| tracing | - | at most 1 |" in measures.markdown([row])
+
+
+def test_vocabulary_marks_its_aim() -> None:
+    vocabulary = importlib.import_module("benchmarks.vocabulary")
+    times = [{"median": t, "min": t, "max": t} for t in (8.0, 2.0, 30.0)]
+    peers = {
+        "fast": {"missing": None, "milliseconds": {"step": times[2]}},
+        "large": {"missing": "needs 33 GB, 20 GB are free"},
+    }
+    peers["fast"]["ours"] = {"step": times[0]}
+    ours, base = times[:2]
+    slow = vocabulary.Size(1000, 4e4, None, ours, base, 4e4, peers)
+    assert (slow.row_nanoseconds, slow.growth, slow.slower) == (200.0, 4.0, 4.0)
+    more_rows = vocabulary.Size(1000, 8e4, None, ours, base, 4e4)
+    assert more_rows.growth == 2.0
+    assert vocabulary.missed(slow)
+    assert not vocabulary.missed(more_rows)
+    missing = vocabulary.Size(5000, 1.0, "needs 17 GB, 9 GB are free")
+    table = vocabulary.markdown([slow, more_rows, missing])
+    assert "| 200 | 4.00 x, **missed** | 4.00 x |" in table
+    assert "| 100 | 2.00 x | 4.00 x |" in table
+    assert "not measured: needs 17 GB, 9 GB are free |" in table
+    assert "| 1,000 | fast | 30.00 | 8.00 | 3.75 x |" in table
+    assert "| 1,000 | large | not measured: needs 33 GB" in table
+
+
+def test_what_fits_into_memory() -> None:
+    vocabulary = importlib.import_module("benchmarks.vocabulary")
+    largest = vocabulary.SCENARIOS["vocabulary_25000000"]
+    assert vocabulary.needed(largest) > 12.8e9
+    assert vocabulary.does_not_fit([largest], int(24e9)) is None
+    refused = vocabulary.does_not_fit([largest, largest], int(24e9))
+    assert refused == "needs 33 GB, 24 GB are free"
+    assert vocabulary.available_bytes() > 0
+
+
+def test_everything_is_known(tmp_path: pathlib.Path) -> None:
+    everything = importlib.import_module("benchmarks.everything")
+    scenarios = importlib.import_module("benchmarks.scenarios").SCENARIOS
+    slots = importlib.import_module("benchmarks.run").SLOTS
+    for scenario, optimizer, peers in everything.RUNS:
+        assert scenario in scenarios
+        assert optimizer in slots
+        for peer in peers:
+            assert (CHECKOUT / "benchmarks" / "peers" / f"{peer}.py").exists()
+    for quick in (False, True):
+        modules = {module for module, _ in everything.commands(quick=quick)}
+        assert modules == set(everything.MAINS)
+    (tmp_path / "a.md").write_text("fine\n")
+    (tmp_path / "b.md").write_text("**missed**\n")
+    assert everything.join(tmp_path) == "**missed**\n\nfine\n"

@@ -1,0 +1,79 @@
+"""All that docs/performance.md has aims for, one after the other.
+
+python -m benchmarks.everything [--quick]
+
+Each part can be run alone; here it runs with its own defaults, or with --quick in a few
+rounds and without the largest tables. build/bench/everything.md joins all tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+
+from benchmarks import measures, preprocessing, run, vocabulary
+
+_TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
+# Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
+# most of it for its tables.
+RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("dlrm", "adagrad", run.PEERS),
+    ("dlrm", "sgd", ("fbgemm", "torch_embedding_bag")),
+    ("dlrm", "rowwise_adagrad", ("fbgemm",)),
+    ("dlrm", "adam", ("torch_embedding_bag", "tensorflow_nn")),
+    ("dlrm", "ftrl", ("tfrs", "tensorflow_nn")),
+    ("small_batch", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
+    ("one_hot", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
+    ("one_huge_table", "adagrad", ("fbgemm",)),
+    ("sequence", "adagrad", ("fbgemm", "torch_embedding_bag")),
+)
+# With --quick: no table of more than a million rows.
+_SLOW = ("one_huge_table",)
+
+
+def commands(*, quick: bool) -> list[tuple[str, list[str]]]:
+    """The modules to run and their arguments, each without --out."""
+    rounds = ["--rounds", "4"] if quick else []
+    result = []
+    for scenario, optimizer, peers in RUNS:
+        if not (quick and scenario in _SLOW):
+            what = ["--scenario", scenario, "--optimizer", optimizer]
+            result.append(("run", [*what, *rounds, "--peers", *peers]))
+    most_rows = ["--most-rows", "1000000"] if quick else []
+    result.append(("vocabulary", [*rounds, *most_rows]))
+    result.append(("preprocessing", rounds))
+    result.append(("measures", ["--steps", "500"] if quick else []))
+    return result
+
+
+MAINS = {
+    "run": run.main,
+    "vocabulary": vocabulary.main,
+    "preprocessing": preprocessing.main,
+    "measures": measures.main,
+}
+
+
+def join(folder: pathlib.Path) -> str:
+    """All tables of a folder in one, those with missed aims first."""
+    target = folder / "everything.md"
+    tables = [p.read_text() for p in sorted(folder.glob("*.md")) if p != target]
+    tables.sort(key=lambda table: "**missed**" not in table)
+    target.write_text("\n".join(tables))
+    return target.read_text()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs all and writes build/bench/everything.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    flags = parser.parse_args(arguments)
+    for module, options in commands(quick=flags.quick):
+        MAINS[module]([*options, "--out", str(flags.out)])
+    print(join(flags.out))
+
+
+if __name__ == "__main__":
+    main()
