@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -137,19 +138,20 @@ def test_vocabulary_marks_its_aim() -> None:
     }
     peers["fast"]["ours"] = {"step": times[0]}
     ours, base = times[:2]
-    slow = vocabulary.Size(1000, 4e4, None, ours, base, 4e4, peers)
+    slow = vocabulary.Size(200_000, 4e4, None, ours, base, 4e4, peers)
     assert (slow.row_nanoseconds, slow.growth, slow.slower) == (200.0, 4.0, 4.0)
-    more_rows = vocabulary.Size(1000, 8e4, None, ours, base, 4e4)
+    more_rows = vocabulary.Size(200_000, 8e4, None, ours, base, 4e4)
     assert more_rows.growth == 2.0
     assert vocabulary.missed(slow)
+    assert not vocabulary.missed(dataclasses.replace(slow, rows=10_000))
     assert not vocabulary.missed(more_rows)
     missing = vocabulary.Size(5000, 1.0, "needs 17 GB, 9 GB are free")
     table = vocabulary.markdown([slow, more_rows, missing])
     assert "| 200 | 4.00 x, **missed** | 4.00 x |" in table
     assert "| 100 | 2.00 x | 4.00 x |" in table
     assert "not measured: needs 17 GB, 9 GB are free |" in table
-    assert "| 1,000 | fast | 30.00 | 8.00 | 3.75 x |" in table
-    assert "| 1,000 | large | not measured: needs 33 GB" in table
+    assert "| 200,000 | fast | 30.00 | 8.00 | 3.75 x |" in table
+    assert "| 200,000 | large | not measured: needs 33 GB" in table
 
 
 def test_what_fits_into_memory() -> None:
