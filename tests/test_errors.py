@@ -70,6 +70,13 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "inside `strategy.scope()` of the strategy that runs it.",
     ),
     (
+        "other_strategy",
+        (2, 3),
+        RuntimeError,
+        "The embedding was created under int and is called under another int. Create "
+        "it inside `strategy.scope()` of the strategy that runs it.",
+    ),
+    (
         "outside_of_replica",
         ("dequeue", 2),
         RuntimeError,
@@ -178,6 +185,23 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         ValueError,
         "Argument `device` of enqueue must name a TPU device. Received: '/cpu:0'. "
         "Leave it at None: the engine on this machine places the batch itself.",
+    ),
+    (
+        "unknown_device",
+        ("/CPU:7", ["/device:CPU:0", "/device:CPU:1"]),
+        ValueError,
+        "Argument `device` of enqueue must name a TPU device of the strategy, with its "
+        "number: /device:CPU:0, /device:CPU:1. Received: '/CPU:7'. Leave it at None to "
+        "enqueue the batches of all replicas.",
+    ),
+    (
+        "unknown_device",
+        ("TPU:9", [f"TPU:{i}" for i in range(9)]),
+        ValueError,
+        "Argument `device` of enqueue must name a TPU device of the strategy, with its "
+        "number: TPU:0, TPU:1, TPU:2, TPU:3, TPU:4, TPU:5, TPU:6, TPU:7, ... (9 in "
+        "all). Received: 'TPU:9'. Leave it at None to enqueue the batches of all "
+        "replicas.",
     ),
 ]
 

@@ -101,6 +101,12 @@ class EmbeddingBase(SavedTables):
             self._track_state(self._engine)
         return self._engine
 
+    def _can_create_engine(self) -> bool:
+        if not engines.needs_shapes(self._topology):
+            return True
+        shapes = [self._output_shapes.activation(f.index) for f in self._plan.features]
+        return all(None not in shape for shape in shapes)
+
     @property
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
         return engines.stored_layouts(self._topology, self._layout)

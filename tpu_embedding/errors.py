@@ -8,7 +8,7 @@ inside tensors (ids, weights) are TensorFlow's own and are worded in the ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _COMBINERS = '"sum", "mean", "sqrtn"'
@@ -437,6 +437,16 @@ def enqueue_device(device: object) -> ValueError:
     )
 
 
+def unknown_device(device: object, known: Sequence[str]) -> ValueError:
+    """enqueue(device=...) with none of the strategy's devices, or more than one."""
+    more = f", ... ({len(known)} in all)" if len(known) > 8 else ""
+    return ValueError(
+        "Argument `device` of enqueue must name a TPU device of the strategy, with its "
+        f"number: {', '.join(known[:8])}{more}. Received: {device!r}. Leave it at None "
+        "to enqueue the batches of all replicas."
+    )
+
+
 def too_many_arguments(extra: object) -> TypeError:
     """More positional arguments than either order of the constructor takes."""
     return TypeError(
@@ -449,9 +459,11 @@ def too_many_arguments(extra: object) -> TypeError:
 
 def other_strategy(own: object, active: object) -> RuntimeError:
     """A call under another strategy than the embedding was made under."""
+    name = type(active).__name__
+    other = f"another {name}" if type(own) is type(active) else name
     return RuntimeError(
         f"The embedding was created under {type(own).__name__} and is called under "
-        f"{type(active).__name__}. Create it inside `strategy.scope()` of the strategy "
+        f"{other}. Create it inside `strategy.scope()` of the strategy "
         "that runs it."
     )
 

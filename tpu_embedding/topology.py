@@ -146,9 +146,12 @@ class Topology:
         Raises:
           ValueError: If it is none of the strategy's.
         """
-        found = None if self.tpu is None else self.tpu.find(device)
-        if found is None:
+        if self.tpu is None:
             raise errors.enqueue_device(device)
+        found = self.tpu.find(device)
+        if found is None:
+            known = list(itertools.chain.from_iterable(self.tpu.devices))
+            raise errors.unknown_device(device, known)
         return found
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:

@@ -104,11 +104,8 @@ def test_both_ways(kind: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_shapes_come_before_a_checkpoint(tmp_path: pathlib.Path) -> None:
-    """A TPU has no tables before it knows all shapes: to restore is to build first."""
-    tpu = SoftwareTPUStrategy("v4", 1)
-    with tpu.scope():
-        features = te.FeatureConfig(te.TableConfig(7, 3, name="films"))
-        embedding = te.TPUEmbedding(features, te.SGD(0.1))
+    """A TPU has no tables before it knows all shapes: to save is to build first."""
+    embedding = not_built(SoftwareTPUStrategy("v4", 1))
     for call in (
         lambda: whole(embedding).write(str(tmp_path / "saved")),
         lambda: checkpoint.save(embedding, str(tmp_path / "saved")),
@@ -120,6 +117,56 @@ def test_shapes_come_before_a_checkpoint(tmp_path: pathlib.Path) -> None:
     options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
     with pytest.raises(RuntimeError, match="cannot be saved asynchronously"):
         whole(embedding).save(str(tmp_path / "later"), options)
+
+
+def not_built(tpu: tf.distribute.Strategy) -> te.TPUEmbedding:
+    with tpu.scope():
+        table = te.TableConfig(7, 3, te.RowIdInitializer(), name="films")
+        rate = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+        return te.TPUEmbedding(te.FeatureConfig(table), te.Adagrad(rate))
+
+
+def test_restored_before_shapes_are_known(tmp_path: pathlib.Path) -> None:
+    """The first batch makes the tables, and they take what was restored before.
+
+    Here inside of a program that was traced before, for another embedding.
+    """
+    tpu = SoftwareTPUStrategy("v4", 2)
+    ids = tf.constant([1, 2, 2, 4])
+
+    @tf.function
+    def step(embedding: te.TPUEmbedding) -> Any:
+        def replica_fn(ids: Any) -> Any:
+            embedding.enqueue(ids)
+            activations = embedding.dequeue()
+            embedding.apply_gradients(activations)
+            return activations
+
+        return tpu.run(replica_fn, args=(ids,))
+
+    first = not_built(tpu)
+    step(first)
+    path = whole(first).write(str(tmp_path / "saved"))
+    expected = state(first)
+    tpu.initialize_tpu_system()
+    second = not_built(tpu)
+    status = whole(second).read(path).assert_existing_objects_matched()
+    with pytest.raises(AssertionError):
+        status.assert_consumed()
+    assert second._engine is None
+    found = step(second)
+    status.assert_consumed()
+    rows = expected["films/parameters"][ids.numpy()]
+    for own in found.values:
+        np.testing.assert_array_equal(own, rows)
+    updates = second.checkpoint_updates()
+    assert updates is not None
+    assert updates.numpy() == 2
+    tpu.initialize_tpu_system()
+    third = not_built(tpu)
+    whole(third).read(path)
+    third.build(B)
+    assert_same_bits(state(third), expected)
 
 
 def test_one_engine_for_several_embeddings() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from documented_loops import BATCH, assert_same, dataset, feature_config, loops, stock
 
@@ -61,6 +62,8 @@ def test_enqueue_core_by_core() -> None:
         embedding.enqueue(own, training=False, device=device)
         return tf.constant(core_id)
 
+    with pytest.raises(ValueError, match=r"of the strategy, .*CPU:0, .*CPU:1\. Rec.*7"):
+        embedding.enqueue(features, device="/CPU:7")
     strategy.experimental_distribute_values_from_function(per_core_enqueue)
     activations = strategy.run(embedding.dequeue)["feature_one"]
     for ids, found in zip(per_core["feature_one"], activations.values, strict=True):

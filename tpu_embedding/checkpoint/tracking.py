@@ -31,6 +31,10 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     def _create_engine(self) -> Engine:
         """The engine, which is made if it is not there yet."""
 
+    @abc.abstractmethod
+    def _can_create_engine(self) -> bool:
+        """Whether enough is known; else `build` or the first batch will tell."""
+
     @property
     @abc.abstractmethod
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
@@ -76,10 +80,21 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         # which tables can still be made, which would be left out without a word, and
         # a pending update be applied. Not so in the thread of an asynchronous save,
         # which writes copies while the training goes on.
+        # Tables that cannot be made yet take what is restored when they are made.
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
-            self._create_engine()
+            if self._can_create_engine():
+                self._create_engine()
             self._retrieve()
         return super()._trackable_children(save_type, **kwargs)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        # The tables are children and save themselves. Where they cannot be made yet,
+        # this makes the error; only saving calls it.
+        return {} if self._can_create_engine() else {"tables": self._unsaved}
+
+    def _unsaved(self, name: str = "") -> Any:
+        del name
+        self._create_engine()
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring asks once for each object, before it reads any value.

@@ -25,6 +25,7 @@ __all__ = [
     "check_inputs",
     "create_engine",
     "lay_out",
+    "needs_shapes",
     "require_lookups",
     "require_queue",
     "stored_layouts",
@@ -106,6 +107,11 @@ def check_inputs(
 def takes_profiles(topology: Topology) -> bool:
     """Whether that engine has a use for `EngineOptions.profile_data_directory`."""
     return _engine_of(topology).takes_profiles
+
+
+def needs_shapes(topology: Topology) -> bool:
+    """Whether that engine can be made only when all output shapes are known."""
+    return _engine_of(topology).needs_shapes
 
 
 def _engine_of(topology: Topology) -> type[Engine]:

@@ -80,6 +80,8 @@ class Engine(abc.ABC):
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False
     table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    # True: made for batches of one shape, which must be known before.
+    needs_shapes: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Subclasses make the variables; to be called in an eager context."""

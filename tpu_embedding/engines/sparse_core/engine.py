@@ -10,6 +10,7 @@ import tensorflow as tf
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Lookups
+from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import minibatches, ops
 from tpu_embedding.engines.sparse_core.checks import check_gradients
@@ -19,7 +20,6 @@ from tpu_embedding.engines.sparse_core.stacked_samples import StackedSamples
 from tpu_embedding.engines.sparse_core.state import (
     create_counter,
     create_state,
-    outside_of_replicas,
 )
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import errors as layout_errors

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,8 +15,6 @@ from tpu_embedding.engines.variables import VariableRows, variable_name
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
 from tpu_embedding.layout.stacking import Stack
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,16 +105,6 @@ def create_local(
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=aggregation,
     )
-
-
-def outside_of_replicas(function: Callable[[], Result]) -> Result:
-    """Calls `function` eagerly and in cross-replica context, wherever the caller is.
-
-    In another thread: tf.init_scope leaves the graph that is being traced, but not the
-    replica that it is traced for, and a replica cannot make variables of all.
-    """
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(function).result()
 
 
 def _create_stack(options: EngineOptions, stack: Stack) -> StackState:

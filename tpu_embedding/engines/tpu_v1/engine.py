@@ -38,6 +38,7 @@ class TPUv1Engine(Engine, Queue):
 
     name = "tpu_v1"
     takes_profiles = True
+    needs_shapes = True
 
     def __init__(self, options: EngineOptions) -> None:
         """Configures the TPU and loads it, or shares its engine; see `Engine`."""

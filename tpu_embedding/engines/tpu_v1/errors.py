@@ -113,6 +113,9 @@ def asynchronous_checkpoint() -> RuntimeError:
 def reset() -> NotImplementedError:
     """A TPU's queues cannot be emptied."""
     return NotImplementedError(
-        "A TPU cannot forget the batches that it has: initialize the TPU system anew, "
-        "create the embedding again and restore a checkpoint."
+        "A TPU of v2 to v4 cannot forget the batches that it has: TensorFlow has no op "
+        "that empties its queues, only its initialization does, which ends all tables "
+        "and variables on it. Save a checkpoint, call tf.tpu.experimental."
+        "initialize_tpu_system (for the software TPU, the strategy's method of that "
+        "name), create the strategy's objects again and restore."
     )

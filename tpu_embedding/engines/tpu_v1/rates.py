@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.tpu_v1.configuration import dynamic_rates
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import takes_step
@@ -23,13 +24,7 @@ class ProgramRates:
         self._rates = dynamic_rates(plan)
         self.updates: tf.Variable | None = None
         if any(takes_step(rate) for rate in self._rates):
-            with strategy.scope():
-                self.updates = tf.Variable(
-                    tf.zeros([], tf.int64),
-                    trainable=False,
-                    name="updates",
-                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-                )
+            self.updates = outside_of_replicas(lambda: _create_counter(strategy))
 
     def evaluate(self) -> list[tf.Tensor]:
         """float32 scalars."""
@@ -46,3 +41,13 @@ class ProgramRates:
         """Notes one more update, in each replica."""
         if self.updates is not None:
             self.updates.assign_add(1)
+
+
+def _create_counter(strategy: tf.distribute.Strategy) -> tf.Variable:
+    with strategy.scope():
+        return tf.Variable(
+            tf.zeros([], tf.int64),
+            trainable=False,
+            name="updates",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
