@@ -13,7 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors, optimizers
-from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
+from tpu_embedding.config import (
+    FeatureConfig,
+    SparseCoreEmbeddingConfig,
+    TableConfig,
+    check_invalid_ids,
+)
 
 _stock = tf.tpu.experimental.embedding
 
@@ -96,9 +101,30 @@ class ConstructorArguments:
         ):
             if not isinstance(value, bool):
                 raise errors.argument_type(argument, value, "a bool")
-        size = self.batch_size
-        if size is not None and (type(size) is not int or size < 1):
-            raise errors.argument_int("batch_size", size, smallest=1)
+        check_batch_size(self.batch_size)
+
+
+def check_batch_size(size: Any) -> None:
+    """Raises ValueError unless a batch size is None or an int >= 1."""
+    if size is not None and (type(size) is not int or size < 1):
+        raise errors.argument_int("batch_size", size, smallest=1)
+
+
+def adapt_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:
+    """Ours as it is, TensorFlow's as one of ours, None as the defaults.
+
+    Raises:
+      TypeError: If it is something else.
+    """
+    if config is None:
+        return SparseCoreEmbeddingConfig()
+    if isinstance(config, SparseCoreEmbeddingConfig):
+        return config
+    if type(config) is not _stock.SparseCoreEmbeddingConfig:
+        raise errors.argument_type(
+            "sparse_core_embedding_config", config, "a SparseCoreEmbeddingConfig"
+        )
+    return SparseCoreEmbeddingConfig(**vars(config))
 
 
 def adapt_optimizer(

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from tpu_embedding import engines, errors, topology
 from tpu_embedding.adapters import ConstructorArguments
-from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
+from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, as_written
 from tpu_embedding.engines import Engine
 from tpu_embedding.inputs import IdBatch
 
 
-class TPUEmbedding(EmbeddingBase):
+class TPUEmbedding(CallEmbedding):
     """Embedding tables that are looked up and trained step by step.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
@@ -101,14 +101,10 @@ class TPUEmbedding(EmbeddingBase):
                 initialize=arguments.initialize,
                 profile_data_directory=profile_data_directory,
             ),
+            arguments.batch_size,
         )
         if profile_data_directory and not engines.takes_profiles(self._topology):
             raise errors.no_profiles(self._topology.engine, profile_data_directory)
-        if arguments.batch_size is not None:
-            replicas = self._topology.num_replicas
-            if arguments.batch_size % replicas:
-                raise errors.batch_size_not_divisible(arguments.batch_size, replicas)
-            self._output_shapes.set_batch_size(arguments.batch_size // replicas)
 
     @as_written
     def build(
@@ -240,48 +236,6 @@ class TPUEmbedding(EmbeddingBase):
         queue = engines.as_queue(engine, "apply_gradients")
         with queue.tagged(name), tf.name_scope(scope):
             queue.apply_gradients(checked, replica)
-
-    @as_written
-    def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Any]:
-        """Looks a batch up at once, past the queue, for layers built on this class.
-
-        Any number of lookups may share a step, and gradients may follow or not.
-
-        Args:
-          features: As for enqueue; inside strategy.run those of the replica.
-          weights: As for enqueue.
-
-        Returns:
-          The activations as dequeue gives them, and a ticket for `submit`.
-
-        Raises:
-          The errors of enqueue that concern features and weights.
-          RuntimeError: If called outside of strategy.run with several replicas.
-        """
-        self.build()
-        engine, replica = self._in_replica("lookup")
-        with self._output_shapes.forgets_refused():
-            values = self._structure.flatten("features", features)
-            (batch,) = self._read(values, weights, replica)
-            result = engines.as_lookups(engine, "lookup").lookup(batch, replica)
-        return self._structure.pack(result.activations), result.ticket
-
-    @as_written
-    def submit(self, ticket: Any, gradients: Any) -> None:
-        """Updates the tables with the gradients of one `lookup`.
-
-        Args:
-          ticket: What that lookup gave.
-          gradients: As for apply_gradients.
-
-        Raises:
-          The errors of apply_gradients that concern gradients.
-          tf.errors.FailedPreconditionError: If the ticket was used before.
-        """
-        engine, replica = self._in_replica("submit")
-        self._require_optimizers("submit")
-        lookups = engines.as_lookups(engine, "submit")
-        lookups.submit(ticket, self._check_gradients(gradients), replica)
 
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes a nested structure whose leaves are shapes."""

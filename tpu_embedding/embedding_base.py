@@ -9,7 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import engines, errors, topology
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding.adapters import (
+    adapt_features,
+    adapt_optimizer,
+    check_batch_size,
+)
 from tpu_embedding.checkpoint.tracking import SavedTables
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import Engine, EngineOptions
@@ -17,7 +21,9 @@ from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import Plan, make_plan
+from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.structures import Structure
+from tpu_embedding.topology import Topology
 
 # The methods trace fine as they are; converting them would only cost time.
 as_written = tf.autograph.experimental.do_not_convert
@@ -111,6 +117,12 @@ class EmbeddingBase(SavedTables):
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
         return engines.stored_layouts(self._topology, self._layout)
 
+    @as_written
+    def retrieve(self) -> None:
+        """Makes variables that stand in for tables in a TPU hold what they hold now."""
+        with tf.init_scope():
+            self._retrieve()
+
     @property
     def plan(self) -> Plan:
         """Its tables and features, with optimizers and rules resolved."""
@@ -201,3 +213,132 @@ class EmbeddingBase(SavedTables):
         if not gradient.shape.is_compatible_with(expected):
             raise errors.gradient_shape(spec.path, expected, gradient.shape)
         return tf.cast(gradient, tf.float32)
+
+
+class CallEmbedding(EmbeddingBase):
+    """Tables that are looked up call by call, and updated with what a call gave.
+
+    On every engine; for layers. No order of calls is prescribed, but for TPU v2 to
+    v4, where the gradients of a training call come before the next one.
+    """
+
+    def __init__(
+        self,
+        feature_config: Any,
+        optimizer: Any,
+        options: EmbeddingOptions,
+        batch_size: int | None = None,
+    ) -> None:
+        """See `EmbeddingBase`.
+
+        Args:
+          feature_config: As there.
+          optimizer: As there.
+          options: As there.
+          batch_size: The global size of every batch, or None for any size.
+
+        Raises:
+          ValueError: Also if the number of replicas does not divide `batch_size`.
+        """
+        super().__init__(feature_config, optimizer, options)
+        size = per_replica(batch_size, self._topology)
+        if size is not None:
+            self._output_shapes.set_batch_size(size)
+
+    @property
+    def in_program(self) -> bool:
+        """Whether the caller is traced as a program of a TPU."""
+        return self._topology.program() is not None
+
+    def is_in_replica(self) -> bool:
+        """Whether `lookup` may be called here.
+
+        Raises:
+          RuntimeError: If a strategy is active that is not the embedding's own.
+        """
+        return self._topology.replica() is not None
+
+    def logical_variables(self) -> dict[str, Any]:
+        """By name in checkpoints each table and slot whole, as a variable or like one.
+
+        Also the number of updates, where a rate asks for it.
+        """
+        return self._create_engine().logical_variables()
+
+    def readers(self) -> list[StoredReader]:
+        """For each table of the plan what stock ops read of it, in any graph."""
+        return self._create_engine().readers()
+
+    @as_written
+    def lookup(
+        self, features: Any, weights: Any = None, *, training: bool = True
+    ) -> tuple[Any, Any]:
+        """Looks a batch up at once, past any queue.
+
+        Args:
+          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
+            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+            in any mix; inside strategy.run those of the replica.
+          weights: None, or the same structure with floating point weights of each
+            feature's own layout, or None for features without.
+          training: Whether `submit` may follow.
+
+        Returns:
+          The activations in the structure of `feature_config`, float32
+          [output shape..., dim] each, and a ticket for `submit`.
+
+        Raises:
+          TypeError: If a container or dtype is of the wrong type.
+          ValueError: If a structure, rank or static shape does not fit.
+          RuntimeError: If called outside of strategy.run with several replicas.
+          NotImplementedError: On TPU v2 to v4, if gradients of an earlier lookup of
+            this step may still come.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+        """
+        engine = self._create_engine()
+        _, replica = self._in_replica("lookup")
+        if weights is None:
+            weights = self._structure.pack([None] * len(self._plan.features))
+        values = self._structure.flatten("features", features)
+        gains = self._structure.flatten("weights", weights)
+        paths = [spec.path for spec in self._plan.features]
+        engines.check_inputs(self._topology, paths, values)
+        with self._output_shapes.forgets_refused():
+            batch = self._topology.on_host(self._read_replica, values, gains)
+            result = engine.lookup(batch, replica, training=training)
+        return self._structure.pack(result.activations), result.ticket
+
+    @as_written
+    def submit(self, ticket: Any, gradients: Any) -> None:
+        """Updates the tables with the gradients of one `lookup`.
+
+        Args:
+          ticket: What that lookup gave.
+          gradients: In the structure of `feature_config` a tf.Tensor of the shape of
+            the activation, or None, which counts as zeros.
+
+        Raises:
+          TypeError: If a container is of the wrong type.
+          ValueError: If the structure differs, or a gradient is no tf.Tensor or has
+            the wrong static shape.
+          RuntimeError: If a table has no optimizer, or outside of strategy.run where
+            there are several replicas.
+          tf.errors.FailedPreconditionError: If the ticket was used before.
+        """
+        engine, replica = self._in_replica("submit")
+        self._require_optimizers("submit")
+        engine.submit(ticket, self._check_gradients(gradients), replica)
+
+
+def per_replica(batch_size: int | None, where: Topology) -> int | None:
+    """A global batch size as that of each replica.
+
+    Raises:
+      ValueError: If it is no int >= 1, or the number of replicas does not divide it.
+    """
+    check_batch_size(batch_size)
+    if batch_size is None:
+        return None
+    if batch_size % where.num_replicas:
+        raise errors.batch_size_not_divisible(batch_size, where.num_replicas)
+    return batch_size // where.num_replicas

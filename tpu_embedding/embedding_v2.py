@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
 from tpu_embedding import engines, errors, topology
-from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.adapters import adapt_sparse_core
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
 from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.layout.batches import (
@@ -108,9 +108,9 @@ class TPUEmbeddingV2(EmbeddingBase):
             pipeline_execution_with_tensor_core,
             invalid_ids,
             check_numerics,
-            _adapt_config(sparse_core_embedding_config),
+            adapt_sparse_core(sparse_core_embedding_config),
         )
-        engines.require_lookups(topology.current(), "TPUEmbeddingV2")
+        engines.require_stacks(topology.current(), "TPUEmbeddingV2")
         super().__init__(feature_config, optimizer, options)
 
     @as_written
@@ -218,8 +218,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         tables = self._check_tables(partitioned_tensors.tables)
         with tf.name_scope("embedding_lookup"):
             batch = partitioned_tensors._replace(tables=tables)
-            lookups = engines.as_lookups(engine, "dequeue")
-            found = lookups.lookup_stacked(batch, replica)
+            stacks = engines.as_stacks(engine, "dequeue")
+            found = stacks.lookup_stacked(batch, replica)
         return self._structure.pack(found.activations), found.ticket
 
     @as_written
@@ -252,8 +252,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         checked = self._check_gradients(gradients)
         tables = self._check_tables(preserved_outputs)
         with tf.name_scope("embedding_apply_gradients"):
-            lookups = engines.as_lookups(engine, "apply_gradients")
-            lookups.update_stacked(tables, checked, replica)
+            stacks = engines.as_stacks(engine, "apply_gradients")
+            stacks.update_stacked(tables, checked, replica)
 
     @classmethod
     def compute_sparse_core_stats(  # noqa: PLR0913 - TensorFlow's arguments.
@@ -317,7 +317,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             feature_config,
             statistics.Hardware(num_tpu_chips, num_sc_per_chip),
             optimizer,
-            _adapt_config(sparse_core_embedding_config),
+            adapt_sparse_core(sparse_core_embedding_config),
         )
 
     @property
@@ -364,10 +364,10 @@ class TPUEmbeddingV2(EmbeddingBase):
                 self._structure.flatten("features", features),
                 self._structure.flatten("weights", weights),
             )
-            lookups = engines.as_lookups(self._create_engine(), "preprocess_features")
+            stacks = engines.as_stacks(self._create_engine(), "preprocess_features")
             if place is None:
-                return lookups.preprocess(batch)
-            return lookups.preprocess_on(place, batch)
+                return stacks.preprocess(batch)
+            return stacks.preprocess_on(place, batch)
 
     def _check_tables(self, tables: Any) -> dict[str, PartitionedCsrFormatTensor]:
         """The batches of all stacks, in the order of the layout."""
@@ -380,17 +380,3 @@ class TPUEmbeddingV2(EmbeddingBase):
             if not isinstance(tables[name], PartitionedCsrFormatTensor):
                 raise layout_errors.preserved_output(name, tables[name])
         return {name: tables[name] for name in names}
-
-
-def _adapt_config(config: Any) -> SparseCoreEmbeddingConfig:
-    """Ours as it is, TensorFlow's as one of ours, None as the defaults."""
-    if config is None:
-        return SparseCoreEmbeddingConfig()
-    if isinstance(config, SparseCoreEmbeddingConfig):
-        return config
-    stock = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig
-    if type(config) is not stock:
-        raise errors.argument_type(
-            "sparse_core_embedding_config", config, "a SparseCoreEmbeddingConfig"
-        )
-    return SparseCoreEmbeddingConfig(**vars(config))

@@ -80,6 +80,15 @@ _REPORTED: dict[str, EmbeddingHardware] = {
 }
 
 
+def embedding_hardware(feature: str) -> EmbeddingHardware:
+    """What a value of EmbeddingFeature stands for.
+
+    >>> embedding_hardware("V2")
+    'sparse_core'
+    """
+    return _REPORTED[feature]
+
+
 def reported(feature: str, sparse_cores_per_device: int) -> Generation:
     """Returns a generation by what a TPU system reports of itself.
 

@@ -129,6 +129,11 @@ class Topology:
             return None
         return _software_program() if self.tpu.simulated else _tpu_program()
 
+    def has_feature(self, feature: str) -> bool:
+        """Whether its TPUs, if it has any, are those of an EmbeddingFeature."""
+        kind = hardware.embedding_hardware(feature)
+        return self.tpu is None or self.tpu.generation.embedding == kind
+
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function` so that its ops run on a CPU beside the replica's TPU."""
         if self.tpu is None:

@@ -298,15 +298,39 @@ def test_classes_without_a_queue_are_refused() -> None:
     feature = te.FeatureConfig(te.TableConfig(V, D, name="films"), output_shape=[B])
     with (
         make_strategy().scope(),
-        pytest.raises(NotImplementedError, match=r"TPUEmbeddingV2 looks .*queue\. Use"),
+        pytest.raises(NotImplementedError, match=r"TPUEmbeddingV2 hands .*queue\. Use"),
     ):
         te.TPUEmbeddingV2(feature, te.SGD(0.1))
 
 
-def test_the_keras_layer_is_refused() -> None:
-    feature = te.FeatureConfig(te.TableConfig(V, D, name="films"), output_shape=[B])
-    with (
-        make_strategy().scope(),
-        pytest.raises(NotImplementedError, match=r"keras\.TPUEmbedding looks .*\. Use"),
-    ):
-        TPUEmbeddingLayer(feature, te.SGD(0.1))
+def test_the_keras_layer() -> None:
+    """A call is a pair of named ops; its gradient is the third of that name."""
+    strategy = make_strategy()
+    feature = te.FeatureConfig(te.TableConfig(V, D, name="films"))
+    with strategy.scope():
+        layer = TPUEmbeddingLayer(feature, te.SGD(0.1), batch_size=B * PER_HOST)
+        layer.build()
+    (virtual,) = layer.trainable_variables
+
+    @tf.function
+    def step(ids: Any) -> Any:
+        def replica_fn(ids: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(ids))
+            tape.gradient(loss, virtual)
+            return layer(ids)
+
+        return strategy.run(replica_fn, args=(ids,))
+
+    function = step.get_concrete_function(IDS)
+    trained, looked_up = operations(function, ENQUEUE)
+    received = operations(function, RECV)
+    (sent,) = operations(function, SEND)
+    for op in (trained, received[0], sent):
+        assert attribute(op, "_tpu_embedding_layer") == b"lookup_1"
+    for op in (looked_up, received[1]):
+        assert attribute(op, "_tpu_embedding_layer") is None
+    assert not tf.get_static_value(looked_up.inputs[-1].op.inputs[0])
+    for op in (trained, looked_up):
+        assert attribute(op, "_xla_outside_compilation") is not None
+    assert attribute(sent, "_xla_outside_compilation") is None

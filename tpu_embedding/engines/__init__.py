@@ -7,7 +7,7 @@ from typing import Any
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Engine, EngineOptions, Lookups, Queue
+from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
@@ -20,14 +20,15 @@ from tpu_embedding.topology import Topology
 __all__ = [
     "Engine",
     "EngineOptions",
-    "as_lookups",
     "as_queue",
+    "as_stacks",
     "check_inputs",
     "create_engine",
     "lay_out",
     "needs_shapes",
-    "require_lookups",
     "require_queue",
+    "require_stacks",
+    "stacks_tables",
     "stored_layouts",
     "takes_profiles",
 ]
@@ -72,15 +73,20 @@ def require_queue(topology: Topology, what: str) -> None:
         raise errors.no_queue(what, engine.name)
 
 
-def require_lookups(topology: Topology, what: str) -> None:
-    """Refuses a class that looks up past a queue, where the engine cannot.
+def require_stacks(topology: Topology, what: str) -> None:
+    """Refuses a class that hands its batches out, where the engine cannot.
 
     Raises:
       NotImplementedError: It names `what` and the way out.
     """
     engine = _engine_of(topology)
-    if not issubclass(engine, Lookups):
-        raise errors.no_lookups(what, engine.name)
+    if not issubclass(engine, Stacks):
+        raise errors.no_batches(what, engine.name)
+
+
+def stacks_tables(topology: Topology) -> bool:
+    """Whether that engine needs names and whole output shapes, to lay tables out."""
+    return _engine_of(topology).stores_stacks
 
 
 def as_queue(engine: Engine, what: str) -> Queue:
@@ -90,10 +96,10 @@ def as_queue(engine: Engine, what: str) -> Queue:
     return engine
 
 
-def as_lookups(engine: Engine, what: str) -> Lookups:
-    """An engine as one that looks up past a queue; the errors of `require_lookups`."""
-    if not isinstance(engine, Lookups):
-        raise errors.no_lookups(what, engine.name)
+def as_stacks(engine: Engine, what: str) -> Stacks:
+    """An engine as one that hands batches out; the errors of `require_stacks`."""
+    if not isinstance(engine, Stacks):
+        raise errors.no_batches(what, engine.name)
     return engine
 
 

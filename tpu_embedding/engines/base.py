@@ -1,6 +1,6 @@
 """What engines do: hold the tables, look batches up, apply gradients.
 
-An engine is an `Engine`, and a `Queue` or `Lookups` or both.
+An engine is an `Engine`, and a `Queue` or `Stacks` or both.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import Plan
+from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.topology import Topology
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
@@ -61,8 +62,8 @@ class Lookup:
     """One lookup past the queue.
 
     Attributes:
-      activations: As `Queue.dequeue` gives them.
-      ticket: What `Lookups.submit` takes, once, opaque; or `Lookups.update_stacked`.
+      activations: One for each feature, in plan order.
+      ticket: What `Engine.submit` takes, once, opaque; or `Stacks.update_stacked`.
     """
 
     activations: list[tf.Tensor]
@@ -70,7 +71,7 @@ class Lookup:
 
 
 class Engine(abc.ABC):
-    """Tables, and what is done to them outside of steps.
+    """Tables, and lookups and updates call by call; features flat, in plan order.
 
     All methods may be called eagerly or while tracing a tf.function.
     """
@@ -143,6 +144,17 @@ class Engine(abc.ABC):
         """Every object to be tracked for checkpoints, by its name there."""
 
     @abc.abstractmethod
+    def logical_variables(self) -> dict[str, Any]:
+        """By the same names each table and slot as one variable [V, ...], unpadded.
+
+        Or, where it is stored otherwise, as a `LogicalVariable`.
+        """
+
+    @abc.abstractmethod
+    def readers(self) -> list[StoredReader]:
+        """For each table of the plan what stock ops read of it, in any graph."""
+
+    @abc.abstractmethod
     def updates(self) -> tf.Variable | None:
         """The number of updates already applied, where anything asks for it."""
 
@@ -157,6 +169,35 @@ class Engine(abc.ABC):
     def load(self) -> None:
         """Takes over what was written into `rows` or `checkpoint_variables`."""
         return  # Where they are the tables themselves.
+
+    @abc.abstractmethod
+    def lookup(
+        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
+    ) -> Lookup:
+        """Looks a batch up at once; `submit` may follow.
+
+        Any number of lookups may share a step, if the engine has no queue for them.
+
+        Args:
+          batch: The features of `replica`.
+          replica: Who calls.
+          training: Whether `submit` may follow.
+
+        Raises:
+          NotImplementedError: If it must wait for the `submit` of an earlier one.
+        """
+
+    @abc.abstractmethod
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """Applies the gradients of one lookup; the last replica's call updates.
+
+        Args:
+          ticket: The lookup's own.
+          gradients: float32, of the activations' shapes; None counts as zeros.
+          replica: Who calls.
+        """
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -226,31 +267,8 @@ class Queue(abc.ABC):
         """
 
 
-class Lookups(abc.ABC):
-    """Lookups that hand their batch out, and updates that take it back."""
-
-    @abc.abstractmethod
-    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """Looks a batch up at once, past the queue.
-
-        Any number of lookups may share a step; each may be followed by `submit`.
-
-        Args:
-          batch: The features of `replica`.
-          replica: Who calls.
-        """
-
-    @abc.abstractmethod
-    def submit(
-        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """Applies the gradients of one lookup; the last replica's call updates.
-
-        Args:
-          ticket: The lookup's own.
-          gradients: As for `apply_gradients`.
-          replica: Who calls.
-        """
+class Stacks(abc.ABC):
+    """Lookups that hand their batch out as plain tensors, and updates that take it."""
 
     @abc.abstractmethod
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
@@ -294,6 +312,6 @@ class Lookups(abc.ABC):
 
         Args:
           tables: The ticket of a lookup: its batch, by name of the stack.
-          gradients: As for `apply_gradients`.
+          gradients: As for `Engine.submit`.
           replica: Who calls.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tensorflow as tf
+
 
 def no_engine(generation: str) -> NotImplementedError:
     """A TPU without hardware for embeddings."""
@@ -22,20 +24,57 @@ def no_queue(what: str, engine: str) -> NotImplementedError:
     )
 
 
-def no_lookups(what: str, engine: str) -> NotImplementedError:
-    """A class or method that looks up past a queue."""
+def no_batches(what: str, engine: str) -> NotImplementedError:
+    """A class or method that hands its batches out."""
     return NotImplementedError(
-        f"{what} looks a batch up at once, which the engine {engine!r} cannot: its "
-        "lookups go through one queue. Use TPUEmbedding with enqueue, dequeue and "
+        f"{what} hands out the batch that it looked up, which the engine {engine!r} "
+        "cannot: it has one queue. Use TPUEmbedding with enqueue, dequeue and "
         "apply_gradients; or build it outside of the strategy's scope, where it runs "
         "on this machine's CPU."
     )
 
 
+def second_submit() -> tf.errors.FailedPreconditionError:
+    """The gradients of one lookup, twice in one TPU program."""
+    return tf.errors.FailedPreconditionError(
+        None,
+        None,
+        "The gradients of this lookup were applied already; each lookup takes them "
+        "once. Look the batch up again, or take all gradients with one tape.gradient "
+        "call.",
+    )
+
+
+def second_lookup() -> NotImplementedError:
+    """A lookup in a TPU program before the gradients of the one before."""
+    return NotImplementedError(
+        "On TPU v2 to v4 a lookup of a training step waits until the gradients of the "
+        "one before were applied, so that a step cannot look up twice before its "
+        "backward pass. Call the layer once, with more features over the same tables; "
+        "or take the gradients of the first call before the second; or use a TPU with "
+        "SparseCores."
+    )
+
+
+def logical_in_graph() -> NotImplementedError:
+    """A table that is stored in parts, read or assigned in a graph."""
+    return NotImplementedError(
+        "Under a TPU strategy a table or slot of a layer is no tf.Variable: it can be "
+        "read and assigned outside of tf.function and strategy.run only. Inside, call "
+        "the layer."
+    )
+
+
+def logical_shape(own: object, given: object) -> ValueError:
+    """A value of another shape for a table or slot."""
+    return ValueError(f"The table or slot has shape {own}. Received: shape {given}.")
+
+
 def in_control_flow() -> RuntimeError:
     """Enqueue in a part of a TPU program."""
     return RuntimeError(
-        "enqueue was called inside control flow or a tf.function inside strategy.run, "
-        "where a TPU program cannot take in a batch. Call it at the top of the "
-        "function given to strategy.run, or outside of strategy.run."
+        "A batch was given to enqueue, or to a layer, inside control flow or a "
+        "tf.function inside strategy.run, where a TPU program cannot take it in. Call "
+        "it at the top of the function given to strategy.run, or outside of "
+        "strategy.run."
     )

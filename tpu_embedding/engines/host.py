@@ -112,8 +112,11 @@ class HostEngine(WholeTablesEngine):
             if not self._options.pipelined:
                 self._apply_if(apply_now)
 
-    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Lookups.lookup`."""
+    def lookup(
+        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
+    ) -> Lookup:
+        """See `Engine.lookup`."""
+        del training  # Tickets are forgotten by themselves.
         with tf.device(self._device):
             result = self._ops.tpu_embedding_lookup(
                 queue=self._queue,
@@ -127,7 +130,7 @@ class HostEngine(WholeTablesEngine):
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Lookups.submit`."""
+        """See `Engine.submit`."""
         with tf.device(self._device):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
@@ -141,7 +144,7 @@ class HostEngine(WholeTablesEngine):
             self._apply_if(apply_now)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Lookups.preprocess`."""
+        """See `Stacks.preprocess`."""
         with tf.device(self._device):
             result = self._ops.tpu_embedding_preprocess(
                 **self._batch_arguments(batch),
@@ -158,7 +161,7 @@ class HostEngine(WholeTablesEngine):
             return self._stacks.pack(stacks, result.output_shapes)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Lookups.lookup_stacked`."""
+        """See `Stacks.lookup_stacked`."""
         with tf.device(self._device):
             arguments = {
                 **self._stack_arguments(batch.tables),
@@ -178,7 +181,7 @@ class HostEngine(WholeTablesEngine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Lookups.update_stacked`."""
+        """See `Stacks.update_stacked`."""
         with tf.device(self._device):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             flat = [

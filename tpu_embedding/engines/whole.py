@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.config import DTYPES
-from tpu_embedding.engines.base import Engine, EngineOptions, Lookups, Queue
+from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.variables import (
     TableVariables,
@@ -19,9 +19,10 @@ from tpu_embedding.engines.variables import (
 )
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.lookup.combine import StoredReader, VariableReader
 
 
-class WholeTablesEngine(Engine, Queue, Lookups):
+class WholeTablesEngine(Engine, Queue, Stacks):
     """Each table and slot is one variable on one device; abstract."""
 
     table_dtypes = DTYPES
@@ -74,6 +75,14 @@ class WholeTablesEngine(Engine, Queue, Lookups):
         if self._rates.updates is not None:
             variables[UPDATES] = self._rates.updates
         return variables
+
+    def logical_variables(self) -> dict[str, Any]:
+        """See `Engine.logical_variables`."""
+        return self.checkpoint_variables()
+
+    def readers(self) -> list[StoredReader]:
+        """See `Engine.readers`."""
+        return [VariableReader(table.parameters) for table in self.tables]
 
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""

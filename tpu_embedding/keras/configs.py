@@ -36,8 +36,30 @@ class Resolved:
     optimizer: rules.Optimizer | None
 
     def features(self) -> Any:
-        """The configuration for a core TPUEmbedding, in the user's structure."""
+        """The configuration for a core embedding, in the user's structure."""
         return self.structure.pack([spec.config for spec in self.plan.features])
+
+    def completed_features(self, batch_size: int | None) -> Any:
+        """As `features`, with all names, and with output shapes as far as known.
+
+        Args:
+          batch_size: Of a replica: the samples of each feature without a shape.
+        """
+        tables = [
+            dataclasses.replace(spec.config, name=spec.name)
+            for spec in self.plan.tables
+        ]
+        return self.structure.pack(
+            [
+                dataclasses.replace(
+                    spec.config,
+                    table=tables[spec.table],
+                    name=spec.config.name or spec.path,
+                    output_shape=_output_shape(spec.config, batch_size),
+                )
+                for spec in self.plan.features
+            ]
+        )
 
 
 def resolve(feature_config: Any, optimizer: Any, invalid_ids: str | None) -> Resolved:
@@ -114,6 +136,12 @@ def resolve_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:
     if is_keras_optimizer(optimizer):
         return translate_keras_optimizer(optimizer)
     return adapt_optimizer(optimizer, where)
+
+
+def _output_shape(feature: Any, batch_size: int | None) -> Any:
+    if feature.output_shape is None and not feature.max_sequence_length and batch_size:
+        return (batch_size,)
+    return feature.output_shape
 
 
 def _resolve_table(table: Any) -> Any:

@@ -124,6 +124,15 @@ def trainable_tables_option(option: str, value: object) -> ValueError:
     )
 
 
+def trainable_tables_on_tpu() -> NotImplementedError:
+    """Ordinary weights, whose lookups a TPU does not take."""
+    return NotImplementedError(
+        "`trainable_tables=True` looks up by stock ops that no TPU program can hold. "
+        "Leave it at False under a TPU strategy, where each table has an optimizer of "
+        "its own, or use keras.layers.Embedding."
+    )
+
+
 def symbolic_dtype(path: str, dtype: str) -> TypeError:
     """A keras.Input for ids without a dtype."""
     return TypeError(
@@ -139,6 +148,22 @@ def serving_table(path: str) -> ValueError:
         f"Feature {path} of `serving_config` has a TableConfig that is none of the "
         "layer's own. Use the TableConfig objects that the layer was made with; for a "
         "loaded layer they are the keys of `layer.embedding_tables`."
+    )
+
+
+def embedding_feature(asked: str, generation: str) -> ValueError:
+    """A hint that the TPUs of the strategy belie."""
+    return ValueError(
+        f"`embedding_feature` is {asked}, but the strategy's TPUs are {generation}. "
+        "Leave it at None: the layer asks the strategy."
+    )
+
+
+def serving_in_program() -> NotImplementedError:
+    """A lookup in stock ops within the program of a TPU."""
+    return NotImplementedError(
+        "`serving_config` is for serving: under a TPU strategy such a call belongs "
+        "outside of strategy.run. Inside, call the layer without it."
     )
 
 

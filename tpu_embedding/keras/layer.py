@@ -9,48 +9,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.errors import argument_type
+from tpu_embedding.engines.logical import LogicalVariable
 from tpu_embedding.keras import encoding, errors, saving
+from tpu_embedding.keras.arguments import (
+    Arguments,
+    EmbeddingFeature,
+    check_hints,
+    check_loss_scale,
+)
 from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
 from tpu_embedding.keras.specs import output_spec
 from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
-from tpu_embedding.optimizers.checks import check_positive
-
-_EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
-# What each hint may be besides None, in words and in classes.
-_HINTS: dict[str, Any] = {
-    "embedding_feature": ("an EmbeddingFeature", _EmbeddingFeature),
-    "sparse_core_embedding_config": (
-        "a SparseCoreEmbeddingConfig",
-        (
-            SparseCoreEmbeddingConfig,
-            tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig,
-        ),
-    ),
-}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Arguments:
-    """What the user passed, as it is: Keras would wrap lists and dicts."""
-
-    feature_config: Any
-    optimizer: Any
-    batch_size: int | None
-    embedding_feature: Any
-    sparse_core_embedding_config: Any
-    trainable_tables: bool
-    loss_scale: Any
-    invalid_ids: str | None
-    check_numerics: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Parts:
     """What was made of it; in one attribute, which TensorFlow does not track."""
 
-    arguments: _Arguments
+    arguments: Arguments
     resolved: Resolved
     tables: LayerTables
 
@@ -111,11 +87,11 @@ class TPUEmbedding(keras.layers.Layer):
           pipeline_execution_with_tensor_core: False. What reads weights in a model of
             Keras could not apply an update that is left pending.
           batch_size: The global size of every batch, or None for any. Exported graphs
-            take any size.
+            take any size. TPUs need it, or FeatureConfig.output_shape.
           embedding_feature: None or an EmbeddingFeature of TensorFlow: which engine
-            of a TPU is meant. A host has one engine for all.
+            of a TPU is meant; the strategy knows. A host has one engine for all.
           sparse_core_embedding_config: None or a SparseCoreEmbeddingConfig, of this
-            package or of TensorFlow: the buffers of SparseCores, which a host lacks.
+            package or of TensorFlow: stacks and buffers on SparseCores, if there are.
           trainable_tables: Make the tables ordinary trainable weights, which the
             optimizer of the model trains, as TFRS did on a CPU.
           loss_scale: What the loss was multiplied by, or a callable that returns it;
@@ -137,10 +113,10 @@ class TPUEmbedding(keras.layers.Layer):
             raise errors.backend(keras.backend.backend())
         if pipeline_execution_with_tensor_core is not False:
             raise errors.pipelining(pipeline_execution_with_tensor_core)
-        _check_loss_scale(loss_scale)
+        check_loss_scale(loss_scale)
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no such kernels; Keras asks this.
-        arguments = _Arguments(
+        arguments = Arguments(
             feature_config=feature_config,
             optimizer=optimizer,
             batch_size=batch_size,
@@ -151,7 +127,7 @@ class TPUEmbedding(keras.layers.Layer):
             invalid_ids=invalid_ids,
             check_numerics=check_numerics,
         )
-        _check_hints(arguments)
+        check_hints(arguments)
         resolved = resolve(feature_config, optimizer, invalid_ids)
         self._parts = _Parts(arguments, resolved, _make_tables(arguments, resolved))
         self._refused_load: ValueError | None = None
@@ -243,7 +219,9 @@ class TPUEmbedding(keras.layers.Layer):
     def embedding_tables(self) -> dict[Any, Any]:
         """The table variables, float32 [vocabulary_size, dim].
 
-        Keyed by the TableConfig that the user passed; builds the layer.
+        Keyed by the TableConfig that the user passed; builds the layer. Under a TPU
+        strategy they are no variables but are read and assigned as such, outside of
+        graphs.
         """
         self._ensure_built()
         variables = self._parts.tables.variables()
@@ -301,7 +279,7 @@ class TPUEmbedding(keras.layers.Layer):
         arguments["optimizer"] = encoding.decode_optimizer(config["optimizer"])
         arguments["loss_scale"] = encoding.decode_object(config["loss_scale"])
         hint = config["embedding_feature"]
-        arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
+        arguments["embedding_feature"] = hint and EmbeddingFeature[hint]
         arguments["sparse_core_embedding_config"] = encoding.decode_sparse_core(
             config["sparse_core_embedding_config"]
         )
@@ -343,8 +321,12 @@ class TPUEmbedding(keras.layers.Layer):
         if save_type == "checkpoint":
             return children  # Tables and slots: Keras's own views are no attributes.
         # Exported graphs refer to the virtual weight too.
-        weights = {f"_weight_{i}": w.value for i, w in enumerate(self.weights)}
-        return {**children, **weights}
+        values = [*(w.value for w in self.weights), *self._parts.tables.stored()]
+        weights = [value for value in values if isinstance(value, tf.Variable)]
+        return {
+            **{n: c for n, c in children.items() if not isinstance(c, LogicalVariable)},
+            **{f"_weight_{i}": weight for i, weight in enumerate(weights)},
+        }
 
     def _ensure_built(self) -> None:
         if not self.built:
@@ -362,7 +344,7 @@ class TPUEmbedding(keras.layers.Layer):
         return resolve_serving(serving_config, self._parts.resolved)
 
 
-def _make_tables(arguments: _Arguments, resolved: Resolved) -> LayerTables:
+def _make_tables(arguments: Arguments, resolved: Resolved) -> LayerTables:
     if arguments.trainable_tables:
         for option in ("batch_size", "loss_scale"):
             value = getattr(arguments, option)
@@ -372,21 +354,7 @@ def _make_tables(arguments: _Arguments, resolved: Resolved) -> LayerTables:
     return UpdatedTables(
         resolved,
         batch_size=arguments.batch_size,
+        sparse_core=arguments.sparse_core_embedding_config,
         loss_scale=arguments.loss_scale,
         check_numerics=arguments.check_numerics,
     )
-
-
-def _check_hints(arguments: _Arguments) -> None:
-    for option, (words, classes) in _HINTS.items():
-        value = getattr(arguments, option)
-        if value is not None and not isinstance(value, classes):
-            raise argument_type(option, value, f"None or {words}")
-
-
-def _check_loss_scale(value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not number and not callable(value):
-        raise argument_type("loss_scale", value, "None, a number or a callable")
-    if number:
-        check_positive("loss_scale", value)

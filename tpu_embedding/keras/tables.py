@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tpu_embedding import embedding, engines, topology
+from tpu_embedding import engines, topology
+from tpu_embedding.adapters import adapt_sparse_core
+from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, per_replica
+from tpu_embedding.engines.logical import LogicalVariable
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import errors, gate
@@ -36,6 +39,13 @@ class LayerTables(abc.ABC):
     @abc.abstractmethod
     def variables(self) -> dict[str, Any]:
         """Everything to be saved, by its name in checkpoints."""
+
+    @abc.abstractmethod
+    def stored(self) -> list[Any]:
+        """The tf.Variables that hold the tables, which exported graphs refer to.
+
+        They hold what is to be exported.
+        """
 
     @abc.abstractmethod
     def look_up(
@@ -79,6 +89,32 @@ class _TableWeight(keras.Variable):
         self._initialize(initializer(self.shape, dtype=self.dtype))
 
 
+class _LogicalWeight(_TableWeight):
+    """One that is no variable to TensorFlow; what stores it is exported instead."""
+
+    @property
+    def _should_act_as_resource_variable(self) -> bool:
+        raise AttributeError  # TensorFlow asks whether there is such an attribute.
+
+    def _initialize(self, value: Any) -> None:
+        self._value = value
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {}
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> None:
+        del restored_tensors  # There are none.
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list[Any]:
+        del args, kwargs
+        return []
+
+
+def _as_weight(variable: Any, name: str) -> _TableWeight:
+    logical = isinstance(variable, LogicalVariable)
+    return (_LogicalWeight if logical else _TableWeight)(variable, name)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     """One lookup whose gradient may be asked for.
@@ -86,21 +122,22 @@ class _Call:
     Attributes:
       values: The ids, in the user's structure.
       weights: Their weights or None, in the same.
+      activation: One of those that were looked up.
       ticket: Of the lookup.
       number: int64 scalar of a call in a graph, else None; see `Calls`.
     """
 
     values: Any
     weights: Any
+    activation: tf.Tensor
     ticket: Any
     number: tf.Tensor | None
 
     def reaches(self, graph: Any) -> bool:
         """Whether the ticket can be used in `graph`: made there or around it."""
-        ticket = tf.nest.flatten(self.ticket)[0]
-        if hasattr(ticket, "numpy"):
+        if hasattr(self.activation, "numpy"):
             return True  # Made eagerly.
-        while graph is not None and graph is not ticket.graph:
+        while graph is not None and graph is not self.activation.graph:
             graph = getattr(graph, "outer_graph", None)
         return graph is not None
 
@@ -113,6 +150,7 @@ class UpdatedTables(LayerTables):
         resolved: Resolved,
         *,
         batch_size: int | None,
+        sparse_core: Any,
         loss_scale: float | Callable[[], Any] | None,
         check_numerics: bool,
     ) -> None:
@@ -123,16 +161,18 @@ class UpdatedTables(LayerTables):
         ]
         self._loss_scale = loss_scale
         self._check_numerics = check_numerics
-        engines.require_lookups(topology.current(), "keras.TPUEmbedding")
-        self._core = embedding.TPUEmbedding(
-            resolved.features(),
-            resolved.optimizer,
-            batch_size=batch_size,
-            check_numerics=check_numerics,
+        where = topology.current()
+        self._batch_size = per_replica(batch_size, where)
+        options = EmbeddingOptions(
+            pipelined=False, invalid_ids=None, check_numerics=check_numerics
         )
-        if batch_size is not None:
-            batch_size //= tf.distribute.get_strategy().num_replicas_in_sync
-        self._batch_size = batch_size
+        features = resolved.features()
+        if engines.stacks_tables(where):
+            features = resolved.completed_features(self._batch_size)
+            config = adapt_sparse_core(sparse_core)
+            options = dataclasses.replace(options, sparse_core=config)
+        self._core = CallEmbedding(features, resolved.optimizer, options, batch_size)
+        self._variables: dict[str, Any] = {}
         self._virtual: Any = None
         self._calls: Any = None
 
@@ -144,31 +184,36 @@ class UpdatedTables(LayerTables):
             dtype="float32",
             autocast=False,
         )
-        self._core.build()
+        self._variables = self._core.logical_variables()
         with tf.init_scope():
             self._calls = Calls()
         # For `get_weights` and what builds on it: EarlyStopping, summary, export.
         layer.state_of_tables = [
-            _TableWeight(variable, name) for name, variable in self.variables().items()
+            _as_weight(variable, name) for name, variable in self.variables().items()
         ]
 
     def variables(self) -> dict[str, Any]:
-        return self._core.checkpoint_variables()
+        return dict(self._variables)
+
+    def stored(self) -> list[Any]:
+        self._core.retrieve()
+        return [v for reader in self._core.readers() for v in reader.variables]
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
-        recording = gate.is_recording()
-        between_replicas = tf.distribute.in_cross_replica_context() and (
-            tf.distribute.get_strategy().num_replicas_in_sync > 1
-        )
+        recording, in_program = gate.is_recording(), self._core.in_program
+        in_replica = self._core.is_in_replica()
         exportable = not tf.executing_eagerly() and not gate.is_evaluation()
-        if not recording and (exportable or between_replicas):
-            # Only stock ops go into a graph that may be exported.
+        # Only stock ops go into a graph that may be exported, which no program is.
+        served = not recording and not in_program
+        if served and (exportable or not in_replica):
             return self.serve(self._resolved, values, weights, trainable=trainable)
         structure = self._resolved.structure
         activations, ticket = self._core.lookup(
-            structure.pack(values), structure.pack(weights)
+            structure.pack(values),
+            structure.pack(weights),
+            training=trainable and recording,
         )
         flat = structure.flatten("activations", activations)
         if not trainable:
@@ -178,24 +223,33 @@ class UpdatedTables(LayerTables):
             # gradients of what it saw being read while nothing was recorded.
             tf.convert_to_tensor(self._virtual)
             return flat
-        number = None if tf.executing_eagerly() else self._calls.number()
-        call = _Call(structure.pack(values), structure.pack(weights), ticket, number)
+        call = _Call(
+            structure.pack(values),
+            structure.pack(weights),
+            flat[0],
+            ticket,
+            # In a program the ticket itself knows, for it is traced whole.
+            None if tf.executing_eagerly() or in_program else self._calls.number(),
+        )
 
-        def backward(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            if self._without_optimizer:
-                raise errors.no_optimizer(self._without_optimizer)
-            # A tf.gather of activations sends IndexedSlices.
-            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            unscaled = structure.pack(self._unscaled(dense))
-            graph = tf.compat.v1.get_default_graph()
-            if call.reaches(graph):
-                self._core.submit(ticket, unscaled)
-                return []
-            if type(graph).__module__.endswith(_CONTROL_FLOW):
-                raise errors.gradient_of_control_flow()
-            return [self._submit_anew(call, unscaled)]
+        return gate.let_through(
+            self._virtual, flat, lambda gradients: self._backward(call, gradients)
+        )
 
-        return gate.let_through(self._virtual, flat, backward)
+    def _backward(self, call: _Call, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Submits the gradients of a call; tensors that are there afterwards."""
+        if self._without_optimizer:
+            raise errors.no_optimizer(self._without_optimizer)
+        # A tf.gather of activations sends IndexedSlices.
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        unscaled = self._resolved.structure.pack(self._unscaled(dense))
+        graph = tf.compat.v1.get_default_graph()
+        if call.reaches(graph):
+            self._core.submit(call.ticket, unscaled)
+            return []
+        if type(graph).__module__.endswith(_CONTROL_FLOW):
+            raise errors.gradient_of_control_flow()
+        return [self._submit_anew(call, unscaled)]
 
     def _submit_anew(self, call: _Call, gradients: Any) -> tf.Tensor:
         """Submits in the gradient of a function, which tickets cannot go to.
@@ -225,11 +279,18 @@ class UpdatedTables(LayerTables):
         *,
         trainable: bool,
     ) -> list[tf.Tensor]:
+        if self._core.in_program:
+            raise errors.serving_in_program()
+        self._core.retrieve()
+        # Outside of replicas Keras traces models with a batch of one replica, too.
+        checked = resolved is self._resolved and self._core.is_in_replica()
+        names = [spec.name for spec in self._resolved.plan.tables]
+        readers = dict(zip(names, self._core.readers(), strict=True))
         lookup = FeatureLookup(
             resolved.plan,
-            _readers(resolved, self.variables()),
+            {spec.index: readers[spec.name] for spec in resolved.plan.tables},
             check_numerics=self._check_numerics,
-            batch_size=self._batch_size if resolved is self._resolved else None,
+            batch_size=self._batch_size if checked else None,
         )
         activations = lookup(resolved.plan.features, values, weights)
         if not trainable or tf.executing_eagerly():
@@ -259,9 +320,11 @@ class TrainableTables(LayerTables):
 
         Raises:
           ValueError: If a table has an optimizer.
-          NotImplementedError: If a table is not float32, which the optimizer of the
-            model would round to the nearest and so lose its steps.
+          NotImplementedError: Under a TPU strategy; or if a table is not float32, which
+            the optimizer of the model would round to the nearest and so lose its steps.
         """
+        if topology.is_tpu():
+            raise errors.trainable_tables_on_tpu()
         require_dtypes(resolved.plan, ("float32",), "trainable_tables=True")
         for spec in resolved.plan.tables:
             if spec.optimizer is not None:
@@ -284,6 +347,9 @@ class TrainableTables(LayerTables):
     def variables(self) -> dict[str, Any]:
         return dict(self._variables)
 
+    def stored(self) -> list[Any]:
+        return [variable.value for variable in self._variables.values()]
+
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
@@ -298,19 +364,15 @@ class TrainableTables(LayerTables):
         trainable: bool,
     ) -> list[tf.Tensor]:
         del trainable  # Keras leaves frozen weights out of trainable_variables.
-        tables = {name: variable.value for name, variable in self._variables.items()}
         lookup = FeatureLookup(
             resolved.plan,
-            _readers(resolved, tables),
+            {
+                spec.index: VariableReader(self._variables[spec.name].value)
+                for spec in resolved.plan.tables
+            },
             check_numerics=self._check_numerics,
         )
         return lookup(resolved.plan.features, values, weights)
-
-
-def _readers(resolved: Resolved, tables: Mapping[str, Any]) -> dict[int, Any]:
-    """How stock ops read the tables, by index; `tables` has them by name."""
-    specs = resolved.plan.tables
-    return {spec.index: VariableReader(tables[spec.name]) for spec in specs}
 
 
 def _flat(name: str) -> str:

@@ -83,7 +83,8 @@ def output_shape_missing(path: str, shape: object) -> ValueError:
     return ValueError(
         f"Feature {path}: SparseCores need the whole output_shape in FeatureConfig, "
         f"per replica and without unknown axes, got {shape!r}. Set for example "
-        "output_shape=[batch size per replica]."
+        "output_shape=[batch size per replica]; the Keras layer takes it from "
+        "`batch_size`."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,17 @@ class TableReader(abc.ABC):
         return self.read(rows), tf.range(tf.size(rows, tf.int64))
 
 
+class StoredReader(TableReader):
+    """A table in variables."""
+
+    @property
+    @abc.abstractmethod
+    def variables(self) -> Sequence[Any]:
+        """What it reads."""
+
+
 @dataclasses.dataclass(frozen=True)
-class VariableReader(TableReader):
+class VariableReader(StoredReader):
     """A table that may be trained meanwhile.
 
     Only its rows are read: where updates are made in place, to read the whole
@@ -41,6 +51,11 @@ class VariableReader(TableReader):
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         """See `TableReader.read`."""
         return tf.cast(tf.gather(self.table, rows), tf.float32)
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """See `StoredReader.variables`."""
+        return (self.table,)
 
 
 @dataclasses.dataclass(frozen=True)

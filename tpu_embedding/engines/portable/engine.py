@@ -132,8 +132,11 @@ class PortableEngine(WholeTablesEngine):
                 self._apply_if(apply_now)
 
     @in_turn
-    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Lookups.lookup`."""
+    def lookup(
+        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
+    ) -> Lookup:
+        """See `Engine.lookup`."""
+        del training  # Tickets are forgotten by themselves.
         with tf.device(self._host):
             packed = self._prepare(batch, no_change)
             with tf.control_dependencies([packed]):
@@ -146,7 +149,7 @@ class PortableEngine(WholeTablesEngine):
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Lookups.submit`."""
+        """See `Engine.submit`."""
         with tf.device(self._host):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
@@ -157,7 +160,7 @@ class PortableEngine(WholeTablesEngine):
             self._apply_if(apply_now)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Lookups.preprocess`."""
+        """See `Stacks.preprocess`."""
         layout = self._options.layout
         with tf.device(self._host):
             entries = build_entries(self._inputs(batch))
@@ -166,7 +169,7 @@ class PortableEngine(WholeTablesEngine):
 
     @in_turn
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Lookups.lookup_stacked`."""
+        """See `Stacks.lookup_stacked`."""
         shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
         with tf.device(self._host):
             entries = self._read_stacks(batch.tables, shapes)
@@ -183,7 +186,7 @@ class PortableEngine(WholeTablesEngine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Lookups.update_stacked`."""
+        """See `Stacks.update_stacked`."""
         flat = [
             None if gradient is None else tf.reshape(gradient, [-1, dim])
             for gradient, dim in zip(gradients, self._dims, strict=True)

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Lookups
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Stacks
+from tpu_embedding.engines.logical import logical_counter, logical_rows
 from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import minibatches, ops
@@ -21,6 +22,7 @@ from tpu_embedding.engines.sparse_core.state import (
     create_counter,
     create_state,
 )
+from tpu_embedding.engines.tickets import TracedTicket
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.layout.batches import (
@@ -41,11 +43,12 @@ from tpu_embedding.layout.stacking import (
     make_layout,
 )
 from tpu_embedding.layout.tables import UPDATES, Plan
+from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.topology import Topology
 
 
-class SparseCoreEngine(Engine, Lookups):
+class SparseCoreEngine(Engine, Stacks):
     """Batches are preprocessed on the host; TensorFlow's XLA ops do the rest.
 
     There is no queue: a lookup hands its batch out, an update takes it back.
@@ -130,6 +133,20 @@ class SparseCoreEngine(Engine, Lookups):
             saved[UPDATES] = self._rates.updates
         return saved
 
+    def logical_variables(self) -> dict[str, Any]:
+        """See `Engine.logical_variables`."""
+        found: dict[str, Any] = {**logical_rows(self.rows(), self.flush, self.load)}
+        if self._rates.updates is not None:
+            found[UPDATES] = logical_counter(self._rates.updates)
+        return found
+
+    def readers(self) -> list[StoredReader]:
+        """See `Engine.readers`."""
+        found = {
+            index: s.reader(index) for s in self._stacks for index in s.stack.tables
+        }
+        return [found[index] for index in range(len(self._plan.tables))]
+
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
         return self._rates.updates
@@ -144,18 +161,22 @@ class SparseCoreEngine(Engine, Lookups):
         }
         return {name: found[name] for name in names}
 
-    def lookup(self, batch: Sequence[IdBatch], replica: int) -> Lookup:
-        """See `Lookups.lookup`."""
-        return self.lookup_stacked(self.preprocess(batch), replica)
+    def lookup(
+        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
+    ) -> Lookup:
+        """See `Engine.lookup`."""
+        del training  # Nothing is owed.
+        found = self.lookup_stacked(self.preprocess(batch), replica)
+        return Lookup(found.activations, TracedTicket(found.ticket))
 
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
-        """See `Lookups.submit`."""
-        self.update_stacked(ticket, gradients, replica)
+        """See `Engine.submit`."""
+        self.update_stacked(ticket.take(), gradients, replica)
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Lookups.preprocess`."""
+        """See `Stacks.preprocess`."""
         topology = self._options.topology
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
@@ -170,7 +191,7 @@ class SparseCoreEngine(Engine, Lookups):
     def preprocess_on(
         self, device: str, batch: Sequence[IdBatch]
     ) -> PreprocessedFeatures:
-        """See `Lookups.preprocess_on`."""
+        """See `Stacks.preprocess_on`."""
         topology = self._options.topology
         assert topology.tpu is not None
         if self._must_agree:
@@ -179,7 +200,7 @@ class SparseCoreEngine(Engine, Lookups):
             return self._preprocess(batch)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Lookups.lookup_stacked`."""
+        """See `Stacks.lookup_stacked`."""
         del replica  # Each is a program of its own.
         for stack in self._stacks:
             if stack.stack.name not in batch.sizes:
@@ -202,7 +223,7 @@ class SparseCoreEngine(Engine, Lookups):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Lookups.update_stacked`."""
+        """See `Stacks.update_stacked`."""
         del replica
         rates = self._rates.evaluate()
         if self._options.check_numerics:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.logical import ShardedReader
 from tpu_embedding.engines.sparse_core.initial_values import fill_tables
 from tpu_embedding.engines.variables import VariableRows, variable_name
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
@@ -55,6 +56,16 @@ class StackState:
                     for array, rows in joined.items()
                 },
             )
+
+    def reader(self, index: int) -> ShardedReader:
+        """Reads one table of the plan out of the parts of all devices."""
+        layout = self.stack.layouts[self.stack.tables.index(index)]
+        sharding, height = layout.sharding, self.stack.rows_per_shard
+        return ShardedReader(
+            self.parameters.values,
+            lambda ids: sharding.shard_of(ids) * height + sharding.local_row(ids),
+            layout.unsharded_shape[1],
+        )
 
     def shards(self, index: int) -> list[tuple[str, tf.Tensor]]:
         """For one table of the plan (device, rows there) of each part."""

@@ -13,20 +13,33 @@ from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors as engine_errors
-from tpu_embedding.engines.base import Engine, EngineOptions, Queue
+from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Queue
+from tpu_embedding.engines.logical import (
+    ShardedReader,
+    logical_counter,
+    logical_rows,
+)
 from tpu_embedding.engines.stacked import lay_out_whole
+from tpu_embedding.engines.tickets import QueuedTickets
 from tpu_embedding.engines.tpu_v1 import errors
 from tpu_embedding.engines.tpu_v1.batches import CoreBatch, core_batches
+from tpu_embedding.engines.tpu_v1.checks import (
+    check_argument,
+    check_finite,
+    check_table,
+    symbolic,
+)
 from tpu_embedding.engines.tpu_v1.configuration import make_configuration
 from tpu_embedding.engines.tpu_v1.rates import ProgramRates
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import UPDATES, Plan, TableSpec
-from tpu_embedding.lookup.checks import Check, require, text
+from tpu_embedding.layout.tables import UPDATES, Plan
+from tpu_embedding.lookup.checks import require
+from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.lookup.entries import Selection, select
-from tpu_embedding.lookup.rows import FeatureInput, first
+from tpu_embedding.lookup.rows import FeatureInput
 from tpu_embedding.topology import Topology, TPUSystem
 
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
@@ -57,6 +70,7 @@ class TPUv1Engine(Engine, Queue):
             profile_data_directory=options.profile_data_directory,
         ).SerializeToString()
         self._tag: str | None = None
+        self._tickets = QueuedTickets()
         self._configure()
         self._rates = ProgramRates(self._plan, topology.strategy)
         self._tables = [
@@ -74,7 +88,7 @@ class TPUv1Engine(Engine, Queue):
         """See `Engine.lay_out`."""
         del topology
         for table in plan.tables:
-            _check_table(table)
+            check_table(table)
         return lay_out_whole(plan, config)
 
     @classmethod
@@ -91,7 +105,7 @@ class TPUv1Engine(Engine, Queue):
                     if not tf.is_tensor(tensor):
                         continue  # Refused later, by its kind.
                     if program is not None:
-                        _check_argument(path, tensor)
+                        check_argument(path, tensor)
                     elif "TPU" in (tensor.device or ""):
                         raise errors.input_on_tpu(path, tensor.device)
 
@@ -122,6 +136,23 @@ class TPUv1Engine(Engine, Queue):
         if self._rates.updates is not None:
             objects[UPDATES] = self._rates.updates
         return objects
+
+    def logical_variables(self) -> dict[str, Any]:
+        """See `Engine.logical_variables`."""
+        rows = logical_rows(self.rows(), self.retrieve, self.load)
+        found: dict[str, Any] = {**rows}
+        if self._rates.updates is not None:
+            found[UPDATES] = logical_counter(self._rates.updates)
+        return found
+
+    def readers(self) -> list[StoredReader]:
+        """See `Engine.readers`: as old as the last `retrieve`."""
+        return [
+            ShardedReader(
+                table.arrays[PARAMETERS].shards, lambda ids: ids, spec.config.dim
+            )
+            for spec, table in zip(self._plan.tables, self._tables, strict=True)
+        ]
 
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
@@ -170,7 +201,7 @@ class TPUv1Engine(Engine, Queue):
         checked = [ids for replica in parts for core in replica for ids in core.ids]
         replicas = range(len(batches)) if replica is None else (replica,)
         # Not before all are checked.
-        with tf.control_dependencies(_symbolic(checked)):
+        with tf.control_dependencies(symbolic(checked)):
             mode = self._mode(training)
             for number, batch in zip(replicas, parts, strict=True):
                 for core, part in enumerate(batch):
@@ -212,7 +243,7 @@ class TPUv1Engine(Engine, Queue):
         if self._options.check_numerics:
             for spec, gradient in zip(self._plan.features, gradients, strict=True):
                 if gradient is not None:
-                    checks.append(_check_finite(f"Feature {spec.path}", gradient))
+                    checks.append(check_finite(f"Feature {spec.path}", gradient))
         rates = self._rates.evaluate()
         with tf.control_dependencies([*require(checks), *rates]):
             sent = tf.raw_ops.SendTPUEmbeddingGradients(
@@ -221,6 +252,28 @@ class TPUv1Engine(Engine, Queue):
         self._tag_op(sent)
         with tf.control_dependencies([] if sent is None else [sent]):
             self._rates.count_update()
+
+    def lookup(
+        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
+    ) -> Lookup:
+        """See `Engine.lookup`: what is queued leaves the queue at once."""
+        topology = self._options.topology
+        ticket = self._tickets.begin(topology.program(), training=training)
+
+        def enqueue() -> None:
+            self.enqueue([batch], replica, training=training)
+
+        # The name makes it an evaluation if no gradients follow.
+        with self.tagged(ticket.content if training else None):
+            topology.on_host(enqueue)
+            return Lookup(self.dequeue(replica), ticket)
+
+    def submit(
+        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    ) -> None:
+        """See `Engine.submit`."""
+        with self.tagged(ticket.take()):
+            self.apply_gradients(gradients, replica)
 
     def flush(self) -> None:
         """See `Engine.flush`: the TPU itself puts a pending update first."""
@@ -314,53 +367,3 @@ class TPUv1Engine(Engine, Queue):
             return
         op = made.op if isinstance(made, tf.Tensor) else made
         op._set_attr(_NAME_ATTRIBUTE, _AttrValue(s=tf.compat.as_bytes(self._tag)))
-
-
-def _check_table(table: TableSpec) -> None:
-    """Raises for what the hardware, or its proto, has no place for."""
-    if table.optimizer is None:
-        raise errors.optimizer_required(table.name)
-    if table.optimizer.tpu is None:
-        kind = type(table.optimizer).__name__
-        raise errors.refused(
-            table.name, "optimizer", kind, "Give the table another optimizer."
-        )
-    for option, value in (
-        ("slot_variable_creation_fn", table.optimizer.slot_variable_creation_fn),
-        ("layout", table.config.layout),
-    ):
-        if value is not None:
-            raise errors.refused(table.name, option, value, "Leave it at None.")
-
-
-def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
-
-
-def _check_argument(path: str, tensor: tf.Tensor) -> None:
-    """Raises unless a tensor comes straight from the arguments of strategy.run."""
-    if tf.is_symbolic_tensor(tensor):
-        if tensor.op.type == "Placeholder":
-            return
-        with contextlib.suppress(ValueError):  # No such attribute.
-            if tensor.op.get_attr("_tpu_input_identity"):
-                return
-    raise errors.not_an_argument(path, tensor)
-
-
-def _check_finite(name: str, gradient: tf.Tensor) -> Check:
-    values = tf.reshape(gradient, [-1])
-    bad = ~tf.math.is_finite(values)
-    dim = gradient.shape[-1]
-
-    def not_finite() -> tf.Tensor:
-        at = first(bad)
-        return text(
-            f"{name}: the gradient of sample ",
-            at // dim,
-            " is not finite (",
-            values[at],
-            ").",
-        )
-
-    return Check(~tf.reduce_any(bad), not_finite)

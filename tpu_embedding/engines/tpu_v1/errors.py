@@ -33,7 +33,8 @@ def shape_not_known(path: str, shape: object) -> ValueError:
     return ValueError(
         f"Feature {path}: a TPU must know the output shape before the first batch, but "
         f"{shape} is not fully known. Call build(per_replica_input_shapes), set "
-        "FeatureConfig(output_shape), or enqueue a batch of static shape first."
+        "FeatureConfig(output_shape), or enqueue a batch of static shape first; the "
+        "Keras layer takes `batch_size`."
     )
 
 

@@ -1,0 +1,195 @@
+"""Calls and gradients of the layer inside programs of TPUs, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer import models
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
+IDS = [tf.constant([0, 1, 1, 5]), tf.constant([5, 2, 3, 1])]
+
+
+def make_layer(strategy: Any = None, optimizer: Any = None, **options: Any) -> Any:
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        table = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="t")
+        arguments = {"batch_size": 4, "name": "embedding", **options}
+        layer = TPUEmbedding(
+            te.FeatureConfig(table), optimizer or te.Adagrad(0.5), **arguments
+        )
+        layer.build()
+    return layer
+
+
+def two_towers(layer: Any, ids: list[Any]) -> None:
+    with tf.GradientTape() as tape:
+        first, second = (layer(batch) for batch in ids)
+        loss = tf.reduce_sum(first) + 2 * tf.reduce_sum(second**2)
+    tape.gradient(loss, layer.trainable_variables)
+
+
+def one_after_the_other(layer: Any, ids: list[Any]) -> None:
+    for batch in ids:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(batch) ** 2)
+        tape.gradient(loss, layer.trainable_variables)
+
+
+def same_on_host(tpu: Any, step: Any) -> None:
+    layer, host = make_layer(tpu), make_layer()
+    tpu.run(lambda *ids: step(layer, ids), IDS)
+    step(host, IDS)
+    state = models.state(layer)
+    for name, value in models.state(host).items():
+        np.testing.assert_allclose(state[name], value, rtol=1e-6, err_msg=name)
+    assert state["t"][1, 0] != 1.0
+
+
+def test_two_towers_on_sparse_cores():
+    """Two updates; both lookups see the tables before any of them."""
+    same_on_host(SoftwareTPUStrategy("v6e", 1), two_towers)
+
+
+def test_calls_on_v4_take_turns():
+    same_on_host(SoftwareTPUStrategy("v4", 1), one_after_the_other)
+    tpu = SoftwareTPUStrategy("v4", 1)
+    layer = make_layer(tpu)
+    before = models.state(layer)
+    with pytest.raises(NotImplementedError, match="cannot look up twice before its"):
+        tpu.run(lambda *ids: two_towers(layer, ids), IDS)
+    with pytest.raises(RuntimeError, match="configured already, by another"):
+        make_layer(tpu)
+    for name, value in models.state(layer).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_what_a_program_cannot_do_changes_nothing(generation: str):
+    tpu = SoftwareTPUStrategy(generation, 1)
+    layer = make_layer(tpu)
+    before = models.state(layer)
+
+    def second_gradient(ids: Any) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(layer(ids))
+        tape.gradient(loss, layer.trainable_variables)
+        tape.gradient(loss, layer.trainable_variables)
+
+    def nested(ids: Any) -> None:
+        tf.function(layer)(ids)
+
+    def serving(ids: Any) -> None:
+        layer(ids, serving_config=te.FeatureConfig(next(iter(layer.embedding_tables))))
+
+    def table(ids: Any) -> Any:
+        del ids
+        return next(iter(layer.embedding_tables.values())).read_value()
+
+    for call, error, text in (
+        (second_gradient, tf.errors.FailedPreconditionError, "takes them once"),
+        (nested, RuntimeError, "inside control flow or a tf.function"),
+        (serving, NotImplementedError, "outside of strategy.run"),
+        (table, NotImplementedError, "can be read and assigned outside of"),
+    ):
+        with pytest.raises(error, match=text):
+            tpu.run(call, (IDS[0],))
+
+    for name, value in models.state(layer).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_frozen_layers_and_tables_that_are_set(generation: str):
+    tpu = SoftwareTPUStrategy(generation, 1)
+    layer = make_layer(tpu)
+    layer.trainable = False
+    ((table, variable),) = layer.embedding_tables.items()
+    layer.update_embedding_table(table, tf.fill([8, 2], 3.0))
+    with pytest.raises(ValueError, match=r"has shape \(8, 2\)\. Received"):
+        layer.update_embedding_table(table, tf.zeros([8, 3]))
+
+    def step(ids: Any) -> Any:
+        kernel = tf.ones([2])
+        with tf.GradientTape() as tape:
+            tape.watch(kernel)
+            found = layer(ids)
+            loss = tf.reduce_sum(found * kernel)
+        return found, tape.gradient(loss, kernel)
+
+    found, gradient = tpu.run(step, (IDS[0],))
+    np.testing.assert_array_equal(found, np.full([4, 2], 3.0))
+    np.testing.assert_array_equal(gradient, [12.0, 12.0])
+    np.testing.assert_array_equal(variable, np.full([8, 2], 3.0))
+    np.testing.assert_array_equal(variable.read_value(), variable.numpy())
+
+
+def test_options_for_tpus_are_carried_or_refused():
+    tpu = SoftwareTPUStrategy("v6e", 1)
+    make_layer(tpu, embedding_feature=EmbeddingFeature.V2)
+    limits = te.SparseCoreEmbeddingConfig(max_ids_per_table={"t": 1})
+    layer = make_layer(tpu, sparse_core_embedding_config=limits)
+
+    def look_up(ids: Any) -> Any:
+        return layer(ids)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="max_ids_per_table"):
+        tpu.run(look_up, (tf.reshape(tf.range(32) % 8, [4, 8]),))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"embedding_feature": EmbeddingFeature.V1},
+            ValueError,
+            r"`embedding_feature` is V1, but .* are v6e",
+        ),
+        ({"batch_size": None}, ValueError, "the Keras layer takes it from `batch_"),
+        (
+            {"trainable_tables": True, "batch_size": None},
+            NotImplementedError,
+            "no TPU program can hold",
+        ),
+        ({"batch_size": 3}, ValueError, "samples per replica"),
+        ({"optimizer": te.SGD(0.1, clipvalue=1.0)}, NotImplementedError, "clipvalue"),
+    ],
+    ids=["feature", "shapes", "trainable", "samples", "clipvalue"],
+)
+def test_options_that_sparse_cores_refuse(options: Any, error: Any, text: str):
+    with pytest.raises(error, match=text):
+        make_layer(SoftwareTPUStrategy("v6e", 1), **options)
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_tpus_need_optimizers(generation: str):
+    feature = te.FeatureConfig(te.TableConfig(8, 2, name="t"))
+    with (
+        SoftwareTPUStrategy(generation, 1).scope(),
+        pytest.raises(ValueError, match="has no optimizer"),
+    ):
+        TPUEmbedding(feature, None, batch_size=4)
+
+
+def test_layers_stay_with_their_strategy():
+    tpu = SoftwareTPUStrategy("v6e", 1)
+    host, layer = make_layer(), make_layer(tpu)
+
+    def look_up(ids: Any) -> Any:
+        return host(ids)
+
+    with pytest.raises(RuntimeError, match="is called under SoftwareTPUStrategy"):
+        tpu.run(look_up, (IDS[0],))
+    with (
+        pytest.raises(RuntimeError, match="belongs to one replica"),
+        tf.GradientTape(),
+    ):
+        layer(IDS[0])
+    np.testing.assert_array_equal(layer(IDS[0]), host(IDS[0]))
