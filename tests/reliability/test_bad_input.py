@@ -124,17 +124,19 @@ NESTINGS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_refused(entry: str, engine: str) -> None:
-    call = ENTRIES[entry]
-    cases = [
+def cases_of(entry: str) -> list[bad_inputs.Bad]:
+    return [
         bad
         for bad in CASES.get(entry, [*BY_VALUE, *BY_TYPE])
         # Serving has no `check_numerics`: such weights give such activations.
         if not (entry.startswith("serving") and "not finite" in bad.words)
     ]
-    bad_calls.check_refused(subject(engine), call, cases)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_refused(entry: str, engine: str) -> None:
+    bad_calls.check_refused(subject(engine), ENTRIES[entry], cases_of(entry))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -21,18 +21,26 @@ B = 4
 
 def make(strategy: tf.distribute.Strategy, seed: int = 0) -> te.TPUEmbedding:
     """Two tables with slots of two rules; a rate that counts the updates."""
+    with strategy.scope():
+        embedding = te.TPUEmbedding(*configuration(seed))
+        embedding.build(B)
+    return embedding
+
+
+def configuration(seed: int = 0) -> Any:
+    """(features, optimizer)."""
 
     def initializer(shape: Any, dtype: Any) -> tf.Tensor:
         return tf.random.stateless_normal(shape, [seed, shape[0]], dtype=dtype)
 
-    with strategy.scope():
-        films = te.TableConfig(7, 3, initializer, te.Adam(0.1), name="films")
-        words = te.TableConfig(5, 2, initializer, name="words", combiner="sum")
-        rate = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
-        features = {"film": te.FeatureConfig(films), "word": te.FeatureConfig(words)}
-        embedding = te.TPUEmbedding(features, te.FTRL(rate))
-        embedding.build(B)
-    return embedding
+    films = te.TableConfig(7, 3, initializer, te.Adam(0.1), name="films")
+    words = te.TableConfig(5, 2, initializer, name="words", combiner="sum")
+    rate = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    features = {
+        "film": te.FeatureConfig(films, name="film"),
+        "word": te.FeatureConfig(words, name="word"),
+    }
+    return features, te.FTRL(rate)
 
 
 def train(embedding: te.TPUEmbedding, strategy: tf.distribute.Strategy) -> None:
@@ -101,6 +109,23 @@ def test_both_ways(kind: str, tmp_path: pathlib.Path) -> None:
     assert_same_bits(state(again), expected)
     train(again, tpu)
     assert int(state(again)["updates"]) == 3
+
+
+def test_to_sparse_cores_and_back(tmp_path: pathlib.Path) -> None:
+    tpu = SoftwareTPUStrategy("v4", 2)
+    on_tpu = make(tpu)
+    train(on_tpu, tpu)
+    expected = state(on_tpu)
+    path = checkpoint.save(on_tpu, tmp_path / "tpu")
+    with SoftwareTPUStrategy("v6e", 2).scope():
+        on_cores: Any = te.TPUEmbeddingV2(*configuration(seed=1))
+    on_cores.build(B)
+    checkpoint.restore(on_cores, path)
+    assert_same_bits(state(on_cores), expected)
+    path = checkpoint.save(on_cores, tmp_path / "cores")
+    train(on_tpu, tpu)
+    checkpoint.restore(on_tpu, path)
+    assert_same_bits(state(on_tpu), expected)
 
 
 def test_shapes_come_before_a_checkpoint(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,27 @@
+"""Figures of docs/reliability.md that follow from the tests are those of the tests."""
+
+from __future__ import annotations
+
+import pathlib
+
+import optimizer_cases
+from reliability import test_bad_input, test_bad_input_tpus, test_numbers
+from reliability.bad_inputs import BY_TYPE, BY_VALUE
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+
+
+def test_figures() -> None:
+    text = DOCS.read_text()
+    inputs = len(BY_VALUE) + len(BY_TYPE)
+    entries, engines = test_bad_input.ENTRIES, len(test_bad_input.ENGINES)
+    calls = engines * sum(len(test_bad_input.cases_of(entry)) for entry in entries)
+    eager, traced = len(test_bad_input_tpus.EAGER), len(test_bad_input_tpus.TRACED)
+    rules, optimizers = len(optimizer_cases.OPTIMIZERS), len(test_numbers.OPTIMIZERS)
+    for figures in (
+        f"{inputs} inputs, {len(entries)} entry points, {engines} engines",
+        f"{calls} refused calls",
+        f"in graphs {traced} of them: {2 * eager + 3 * traced} refused calls",
+        f"{optimizers} optimizers ({rules} rules, and {optimizers - rules} with other",
+    ):
+        assert figures in text, figures
