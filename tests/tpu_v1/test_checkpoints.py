@@ -37,8 +37,8 @@ def configuration(seed: int = 0) -> Any:
     words = te.TableConfig(5, 2, initializer, name="words", combiner="sum")
     rate = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
     features = {
-        "film": te.FeatureConfig(films, name="film"),
-        "word": te.FeatureConfig(words, name="word"),
+        "film": te.FeatureConfig(films, output_shape=[B], name="film"),
+        "word": te.FeatureConfig(words, output_shape=[B], name="word"),
     }
     return features, te.FTRL(rate)
 
@@ -119,7 +119,7 @@ def test_to_sparse_cores_and_back(tmp_path: pathlib.Path) -> None:
     path = checkpoint.save(on_tpu, tmp_path / "tpu")
     with SoftwareTPUStrategy("v6e", 2).scope():
         on_cores: Any = te.TPUEmbeddingV2(*configuration(seed=1))
-    on_cores.build(B)
+    on_cores.build()
     checkpoint.restore(on_cores, path)
     assert_same_bits(state(on_cores), expected)
     path = checkpoint.save(on_cores, tmp_path / "cores")
