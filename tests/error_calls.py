@@ -7,14 +7,21 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import adapters, combiners, hardware, inputs, optimizers
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.layout.tables import make_plan
 from tpu_embedding.structures import Structure
 
 stock = tf.tpu.experimental.embedding
+
+
+def _all(valency: Any, vectors: Any) -> Any:
+    del valency
+    return vectors
 
 
 class Thing:
@@ -119,16 +126,9 @@ CALLS = [
     ),
     Case(
         "combiner",
-        lambda: combiners.check("max"),
+        lambda: combiners.adapt("max"),
         ValueError,
         'Argument `combiner` must be one of "sum", "mean", "sqrtn". Received: \'max\'.',
-    ),
-    Case(
-        "custom_combiner",
-        lambda: combiners.check(stock.CustomCombiner(lambda *_: None, 4)),
-        NotImplementedError,
-        "Argument `combiner`: CustomCombiner is not supported by this release. Use one "
-        'of "sum", "mean", "sqrtn".',
     ),
     Case(
         "dtype",
@@ -223,12 +223,11 @@ CALLS = [
         "names.",
     ),
     Case(
-        "custom_optimizer",
-        lambda: adapters.adapt_optimizer(stock.CustomOptimizer(lambda *_: None)),
-        NotImplementedError,
-        "Unsupported optimizer for the whole embedding: CustomOptimizer is not "
-        "supported by this release. Use one of SGD, Adagrad, AdagradMomentum, FTRL, "
-        f"Adam, RowwiseAdagrad, {ENGINE_RULES}.",
+        "combined_shape",
+        lambda: CustomCombiner(_all, 4).compute(1, np.zeros((4, 2))),
+        ValueError,
+        f"The combiner computation {_all!r} must return a tensor of shape (2,), the "
+        "table's width. Received: (4, 2).",
     ),
     Case(
         "unknown_generation",

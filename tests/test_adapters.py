@@ -98,11 +98,6 @@ def test_other_optimizers_are_refused(optimizer: Any) -> None:
         adapters.adapt_features({"a": feature})
 
 
-def test_a_custom_optimizer_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="CustomOptimizer"):
-        adapters.adapt_optimizer(stock.CustomOptimizer(_ignored))
-
-
 # Option of a table -> (what TensorFlow is given, what ours then holds).
 TABLE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "vocabulary_size": (9, 9),
@@ -141,7 +136,7 @@ def test_tensorflow_s_default_initializer_is_used_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("dtype", tf.int32), ("combiner", stock.CustomCombiner(_ignored, 4))],
+    [("dtype", tf.int32)],
 )
 def test_what_this_release_lacks_is_refused_by_name(option: str, value: Any) -> None:
     feature = stock.FeatureConfig(_stock_table(**{option: value}))

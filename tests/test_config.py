@@ -115,7 +115,6 @@ def test_bad_feature_arguments_raise_as_in_tensorflow(
         ("rounding_seed", 1.0, TypeError),
         ("rounding_seed", True, TypeError),
         ("rounding_seed", 1, ValueError),  # Of a float32 table.
-        ("combiner", stock.CustomCombiner(_ignored, 4), NotImplementedError),
     ],
 )
 def test_table_arguments_that_only_we_refuse(

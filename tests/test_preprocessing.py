@@ -122,7 +122,7 @@ def test_invalid_ids_can_be_dropped_and_taken_modulo():
     dropped = partition(one_table(invalid_ids="drop"), rows)
     assert tokens(dropped) == [0]
     assert dropped.tables["stack"].sorted_gains[0] == 1  # also from the divisor
-    assert dropped.dropped_ids["stack"] == 0
+    assert dropped.dropped_ids["films"] == 0
     wrapped = partition(one_table(invalid_ids="mod"), rows)
     assert tokens(wrapped) == [0, 3, 0]  # 9 is 1 again: one entry; -1 is 7
 

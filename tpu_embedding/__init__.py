@@ -1,5 +1,6 @@
 """tpu_embedding: write TPUEmbedding once, train, test and serve it anywhere."""
 
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import (
     FeatureConfig,
     QuantizationConfig,
@@ -19,6 +20,7 @@ from tpu_embedding.optimizers import (
     AdagradMomentum,
     Adam,
     CenteredRMSProp,
+    CustomOptimizer,
     FrequencyEstimator,
     MDLAdagradLight,
     Momentum,
@@ -38,6 +40,8 @@ __all__ = [
     "AdagradMomentum",
     "Adam",
     "CenteredRMSProp",
+    "CustomCombiner",
+    "CustomOptimizer",
     "FeatureConfig",
     "FrequencyEstimator",
     "MDLAdagradLight",

@@ -138,12 +138,11 @@ def adapt_optimizer(
 
     Raises:
       ValueError: If it is of another class.
-      NotImplementedError: If it is a CustomOptimizer.
     """
     if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
         return optimizer
-    if isinstance(optimizer, _stock.CustomOptimizer):
-        raise errors.custom_optimizer(where, optimizers.OPTIMIZERS)
+    if type(optimizer) is _stock.CustomOptimizer:
+        return _adapt_custom(optimizer)
     ours = _OPTIMIZERS.get(type(optimizer))
     if ours is None:
         raise errors.unsupported_optimizer(where, optimizer, optimizers.OPTIMIZERS)
@@ -154,6 +153,18 @@ def adapt_optimizer(
         if field.name != "clipvalue"
     }
     return ours(clipvalue=_clipvalue(optimizer), **options)
+
+
+def _adapt_custom(optimizer: Any) -> optimizers.CustomOptimizer:
+    # The names and initializers of its slots are told by methods alone.
+    return optimizers.CustomOptimizer(
+        optimizer.custom_computation,
+        learning_rate=optimizer.learning_rate,
+        slot_names=optimizer._slot_names(),
+        slot_initializers=optimizer._slot_initializers(),
+        hyperparameters=optimizer.hyperparameters,
+        slot_dims=getattr(optimizer, "slot_dims", None) or None,
+    )
 
 
 def adapt_features(

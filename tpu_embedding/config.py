@@ -69,7 +69,8 @@ class TableConfig:
         None: truncated normal, mean 0, standard deviation 1 / sqrt(dim).
       optimizer: Goes before the optimizer of the whole embedding. Not checked
         here: the Keras layer takes names and Keras optimizers too.
-      combiner: "mean", "sum" or "sqrtn".
+      combiner: "mean", "sum" or "sqrtn", or a CustomCombiner of this package or of
+        tf.tpu.experimental.embedding.
       name: A unique name, or None for "table_0", "table_1", ...
       quantization_config: A QuantizationConfig, or None.
       layout: How a TPU stores the table, or None.
@@ -84,14 +85,14 @@ class TableConfig:
 
     Raises:
       ValueError: If an argument is not as above.
-      NotImplementedError: For the dtype int32 and a CustomCombiner.
+      NotImplementedError: For the dtype int32.
     """
 
     vocabulary_size: int
     dim: int
     initializer: Callable[..., Any] | None = None
     optimizer: Any = None
-    combiner: str = "mean"
+    combiner: Any = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
     layout: Any = None
@@ -110,15 +111,26 @@ class TableConfig:
             raise errors.argument_value(
                 "initializer", self.initializer, "None or a callable"
             )
-        combiners.check(self.combiner)
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)
         # Frozen from here on; what may come in several forms is kept in one.
+        object.__setattr__(self, "combiner", combiners.adapt(self.combiner))
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         _check_seed(self.rounding_seed, self.dtype)
         object.__setattr__(
             self, "quantization_config", _quantization(self.quantization_config)
         )
+
+    @property
+    def custom_combiner(self) -> combiners.CustomCombiner | None:
+        """The combiner, where it is a CustomCombiner."""
+        custom = isinstance(self.combiner, combiners.CustomCombiner)
+        return self.combiner if custom else None
+
+    @property
+    def entry_combiner(self) -> str:
+        """What makes the gains of entries: "sum" where a CustomCombiner combines."""
+        return self.combiner if self.custom_combiner is None else "sum"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -55,6 +55,9 @@ class EmbeddingOptions:
 class EmbeddingBase(SavedTables):
     """Tables, slots and what is done to them outside of steps; abstract."""
 
+    # Whether tables may have a CustomOptimizer or a CustomCombiner.
+    _takes_custom: ClassVar[bool] = False
+
     def __init__(
         self, feature_config: Any, optimizer: Any, options: EmbeddingOptions
     ) -> None:
@@ -79,6 +82,7 @@ class EmbeddingBase(SavedTables):
             adapted.features,
             adapted.keys,
             adapt_optimizer(optimizer),
+            custom=self._takes_custom,
         )
         self._topology = topology.current()
         self._output_shapes = OutputShapes(self._plan.features)

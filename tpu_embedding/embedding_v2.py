@@ -13,6 +13,7 @@ from tpu_embedding.adapters import adapt_sparse_core
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
 from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.layout.batches import (
+    CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
@@ -64,6 +65,7 @@ class TPUEmbeddingV2(EmbeddingBase):
     update them. docs/sparse_core.md says what they need and cannot do.
     """
 
+    _takes_custom = True
     DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
 
@@ -377,6 +379,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         if set(tables) != set(names):
             raise layout_errors.preserved_outputs_names(list(tables), names)
         for name in names:
-            if not isinstance(tables[name], PartitionedCsrFormatTensor):
+            if not isinstance(
+                tables[name], (PartitionedCsrFormatTensor, CombinedCsrFormatTensor)
+            ):
                 raise layout_errors.preserved_output(name, tables[name])
         return {name: tables[name] for name in names}

@@ -96,11 +96,11 @@ def combiner(value: object) -> ValueError:
     )
 
 
-def custom_combiner() -> NotImplementedError:
-    """CustomCombiner is not there yet."""
-    return NotImplementedError(
-        "Argument `combiner`: CustomCombiner is not supported by this release. Use "
-        f"one of {_COMBINERS}."
+def combined_shape(computation: object, got: object, wanted: object) -> ValueError:
+    """A combiner computation that returns something else than an activation."""
+    return ValueError(
+        f"The combiner computation {computation!r} must return a tensor of shape "
+        f"{wanted}, the table's width. Received: {getattr(got, 'shape', got)!r}."
     )
 
 
@@ -214,14 +214,6 @@ def unsupported_optimizer(
         f"Unsupported optimizer for {where}: {optimizer!r} of type "
         f"{type_name(optimizer)}. Supported are {', '.join(supported)}, and those "
         "of tf.tpu.experimental.embedding with the same names."
-    )
-
-
-def custom_optimizer(where: str, supported: Iterable[str]) -> NotImplementedError:
-    """CustomOptimizer is not there yet."""
-    return NotImplementedError(
-        f"Unsupported optimizer for {where}: CustomOptimizer is not supported by this "
-        f"release. Use one of {', '.join(supported)}."
     )
 
 

@@ -71,7 +71,8 @@ def test_batches_may_be_prepared_in_tf_data() -> None:
     batches = ids.map(embedding.preprocess_features).prefetch(1)
     assert isinstance(batches.element_spec, PreprocessedFeatures)
     for batch in batches:
-        assert batch.dropped_ids["films_users"].numpy() == 0
+        dropped = {name: n.numpy() for name, n in batch.dropped_ids.items()}
+        assert dropped == {"films": 0, "users": 0}
         found = run(STRATEGY, lambda own: embedding(own)[0], batch)
         assert found[1]["b"].tolist() == [[208, 208], [0, 0]]
 
@@ -224,6 +225,69 @@ def test_a_batch_of_another_engine_is_refused() -> None:
     embedding = two_tables()
     with pytest.raises(ValueError, match="no sizes of stacked table films_users"):
         STRATEGY.run(lambda: embedding(batch))
+
+
+def four_films() -> te.TPUEmbeddingV2:
+    config = te.TableConfig(8, 2, combiner="sum", name="films")
+    with strategy_of("v5p", 1).scope():
+        return te.TPUEmbeddingV2(
+            te.FeatureConfig(config, output_shape=[4], name="film"), te.SGD(1.0)
+        )
+
+
+def test_a_batch_for_other_hardware_or_tables_is_refused() -> None:
+    """Of a batch before it is copied; of preserved outputs by what sizes tell."""
+    batches = {
+        r"made for 1 devices of 4 SparseCores .* here are 2 of 2": four_films(),
+        r"made for 1 devices of 2 SparseCores": films(system=("v6e", 1)),
+        "with other tables, features or limits": films(
+            sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(
+                max_ids_per_table={"films": 255}
+            )
+        ),
+    }
+    embedding = films()
+    ids = tf.constant([5, 0, 1, 2])
+    for text, other in batches.items():
+        samples = 4 if "of 4" in text else 2
+        batch = other.preprocess_features(ids[:samples])
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            STRATEGY.run(lambda own=batch: embedding(own)[0])
+    bigger = films(
+        sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(
+            max_ids_per_chip_per_sample=128
+        )
+    )
+
+    def step() -> None:
+        _, preserved = bigger(ids[:2])
+        embedding.apply_gradients(tf.ones([2, 2]), preserved)
+
+    embedding.build()
+    with pytest.raises(ValueError, match="'films': `sorted_token_ids` is of size"):
+        STRATEGY.run(step)
+
+
+def test_twelve_shards() -> None:
+    """Row pointers are padded up to 8, and no further."""
+    strategy = strategy_of("v5p", 3)
+    config = te.TableConfig(50, 2, te.RowIdInitializer(), combiner="sum", name="films")
+    with strategy.scope():
+        embedding = te.TPUEmbeddingV2(
+            te.FeatureConfig(config, output_shape=[4], name="film"),
+            te.SGD(1.0),
+            pipeline_execution_with_tensor_core=True,
+        )
+
+    def step() -> Any:
+        activations, preserved = embedding(tf.constant([49, 13, 13, 0]))
+        embedding.apply_gradients(tf.ones([4, 2]), preserved)
+        return activations, preserved
+
+    (activations, preserved), *_ = run(strategy, step)
+    assert activations[:, 0].tolist() == [49, 13, 13, 0]
+    assert preserved["films"].row_pointers.shape == (4 * 64 * 12,)
+    assert table(embedding, "films")[[49, 13, 0, 1], 0].tolist() == [46, 7, -3, 1]
 
 
 def test_classes_with_a_queue_are_refused() -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
@@ -209,9 +208,7 @@ class _Job:
             copy.run(progress)
         for target in self.resets:
             for start, stop in target.slices():
-                shape = (stop - start, target.shape[1])
-                value = target.initial_value
-                target.write(start, np.full(shape, value, target.dtype))
+                target.write(start, target.initial_rows(stop - start))
 
 
 def _names(

@@ -62,6 +62,7 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         """By table name "parameters" and slots, to be read and written by rows."""
         engine = self._create_engine()
         engine.retrieve()
+        engine.require_plain_rows()
         return engine.rows()
 
     def _track_state(self, engine: Engine) -> None:

@@ -40,8 +40,8 @@ _ENGINES: dict[str, type[Engine]] = {
 
 
 def create_engine(options: EngineOptions) -> Engine:
-    """Makes the engine that the topology names."""
-    return _engine_of(options.topology)(options)
+    """Makes the engine that the topology names, or the one that stands in for it."""
+    return _carrier(options.topology, options.plan)(options)
 
 
 def lay_out(
@@ -52,7 +52,7 @@ def lay_out(
     Raises:
       NotImplementedError: If the engine cannot store the dtype of a table.
     """
-    engine = _engine_of(topology)
+    engine = _carrier(topology, plan)
     require_dtypes(plan, engine.table_dtypes, f"the {engine.name} engine")
     return engine.lay_out(plan, topology, config)
 
@@ -118,6 +118,17 @@ def takes_profiles(topology: Topology) -> bool:
 def needs_shapes(topology: Topology) -> bool:
     """Whether that engine can be made only when all output shapes are known."""
     return _engine_of(topology).needs_shapes
+
+
+def _carrier(topology: Topology, plan: Plan) -> type[Engine]:
+    """The engine for a plan: kernels of ours cannot call functions of the user's."""
+    engine = _engine_of(topology)
+    custom = any(
+        (table.optimizer is not None and table.optimizer.is_custom)
+        or table.config.custom_combiner is not None
+        for table in plan.tables
+    )
+    return _ENGINES[engine.for_custom] if custom and engine.for_custom else engine
 
 
 def _engine_of(topology: Topology) -> type[Engine]:

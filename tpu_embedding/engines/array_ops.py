@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +25,11 @@ class _TensorFlowOps:
     def mean_last(x: Any) -> tf.Tensor:
         """The mean over the last axis, which is kept with size 1."""
         return tf.reduce_mean(x, axis=-1, keepdims=True)
+
+    @staticmethod
+    def map_rows(function: Callable[..., Any], arrays: Sequence[Any]) -> Sequence[Any]:
+        """What `function` returns of the first, second, ... row of all arrays."""
+        return tf.vectorized_map(lambda rows: function(*rows), tuple(arrays))
 
 
 TENSORFLOW_OPS: ArrayOps = _TensorFlowOps()

@@ -20,6 +20,7 @@ from tpu_embedding.layout.batches import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
+from tpu_embedding.layout.errors import combiner_weights_saved
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.stacking import Layout
@@ -83,6 +84,8 @@ class Engine(abc.ABC):
     table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     # True: made for batches of one shape, which must be known before.
     needs_shapes: ClassVar[bool] = False
+    # The engine that stands in where a table has a function of the user's, or None.
+    for_custom: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None:
         """Subclasses make the variables; to be called in an eager context."""
@@ -161,6 +164,17 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def rows(self) -> dict[str, dict[str, MutableRows]]:
         """Tables in their logical form: by name "parameters" and slots, unpadded."""
+
+    def require_plain_rows(self) -> None:
+        """Refuses tables with more to them than `rows` has.
+
+        Raises:
+          NotImplementedError: If a CustomCombiner has weights.
+        """
+        for table in self._plan.tables:
+            combiner = table.config.custom_combiner
+            if combiner is not None and combiner.num_weights:
+                raise combiner_weights_saved(table.name)
 
     def retrieve(self) -> None:
         """Makes `rows` and `checkpoint_variables` hold what the tables hold now."""

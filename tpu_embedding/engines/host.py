@@ -32,6 +32,7 @@ class HostEngine(WholeTablesEngine):
     """One op per step and direction for all tables (see docs/architecture.md)."""
 
     name = "host"
+    for_custom = "portable"
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes the tables and the step queue; see `Engine`."""

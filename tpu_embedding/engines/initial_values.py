@@ -10,9 +10,12 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 
 from tpu_embedding import errors
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines import table_errors
 from tpu_embedding.initializers import default_initializer
+from tpu_embedding.layout.rows import InitialValue
 from tpu_embedding.layout.tables import TableSpec
+from tpu_embedding.optimizers import Slot
 
 # What an initializer that takes `shard_info` is told of its part of a table.
 ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
@@ -20,7 +23,7 @@ ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
 
 def initial_value(
     name: str,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     initialize: Callable[[], Any],
     dtype: tf.DType = tf.float32,
 ) -> tf.Tensor:
@@ -64,6 +67,36 @@ def initializer_of(spec: TableSpec) -> Callable[..., Any]:
             spec.name, initializer, str(error)
         ) from error
     return initializer
+
+
+def slot_initializer(slot: Slot) -> Callable[..., tf.Tensor]:
+    """The initializer of a slot, a callable of ([V, D] or [V, 1], dtype)."""
+
+    def initialize(shape: tuple[int, int], dtype: tf.DType = tf.float32) -> tf.Tensor:
+        start = slot.initial_value
+        if not callable(start):
+            return tf.fill(shape, tf.cast(start, dtype))
+        # To the user a slot with one number for each row is a vector.
+        value: Any = start(shape[:1] if slot.per_row else shape, dtype=dtype)
+        return tf.reshape(value, shape)
+
+    return initialize
+
+
+def initial_rows(slot: Slot) -> InitialValue:
+    """What rows of a slot start as, as `MutableRows` has it."""
+    if not callable(slot.initial_value):
+        return slot.initial_value
+    return lambda shape: slot_initializer(slot)(shape).numpy()
+
+
+def combiner_weights(name: str, combiner: CustomCombiner) -> tf.Tensor:
+    """What the weights of a custom combiner start as, float32 [num_weights]."""
+    shape = (combiner.num_weights,)
+    if combiner.initializer is None:
+        return tf.zeros(shape)
+    initialize = combiner.initializer
+    return initial_value(name, shape, lambda: initialize(shape, dtype=tf.float32))
 
 
 def takes_shard_info(initializer: Callable[..., Any]) -> bool:

@@ -100,7 +100,8 @@ class StackedBatches:
             },
             output_shapes=tuple(shapes),
             dropped_ids={
-                stack.name: tf.constant(0, tf.int64) for stack in self._layout.stacks
+                table.table_name: tf.constant(0, tf.int64)
+                for table in self._layout.tables
             },
             sizes={},
         )

@@ -57,3 +57,12 @@ def table_dtype(table: str, dtype: str, what: str) -> NotImplementedError:
         '`dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and keras.TPUEmbedding '
         f"have tables of {dtype} when they are built outside of a TPU strategy."
     )
+
+
+def captured(name: str, what: str, captures: object) -> ValueError:
+    """A function of the user's that brings a variable or tensor along."""
+    return ValueError(
+        f"Table {name!r}: the function of its {what} uses tensors or variables from "
+        f"outside, {captures!r}, which SparseCores cannot. Pass numbers that change as "
+        "`hyperparameters`, or make the tensors inside of the function."
+    )

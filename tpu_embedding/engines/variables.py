@@ -14,8 +14,13 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding import errors
 from tpu_embedding.engines import memory
-from tpu_embedding.engines.initial_values import initial_value, initializer_of
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.engines.initial_values import (
+    initial_rows,
+    initial_value,
+    initializer_of,
+    slot_initializer,
+)
+from tpu_embedding.layout.rows import PARAMETERS, InitialValue, MutableRows
 from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
 
@@ -45,7 +50,7 @@ class VariableRows(MutableRows):
     whole once a kernel has updated it in place.
     """
 
-    def __init__(self, variable: tf.Variable, initial_value: float | None) -> None:
+    def __init__(self, variable: tf.Variable, initial_value: InitialValue) -> None:
         self._variable = variable
         self.initial_value = initial_value
 
@@ -83,7 +88,7 @@ class VariableRows(MutableRows):
 def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, MutableRows]:
     """The table as "parameters", and its slots by name."""
     wanted = spec.optimizer.slots if spec.optimizer else ()
-    initial = {slot.name: slot.initial_value for slot in wanted}
+    initial = {slot.name: initial_rows(slot) for slot in wanted}
     slots = {
         name: VariableRows(slot, initial[name])
         for name, slot in variables.slots.items()
@@ -146,7 +151,7 @@ def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Vari
         slot.name: _create_variable(
             f"{spec.name}/{slot.name}",
             _slot_shape(slot, parameters.shape),
-            _filled(slot),
+            slot_initializer(slot),
         )
         for slot in spec.optimizer.slots
     }
@@ -160,7 +165,11 @@ def _user_slots(
     wanted = spec.optimizer.slots
     names = [slot.name for slot in wanted]
     with tf.variable_creator_scope(_plain_variable):
-        made = create(parameters, names, [_filled(slot) for slot in wanted])
+        made = create(
+            parameters,
+            names,
+            [tf.constant_initializer(slot.initial_value) for slot in wanted],
+        )
     for slot in wanted:
         shape = _slot_shape(slot, parameters.shape)
         variable = made.get(slot.name)
@@ -182,10 +191,6 @@ def _plain_variable(next_creator: Any, **arguments: Any) -> tf.Variable:
 def _slot_shape(slot: Slot, table_shape: Any) -> tuple[int, int]:
     rows, dim = table_shape
     return (rows, 1) if slot.per_row else (rows, dim)
-
-
-def _filled(slot: Slot) -> Initializer:
-    return tf.constant_initializer(slot.initial_value)
 
 
 def _create_variable(

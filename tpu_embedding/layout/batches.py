@@ -36,6 +36,37 @@ class PartitionedCsrFormatTensor(NamedTuple):
     num_minibatches_per_physical_sparse_core: Any
 
 
+class CombinedCsrFormatTensor(NamedTuple):
+    """The entries of a table with a CustomCombiner, and what its lookup found.
+
+    The first six are those of PartitionedCsrFormatTensor. The others are the user's to
+    pass on, not to read: what they hold differs from engine to engine.
+
+    Attributes:
+      row_pointers: As there, and so on.
+      sorted_sample_ids: As there.
+      sorted_token_ids: As there.
+      sorted_gains: As there; the weights of the ids.
+      sample_count: As there.
+      num_minibatches_per_physical_sparse_core: As there; 1.
+      sorted_pos_ids: int32 [entries], the position of each entry in its sample.
+      valencies: int32 [samples], the entries of each sample.
+      vectors: float32 [samples, max_valency, width], what they are.
+      weights: float32 [num_weights], those of the combiner at the lookup.
+    """
+
+    row_pointers: Any
+    sorted_sample_ids: Any
+    sorted_token_ids: Any
+    sorted_gains: Any
+    sample_count: Any
+    num_minibatches_per_physical_sparse_core: Any
+    sorted_pos_ids: Any
+    valencies: Any
+    vectors: Any
+    weights: Any
+
+
 class BufferSizes(NamedTuple):
     """How much of the buffers of one stacked table is set; int32 scalars.
 
@@ -55,13 +86,21 @@ class PreprocessedFeatures(NamedTuple):
       tables: By name of the stack its entries.
       output_shapes: For each feature, flat, int64 [k]: the shape of its activations
         without the embedding axis.
-      dropped_ids: By name of the stack, int64 scalar: entries left out because the id
-        buffer of a SparseCore was full. The host engine has no such buffer: zeros.
+      dropped_ids: By name of the table, not of its stack, int64 scalar: entries left
+        out because the id buffer of a device was full. Ids that a sample has twice
+        are one entry. The host engine has no such buffer: zeros.
       sizes: By name of the stack the sizes of the batch. Empty on the host engine,
         whose tensors are of just these sizes.
+      sorted_pos_ids: By name of the stacks with a CustomCombiner the position of each
+        entry in its sample, int32. Empty on the host engine.
+      marks: int64 [3], for SparseCores: devices, SparseCores of each, and a number of
+        the tables, features and limits, by which a batch of another embedding is
+        known. () on the host engine.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]
     output_shapes: tuple[Any, ...]
     dropped_ids: dict[str, Any]
     sizes: dict[str, BufferSizes]
+    sorted_pos_ids: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+    marks: Any = ()

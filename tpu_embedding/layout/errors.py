@@ -159,6 +159,38 @@ def preserved_output(stack: str, got: object) -> ValueError:
     )
 
 
+def custom_function(table: str, what: str) -> NotImplementedError:
+    """For a function of the user's in a class that has no place for it."""
+    return NotImplementedError(
+        f"Table {table!r}: only TPUEmbeddingV2 takes a {what}, as in TensorFlow. Use "
+        "TPUEmbeddingV2, or one of the named optimizers and combiners."
+    )
+
+
+def combiner_with_sequence(path: str, length: int) -> ValueError:
+    """For a CustomCombiner where nothing is combined."""
+    return ValueError(
+        f"Feature {path}: max_sequence_length={length} leaves its table's "
+        "CustomCombiner nothing to combine. Use another combiner, or no sequence."
+    )
+
+
+def combiner_with_minibatching(table: str) -> NotImplementedError:
+    """For a CustomCombiner, whose ops take a batch whole."""
+    return NotImplementedError(
+        f"Table {table!r}: the ops with a CustomCombiner have no minibatches. Leave "
+        "SparseCoreEmbeddingConfig.minibatching off, or use another combiner."
+    )
+
+
+def combiner_weights_saved(table: str) -> NotImplementedError:
+    """For weights that the checkpoints of this package have no place for."""
+    return NotImplementedError(
+        f"Table {table!r}: tpu_embedding.checkpoint has no place for the weights of a "
+        "CustomCombiner. Use tf.train.Checkpoint, which saves them too."
+    )
+
+
 def sparse_core_rule(table: str, optimizer: str) -> NotImplementedError:
     """For an optimizer that SparseCores have no op for."""
     return NotImplementedError(
@@ -209,6 +241,15 @@ def unpartitioned(stack: str) -> ValueError:
     return ValueError(
         f"The preprocessed batch has no sizes of stacked table {stack}: another engine "
         "made it. Preprocess it with this embedding."
+    )
+
+
+def preserved_size(stack: str, field: str, got: object, wanted: object) -> ValueError:
+    """For preserved outputs of an embedding on other hardware or with other limits."""
+    return ValueError(
+        f"Preserved outputs of stacked table {stack!r}: `{field}` is of size {got}, "
+        f"but this embedding has {wanted}. Pass the second output of its own "
+        "embedding_lookup."
     )
 
 

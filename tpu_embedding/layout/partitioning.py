@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.layout import errors
 from tpu_embedding.layout.partitions import (
@@ -34,10 +35,14 @@ def make_partitioning(
       config: The limits.
 
     Raises:
+      NotImplementedError: If minibatching is asked for beside a CustomCombiner.
       ValueError: If a limit is given for a stack that does not exist, a feature has
         no output shape, or its samples cannot be divided by the SparseCores.
     """
     names = [stack.name for stack in layout.stacks]
+    for table in plan.tables:
+        if config.minibatching and table.config.custom_combiner is not None:
+            raise errors.combiner_with_minibatching(table.name)
     for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
         _check_names(argument, getattr(config, argument), names)
     ids, unique = config.max_ids_per_table, config.max_unique_ids_per_table
@@ -60,6 +65,7 @@ def make_partitioning(
                 max_unique_ids_per_partition=(unique or {}).get(
                     stack.name, DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
                 ),
+                positions=_combiner_of(plan, stack.tables[0]) is not None,
             )
             for stack in layout.stacks
         ),
@@ -81,7 +87,7 @@ def refuse_for_sparse_cores(plan: Plan) -> None:
     for table in plan.tables:
         if table.optimizer is None:
             continue
-        if table.optimizer.sparse_core_op is None:
+        if table.optimizer.sparse_core_op is None and not table.optimizer.is_custom:
             raise errors.sparse_core_rule(table.name, type(table.optimizer).__name__)
         for option, value in table.optimizer.sparse_core_values.items():
             own = getattr(table.optimizer, option)
@@ -130,13 +136,14 @@ def _feature(
     table = plan.tables[spec.table]
     place = layout.tables[spec.table]
     samples = layout.samples[index]
+    combiner = _combiner_of(plan, spec.table)
     if samples % sparse_cores:
         raise errors.samples_not_divisible(spec.path, samples, sparse_cores)
     return PartitionedFeature(
         path=spec.path,
         table=table.name,
         vocabulary_size=table.config.vocabulary_size,
-        combiner=table.config.combiner,
+        combiner=table.config.entry_combiner,
         invalid_ids=table.config.invalid_ids,
         samples=samples,
         sample_offset=layout.sample_offsets[index],
@@ -144,7 +151,12 @@ def _feature(
         shift=place.sparse_core_shard_rotation,
         output_shape=full_output_shapes(plan)[index],
         sequence_length=spec.config.max_sequence_length,
+        max_valency=combiner.max_valency if combiner else 0,
     )
+
+
+def _combiner_of(plan: Plan, table: int) -> CustomCombiner | None:
+    return plan.tables[table].config.custom_combiner
 
 
 def _check_names(

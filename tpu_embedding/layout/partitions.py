@@ -9,6 +9,7 @@ one SparseCore has to fetch from one shard.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,14 @@ class Partitioning:
         return self.num_sparse_cores * self.num_replicas
 
     @property
+    def marks(self) -> tuple[int, int, int]:
+        """Devices, SparseCores of each, and a number for all the rest."""
+        rest = (self.features, self.tables, self.max_ids_per_chip_per_sample)
+        number = zlib.crc32(repr(rest).encode())
+        return self.num_replicas, self.num_sparse_cores, number
+
+    @property
     def num_row_pointers(self) -> int:
-        """Row pointers of a device's buffers: those of a minibatch come in eights."""
-        padded_shards = -(-self.num_shards // 8) * 8
+        """Row pointers of a device's buffers: at least 8 for each minibatch."""
+        padded_shards = max(self.num_shards, 8)
         return self.num_sparse_cores * self.max_minibatches * padded_shards

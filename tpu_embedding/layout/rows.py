@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,15 +63,26 @@ class Rows(abc.ABC):
         return self.read(0, self.shape[0])
 
 
+InitialValue = float | Callable[[tuple[int, int]], Any] | None
+
+
 class MutableRows(Rows):
     """A matrix that is also written by ranges of rows: a part of a live embedding.
 
     Attributes:
-      initial_value: What the rows of a slot start as; None for a table, which has an
-        initializer.
+      initial_value: What the rows of a slot start as: a number, or a function of the
+        shape that gives them; None for a table, which has an initializer.
     """
 
-    initial_value: float | None
+    initial_value: InitialValue
+
+    def initial_rows(self, count: int) -> np.ndarray:
+        """What that many rows of a slot start as."""
+        assert self.initial_value is not None
+        shape = (count, self.shape[1])
+        if callable(self.initial_value):
+            return np.asarray(self.initial_value(shape), self.dtype)
+        return np.full(shape, self.initial_value, self.dtype)
 
     @abc.abstractmethod
     def write(self, start: int, values: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embedding.layout.rows import MutableRows, Rows
+from tpu_embedding.layout.rows import InitialValue, MutableRows, Rows
 from tpu_embedding.layout.stacking import TableLayout
 
 
@@ -77,7 +77,7 @@ class MutableUnstackedRows(MutableRows):
 
     stack: MutableRows
     layout: TableLayout
-    initial_value: float | None = None
+    initial_value: InitialValue = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -148,7 +148,7 @@ class JoinedRows(MutableRows):
     """
 
     parts: Sequence[MutableRows]
-    initial_value: float | None = None
+    initial_value: InitialValue = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any
 from tpu_embedding.layout import errors
 from tpu_embedding.layout.rotation import check_loads, rotations
 from tpu_embedding.layout.sharding import ModSharding, StackedTable, Storage
-from tpu_embedding.layout.tables import Plan, TableSpec
+from tpu_embedding.layout.tables import Plan, TableSpec, stacking_kind
 
 # TensorFlow's own limits: a stack stays below each of them.
 ACTIVATION_BYTES_LIMIT = 2**21  # of one SparseCore
@@ -279,7 +279,7 @@ def _pile(
         row_bytes = width * _FLOAT_BYTES
         activations = row_bytes * (own // options.sparse_cores_per_device)
         shard = row_bytes * rows // options.num_devices
-        kind = (width, spec.optimizer, spec.config.quantization_config)
+        kind = (width, *stacking_kind(spec))
         pile = None
         if not options.disable_table_stacking:
             pile = next(
@@ -387,11 +387,9 @@ def _check_stack(
     specs = [plan.tables[index] for index in tables]
     first, width = specs[0], layouts[0].unsharded_padded_shape[1]
     for spec, layout in zip(specs, layouts, strict=True):
-        same = (
-            layout.unsharded_padded_shape[1] == width
-            and spec.optimizer == first.optimizer
-            and spec.config.quantization_config == first.config.quantization_config
-        )
+        same = layout.unsharded_padded_shape[1] == width and stacking_kind(
+            spec
+        ) == stacking_kind(first)
         if not same:
             raise errors.stack_of_two_kinds(name, first.name, spec.name)
     ordered = sorted(layouts, key=lambda la: la.sparse_core_shard_row_offset)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.layout.errors import custom_function
 from tpu_embedding.optimizers import OPTIMIZERS, Optimizer
 from tpu_embedding.optimizers.errors import table_dim
 
@@ -78,6 +79,8 @@ def make_plan(
     features: Sequence[FeatureConfig],
     keys: Mapping[TableConfig, Any],
     optimizer: Optimizer | None,
+    *,
+    custom: bool = False,
 ) -> Plan:
     """Names the tables and gives each its optimizer.
 
@@ -86,8 +89,10 @@ def make_plan(
       features: The features; each table is a TableConfig of this package.
       keys: For each table the object that the user passed.
       optimizer: For tables that have none; may be None.
+      custom: Whether the caller takes a CustomOptimizer and a CustomCombiner.
 
     Raises:
+      NotImplementedError: If a table has one and the caller does not take it.
       ValueError: If two tables have one name, an optimizer is none of ours or is
         for another width, or a table has more rows than int32 can number.
     """
@@ -109,6 +114,8 @@ def make_plan(
     _check_names(tables, paths)
     _check_rows(tables)
     _check_optimizers(tables, paths)
+    if not custom:
+        refuse_custom(tables)
     numbers = {table.config: table.index for table in tables}
     return Plan(
         tables=tuple(tables),
@@ -117,6 +124,38 @@ def make_plan(
             for i, (path, config) in enumerate(zip(paths, features, strict=True))
         ),
     )
+
+
+def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
+    """What the tables of one stack have in common, besides the padded width.
+
+    Functions of the user's see the table's own width, and the weights of a combiner
+    are one table's: TensorFlow's stacker, which is not asked about them, has no rule.
+    """
+    custom = spec.optimizer is not None and spec.optimizer.is_custom
+    return (
+        spec.optimizer,
+        spec.config.quantization_config,
+        spec.config.dim if custom else None,
+        None if spec.config.custom_combiner is None else spec.index,
+    )
+
+
+def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> None:
+    """Refuses functions of the user's, by name.
+
+    Args:
+      tables: Of a plan.
+      optimizers: CustomOptimizers too.
+
+    Raises:
+      NotImplementedError: If a table has one.
+    """
+    for table in tables:
+        if optimizers and table.optimizer is not None and table.optimizer.is_custom:
+            raise custom_function(table.name, "CustomOptimizer")
+        if table.config.custom_combiner is not None:
+            raise custom_function(table.name, "CustomCombiner")
 
 
 def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:

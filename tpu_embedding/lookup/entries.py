@@ -207,7 +207,7 @@ def _draft(feature: FeatureInput) -> _Draft:
             samples=columns[1],
             weights=None if weights is None else columns[2],
             axes=axes,
-            combiner=config.combiner,
+            combiner=config.entry_combiner,
             one_each=rows.one_each and not kept,
         )
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
-from tpu_embedding.layout.tables import FeatureSpec, Plan
+from tpu_embedding.layout.tables import FeatureSpec, Plan, refuse_custom
 from tpu_embedding.lookup.combine import TableReader, combine, reader_of
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.padded import combine_padded, pad
@@ -99,6 +99,7 @@ class FeatureLookup:
         values: Sequence[Any],
         weights: Sequence[Any],
     ) -> list[_Chosen]:
+        refuse_custom([self.plan.tables[s.table] for s in specs], optimizers=False)
         # Numbered anew, as these may be some of the features only.
         specs = [dataclasses.replace(s, index=i) for i, s in enumerate(specs)]
         batches = [

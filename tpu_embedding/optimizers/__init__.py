@@ -14,6 +14,7 @@ from tpu_embedding.optimizers.base import Slot as Slot
 from tpu_embedding.optimizers.base import TpuRule as TpuRule
 from tpu_embedding.optimizers.base import apply_rule as apply_rule
 from tpu_embedding.optimizers.base import takes_step as takes_step
+from tpu_embedding.optimizers.custom import CustomOptimizer as CustomOptimizer
 from tpu_embedding.optimizers.frequency_estimator import (
     FrequencyEstimator as FrequencyEstimator,
 )
@@ -31,7 +32,7 @@ from tpu_embedding.optimizers.rms_prop import RMSProp as RMSProp
 from tpu_embedding.optimizers.rowwise_adagrad import RowwiseAdagrad as RowwiseAdagrad
 from tpu_embedding.optimizers.sgd import SGD as SGD
 
-# By name; whoever needs all of them asks here.
+# By name; whoever needs all of them asks here. All that have a rule of their own.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.__name__: cls
     for cls in (

@@ -39,6 +39,12 @@ class ArrayOps(Protocol):
         """The mean over the last axis, which is kept with size 1."""
         ...
 
+    def map_rows(
+        self, function: Callable[..., Any], arrays: Sequence[Any], /
+    ) -> Sequence[Any]:
+        """What `function` returns of the first, second, ... row of all arrays."""
+        ...
+
 
 # The one value of each option that the SparseCore ops can carry.
 SPARSE_CORE_VALUES: dict[str, Any] = {
@@ -72,12 +78,12 @@ class Slot:
 
     Attributes:
       name: As the TPU calls it, e.g. "accumulators".
-      initial_value: What it is filled with.
+      initial_value: What it is filled with, or an initializer of (shape, dtype).
       per_row: The shape is [V, 1] instead of [V, D].
     """
 
     name: str
-    initial_value: float
+    initial_value: Any
     per_row: bool = False
 
 
@@ -135,6 +141,8 @@ class Optimizer(abc.ABC):
     sparse_core_values: ClassVar[dict[str, Any]] = SPARSE_CORE_VALUES
     # None: the rule is not published, so that only a TPU can apply it.
     host_values: ClassVar[dict[str, Any] | None] = HOST_VALUES
+    # The rule is a function of the user's.
+    is_custom: ClassVar[bool] = False
     # The one width of table that the rule is for, or None.
     table_dim: ClassVar[int | None] = None
 

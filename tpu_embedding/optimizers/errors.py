@@ -30,3 +30,52 @@ def table_dim(name: str, optimizer: str, dim: int, needed: int) -> ValueError:
         f"Table {name!r} has dim={dim}, but {optimizer} is for tables of dim={needed} "
         "alone. Give the table that width, or another optimizer."
     )
+
+
+def not_callable(argument: str, value: object) -> TypeError:
+    """For what should be a function of the user's."""
+    return TypeError(
+        f"Argument `{argument}` must be callable. Received: {value!r} of type "
+        f"{type_name(value)}."
+    )
+
+
+def one_for_each_slot(argument: str, got: int, wanted: int) -> ValueError:
+    """For lists about the slots of a CustomOptimizer that do not fit each other."""
+    return ValueError(
+        f"CustomOptimizer: `slot_names` has {wanted} names, but `{argument}` has {got} "
+        "values. Give one for each slot."
+    )
+
+
+def slot_names(names: object) -> ValueError:
+    """For names of slots that cannot be told apart."""
+    return ValueError(
+        f"CustomOptimizer: `slot_names` is {names!r}. Each must be there once, and "
+        '"parameters" is the table itself. Rename one.'
+    )
+
+
+def slot_dims(dims: object) -> ValueError:
+    """For a slot with another number of axes."""
+    return ValueError(
+        f"CustomOptimizer: `slot_dims` is {dims!r}. Each must be 2, for a slot as wide "
+        "as the table, or 1, for one number for each row."
+    )
+
+
+def computed(computation: object, got: int, wanted: int) -> ValueError:
+    """For a custom computation that returns too little or too much."""
+    return ValueError(
+        f"The custom computation {computation!r} returned {got} tensors; it must "
+        f"return {wanted}: the row, then each slot."
+    )
+
+
+def computed_shape(computation: object, got: object, wanted: object) -> ValueError:
+    """For a custom computation that returns another shape."""
+    return ValueError(
+        f"The custom computation {computation!r} returned a tensor of shape {got} in "
+        f"the place of one of shape {wanted}. Return rows and slots in their own "
+        "shapes."
+    )

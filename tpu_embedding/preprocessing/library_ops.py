@@ -48,6 +48,7 @@ def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
         return dict(zip(names, values, strict=True))
 
     positions = [table.name for table in partitioning.tables if table.positions]
+    tables = [feature.table for feature in partitioning.features]
     return PartitionedBatch(
         tables={
             table.name: PartitionedCsrFormatTensor(
@@ -63,7 +64,7 @@ def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
         row_pointers_sizes=by_name(result.row_pointers_sizes),
         ids_sizes=by_name(result.ids_sizes),
         sorted_pos_ids=dict(zip(positions, result.sorted_pos_ids, strict=True)),
-        dropped_ids=by_name(tf.unstack(result.dropped_ids)),
+        dropped_ids=dict(zip(tables, tf.unstack(result.dropped_ids), strict=True)),
         required_ids=by_name(tf.unstack(result.required_ids)),
         max_ids=by_name(tf.unstack(result.max_ids)),
         max_unique_ids=by_name(tf.unstack(result.max_unique_ids)),

@@ -11,7 +11,7 @@ from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
 
 
 class PartitionedBatch(NamedTuple):
-    """The batch of one replica. Every dict is keyed by the name of a stacked table.
+    """The batch of one replica. The dicts go by the name of a stacked table.
 
     Attributes:
       tables: The CSR of each table.
@@ -19,7 +19,8 @@ class PartitionedBatch(NamedTuple):
       ids_sizes: int32 scalars: what is set of the other tensors.
       sorted_pos_ids: int32, beside `sorted_sample_ids`: each entry's position in its
         sample. Of the tables that keep positions only.
-      dropped_ids: int64 scalars: entries left out because the id buffer was full.
+      dropped_ids: int64 scalars: entries left out because the id buffer was full, by
+        the name of their own, unstacked table.
       required_ids: int64 scalars: the id buffer that would have held all.
       max_ids: int64 scalars: entries in the fullest partition.
       max_unique_ids: int64 scalars: different rows in the partition with most.

@@ -77,7 +77,11 @@ def requirements(
     """
     adapted = adapt_features(feature_config, None)
     plan = make_plan(
-        adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
+        adapted.paths,
+        adapted.features,
+        adapted.keys,
+        adapt_optimizer(optimizer),
+        custom=True,
     )
     partitioning = _unlimited(plan, hardware, config)
     batches = []

@@ -36,12 +36,15 @@ _WIDTH = 8  # An attribute that the ops do not look at.
 
 
 class _Stack(NamedTuple):
-    """One stacked table; the fields of PartitionedBatch, which says what they are."""
+    """One stacked table; the fields of PartitionedBatch, which says what they are.
+
+    Only `dropped_ids` goes by table already.
+    """
 
     csr: PartitionedCsrFormatTensor
     row_pointers_size: tf.Tensor
     ids_size: tf.Tensor
-    dropped_ids: tf.Tensor
+    dropped_ids: dict[str, tf.Tensor]
     required_ids: tf.Tensor
     max_ids: tf.Tensor
     max_unique_ids: tf.Tensor
@@ -78,7 +81,11 @@ def partition(
         row_pointers_sizes=each("row_pointers_size"),
         ids_sizes=each("ids_size"),
         sorted_pos_ids={},
-        dropped_ids=each("dropped_ids"),
+        dropped_ids={
+            name: count
+            for stack in stacks.values()
+            for name, count in stack.dropped_ids.items()
+        },
         required_ids=each("required_ids"),
         max_ids=each("max_ids"),
         max_unique_ids=each("max_unique_ids"),
@@ -140,7 +147,7 @@ def _stack(
     csr = _wrap(partitioning, table, cores)
     sizes = csr.row_pointers_unpadded_size, csr.ids_unpadded_size
     counts = tf.stack([core.id_counts[1:] - core.id_counts[:-1] for core in cores])
-    dropped, required = _buffer(
+    room, required = _buffer(
         counts, partitioning.max_ids_per_chip_per_sample * table.samples
     )
     entries = [csr.sorted_sample_ids, csr.sorted_token_ids, csr.sorted_gains]
@@ -153,7 +160,7 @@ def _stack(
         ),
         row_pointers_size=sizes[0],
         ids_size=sizes[1],
-        dropped_ids=dropped,
+        dropped_ids=_dropped(partitioning, table, cores, room),
         required_ids=required,
         max_ids=tf.cast(tf.reduce_max(counts), tf.int64),
         max_unique_ids=tf.reduce_max(tf.stack([_most_unique(core) for core in cores])),
@@ -248,14 +255,48 @@ def _most_unique(core: Any) -> tf.Tensor:
 
 
 def _buffer(counts: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """How many ids an id buffer of `capacity` drops, and the size that drops none.
+    """How many ids of each partition have room, and the size with room for all.
 
     Args:
       counts: int32 [SparseCores, shards], the entries of each partition.
       capacity: A multiple of 8.
+
+    Returns:
+      (int64 [SparseCores, shards], int64 scalar).
     """
-    counts = tf.cast(tf.reshape(counts, [-1]), tf.int64)
-    padded = -(-counts // _ALIGNMENT) * _ALIGNMENT
+    flat = tf.cast(tf.reshape(counts, [-1]), tf.int64)
+    padded = -(-flat // _ALIGNMENT) * _ALIGNMENT
     room = tf.maximum(capacity - tf.cumsum(padded, exclusive=True), 0)
-    dropped = tf.maximum(counts - room, 0)
-    return tf.reduce_sum(dropped), tf.reduce_sum(padded)
+    return tf.reshape(room, tf.shape(counts)), tf.reduce_sum(padded)
+
+
+def _dropped(
+    partitioning: Partitioning,
+    table: PartitionedTable,
+    cores: Sequence[Any],
+    room: tf.Tensor,
+) -> dict[str, tf.Tensor]:
+    """For each table of a stack, by name, how many of its entries have no room."""
+    features = [partitioning.features[f] for f in table.features]
+    # Within a partition entries are in the order of the stack's tables.
+    first_rows = {feature.row_offset: feature.table for feature in features}
+    starts = sorted(first_rows)
+    total = tf.zeros([len(starts)], tf.int64)
+    for core, own_room in zip(cores, tf.unstack(room, len(cores)), strict=True):
+        begins, ends = core.id_counts[:-1], core.id_counts[1:]
+        size = tf.cast(ends[-1], tf.int64)
+        ends = tf.repeat(tf.cast(begins, tf.int64) + own_room, ends - begins)
+        tokens = core.sorted_col_ids[:size]
+        lost = tokens[tf.range(size) >= ends]
+        first_tokens = [start // partitioning.num_shards for start in starts]
+        of_table = tf.searchsorted(tf.constant(first_tokens), lost, side="right") - 1
+        total += tf.math.bincount(
+            of_table,
+            minlength=len(starts),
+            maxlength=len(starts),
+            dtype=tf.int64,
+        )
+    return {
+        first_rows[start]: count
+        for start, count in zip(starts, tf.unstack(total, len(starts)), strict=True)
+    }

@@ -76,7 +76,9 @@ def serving_embedding_lookup(
 
 def plan_of(adapted: AdaptedFeatures, optimizer: Any = None) -> Plan:
     """The plan of an adapted configuration."""
-    return make_plan(adapted.paths, adapted.features, adapted.keys, optimizer)
+    return make_plan(
+        adapted.paths, adapted.features, adapted.keys, optimizer, custom=True
+    )
 
 
 def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:

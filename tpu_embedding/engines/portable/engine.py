@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,15 @@ import tensorflow as tf
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.portable.cells import pack, unpack
+from tpu_embedding.engines.portable.combiners import Combiners, Found
+from tpu_embedding.engines.portable.gradients import gradient_checks
 from tpu_embedding.engines.portable.rounding import Rounding
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable.steps import StepQueue
 from tpu_embedding.engines.portable.tables import (
     TableStep,
     entry_gradients,
+    merge,
     sum_by_row,
     update,
 )
@@ -35,16 +39,10 @@ from tpu_embedding.layout.batches import (
 )
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import Plan
-from tpu_embedding.lookup.checks import (
-    Change,
-    Check,
-    no_change,
-    require,
-    text,
-)
+from tpu_embedding.lookup.checks import Change, no_change, require
 from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
-from tpu_embedding.lookup.rows import FeatureInput, first
+from tpu_embedding.lookup.rows import FeatureInput
 from tpu_embedding.topology import Topology
 
 
@@ -64,6 +62,8 @@ class PortableEngine(WholeTablesEngine):
             self._plan.tables[f.table].config.dim for f in self._plan.features
         ]
         self._stacks = StackedBatches(options.plan, options.layout)
+        with tf.device(self._device):
+            self._combiners = Combiners(self._plan, options.layout)
         with tf.device(self._host):
             self._steps = StepQueue(
                 self._num_replicas, QUEUE_CAPACITY, pipelined=self._pipelined
@@ -77,6 +77,22 @@ class PortableEngine(WholeTablesEngine):
         del topology
         refuse_tpu_options(cls.name, plan)
         return lay_out_whole(plan, config)
+
+    def variables(self) -> list[dict[str, Any]]:
+        """See `Engine.variables`."""
+        return [
+            {**arrays, **self._combiners.variables(table)}
+            for table, arrays in enumerate(super().variables())
+        ]
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`."""
+        weights = {
+            f"{table.name}/{name}": variable
+            for table in self._plan.tables
+            for name, variable in self._combiners.variables(table.index).items()
+        }
+        return {**super().checkpoint_variables(), **weights}
 
     @in_turn
     def enqueue(
@@ -125,8 +141,9 @@ class PortableEngine(WholeTablesEngine):
             with tf.control_dependencies([rates]):
                 batch = self._steps.owed(replica)
             entries = self._unpack_entries(batch)
-            sums = self._row_sums(entries, gradients, on_failure)
-            apply_now = self._steps.deposit(replica, pack([sums, rates]))
+            sums, of_weights = self._row_sums(entries, gradients, on_failure, {})
+            parts = pack([sums, rates, of_weights])
+            apply_now = self._steps.deposit(replica, parts)
             self._rates.count_update(completes, after=apply_now)
             if not self._pipelined:
                 self._apply_if(apply_now)
@@ -154,8 +171,10 @@ class PortableEngine(WholeTablesEngine):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
                 batch = self._steps.ticket_batch(ticket)
-            sums = self._row_sums(self._unpack_entries(batch), gradients, no_change)
-            apply_now = self._steps.submit(replica, ticket, pack([sums, rates]))
+            entries = self._unpack_entries(batch)
+            sums, of_weights = self._row_sums(entries, gradients, no_change, {})
+            parts = pack([sums, rates, of_weights])
+            apply_now = self._steps.submit(replica, ticket, parts)
             self._rates.count_update(completes, after=apply_now)
             self._apply_if(apply_now)
 
@@ -164,6 +183,11 @@ class PortableEngine(WholeTablesEngine):
         layout = self._options.layout
         with tf.device(self._host):
             entries = build_entries(self._inputs(batch))
+            with tf.control_dependencies(require(self._combiners.checks(entries))):
+                entries = [
+                    dataclasses.replace(entry, rows=tf.identity(entry.rows))
+                    for entry in entries
+                ]
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
             return self._stacks.pack(stacks, [entry.shape for entry in entries])
 
@@ -177,7 +201,8 @@ class PortableEngine(WholeTablesEngine):
             with tf.control_dependencies([entries[-1].rows]):
                 ticket = self._steps.begin_lookup(replica, nothing)
             with tf.control_dependencies([ticket]):
-                return Lookup(self._look_up(entries), batch.tables)
+                activations, found = self._look_up_combined(entries)
+                return Lookup(activations, self._combiners.pack(batch.tables, found))
 
     @in_turn
     def update_stacked(
@@ -194,11 +219,13 @@ class PortableEngine(WholeTablesEngine):
         with tf.device(self._host):
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
-                samples = [n[tf.newaxis] for n in self._stacks.samples(tables)]
-                entries = self._read_stacks(tables, samples)
-            sums = self._row_sums(entries, flat, no_change)
+                counts = self._stacks.samples(tables)
+                entries = self._read_stacks(tables, [n[tf.newaxis] for n in counts])
+            found = self._combiners.unpack(tables, counts)
+            sums, of_weights = self._row_sums(entries, flat, no_change, found)
             ticket = self._steps.new_ticket(pack([]))
-            apply_now = self._steps.submit(replica, ticket, pack([sums, rates]))
+            parts = pack([sums, rates, of_weights])
+            apply_now = self._steps.submit(replica, ticket, parts)
             self._rates.count_update(completes, after=apply_now)
             self._apply_if(apply_now)
 
@@ -233,15 +260,21 @@ class PortableEngine(WholeTablesEngine):
         tf.cond(condition, apply_update, lambda: False)
 
     def _apply_update(self) -> None:
-        spec = [tf.TensorSpec([], tf.variant), tf.TensorSpec([len(self.tables)])]
+        spec = [
+            tf.TensorSpec([], tf.variant),
+            tf.TensorSpec([len(self.tables)]),
+            tf.TensorSpec([self._combiners.num_weights]),
+        ]
         parts = [unpack(part, spec) for part in self._steps.take_ready()]
-        replicas = [self._unpack_row_sums(sums) for sums, _ in parts]
-        rates = tf.add_n([rates for _, rates in parts])  # zeros from all but one
+        replicas = [self._unpack_row_sums(sums) for sums, *_ in parts]
+        rates = tf.add_n([rates for _, rates, _ in parts])  # zeros from all but one
         step = self._rates.step_of_update()
+        with tf.device(self._device):
+            self._combiners.update(tf.add_n([weights for *_, weights in parts]))
         for table, variables in zip(self._plan.tables, self.tables, strict=True):
             assert table.optimizer is not None
-            rows, sums = self._merge([sums[table.index] for sums in replicas])
             with tf.device(self._device):
+                rows, sums = merge([sums[table.index] for sums in replicas])
                 rounding = Rounding(table.rounding_seed, step)
                 how = TableStep(table.optimizer, rates[table.index], rounding)
                 update(variables, how, rows, sums)
@@ -291,36 +324,60 @@ class PortableEngine(WholeTablesEngine):
                 table = VariableReader(self.tables[feature.table].parameters)
                 reader = reader_of(table, config.quantization_config)
                 activation = look_up(reader, entry)
-                shape = self._options.output_shapes.activation(feature.index)
-                activations.append(tf.ensure_shape(activation, (*shape, dim)))
+                if feature.index not in self._combiners.of_features:
+                    shape = self._options.output_shapes.activation(feature.index)
+                    activation = tf.ensure_shape(activation, (*shape, dim))
+                activations.append(activation)
         return activations
+
+    def _look_up_combined(
+        self, entries: Sequence[Entries]
+    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
+        """As `_look_up`, with custom combiners and what they are to know later."""
+        activations = self._look_up(self._combiners.all_places(entries))
+        with tf.device(self._device):
+            return self._combiners.combine_all(entries, activations)
 
     def _row_sums(
         self,
         entries: Sequence[Entries],
         gradients: Sequence[tf.Tensor | None],
         on_failure: Change,
-    ) -> tf.Tensor:
-        """Checks one replica's gradients; a variant of rows and sums by table."""
+        found: Mapping[int, Found],
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Checks one replica's gradients.
+
+        Returns:
+          (A variant of rows and sums by table, the gradients of all weights of custom
+          combiners one after another).
+        """
         checks = [
             check
             for feature, gradient in enumerate(gradients)
             if gradient is not None
-            for check in self._check_gradient(feature, gradient, entries[feature])
+            for check in gradient_checks(
+                self._plan.features[feature].path,
+                gradient,
+                tf.concat([entries[feature].shape, [self._dims[feature]]], 0),
+                check_numerics=self._options.check_numerics,
+            )
         ]
         tensors = []
         with (
             tf.control_dependencies(require(checks, on_failure)),
             tf.device(self._device),
         ):
+            of_vectors, of_weights = self._combiners.backward(found, gradients)
             for table in self._plan.tables:
                 rows = [entries[f].rows for f in table.features]
                 values = [
-                    self._entry_gradients(f, gradients[f], entries[f])
+                    self._entry_gradients(
+                        f, of_vectors.get(f, gradients[f]), entries[f]
+                    )
                     for f in table.features
                 ]
                 tensors += sum_by_row(tf.concat(rows, 0), tf.concat(values, 0))
-        return pack(tensors)
+        return pack(tensors), of_weights
 
     def _entry_gradients(
         self, feature: int, gradient: tf.Tensor | None, entries: Entries
@@ -328,6 +385,8 @@ class PortableEngine(WholeTablesEngine):
         dim = self._dims[feature]
         if gradient is None:
             return tf.zeros([tf.size(entries.rows), dim])
+        if feature in self._combiners.of_features:
+            entries = self._combiners.places(feature, entries)
         return entry_gradients(gradient, entries, dim)
 
     def _unpack_row_sums(self, sums: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
@@ -337,60 +396,6 @@ class PortableEngine(WholeTablesEngine):
             specs.append(tf.TensorSpec([None, table.config.dim]))
         tensors = unpack(sums, specs)
         return list(zip(tensors[::2], tensors[1::2], strict=True))
-
-    def _merge(
-        self, replicas: Sequence[tuple[tf.Tensor, tf.Tensor]]
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rows and sums of all replicas as one, summed in replica order."""
-        if len(replicas) == 1:
-            return replicas[0]
-        rows, sums = zip(*replicas, strict=True)
-        with tf.device(self._device):
-            return sum_by_row(tf.concat(rows, 0), tf.concat(sums, 0))
-
-    def _check_gradient(
-        self, feature: int, gradient: tf.Tensor, entries: Entries
-    ) -> list[Check]:
-        dim = self._dims[feature]
-        name = f"Feature {self._plan.features[feature].path}"
-        shape = tf.shape(gradient, out_type=tf.int64)
-        expected = tf.concat([entries.shape, [dim]], 0)
-        same_rank = tf.equal(tf.size(shape), tf.size(expected))
-        size = tf.minimum(tf.size(shape), tf.size(expected))
-        checks = [
-            Check(
-                same_rank & tf.reduce_all(tf.equal(shape[:size], expected[:size])),
-                lambda: text(
-                    f"{name}: the gradient has shape ",
-                    _list_text(shape),
-                    ", but the activation had ",
-                    _list_text(expected),
-                    ".",
-                ),
-            )
-        ]
-        if self._options.check_numerics:
-            values = tf.reshape(gradient, [-1])
-            bad = ~tf.math.is_finite(values)
-
-            def not_finite() -> tf.Tensor:
-                at = first(bad)
-                return text(
-                    f"{name}: the gradient of sample ",
-                    at // dim,
-                    " is not finite (",
-                    values[at],
-                    ").",
-                )
-
-            checks.append(Check(~tf.reduce_any(bad), not_finite))
-        return checks
-
-
-def _list_text(shape: tf.Tensor) -> tf.Tensor:
-    """The shape as TensorFlow's ops write it."""
-    axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=",")
-    return text("[", axes, "]")
 
 
 def _host_of(device: str) -> str:

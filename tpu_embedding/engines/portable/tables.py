@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -54,6 +55,16 @@ def sum_by_row(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
     """
     unique = tf.unique(rows, out_idx=tf.int64)
     return unique.y, tf.math.unsorted_segment_sum(values, unique.idx, tf.size(unique.y))
+
+
+def merge(
+    replicas: Sequence[tuple[tf.Tensor, tf.Tensor]],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The rows and sums of all replicas as one, summed in replica order."""
+    if len(replicas) == 1:
+        return replicas[0]
+    rows, sums = zip(*replicas, strict=True)
+    return sum_by_row(tf.concat(rows, 0), tf.concat(sums, 0))
 
 
 def update(

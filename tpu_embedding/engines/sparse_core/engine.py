@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Stacks
@@ -15,13 +16,16 @@ from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import minibatches, ops
 from tpu_embedding.engines.sparse_core.checks import check_gradients
+from tpu_embedding.engines.sparse_core.custom import CustomFunctions, functions_of
 from tpu_embedding.engines.sparse_core.pending import PendingUpdate
 from tpu_embedding.engines.sparse_core.saving import SavedStack
 from tpu_embedding.engines.sparse_core.stacked_samples import StackedSamples
 from tpu_embedding.engines.sparse_core.state import (
+    StackState,
     create_counter,
     create_state,
 )
+from tpu_embedding.engines.sparse_core.transfer import check_shapes, copy_to_device
 from tpu_embedding.engines.tickets import TracedTicket
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import errors as layout_errors
@@ -36,6 +40,7 @@ from tpu_embedding.layout.partitioning import (
     refuse_for_sparse_cores,
     require_names_and_optimizers,
 )
+from tpu_embedding.layout.partitions import PartitionedTable
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.stacking import (
     Layout,
@@ -72,8 +77,13 @@ class SparseCoreEngine(Engine, Stacks):
         )
         # All replicas must be cut alike.
         self._must_agree = self._partitioning.minibatching and topology.num_replicas > 1
-        self._preprocessing = PartitionOptions(check_numerics=options.check_numerics)
+        self._preprocessing = PartitionOptions(
+            check_numerics=options.check_numerics, device=topology.device
+        )
         self._stacks = outside_of_replicas(lambda: create_state(options))
+        self._functions = outside_of_replicas(
+            lambda: [functions_of(plan, stack) for stack in layout.stacks]
+        )
         self._rates = Rates(
             plan,
             lambda: outside_of_replicas(lambda: create_counter(options, "updates")),
@@ -100,7 +110,10 @@ class SparseCoreEngine(Engine, Stacks):
     def variables(self) -> list[dict[str, Any]]:
         """See `Engine.variables`."""
         found = {
-            index: {array: tf.constant(rows.numpy()) for array, rows in arrays.items()}
+            index: {
+                **{array: tf.constant(rows.numpy()) for array, rows in arrays.items()},
+                **stack.combiner_values(),
+            }
             for stack in self._stacks
             for index, arrays in stack.tables()
         }
@@ -129,6 +142,10 @@ class SparseCoreEngine(Engine, Stacks):
                 name = stack.stack.name
                 key = name if array == PARAMETERS else f"{name}/{array}"
                 saved[key] = SavedStack(variable.values)
+            if stack.combiner_weights is not None:
+                saved[f"{stack.stack.name}/{CustomCombiner.NAME}"] = (
+                    stack.combiner_weights
+                )
         if self._rates.updates is not None:
             saved[UPDATES] = self._rates.updates
         return saved
@@ -205,16 +222,26 @@ class SparseCoreEngine(Engine, Stacks):
         for stack in self._stacks:
             if stack.stack.name not in batch.sizes:
                 raise layout_errors.unpartitioned(stack.stack.name)
-        tables = self._options.topology.on_host(ops.copy_to_device, batch)
+        tables = self._options.topology.on_host(
+            copy_to_device, batch, self._partitioning
+        )
         activations = {}
-        for table, stack in zip(self._partitioning.tables, self._stacks, strict=True):
+        for table, stack, functions in self._each_stack():
+            name, parameters = table.name, stack.parameters.read_value()
             first = self._plan.tables[stack.stack.tables[0]]
-            activations[table.name] = ops.look_up(
-                table,
-                tables[table.name],
-                stack.parameters.read_value(),
-                first.config.quantization_config,
-            )
+            quantization = first.config.quantization_config
+            if functions.combiner is None:
+                activations[name] = ops.look_up(
+                    table, tables[name], parameters, quantization
+                )
+            else:
+                activations[name], tables[name] = ops.look_up_combined(
+                    table,
+                    tables[name],
+                    (parameters, stack.read_combiner_weights()),
+                    quantization,
+                    functions.combiner,
+                )
         return Lookup(self._samples.split(activations), tables)
 
     def update_stacked(
@@ -225,6 +252,7 @@ class SparseCoreEngine(Engine, Stacks):
     ) -> None:
         """See `Stacks.update_stacked`."""
         del replica
+        check_shapes(tables, self._partitioning)
         rates = self._rates.evaluate()
         if self._options.check_numerics:
             gradients = self._options.topology.on_host(
@@ -235,12 +263,13 @@ class SparseCoreEngine(Engine, Stacks):
         with tf.control_dependencies([rates, *(g for g in gradients if g is not None)]):
             by_stack = self._samples.join(gradients)
             inputs = {
-                stack.stack.name: ops.update_inputs(
-                    tables[stack.stack.name],
-                    by_stack[stack.stack.name],
+                table.name: ops.update_inputs(
+                    tables[table.name],
+                    by_stack[table.name],
                     rates[stack.stack.tables[0]],
+                    functions,
                 )
-                for stack in self._stacks
+                for table, stack, functions in self._each_stack()
             }
             due = inputs
             if self._pending is not None:
@@ -289,19 +318,31 @@ class SparseCoreEngine(Engine, Stacks):
                 name: BufferSizes(size, result.ids_sizes[name])
                 for name, size in result.row_pointers_sizes.items()
             },
+            sorted_pos_ids=result.sorted_pos_ids,
+            marks=tf.constant(self._partitioning.marks, tf.int64),
+        )
+
+    def _each_stack(
+        self,
+    ) -> Iterator[tuple[PartitionedTable, StackState, CustomFunctions]]:
+        return zip(
+            self._partitioning.tables, self._stacks, self._functions, strict=True
         )
 
     def _apply(self, due: Mapping[str, Mapping[str, tf.Tensor]]) -> tf.Tensor:
         """Updates all stacks; a tensor that is there when it is done."""
         results = []
-        for table, stack in zip(self._partitioning.tables, self._stacks, strict=True):
+        for table, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
             assert optimizer is not None
-            values = [variable.read_value() for variable in stack.arrays.values()]
-            updated = ops.update(
-                table, optimizer, due[table.name], values[0], values[1:]
-            )
-            results.append((stack.arrays.values(), updated))
+            variables = list(stack.arrays.values())
+            values = [variable.read_value() for variable in variables]
+            if functions.combiner is not None:
+                values.append(stack.read_combiner_weights())
+            if stack.combiner_weights is not None:
+                variables.append(stack.combiner_weights)
+            updated = ops.update(table, optimizer, functions, due[table.name], values)
+            results.append((variables, updated[: len(variables)]))
         for variables, updated in results:
             for variable, value in zip(variables, updated, strict=True):
                 variable.assign(value)
@@ -310,8 +351,10 @@ class SparseCoreEngine(Engine, Stacks):
     def _create_pending(self) -> PendingUpdate:
         specs = {}
         shards = self._partitioning
-        for table, stack in zip(shards.tables, self._stacks, strict=True):
-            specs[table.name] = ops.update_input_specs(shards, table, stack.stack.width)
+        for table, stack, functions in self._each_stack():
+            specs[table.name] = ops.update_input_specs(
+                shards, table, stack.stack.width, functions
+            )
 
         def create() -> PendingUpdate:
             with self._options.topology.strategy.scope():

@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import QuantizationConfig
+from tpu_embedding.engines.sparse_core.custom import CombinerFunctions, CustomFunctions
 from tpu_embedding.layout.batches import (
-    BufferSizes,
+    CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
 )
 from tpu_embedding.layout.partitions import PartitionedTable, Partitioning
 from tpu_embedding.optimizers import Optimizer
 
-
-def copy_to_device(
-    batch: PreprocessedFeatures,
-) -> dict[str, PartitionedCsrFormatTensor]:
-    """The batch in the memory of the TPU, of each buffer what is in use."""
-    return {
-        name: _copy_table(table, batch.sizes[name])
-        for name, table in batch.tables.items()
-    }
-
-
-def _copy_table(
-    table: PartitionedCsrFormatTensor, sizes: BufferSizes
-) -> PartitionedCsrFormatTensor:
-    buffers = list(table[:4])
-    copied = tf.raw_ops.TPUCopyWithDynamicShape(
-        tensors=buffers,
-        unpadded_sizes=[sizes.row_pointers, sizes.ids, sizes.ids, sizes.ids],
-    )
-    annotated = tf.raw_ops.TPUAnnotateTensorsWithDynamicShape(tensors=copied)
-    for tensor, buffer in zip(annotated, buffers, strict=True):
-        tensor.set_shape(buffer.shape)
-    pointers, sample_ids, token_ids, gains = annotated
-    return table._replace(
-        row_pointers=pointers,
-        sorted_sample_ids=sample_ids,
-        sorted_token_ids=token_ids,
-        sorted_gains=gains,
-    )
+Batch = PartitionedCsrFormatTensor | CombinedCsrFormatTensor
+MINIBATCHES = "num_minibatches_per_physical_sparse_core"
+# All numbers of a custom rule in one tensor; the op takes them one by one.
+_HYPERPARAMETERS = "hyperparameters"
 
 
 def look_up(
     table: PartitionedTable,
-    batch: PartitionedCsrFormatTensor,
+    batch: Batch,
     parameters: tf.Tensor,
     quantization: QuantizationConfig | None,
 ) -> tf.Tensor:
@@ -62,49 +38,102 @@ def look_up(
       quantization: Of all its tables.
     """
     return tf.raw_ops.XlaSparseDenseMatmulWithStaticBufferSize(
-        **_batch_inputs(batch),
+        **_entries(batch),
+        **_minibatches(batch),
         embedding_table=parameters,
-        input_size=table.samples,
-        quantization_config_low=quantization.lower if quantization else 0.0,
-        quantization_config_high=quantization.upper if quantization else 0.0,
-        quantization_config_num_buckets=quantization.num_buckets if quantization else 0,
-        **_table_attributes(table),
+        **_lookup_attributes(table, quantization),
+        **_limits(table),
+    )
+
+
+def look_up_combined(
+    table: PartitionedTable,
+    batch: CombinedCsrFormatTensor,
+    state: tuple[tf.Tensor, tf.Tensor],
+    quantization: QuantizationConfig | None,
+    functions: CombinerFunctions,
+) -> tuple[tf.Tensor, CombinedCsrFormatTensor]:
+    """As `look_up`, for a CustomCombiner.
+
+    Args:
+      table: The stack.
+      batch: What to look up.
+      state: The part of the stack on this device and the combiner's weights.
+      quantization: Of its table.
+      functions: The combiner.
+
+    Returns:
+      (The activations, the batch with what the update needs of the lookup).
+    """
+    parameters, weights = state
+    raw = tf.raw_ops.XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput
+    found: Any = raw(
+        **_entries(batch),
+        sorted_pos_ids=batch.sorted_pos_ids,
+        embedding_table=parameters,
+        weights=weights,
+        combiner_computation=_in_graph(functions.combine),
+        **_lookup_attributes(table, quantization),
+        **_combiner_attributes(functions.config),
+        table_name=table.name,
+    )
+    return found.activations, batch._replace(
+        valencies=found.preserved_valencies,
+        vectors=found.preserved_vectors,
+        weights=weights,
     )
 
 
 def update(
     table: PartitionedTable,
     optimizer: Optimizer,
+    functions: CustomFunctions,
     inputs: Mapping[str, Any],
-    parameters: tf.Tensor,
-    slots: Sequence[tf.Tensor],
+    state: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """What a stack and its slots become; all replicas call it for one update.
+    """What a stack, its slots and weights become; all replicas call it for one update.
 
     Args:
       table: The stack and its limits.
       optimizer: Of all its tables.
+      functions: What of the stack is the user's own.
       inputs: What `update_inputs` gave.
-      parameters: The part of the stack on this device.
-      slots: Likewise, in the order of `Optimizer.slots`.
+      state: The part of the stack on this device, those of its slots, in the order of
+        `Optimizer.slots`, and the weights of a CustomCombiner, if there is one.
     """
-    op = optimizer.sparse_core_op
-    assert op is not None
-    updated = getattr(
-        tf.raw_ops, f"XlaSparseDenseMatmulGradWith{op.name}AndStaticBufferSize"
-    )(
-        **inputs,
-        embedding_table=parameters,
-        **dict(zip(op.slots, slots, strict=True)),
-        **{name: getattr(optimizer, field) for name, field in op.attributes.items()},
-        **_clip_attributes(optimizer),
-        **_table_attributes(table),
-    )
-    return list(updated) if op.slots else [updated]
+    inputs = dict(inputs)
+    combiner = functions.combiner
+    tables = state if combiner is None else state[:-1]
+    if functions.optimizer is None:
+        rule = _built_in_rule(optimizer, inputs, tables)
+    else:
+        rule = _custom_rule(functions, inputs, tables)
+    if combiner is not None:
+        form = f"CustomCombinerOnTcGrad{rule.name}CsrInput"
+        extra = {
+            "weights": state[-1],
+            "combiner_table_vjp_computation": _in_graph(combiner.table_vjp),
+            "combiner_weights_vjp_computation": _in_graph(combiner.weights_vjp),
+            **_combiner_attributes(combiner.config),
+        }
+    elif functions.optimizer is not None:
+        form, extra = f"Grad{rule.name}CsrInput", {}
+    else:
+        form, extra = f"Grad{rule.name}StaticBufferSize", _limits(table)
+    call = getattr(tf.raw_ops, f"XlaSparseDenseMatmul{form}")
+    found = call(**{"table_name": table.name, **inputs, **rule.arguments, **extra})
+    updated = tf.nest.flatten(tuple(found) if isinstance(found, tuple) else found)
+    return [
+        value if old.shape[-1] == value.shape[-1] else _as_column(value)
+        for value, old in zip(updated, state, strict=False)
+    ]
 
 
 def update_inputs(
-    batch: PartitionedCsrFormatTensor, gradient: tf.Tensor, rate: tf.Tensor
+    batch: Batch,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+    functions: CustomFunctions,
 ) -> dict[str, tf.Tensor]:
     """What one update of a stack takes besides the stack, by input of the op.
 
@@ -112,43 +141,158 @@ def update_inputs(
       batch: What was looked up.
       gradient: float32 [samples, width].
       rate: float32 scalar.
+      functions: What of the stack is the user's own.
     """
-    return {
-        **_batch_inputs(batch),
+    inputs = {
+        **_entries(batch),
         "activation_gradients": gradient,
         "learning_rate": rate,
+    }
+    if functions.optimizer is not None:
+        numbers = [rate, *functions.optimizer.evaluate_hyperparameters()]
+        del inputs["learning_rate"]
+        inputs[_HYPERPARAMETERS] = tf.stack([tf.cast(n, tf.float32) for n in numbers])
+    if not isinstance(batch, CombinedCsrFormatTensor):
+        return {**inputs, **_minibatches(batch)}
+    assert functions.combiner is not None
+    weights_rate = functions.combiner.config.evaluate_rate()
+    return {
+        **inputs,
+        "sorted_pos_ids": batch.sorted_pos_ids,
+        "preserved_valencies": batch.valencies,
+        "preserved_vectors": batch.vectors,
+        "preserved_weights": batch.weights,
+        "combiner_weights_learning_rate": tf.cast(weights_rate, tf.float32),
     }
 
 
 def update_input_specs(
-    partitioning: Partitioning, table: PartitionedTable, width: int
+    partitioning: Partitioning,
+    table: PartitionedTable,
+    width: int,
+    functions: CustomFunctions,
 ) -> dict[str, tf.TensorSpec]:
     """The shapes and dtypes of `update_inputs`, of buffers of full size."""
     ids = table.samples * partitioning.max_ids_per_chip_per_sample
     pointers = partitioning.num_row_pointers
-    return {
+    specs = {
         "row_pointers": tf.TensorSpec([pointers], tf.int32),
         "sorted_sample_ids": tf.TensorSpec([ids], tf.int32),
         "sorted_token_ids": tf.TensorSpec([ids], tf.int32),
         "sorted_gains": tf.TensorSpec([ids], tf.float32),
-        "num_minibatches_per_physical_sparse_core": tf.TensorSpec([], tf.int32),
         "activation_gradients": tf.TensorSpec([table.samples, width], tf.float32),
-        "learning_rate": tf.TensorSpec([], tf.float32),
+    }
+    if functions.optimizer is None:
+        specs["learning_rate"] = tf.TensorSpec([], tf.float32)
+    else:
+        numbers = 1 + len(functions.optimizer.hyperparameters)
+        specs[_HYPERPARAMETERS] = tf.TensorSpec([numbers], tf.float32)
+    if functions.combiner is None:
+        return {**specs, MINIBATCHES: tf.TensorSpec([], tf.int32)}
+    config = functions.combiner.config
+    vectors = [table.samples, config.max_valency, width]
+    return {
+        **specs,
+        "sorted_pos_ids": tf.TensorSpec([ids], tf.int32),
+        "preserved_valencies": tf.TensorSpec([table.samples], tf.int32),
+        "preserved_vectors": tf.TensorSpec(vectors, tf.float32),
+        "preserved_weights": tf.TensorSpec([config.num_weights], tf.float32),
+        "combiner_weights_learning_rate": tf.TensorSpec([], tf.float32),
     }
 
 
-def _batch_inputs(batch: PartitionedCsrFormatTensor) -> dict[str, tf.Tensor]:
-    minibatches = batch.num_minibatches_per_physical_sparse_core
+class _Rule(NamedTuple):
+    """How a rule is called: its part of the op's name, and arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def _built_in_rule(
+    optimizer: Optimizer, inputs: Mapping[str, Any], tables: Sequence[tf.Tensor]
+) -> _Rule:
+    del inputs  # They have the learning rate already.
+    op = optimizer.sparse_core_op
+    assert op is not None
+    names = ("embedding_table", *op.slots)
+    return _Rule(
+        f"With{op.name}And",
+        {
+            **dict(zip(names, tables, strict=True)),
+            **{name: getattr(optimizer, own) for name, own in op.attributes.items()},
+            **_clip_attributes(optimizer),
+        },
+    )
+
+
+def _custom_rule(
+    functions: CustomFunctions, inputs: dict[str, Any], tables: Sequence[tf.Tensor]
+) -> _Rule:
+    assert functions.optimizer is not None
+    numbers = inputs.pop(_HYPERPARAMETERS)
+    attribute = "custom_computation"
+    if functions.combiner is not None:
+        attribute = "optimizer_custom_computation"
+    per_row = (False, *(slot.per_row for slot in functions.optimizer.slots))
+    return _Rule(
+        "With",
+        {
+            "tables": [
+                tf.reshape(value, [-1]) if one else value
+                for value, one in zip(tables, per_row, strict=True)
+            ],
+            "hyperparameters": tf.unstack(
+                numbers, 1 + len(functions.optimizer.hyperparameters)
+            ),
+            attribute: _in_graph(functions.rule),
+        },
+    )
+
+
+def _as_column(value: tf.Tensor) -> tf.Tensor:
+    """A vector as [n, 1], which TensorFlow takes for one more matrix of the table."""
+    unknown: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
+    vector = tf.raw_ops.PlaceholderWithDefault(input=value, shape=unknown)
+    return tf.reshape(vector, [value.shape[0], 1])
+
+
+def _in_graph(function: Any) -> Any:
+    # An attribute that names a function does not bring it along.
+    function.add_to_graph(tf.compat.v1.get_default_graph())
+    return function
+
+
+def _entries(batch: Batch) -> dict[str, tf.Tensor]:
     return {
         "row_pointers": batch.row_pointers,
         "sorted_sample_ids": batch.sorted_sample_ids,
         "sorted_token_ids": batch.sorted_token_ids,
         "sorted_gains": batch.sorted_gains,
-        "num_minibatches_per_physical_sparse_core": minibatches,
     }
 
 
-def _table_attributes(table: PartitionedTable) -> dict[str, Any]:
+def _minibatches(batch: Batch) -> dict[str, tf.Tensor]:
+    return {MINIBATCHES: batch.num_minibatches_per_physical_sparse_core}
+
+
+def _lookup_attributes(
+    table: PartitionedTable, quantization: QuantizationConfig | None
+) -> dict[str, Any]:
+    return {
+        "input_size": table.samples,
+        "quantization_config_low": quantization.lower if quantization else 0.0,
+        "quantization_config_high": quantization.upper if quantization else 0.0,
+        "quantization_config_num_buckets": (
+            quantization.num_buckets if quantization else 0
+        ),
+    }
+
+
+def _combiner_attributes(config: CustomCombiner) -> dict[str, int]:
+    return {"max_valency": config.max_valency, "num_weights": config.num_weights}
+
+
+def _limits(table: PartitionedTable) -> dict[str, Any]:
     return {
         "max_ids_per_sparse_core": table.max_ids_per_partition,
         "max_unique_ids_per_sparse_core": table.max_unique_ids_per_partition,

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.engines.sparse_core.ops import MINIBATCHES
 from tpu_embedding.engines.sparse_core.state import create_local
 
 # By stack the inputs of its update op.
@@ -16,8 +17,8 @@ Inputs = Mapping[str, Mapping[str, tf.Tensor]]
 class PendingUpdate:
     """One update of all stacks, kept in variables of each replica.
 
-    Where nothing is pending the row pointers are 0: then no partition has an entry, and
-    the update touches no row.
+    Where nothing is pending all is 0: no partition has an entry, and the update touches
+    no row.
     """
 
     def __init__(self, specs: Mapping[str, Mapping[str, tf.TensorSpec]]) -> None:
@@ -37,9 +38,9 @@ class PendingUpdate:
             for stack, own in specs.items()
         }
         for own in self._variables.values():
-            # Checked by the op even where there is nothing to do.
-            for part in own["num_minibatches_per_physical_sparse_core"].values:
-                part.assign(1)
+            if MINIBATCHES in own:  # Checked by the op even where there is nothing.
+                for part in own[MINIBATCHES].values:
+                    part.assign(1)
 
     def read(self) -> dict[str, dict[str, tf.Tensor]]:
         """What is pending, in one replica."""
@@ -57,5 +58,6 @@ class PendingUpdate:
     def clear(self) -> None:
         """Forgets what is pending, in one replica."""
         for own in self._variables.values():
-            pointers = own["row_pointers"]
-            pointers.assign(tf.zeros(pointers.shape, pointers.dtype))
+            # Gradients too: they reach the weights of a combiner without any entry.
+            for name in ("row_pointers", "activation_gradients"):
+                own[name].assign(tf.zeros(own[name].shape, own[name].dtype))

@@ -34,6 +34,7 @@ Error CsrBatch::Prepare(const std::vector<FeatureInput>& inputs,
   if (!error) error = SortUnits(inputs, parallel_for);
   if (error) return error;
   results_.resize(setup_.tables.size());
+  dropped_.assign(num_groups(), 0);
   for (size_t t = 0; t < setup_.tables.size(); ++t) {
     error = FinishTable(static_cast<int>(t), splits[t]);
     if (error) return error;
@@ -240,7 +241,34 @@ Error CsrBatch::PlaceTable(int table, CsrResult* result) {
     return IdBufferText(spec.name, result->layout.required_ids,
                         setup_.IdCapacity(spec));
   }
+  if (result->layout.dropped_ids > 0) CountDropped(table);
   return std::nullopt;
+}
+
+// The entries of one unit in one cell that have room in the buffer.
+int64_t CsrBatch::Kept(int64_t core, int64_t g, int64_t s, int64_t m) const {
+  const Unit& u = units_[core * num_groups() + g];
+  const CsrLayout& layout = results_[setup_.groups[g].table].layout;
+  const int64_t minibatches = layout.cells.num_minibatches;
+  const int64_t* cut = &u.cuts[s * (minibatches + 1) + m];
+  const int64_t cell = layout.cells.index(core, m, s);
+  const int64_t out = layout.starts[cell] + u.places[s * minibatches + m];
+  return std::clamp<int64_t>(layout.ends[cell] - out, 0, cut[1] - cut[0]);
+}
+
+void CsrBatch::CountDropped(int table) {
+  const CsrCells& cells = results_[table].layout.cells;
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    if (setup_.groups[g].table != table) continue;
+    for (int64_t core = 0; core < cells.num_cores; ++core) {
+      dropped_[g] += unit(core, g).partitions.size;
+      for (int64_t s = 0; s < cells.num_shards; ++s) {
+        for (int64_t m = 0; m < cells.num_minibatches; ++m) {
+          dropped_[g] -= Kept(core, g, s, m);
+        }
+      }
+    }
+  }
 }
 
 void CsrBatch::Write(const std::vector<CsrArrays>& arrays,
@@ -274,8 +302,7 @@ void CsrBatch::WriteUnit(int64_t core, int64_t g,
       const int64_t cell = cells.index(core, m, s);
       const int64_t out =
           layout.starts[cell] + u.places[s * cells.num_minibatches + m];
-      const int64_t kept =
-          std::clamp<int64_t>(layout.ends[cell] - out, 0, cut[1] - cut[0]);
+      const int64_t kept = Kept(core, g, s, m);
       const auto copy = [&](const auto& from, auto* to) {
         std::copy_n(from.data() + cut[0], kept, to + out);
       };

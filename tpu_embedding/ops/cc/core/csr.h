@@ -31,6 +31,7 @@ struct CsrFeature {
   int64_t row_offset = 0;
   int64_t shift = 0;
   int64_t max_valency = 0;  // 0: any number of ids per sample
+  int group = 0;            // of its table, made by CompleteSetup
 };
 
 struct CsrTable {
@@ -94,6 +95,12 @@ class CsrBatch {
 
   const CsrResult& result(int table) const { return results_[table]; }
 
+  // How many entries of the table of a feature, all its features together,
+  // found no room in the id buffer of their stack.
+  int64_t dropped_ids(int feature) const {
+    return dropped_[setup_.features[feature].group];
+  }
+
   // Writes the tables: of each `layout.row_pointers_size` row pointers and
   // `layout.ids_size` of the others.
   void Write(const std::vector<CsrArrays>& arrays,
@@ -138,6 +145,9 @@ class CsrBatch {
   void CutUnit(const CsrGroup& group, const std::vector<int>& bounds,
                Unit* unit) const;
   Error PlaceTable(int table, CsrResult* result);
+  void CountDropped(int table);
+  int64_t Kept(int64_t core, int64_t group, int64_t shard,
+               int64_t minibatch) const;
   void WriteUnit(int64_t core, int64_t group, const CsrArrays& arrays) const;
 
   const CsrSetup& setup_;
@@ -146,6 +156,7 @@ class CsrBatch {
   std::shared_ptr<BatchPool<Scratch>> scratch_ =
       std::make_shared<BatchPool<Scratch>>(kMostThreads);
   std::vector<CsrResult> results_;
+  std::vector<int64_t> dropped_;  // by group
 };
 
 }  // namespace tpu_embedding

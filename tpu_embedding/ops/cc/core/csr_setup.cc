@@ -88,6 +88,9 @@ Error AddGroups(CsrSetup* setup, int t) {
                     "overlap at row ", row, ".");
     }
     next_token = group.place.first_token + group.place.num_tokens;
+    for (const int f : group.features) {
+      setup->features[f].group = static_cast<int>(setup->groups.size());
+    }
     setup->groups.push_back(std::move(group));
   }
   return std::nullopt;

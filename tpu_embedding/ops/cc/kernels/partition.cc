@@ -73,6 +73,9 @@ absl::Status PartitionShape(InferenceContext* context) {
   for (size_t t = 0; t < 3 * samples.size(); ++t) {
     context->set_output(output++, context->Scalar());
   }
+  int64_t num_features = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
+  context->set_output(output++, context->Vector(num_features));
   while (output < context->num_outputs()) {
     context->set_output(output++, context->Vector(samples.size()));
   }
@@ -150,8 +153,10 @@ sorted_sample_ids, sorted_token_ids, sorted_gains: the entries of the
   lies past `ids_sizes` is not set; else they end there. The same holds for
   row_pointers and `row_pointers_sizes`.
 sorted_pos_ids: of the tables that keep positions.
-dropped_ids: entries left out for want of room, per stacked table.
-required_ids: the size of the id buffer that would have held all.
+dropped_ids: entries left out for want of room: for each feature those of its
+  unstacked table, whichever of its features they are of.
+required_ids: the size of the id buffer that would have held all, per stacked
+  table.
 max_ids, max_unique_ids: of the fullest partition before cuts, per stacked table.
 own_splits: the splits that were asked for and those that this batch needs.
 )doc");
@@ -262,6 +267,7 @@ class PartitionOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, AllocateTables(context, batch, &arrays));
     batch.Write(arrays, pool);
     OP_REQUIRES_OK(context, WriteSizes(context, batch));
+    OP_REQUIRES_OK(context, WriteDropped(context, batch));
     OP_REQUIRES_OK(context, WriteStatistics(context, batch));
   }
 
@@ -338,6 +344,18 @@ class PartitionOp : public tensorflow::OpKernel {
     });
   }
 
+  absl::Status WriteDropped(OpKernelContext* context,
+                            const CsrBatch& batch) const {
+    const int64_t num_features = setup_.features.size();
+    Tensor* dropped = nullptr;
+    TF_RETURN_IF_ERROR(context->allocate_output(
+        "dropped_ids", TensorShape({num_features}), &dropped));
+    for (int f = 0; f < num_features; ++f) {
+      dropped->flat<int64_t>()(f) = batch.dropped_ids(f);
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status WriteStatistics(OpKernelContext* context,
                                const CsrBatch& batch) const {
     const int64_t num_tables = setup_.tables.size();
@@ -350,9 +368,6 @@ class PartitionOp : public tensorflow::OpKernel {
       }
       return absl::OkStatus();
     };
-    TF_RETURN_IF_ERROR(write("dropped_ids", [](const CsrResult& result) {
-      return result.layout.dropped_ids;
-    }));
     TF_RETURN_IF_ERROR(write("required_ids", [](const CsrResult& result) {
       return result.layout.required_ids;
     }));

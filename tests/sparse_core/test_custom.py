@@ -1,0 +1,252 @@
+"""Rules and combiners that are functions of the user's, on every engine.
+
+No op of TensorFlow's makes the positions of entries in their samples
+(`sorted_pos_ids`), which a CustomCombiner needs, so that there is no oracle for them:
+they are checked here by what the combiner makes of them, and in test_preprocessing.py.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from software_tpu.calls import strategy_of
+from sparse_core import custom_models as models
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+from tpu_embedding import keras as keras_layer
+
+EPSILON = float(np.finfo(np.float32).eps)
+# Sums of up to 16 terms, twice, the combiner's three products and the rule.
+TOLERANCE = 64 * EPSILON * models.MAX_VALUE
+stock = tf.tpu.experimental.embedding
+STRATEGIES = {
+    "sparse_core": lambda: strategy_of("v6e", 2),
+    "host": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+}
+
+
+class Trainer:
+    """Steps of both replicas, traced once; their ids are part of the graph."""
+
+    def __init__(self, strategy: Any, embedding: Any) -> None:
+        self._strategy, self._embedding = strategy, embedding
+        self._train = tf.function(
+            lambda given: strategy.run(self._step, (given,)), autograph=False
+        )
+
+    def __call__(self, gradients: list[dict[str, np.ndarray]]) -> list[Any]:
+        """One step; the activations of each replica."""
+        distribute = self._strategy.experimental_distribute_values_from_function
+        given = {
+            name: distribute(
+                lambda c, n=name: tf.constant(gradients[c.replica_id_in_sync_group][n])
+            )
+            for name in gradients[0]
+        }
+        local = self._strategy.experimental_local_results
+        found = {name: local(value) for name, value in self._train(given).items()}
+        return [{name: own[r].numpy() for name, own in found.items()} for r in (0, 1)]
+
+    def _step(self, gradients: Any) -> Any:
+        context: Any = tf.distribute.get_replica_context()
+        replica = tf.get_static_value(context.replica_id_in_sync_group)
+        batch = models.batch(int(replica))
+        activations, preserved = self._embedding(*batch)
+        self._embedding.apply_gradients(gradients, preserved)
+        return activations
+
+
+def assert_near(embedding: Any, paper: models.Paper) -> None:
+    found = {
+        key.name: {name: np.asarray(value) for name, value in arrays.items()}
+        for key, arrays in embedding.variables.items()
+    }
+    assert {n: set(a) for n, a in found.items()} == {
+        n: set(a) for n, a in paper.arrays.items()
+    }
+    for table, arrays in paper.arrays.items():
+        for name, value in arrays.items():
+            assert np.abs(value).max() < models.MAX_VALUE
+            np.testing.assert_allclose(
+                found[table][name], value, atol=TOLERANCE, err_msg=f"{table} {name}"
+            )
+
+
+def draw(rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
+    dims = {"films": 6, "users": 5, "both": 5}
+    return [
+        {n: rng.uniform(-0.5, 0.5, (4, d)).astype(np.float32) for n, d in dims.items()}
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "package", "pipelined"),
+    [("sparse_core", te, False), ("sparse_core", te, True), ("host", stock, False)],
+    ids=["sparse_core", "pipelined", "host"],
+)
+def test_steps(
+    engine: str,
+    package: Any,
+    pipelined: bool,
+    rng: np.random.Generator,
+    tmp_path: pathlib.Path,
+) -> None:
+    strategy = STRATEGIES[engine]()
+    embedding = models.make(
+        strategy, package, pipeline_execution_with_tensor_core=pipelined
+    )
+    paper, trainer = models.Paper(), Trainer(strategy, embedding)
+    for _ in range(1 if pipelined else 2):  # A pipelined second one sees old rows.
+        gradients = draw(rng)
+        expected = paper.step(gradients)
+        found = trainer(gradients)
+        for own, other in zip(found, expected, strict=True):
+            for name, value in other.items():
+                np.testing.assert_allclose(own[name], value, atol=TOLERANCE)
+    assert_near(embedding, paper)
+    if pipelined:
+        return
+    path = tf.train.Checkpoint(embedding=embedding).write(str(tmp_path / "all"))
+    other = models.make(strategy)
+    tf.train.Checkpoint(embedding=other).read(path).assert_consumed()
+    assert_near(other, paper)
+    with pytest.raises(NotImplementedError, match=r"'both': .* tf\.train"):
+        checkpoint.save(embedding, tmp_path / "own")
+
+
+def test_a_sample_with_too_many_ids() -> None:
+    for engine, make in STRATEGIES.items():
+        strategy = make()
+        embedding = models.make(strategy)
+        embedding.build()
+        ids, _ = models.batch(0)
+        ids["both"] = tf.ragged.constant([[1], [0, 1, 2, 3, 4], [], []], tf.int64)
+        text = r"both, table both: sample 1 has 5 ids, .* at most 4 \(max_valency\)"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            embedding.preprocess_features(ids)
+        assert set(embedding.embedding_layouts) == {"films", "users", "both"}, engine
+
+
+def feature(package: Any = te, **options: Any) -> Any:
+    table = package.TableConfig(8, 2, name="films", **options)
+    return package.FeatureConfig(table, output_shape=[2], name="film")
+
+
+COMBINER = te.CustomCombiner(lambda valency, vectors: vectors[0], 2)
+OPTIMIZER = te.CustomOptimizer(lambda g, t, *_: t - g)
+
+
+@pytest.mark.parametrize("make", [te.TPUEmbedding, te.TPUEmbeddingV0])
+def test_other_classes_refuse_functions(make: Any) -> None:
+    with pytest.raises(NotImplementedError, match="'films': only TPUEmbeddingV2 takes"):
+        make(feature(), OPTIMIZER)
+    with pytest.raises(NotImplementedError, match="takes a CustomCombiner"):
+        make(feature(combiner=COMBINER), te.SGD(0.1))
+
+
+def test_serving_refuses_a_combiner() -> None:
+    config = feature(combiner=COMBINER)
+    with pytest.raises(NotImplementedError, match="takes a CustomCombiner"):
+        te.serving_embedding_lookup(
+            tf.constant([1, 2]), None, {config.table: tf.zeros([8, 2])}, config
+        )
+    with pytest.raises(NotImplementedError, match="takes a CustomOptimizer"):
+        keras_layer.TPUEmbedding(feature(optimizer=OPTIMIZER), te.SGD(0.1))
+
+
+def test_minibatches_beside_a_combiner_are_refused() -> None:
+    config = te.SparseCoreEmbeddingConfig(minibatching=True)
+    with (
+        strategy_of("v6e", 2).scope(),
+        pytest.raises(NotImplementedError, match=r"'films': .* no minibatches"),
+    ):
+        te.TPUEmbeddingV2(
+            feature(combiner=COMBINER),
+            te.SGD(0.1),
+            sparse_core_embedding_config=config,
+        )
+
+
+def captures(g: Any, t: Any, *_: Any) -> Any:
+    return t - g * OUTSIDE
+
+
+OUTSIDE = tf.Variable(1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"optimizer": te.CustomOptimizer(captures)},
+            "'films': .*CustomOptimizer uses",
+        ),
+        (
+            {"optimizer": te.CustomOptimizer(lambda g, t, *_: (t, g))},
+            "returned 2 tensors; it must return 1",
+        ),
+        (
+            {"optimizer": te.CustomOptimizer(lambda g, t, *_: t[0])},
+            r"shape \(2,\) in the place of one of shape \(1, 2\)",
+        ),
+        (
+            {"combiner": te.CustomCombiner(lambda n, v: v, 2)},
+            r"must return a tensor of shape \(2,\), .*TensorShape\(\[2, 2\]\)",
+        ),
+    ],
+    ids=lambda x: "",
+)
+def test_functions_that_cannot_be_used(options: Any, text: str) -> None:
+    with strategy_of("v6e", 1).scope():
+        embedding = te.TPUEmbeddingV2(feature(**{"optimizer": te.SGD(1.0), **options}))
+    with pytest.raises(ValueError, match=text):
+        embedding.build()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: te.CustomOptimizer(3), TypeError, "custom_computation"),
+        (
+            lambda: te.CustomOptimizer(captures, 1.0, ["a"]),
+            ValueError,
+            "`slot_initializers` has 0",
+        ),
+        (
+            lambda: te.CustomOptimizer(captures, 1.0, ["a"], [0.0], None, [3]),
+            ValueError,
+            "`slot_dims` is",
+        ),
+        (
+            lambda: te.CustomOptimizer(captures, 1.0, ["a", "a"], [0.0, 1.0]),
+            ValueError,
+            "`slot_names` is",
+        ),
+        (
+            lambda: te.CustomOptimizer(captures, hyperparameters=["a"]),
+            TypeError,
+            "hyperparameters",
+        ),
+        (lambda: te.CustomCombiner(captures, 0), ValueError, "max_valency"),
+        (lambda: te.CustomCombiner(captures, 2.0), TypeError, "max_valency"),
+        (lambda: te.CustomCombiner(None, 2), TypeError, "combiner_computation"),
+        (lambda: te.CustomCombiner(captures, 2, 1), TypeError, "initializer"),
+        (
+            lambda: te.CustomCombiner(
+                captures, 2, combiner_weights_learning_rate="fast"
+            ),
+            TypeError,
+            "combiner_weights_learning_rate",
+        ),
+    ],
+    ids=range(10),
+)
+def test_arguments(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()

@@ -1,0 +1,151 @@
+"""The user's own functions in the form in which TensorFlow's ops call them.
+
+A stack is wider than its tables, so that what the ops hand over is cut to the table's
+width before the user's function sees it, and padded after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.engines import table_errors
+from tpu_embedding.layout.stacking import Stack
+from tpu_embedding.layout.tables import Plan
+from tpu_embedding.optimizers import CustomOptimizer
+
+_SCALAR = tf.TensorSpec([], tf.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinerFunctions:
+    """A CustomCombiner and its derivatives, for one stack.
+
+    Attributes:
+      config: What the user said.
+      combine: (valency, vectors[, weights]) -> activation.
+      table_vjp: (valency, vectors[, weights], gradient) -> that of the vectors.
+      weights_vjp: Likewise -> that of the weights.
+    """
+
+    config: CustomCombiner
+    combine: Any
+    table_vjp: Any
+    weights_vjp: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomFunctions:
+    """What of one stack is the user's own.
+
+    Attributes:
+      optimizer: Its CustomOptimizer, or None.
+      rule: (gradient, row, *slots, rate, *hyperparameters) -> (row, *slots), or None.
+      combiner: Its CustomCombiner, or None.
+    """
+
+    optimizer: CustomOptimizer | None
+    rule: Any
+    combiner: CombinerFunctions | None
+
+
+def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
+    """Traces the user's functions for one stack; to be called eagerly.
+
+    Raises:
+      ValueError: If a function does not return what it should, or uses a variable.
+    """
+    spec = plan.tables[stack.tables[0]]
+    dim, width = spec.config.dim, stack.width
+    optimizer = spec.optimizer
+    custom = optimizer if isinstance(optimizer, CustomOptimizer) else None
+    combiner = spec.config.custom_combiner
+    return CustomFunctions(
+        custom,
+        None if custom is None else _rule(spec.name, custom, dim, width),
+        None if combiner is None else _combiner(spec.name, combiner, dim, width),
+    )
+
+
+def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
+    row = tf.TensorSpec([1, width], tf.float32)
+    per_row = [slot.per_row for slot in optimizer.slots]
+    vectors = [tf.TensorSpec([1], tf.float32) if one else row for one in per_row]
+
+    def rule(gradient: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        state, numbers = values[: 1 + len(per_row)], values[1 + len(per_row) :]
+        wide = [True, *(not one for one in per_row)]
+        cut = [
+            value[:, :dim] if is_wide else value
+            for value, is_wide in zip(state, wide, strict=True)
+        ]
+        new = optimizer.compute(gradient[:, :dim], cut[0], cut[1:], *numbers)
+        return tuple(
+            tf.concat([value, old[:, dim:]], 1) if is_wide else value
+            for value, old, is_wide in zip(new, state, wide, strict=True)
+        )
+
+    numbers = [_SCALAR] * (1 + len(optimizer.hyperparameters))
+    return _trace(table, "CustomOptimizer", rule, [row, row, *vectors, *numbers])
+
+
+def _combiner(
+    table: str, combiner: CustomCombiner, dim: int, width: int
+) -> CombinerFunctions:
+    vectors = tf.TensorSpec([combiner.max_valency, width], tf.float32)
+    weights = tf.TensorSpec([combiner.num_weights], tf.float32)
+    own = [weights] if combiner.num_weights else []
+    inputs = [tf.TensorSpec([], tf.int32), vectors, *own]
+    gradient = tf.TensorSpec([width], tf.float32)
+
+    def combine(
+        valency: tf.Tensor, vectors: tf.Tensor, *weights: tf.Tensor
+    ) -> tf.Tensor:
+        found = combiner.compute(valency, vectors[:, :dim], *weights)
+        return tf.pad(found, [[0, width - dim]])
+
+    def vjp(index: int) -> Callable[..., tf.Tensor]:
+        def differentiate(*arguments: tf.Tensor) -> tf.Tensor:
+            *values, gradient = arguments
+            with tf.GradientTape() as tape:
+                tape.watch(values[1:])
+                found = combine(*values)
+            (found,) = tape.gradient(
+                [found],
+                [values[index]],
+                [gradient],
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            return tf.convert_to_tensor(found)
+
+        return differentiate
+
+    def trace(function: Any, specs: Sequence[tf.TensorSpec]) -> Any:
+        return _trace(table, "CustomCombiner", function, specs)
+
+    return CombinerFunctions(
+        combiner,
+        trace(combine, inputs),
+        trace(vjp(1), [*inputs, gradient]),
+        trace(vjp(2) if own else _no_weights, [*inputs, gradient]),
+    )
+
+
+def _no_weights(*arguments: tf.Tensor) -> tf.Tensor:
+    """The derivative where there are no weights; the op must have one."""
+    del arguments
+    return tf.zeros([0])
+
+
+def _trace(
+    table: str, what: str, function: Any, inputs: Sequence[tf.TensorSpec]
+) -> Any:
+    """A function without captures: an attribute of an op can bring none along."""
+    traced = tf.function(function, autograph=False).get_concrete_function(*inputs)
+    if traced.captured_inputs:
+        raise table_errors.captured(table, what, traced.captured_inputs)
+    return traced
