@@ -248,7 +248,7 @@ Csr NaiveCsr(const Problem& problem, uint64_t splits) {
         csr.row_pointers.push_back(csr.samples.size());
         while (csr.samples.size() % 8 != 0) append(fill);
       }
-      for (int64_t s = setup.num_shards(); s < 8; ++s) {
+      for (int64_t s = setup.num_shards(); s % 8 != 0; ++s) {
         csr.row_pointers.push_back(csr.samples.size());
       }
     }

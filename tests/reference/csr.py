@@ -147,6 +147,6 @@ def to_csr(
                     else:
                         csr.dropped += 1
                 csr.close_partition()
-            for _ in range(stack.num_shards, 8):
+            for _ in range(-stack.num_shards % 8):
                 csr.row_pointers.append(len(csr.gains))
     return csr

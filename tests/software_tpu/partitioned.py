@@ -95,7 +95,7 @@ class System:
                     samples += [sample for _, sample, *_ in chosen] + [FILL_ID] * gap
                     gains += [gain for *_, gain, _ in chosen] + [FILL_GAIN] * gap
                     places += [position for *_, position in chosen] + [FILL_ID] * gap
-                padding = max(ALIGNMENT - self.num_targets, 0)
+                padding = _align(self.num_targets) - self.num_targets
                 pointers += [len(samples)] * padding
         if with_positions:
             last = {"sorted_pos_ids": np.array(places, np.int32)}

@@ -115,6 +115,6 @@ class Partitioning:
 
     @property
     def num_row_pointers(self) -> int:
-        """Row pointers of a device's buffers: at least 8 for each minibatch."""
-        padded_shards = max(self.num_shards, 8)
+        """Row pointers of a device's buffers: those of a minibatch come in eights."""
+        padded_shards = -(-self.num_shards // 8) * 8
         return self.num_sparse_cores * self.max_minibatches * padded_shards

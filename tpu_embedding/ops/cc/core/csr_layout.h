@@ -2,8 +2,8 @@
 //
 // For each SparseCore, each minibatch and each shard there is one partition:
 // its ids begin at a multiple of 8 and its row pointer says where they end.
-// Fill values stand up to the next multiple of 8. Where there are fewer than 8
-// shards, the row pointers are filled up to 8 with the end of the last.
+// Fill values stand up to the next multiple of 8. The row pointers are filled
+// up to a multiple of 8 with the end of the last.
 //
 //   2 shards of 3 and 1 ids    ids:          a b c - - - - - d - - - - - - -
 //                              row pointers: 3 9 16 16 16 16 16 16
@@ -58,9 +58,7 @@ struct CsrArrays {
 };
 
 // Row pointers of one SparseCore and minibatch.
-inline int64_t PaddedShards(int64_t num_shards) {
-  return num_shards > kCsrAlignment ? num_shards : kCsrAlignment;
-}
+inline int64_t PaddedShards(int64_t num_shards) { return AlignCsr(num_shards); }
 
 // Lays out `counts[cell]` ids per cell. What does not fit into `capacity`, a
 // multiple of 8, is dropped: the last ids of the cell that is cut and all of

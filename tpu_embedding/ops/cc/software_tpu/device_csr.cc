@@ -1,7 +1,5 @@
 #include "software_tpu/device_csr.h"
 
-#include <algorithm>
-
 #include "absl/strings/str_cat.h"
 
 namespace tpu_embedding {
@@ -103,7 +101,7 @@ absl::Status DeviceCsr::ReadPositions(OpKernelContext* context,
 }
 
 absl::Status DeviceCsr::Cut(const CsrFrame& frame) {
-  const int64_t stride = std::max(frame.num_targets(), kAlignment);
+  const int64_t stride = Align(frame.num_targets());
   const int64_t needed = frame.num_sparse_cores * num_minibatches_ * stride;
   if (num_pointers_ < needed) {
     return absl::InvalidArgumentError(absl::StrCat(

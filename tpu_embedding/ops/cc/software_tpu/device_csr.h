@@ -3,8 +3,7 @@
 // A device's samples are cut over its SparseCores. The entries of each are
 // partitioned by the SparseCore, of the whole system, that holds the row:
 //
-//   row_pointers   [SparseCore][minibatch][target], fewer than 8 targets padded
-//                  to 8
+//   row_pointers   [SparseCore][minibatch][target], the targets padded to 8
 //   token, sample  a partition ends at its pointer, and the next one begins at
 //   and gain         the next multiple of 8; what is between has no meaning
 //
