@@ -171,6 +171,8 @@ class Combiners:
         with tf.GradientTape() as tape:
             tape.watch((found.vectors, found.weights))
             combined = _combine(combiner, found)
+        of_vectors: Any
+        of_weights: Any
         of_vectors, of_weights = tape.gradient(
             [combined],
             [found.vectors, found.weights],
