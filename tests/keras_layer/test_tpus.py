@@ -156,13 +156,13 @@ def test_files_go_both_ways_and_training_goes_on(
 def test_exports_hold_stock_ops_alone(
     generation: str, tmp_path: pathlib.Path, seed: int
 ):
-    model, host = (tpu_models.make_model(s) for s in (make_tpu(generation), HOST))
+    model, host = fit_model(make_tpu(generation), 1), fit_model(HOST, 1)
     model.set_weights([1.5 * value + 0.1 for value in host.get_weights()])
     host.set_weights(model.get_weights())
     model.export(tmp_path / "model", verbose=False)
     served = tf.saved_model.load(tmp_path / "model")
-    features, _ = tpu_models.whole(tpu_models.make_steps(seed, 1)[0])[0]
-    np.testing.assert_allclose(served.serve(features), host(features), rtol=1e-5)
+    ids, _ = next(iter(tpu_models.dense_data(seed, 1)))
+    np.testing.assert_allclose(served.serve(ids), host(ids), rtol=1e-5)
     graph = served.signatures["serving_default"].graph.as_graph_def()
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
     assert not [n.op for n in nodes if "TPU" in n.op.upper() or "Xla" in n.op]

@@ -16,6 +16,7 @@ from test_topology import TOPOLOGY, Described
 import tpu_embedding as te
 from tpu_embedding.engines.sparse_core import pending, state
 from tpu_embedding.engines.variables import create_state
+from tpu_embedding.keras import TPUEmbedding
 
 CORES, REPLICAS = 4, 8
 
@@ -131,3 +132,33 @@ def test_several_cores_for_each_replica_are_refused() -> None:
     )
     with pytest.raises(NotImplementedError, match=r"has 2 TPU cores, .* need one"):
         make(strategy)
+
+
+@pytest.mark.usefixtures("strategy")
+def test_the_keras_layer() -> None:
+    """Two calls in one program are two lookups, their gradients two updates."""
+    tpu = tf.distribute.TPUStrategy(Described("V2", CORES, local=True))
+    films = te.TableConfig(20, 2, name="films", combiner="sum")
+    with tpu.scope():
+        layer = TPUEmbedding(te.FeatureConfig(films), te.Adagrad(1.0), batch_size=32)
+        layer.build()
+    (virtual,) = layer.trainable_variables
+
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids)) + tf.reduce_sum(layer(ids))
+        tape.gradient(loss, virtual)
+        return loss
+
+    @tf.function
+    def train(ids: tf.Tensor) -> Any:
+        return tpu.run(step, (ids,))
+
+    program, outside = program_of(train, tf.TensorSpec([8], tf.int64))
+    for kind in (
+        "XlaSparseDenseMatmulWithStaticBufferSize",
+        "XlaSparseDenseMatmulGradWithAdagradAndStaticBufferSize",
+    ):
+        assert len(program[kind]) == 2
+        assert kind not in outside
+    assert "TpuEmbeddingPartition" in outside
