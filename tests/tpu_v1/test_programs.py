@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from described_tpu import LOCAL_TOPOLOGY, PER_HOST, Described, local_tpu
+from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
 
 import tpu_embedding as te
 from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
 from tpu_embedding.keras import TPUEmbedding as TPUEmbeddingLayer
 
+stock: Any = tf.tpu.experimental.embedding
 V, D, B = 8, 2, 4
 ENQUEUE = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 RECV, SEND = "RecvTPUEmbeddingActivations", "SendTPUEmbeddingGradients"
@@ -179,6 +181,69 @@ def test_several_cores_for_each_replica() -> None:
     odd = make_embedding(strategy)
     with pytest.raises(ValueError, match=r"must be divisible by 2\. Received: \(3,\)"):
         odd.build(3)
+
+
+def make_stock(strategy: Any) -> Any:
+    """TensorFlow's own class, as if its build had run."""
+    with strategy.scope():
+        table = stock.TableConfig(V, D, combiner="sum", name="films")
+        features = {name: stock.FeatureConfig(table) for name in "ab"}
+        # The default raises TypeError with protobuf 7.
+        optimizer = stock.Adagrad(0.1, low_dimensional_packing_status=0)
+        embedding = stock.TPUEmbedding(features, optimizer)
+    cores = embedding._num_cores_per_replica or 1
+    embedding._get_and_update_output_shapes_from_input(None, B // cores)
+    embedding._config_proto = embedding._create_config_proto()
+    embedding._built = True
+    return embedding
+
+
+def described_ops(embedding: Any, strategy: Any) -> list[Any]:
+    """The embedding ops of a step outside and inside of a program, without inputs."""
+
+    @tf.function
+    def step(ids: Any) -> None:
+        def replica_fn() -> None:
+            embedding.apply_gradients(embedding.dequeue(name="x"), name="x")
+
+        embedding.enqueue({"a": ids, "b": ids}, name="x")
+        strategy.run(replica_fn)
+
+    function = step.get_concrete_function(IDS)
+    described = []
+    for op in function.graph.get_operations():
+        if "TPUEmbedding" not in op.type:
+            continue
+        attributes = {
+            name: attribute(op, name)
+            for name in (
+                *("device_ordinal", "combiners", "num_outputs", "N", "NN"),
+                *("_tpu_embedding_layer", "_xla_outside_compilation"),
+            )
+        }
+        described.append((op.type, op.device, attributes))
+        described.append([tuple(output.shape) for output in op.outputs])
+        config = tpu_embedding_configuration_pb2.TPUEmbeddingConfiguration()
+        described.append(config.FromString(attribute(op, "config") or b""))
+        described += [tuple(t.shape) for t in op.inputs if t.dtype != tf.string]
+        described += [tf.get_static_value(t) for t in op.inputs if t.dtype == tf.string]
+    return described
+
+
+@pytest.mark.parametrize("cores", [0, 1, 2])
+def test_ops_are_those_of_tensorflows_own_class(cores: int) -> None:
+    """Devices, ordinals, modes, shapes, names and configuration, also with SPMD."""
+    strategy = make_strategy(cores)
+    ours = make_embedding(strategy)
+    ours.build(B)
+    expected = described_ops(make_stock(strategy), strategy)
+    assert described_ops(ours, strategy) == expected
+    ordinals = [
+        found[2]["device_ordinal"]
+        for found in expected
+        if isinstance(found, tuple) and found[0:1] == (ENQUEUE,)
+    ]
+    assert ordinals == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0, 1, 2, 3]}[cores]
 
 
 def test_where_enqueue_may_be_called() -> None:

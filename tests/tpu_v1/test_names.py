@@ -1,0 +1,145 @@
+"""Names pair enqueue, dequeue and apply_gradients; what is missing is said.
+
+On the software TPU, which does with names what a TPU's compiler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+IDS = tf.constant([1, 2])
+PATIENCE = 1.0  # Of tests that wait in vain.
+LATE = tf.errors.DeadlineExceededError
+ORDER = tf.errors.FailedPreconditionError
+
+
+def make(patience: float = 20.0) -> tuple[te.TPUEmbedding, SoftwareTPUStrategy]:
+    strategy = SoftwareTPUStrategy("v4", 2, meeting_timeout=patience)
+    with strategy.scope():
+        films = te.TableConfig(4, 2, te.RowIdInitializer(), name="films")
+        embedding = te.TPUEmbedding(te.FeatureConfig(films), te.SGD(0.25))
+        embedding.build(2)
+    return embedding, strategy
+
+
+def run(strategy: SoftwareTPUStrategy, function: Callable[[Any], Any]) -> Any:
+    """The inputs of enqueue must be arguments."""
+    return strategy.run(function, args=(IDS,))
+
+
+def table(embedding: te.TPUEmbedding) -> list[float]:
+    rows = embedding.checkpoint_rows()["films"]["parameters"]
+    return rows.numpy()[:, 0].tolist()
+
+
+def test_the_mode_is_found_from_the_name() -> None:
+    """Whatever enqueue was told.
+
+    One pair in each program: TensorFlow gives no order to the enqueues of one.
+    """
+    embedding, strategy = make()
+
+    def train(ids: Any) -> Any:
+        embedding.enqueue(ids, training=False, name="train")
+        trained = embedding.dequeue(name="train")
+        embedding.apply_gradients(tf.ones_like(trained), name="train")
+        return trained
+
+    def evaluate(ids: Any) -> Any:
+        embedding.enqueue(ids, training=True, name="evaluate")
+        return embedding.dequeue(name="evaluate")
+
+    def unnamed(ids: Any) -> Any:
+        embedding.enqueue(ids, training=False)
+        return embedding.dequeue()
+
+    programs = (train, evaluate, unnamed, train, evaluate)
+    # A step takes 0.25 from each row for each of two replicas.
+    for program, steps in zip(programs, (0, 1, 1, 1, 2), strict=True):
+        for own in run(strategy, program).values:
+            expected = [1 - 0.5 * steps, 2 - 0.5 * steps]
+            assert own[:, 0].numpy().tolist() == expected
+    assert table(embedding) == [0, 0, 1, 3]
+
+
+def test_two_training_pairs() -> None:
+    embedding, strategy = make()
+
+    def program(ids: Any) -> None:
+        for name in "ab":
+            embedding.enqueue(ids, name=name)
+            embedding.apply_gradients(embedding.dequeue(name=name), name=name)
+
+    run(strategy, program)
+    # Twice minus a quarter of twice itself.
+    assert table(embedding) == [0, 0.25, 0.5, 3]
+
+
+def test_a_missing_partner_of_a_name() -> None:
+    embedding, strategy = make(PATIENCE)
+
+    def other_name(ids: Any) -> None:
+        embedding.enqueue(ids, name="a")
+        embedding.apply_gradients(embedding.dequeue(name="a"), name="b")
+
+    with pytest.raises(ORDER, match=r"No step owes gradients: .* for training"):
+        run(strategy, other_name)
+
+    def none_owed(ids: Any) -> None:
+        embedding.enqueue(ids, name="a")
+        embedding.dequeue(name="a")
+        embedding.dequeue(name="b")
+
+    with pytest.raises(LATE, match=r"No batch is enqueued for cores 0, 1"):
+        run(strategy, none_owed)
+    assert table(embedding) == [0, 1, 2, 3]
+
+
+def test_every_wait_says_which_side_is_missing() -> None:
+    """Through the public class: what would stop a TPU for ever ends, one by one."""
+    embedding, strategy = make(PATIENCE)
+    devices = strategy.extended.worker_devices
+
+    def dequeue() -> Any:
+        return embedding.dequeue()
+
+    with pytest.raises(LATE, match=r"No batch is enqueued for cores 0, 1\."):
+        strategy.run(dequeue)
+    embedding.enqueue(IDS, device=devices[1])
+    with pytest.raises(LATE, match="enqueued for core 0, only for core 1"):
+        strategy.run(dequeue)
+    embedding.enqueue(IDS, device=devices[0])
+    with pytest.raises(ORDER, match="No step owes gradients"):
+        strategy.run(lambda: embedding.apply_gradients(tf.ones([2, 2])))
+
+    def absent() -> Any:
+        if tf.get_static_value(
+            tf.distribute.get_replica_context().replica_id_in_sync_group
+        ):
+            return embedding.dequeue()
+        return tf.zeros([2, 2])
+
+    with pytest.raises(ORDER, match="Missing: Replica 0"):
+        strategy.run(absent)
+    strategy.run(dequeue)
+    embedding.enqueue(IDS)
+    with pytest.raises(LATE, match=r"The gradients of step 0, .* have not been sent"):
+        strategy.run(dequeue)
+
+    @tf.function
+    def fill(number: tf.Tensor) -> None:
+        for _ in tf.range(number):
+            embedding.enqueue(IDS)
+
+    fill(tf.constant(63))
+    with pytest.raises(LATE, match=r"queue of core [01] is full: it holds 64 batch"):
+        fill(tf.constant(1))
+    with pytest.raises(NotImplementedError, match=r"empties its queues.*restore\."):
+        embedding.reset()
