@@ -45,5 +45,6 @@ class RowIdInitializer:
         self, shape: Sequence[int] | tf.TensorShape, dtype: tf.DType = tf.float32
     ) -> tf.Tensor:
         """Returns a tensor of `shape`, [V, D]."""
-        rows = tf.range(shape[0], dtype=dtype) + self.offset
+        # Counted in integers: bfloat16 would leave the range at 256.
+        rows = tf.cast(tf.range(shape[0], dtype=tf.int64) + self.offset, dtype)
         return tf.broadcast_to(rows[:, tf.newaxis], shape)
