@@ -25,8 +25,8 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint format ops bench bench-preprocessing bench-measures \
-    bench-peers test-peers fuzz fuzz-clang sanitize clean
+.PHONY: help demo test lint format ops bench bench-one bench-preprocessing \
+    bench-measures bench-peers test-peers fuzz fuzz-clang sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -54,15 +54,18 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 	$(BIN)/clang-format -i $(CPP)
 
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
-	$(BIN)/python setup.py --quiet build_ext --inplace --parallel $(JOBS)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 
-bench: ops ## time ours and the peers in turn: make bench BENCH='--optimizer sgd'
+bench: ops ## all that has an aim, ours and the peers in turn: make bench BENCH=--quick
+	$(BIN)/python -m benchmarks.everything $(BENCH)
+
+bench-one: ops ## one scenario: make bench-one BENCH='--optimizer sgd'
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 bench-preprocessing: ops ## time SparseCore preprocessing beside Google's two
 	$(BIN)/python -m benchmarks.preprocessing $(BENCH)
 
-bench-measures: ops ## two threads beside one, memory, import
+bench-measures: ops ## two threads beside one, odd widths, memory, import
 	$(BIN)/python -m benchmarks.measures $(BENCH)
 
 # A venv for each peer, as their requirements exclude each other.

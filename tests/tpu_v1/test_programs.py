@@ -1,7 +1,6 @@
 """The graphs of TPU v2 to v4 programs, under a TPUStrategy whose TPUs are not there.
 
-What its compiler makes of them only a TPU could show; the software TPU runs the same
-ops in the other tests of this folder.
+Only a TPU shows what its compiler makes of them; the other tests here run in software.
 """
 
 from __future__ import annotations

@@ -15,6 +15,11 @@ from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.portable.cells import pack, unpack
 from tpu_embedding.engines.portable.combiners import Combiners, Found
 from tpu_embedding.engines.portable.gradients import gradient_checks
+from tpu_embedding.engines.portable.packing import (
+    pack_entries,
+    unpack_entries,
+    unpack_row_sums,
+)
 from tpu_embedding.engines.portable.rounding import Rounding
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable.steps import StepQueue
@@ -266,7 +271,7 @@ class PortableEngine(WholeTablesEngine):
             tf.TensorSpec([self._combiners.num_weights]),
         ]
         parts = [unpack(part, spec) for part in self._steps.take_ready()]
-        replicas = [self._unpack_row_sums(sums) for sums, *_ in parts]
+        replicas = [unpack_row_sums(sums, self._plan) for sums, *_ in parts]
         rates = tf.add_n([rates for _, rates, _ in parts])  # zeros from all but one
         step = self._rates.step_of_update()
         with tf.device(self._device):
@@ -282,7 +287,7 @@ class PortableEngine(WholeTablesEngine):
     def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""
         entries = build_entries(self._inputs(batch), on_failure)
-        return pack([x for e in entries for x in (e.rows, e.samples, e.gains, e.shape)])
+        return pack_entries(entries)
 
     def _inputs(self, batch: Sequence[IdBatch]) -> list[FeatureInput]:
         shapes = self._options.output_shapes
@@ -305,14 +310,7 @@ class PortableEngine(WholeTablesEngine):
         return read_stacks(self._plan, self._options.layout, tables, shapes)
 
     def _unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
-        shapes = self._options.output_shapes
-        specs = []
-        for feature in self._plan.features:
-            rank = len(shapes.activation(feature.index))
-            ids, gains = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None])
-            specs += [ids, ids, gains, tf.TensorSpec([rank], tf.int64)]
-        tensors = unpack(batch, specs)
-        return [Entries(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+        return unpack_entries(batch, self._plan, self._options.output_shapes)
 
     def _look_up(self, entries: Sequence[Entries]) -> list[tf.Tensor]:
         activations = []
@@ -388,14 +386,6 @@ class PortableEngine(WholeTablesEngine):
         if feature in self._combiners.of_features:
             entries = self._combiners.places(feature, entries)
         return entry_gradients(gradient, entries, dim)
-
-    def _unpack_row_sums(self, sums: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        specs = []
-        for table in self._plan.tables:
-            specs.append(tf.TensorSpec([None], tf.int64))
-            specs.append(tf.TensorSpec([None, table.config.dim]))
-        tensors = unpack(sums, specs)
-        return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _host_of(device: str) -> str:
