@@ -40,10 +40,7 @@ def table(embedding: te.TPUEmbedding) -> list[float]:
 
 
 def test_the_mode_is_found_from_the_name() -> None:
-    """Whatever enqueue was told.
-
-    One pair in each program: TensorFlow gives no order to the enqueues of one.
-    """
+    """Whatever enqueue was told."""
     embedding, strategy = make()
 
     def train(ids: Any) -> Any:
@@ -67,6 +64,24 @@ def test_the_mode_is_found_from_the_name() -> None:
             expected = [1 - 0.5 * steps, 2 - 0.5 * steps]
             assert own[:, 0].numpy().tolist() == expected
     assert table(embedding) == [0, 0, 1, 3]
+
+
+def test_batches_of_one_program_leave_as_they_came() -> None:
+    embedding, strategy = make()
+
+    @tf.function
+    def step(first: Any, second: Any) -> Any:
+        def program(first: Any, second: Any) -> Any:
+            embedding.enqueue(first, training=False)
+            embedding.enqueue(second, training=False)
+            return embedding.dequeue(), embedding.dequeue()
+
+        return strategy.run(program, args=(first, second))
+
+    for _ in range(20):  # In any order they would race.
+        earlier, later = step(tf.constant([0, 1]), tf.constant([2, 3]))
+        assert earlier.values[0][:, 0].numpy().tolist() == [0, 1]
+        assert later.values[1][:, 0].numpy().tolist() == [2, 3]
 
 
 def test_two_training_pairs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,6 +71,9 @@ class TPUv1Engine(Engine, Queue):
             profile_data_directory=options.profile_data_directory,
         ).SerializeToString()
         self._tag: str | None = None
+        # By graph and device the last op that enqueued there.
+        self._enqueued: weakref.WeakKeyDictionary[tf.Graph, dict[str, tf.Operation]]
+        self._enqueued = weakref.WeakKeyDictionary()
         self._tickets = QueuedTickets()
         self._configure()
         self._rates = ProgramRates(self._plan, topology.strategy)
@@ -349,17 +353,23 @@ class TPUv1Engine(Engine, Queue):
         inside = self._options.topology.program() is not None
         # A program runs on one core, which its compiler knows.
         ordinal = -1 if inside else self._tpu.ordinal(device)
-        with tf.device(None if inside else self._tpu.host_of(device)):
-            self._tag_op(
-                tf.raw_ops.EnqueueTPUEmbeddingArbitraryTensorBatch(
-                    sample_indices_or_row_splits=batch.splits,
-                    embedding_indices=batch.ids,
-                    aggregation_weights=batch.weights,
-                    mode_override=mode,
-                    device_ordinal=ordinal,
-                    combiners=[table.config.combiner for table in self._plan.tables],
-                )
+        graph = tf.compat.v1.get_default_graph()
+        # TensorFlow sees no order among these ops, but batches leave as they came.
+        earlier = self._enqueued.setdefault(graph, {})
+        with (
+            tf.device(None if inside else self._tpu.host_of(device)),
+            tf.control_dependencies(filter(None, [earlier.get(device)])),
+        ):
+            made = tf.raw_ops.EnqueueTPUEmbeddingArbitraryTensorBatch(
+                sample_indices_or_row_splits=batch.splits,
+                embedding_indices=batch.ids,
+                aggregation_weights=batch.weights,
+                mode_override=mode,
+                device_ordinal=ordinal,
+                combiners=[table.config.combiner for table in self._plan.tables],
             )
+        earlier[device] = made  # None if eager, when calls are in order anyway.
+        self._tag_op(made)
 
     def _tag_op(self, made: Any) -> None:
         """Marks an op with the user's name for it; eagerly there is no op."""
