@@ -44,6 +44,10 @@ def input_fn() -> Any:
     raise AssertionError("not to be called")
 
 
+def entry(index: list[int], shape: list[int]) -> Any:
+    return v1.SparseTensorValue(np.array([index]), np.array([1]), np.array(shape))
+
+
 CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "both": (
         lambda e: e.train(input_fn, steps=1, max_steps=1),
@@ -64,6 +68,22 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda e: e.train(input_fn, steps="2"),
         ValueError,
         "Argument `steps` must be an int >= 1. Received: '2'.",
+    ),
+    "half a step": (
+        lambda e: e.train(input_fn, steps=1.5),
+        ValueError,
+        "Argument `steps` must be an int >= 1. Received: 1.5.",
+    ),
+    "a claimed shape": (
+        lambda e: next(e.predict(batches({"a": entry([0, 0], [2**40, 1])}))),
+        tf.errors.InvalidArgumentError,
+        "Feature a: there are 1 sparse entries, too few for the dense_shape "
+        "[1099511627776, 1].",
+    ),
+    "an index outside": (
+        lambda e: next(e.predict(batches({"a": entry([1, -1], [2, 2])}))),
+        tf.errors.InvalidArgumentError,
+        "Feature a: sparse entry 0 is outside of the dense_shape [2, 2].",
     ),
     "eval steps": (
         lambda e: e.evaluate(input_fn, steps=0),

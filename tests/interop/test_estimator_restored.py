@@ -79,3 +79,11 @@ def test_a_table_of_another_name_is_refused(trained: Any):
 def in_another_scope(features: Any, columns: Any) -> Any:
     with tf.compat.v1.variable_scope("other"):
         return interop.dense_features(features, columns)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: pathlib.Path):
+    path = make(tmp_path).train(INPUTS, steps=1).latest_checkpoint()
+    pathlib.Path(f"{path}.index").write_bytes(b"none")
+    text = re.escape(f"The checkpoint {path} cannot be read: ")
+    with pytest.raises(tf.errors.DataLossError, match=text):
+        make(tmp_path).train(INPUTS, steps=1)

@@ -212,6 +212,11 @@ def test_bad_arguments_write_nothing(
     assert not folder.exists()
 
 
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    with pytest.raises(ValueError, match="`path` must name a new or an empty folder"):
+        export(TABLE, "", feature_config=FEATURES)
+
+
 @pytest.mark.parametrize("make", [pathlib.Path.mkdir, pathlib.Path.touch])
 def test_nothing_is_overwritten(
     make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path

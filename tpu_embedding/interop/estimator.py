@@ -383,7 +383,7 @@ def _check_steps(**steps: int | None) -> None:
     for name, value in steps.items():
         if value is None:
             continue
-        if not isinstance(value, numbers.Real) or value < 1:
+        if not isinstance(value, numbers.Integral) or value < 1:
             raise errors.argument_value(name, value, "an int >= 1")
 
 

@@ -270,6 +270,16 @@ def lost_variables(
     )
 
 
+def damaged(path: str, reason: Exception) -> tf.errors.DataLossError:
+    """A checkpoint that TensorFlow cannot read."""
+    return tf.errors.DataLossError(
+        None,
+        None,
+        f"The checkpoint {path} cannot be read: {reason}. Remove its files and name an "
+        f"earlier one in the file `checkpoint` beside them.",
+    )
+
+
 def restored_shape(
     path: str, name: str, shapes: tuple[Sequence[object], Sequence[object]]
 ) -> tf.errors.InvalidArgumentError:

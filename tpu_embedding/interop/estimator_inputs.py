@@ -17,6 +17,8 @@ from tpu_embedding import errors
 from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.columns import SEQUENCE_LENGTH_SUFFIX
 from tpu_embedding.interop.table_config import FeatureConfig
+from tpu_embedding.lookup.checks import Check, require, text
+from tpu_embedding.lookup.rows import MOST_ROWS_PER_ID, MOST_UNBACKED_ROWS, first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> A
     if flat and value.shape.rank is not None and value.shape.rank > 2:
         raise estimator_errors.id_rank(key, value.shape)
     if isinstance(value, tf.SparseTensor):
-        return value
+        return _checked(key, value)
     value = tf.convert_to_tensor(value)
     if combiner is None and flat:
         if value.shape.rank != 1 and value.shape[-1] != 1:
@@ -114,7 +116,38 @@ def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any
     weights = others.pop(weight_key)
     if not isinstance(weights, tf.SparseTensor) or not isinstance(ids, tf.SparseTensor):
         raise estimator_errors.dense_weights(key, weight_key)
-    return tf.cast(weights, tf.float32)
+    return tf.cast(_checked(weight_key, weights), tf.float32)
+
+
+def _checked(key: str, sparse: tf.SparseTensor) -> tf.SparseTensor:
+    """The same; what reads it comes after the check that its shape is no mere claim.
+
+    A shape of many rows without entries would be made of memory here, before what looks
+    up can refuse it; an index outside of it would name another sample.
+    """
+    indices, shape = sparse.indices, sparse.dense_shape
+    num_entries = tf.size(sparse.values, tf.int64)
+    most = tf.maximum(MOST_ROWS_PER_ID * num_entries, MOST_UNBACKED_ROWS)
+    outside = tf.reduce_any((indices < 0) | (indices >= shape), axis=1)
+
+    def of_shape(*words: Any) -> tf.Tensor:
+        axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=", ")
+        return text(f"Feature {key}: ", *words, " the dense_shape [", axes, "].")
+
+    checks = [
+        Check(
+            tf.reduce_all(shape >= 0) & (shape[0] <= most),
+            lambda: of_shape("there are ", num_entries, " sparse entries, too few for"),
+        ),
+        Check(
+            ~tf.reduce_any(outside),
+            lambda: of_shape("sparse entry ", first(outside), " is outside of"),
+        ),
+    ]
+    with tf.control_dependencies(require(checks)):
+        return tf.SparseTensor(
+            tf.identity(indices), tf.identity(sparse.values), tf.identity(shape)
+        )
 
 
 def _filled(

@@ -16,6 +16,7 @@ def check_tables(graph: Graph, checkpoint: str | None) -> None:
       checkpoint: The prefix of what will be restored, or None.
 
     Raises:
+      tf.errors.DataLossError: If it cannot be read.
       tf.errors.NotFoundError: If a table or slot is not in it.
       tf.errors.InvalidArgumentError: If one has another shape there.
     """
@@ -23,7 +24,10 @@ def check_tables(graph: Graph, checkpoint: str | None) -> None:
         return
     if not tf.io.gfile.exists(checkpoint + ".index"):
         return  # TensorFlow says so.
-    stored = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
+    try:
+        stored = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
+    except tf.errors.OpError as damage:
+        raise estimator_errors.damaged(checkpoint, damage) from damage
     missing = [name for name in graph.table_variables if name not in stored]
     if missing:
         tables = tuple(name for name in graph.table_variables if name in stored)

@@ -162,6 +162,11 @@ def model_output(value: object) -> TypeError:
     )
 
 
+def no_folder(path: object) -> ValueError:
+    """A path that is empty, which would be the working directory."""
+    return ValueError(f"`path` must name a new or an empty folder. Received: {path!r}.")
+
+
 def folder_not_empty(path: object) -> ValueError:
     """A folder in which something else might be lost."""
     return ValueError(

@@ -203,6 +203,8 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
 
 
 def _refuse_folder(path: str | os.PathLike[str]) -> None:
+    if not os.fspath(path):
+        raise errors.no_folder(path)
     if os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
         raise errors.folder_not_empty(path)
 
