@@ -35,7 +35,7 @@ def test_every_optimizer_of_the_package_is_under_test() -> None:
         for value in vars(optimizers).values()
         if isinstance(value, type)
         and issubclass(value, base.Optimizer)
-        and value is not base.Optimizer
+        and value not in (base.Optimizer, optimizers.CustomOptimizer)  # No rules.
     }
     assert classes == {case.cls for case in [*OPTIMIZERS, *SPECIAL]}
     assert classes == set(optimizers.OPTIMIZERS.values())
