@@ -237,6 +237,15 @@ def test_mixed_bfloat16_trains_in_float32(trained: Any):
         np.testing.assert_allclose(state[name], value, atol=0.02)
 
 
+def test_tables_of_bfloat16_take_values_of_any_float():
+    table = te.TableConfig(4, 1, dtype="bfloat16", name="t")
+    layer = TPUEmbedding(te.FeatureConfig(table), "sgd")
+    for values in (tf.fill([4, 1], 1.001), np.full((4, 1), 1.001)):
+        layer.update_embedding_table(table, tf.zeros([4, 1], tf.bfloat16))
+        layer.update_embedding_table(table, values)
+        assert layer(tf.constant([3])).numpy().tolist() == [[1.0]]
+
+
 def test_float16_needs_the_scale_of_the_loss():
     table = te.TableConfig(6, 1, name="t")
     layer = TPUEmbedding(te.FeatureConfig(table), "sgd", dtype="mixed_float16")

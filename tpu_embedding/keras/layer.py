@@ -217,7 +217,7 @@ class TPUEmbedding(keras.layers.Layer):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """The table variables, float32 [vocabulary_size, dim].
+        """The table variables, [vocabulary_size, dim] of TableConfig.dtype.
 
         Keyed by the TableConfig that the user passed; builds the layer. Under a TPU
         strategy they are no variables but are read and assigned as such, outside of
@@ -234,7 +234,8 @@ class TPUEmbedding(keras.layers.Layer):
 
         Args:
           table: A key of `embedding_tables`.
-          embedding_table: float32 [vocabulary_size, dim].
+          embedding_table: [vocabulary_size, dim] of any floating dtype; a table of
+            bfloat16 takes the nearest values.
 
         Raises:
           ValueError: If the layer has no such table, or the shape differs.
@@ -242,7 +243,7 @@ class TPUEmbedding(keras.layers.Layer):
         tables = self.embedding_tables
         if table not in tables:
             raise errors.unknown_table(table)
-        tables[table].assign(embedding_table)
+        tables[table].assign(tf.cast(embedding_table, tables[table].dtype))
 
     def get_config(self) -> dict[str, Any]:
         """The configuration as JSON.
