@@ -185,3 +185,13 @@ def test_the_configurations_of_tensorflow_itself():
 def test_what_is_no_optimizer_is_refused(optimizer: Any):
     with pytest.raises(ValueError, match="optimizer"):
         make_layer(optimizer)
+
+
+def test_a_schedule_that_comes_late_says_so():
+    optimizer = keras.optimizers.SGD(0.5)
+    layer, table = make_layer(optimizer)
+    step(layer)
+    optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    with pytest.raises(RuntimeError, match="SGD was a number when the layer was made"):
+        step(layer)
+    np.testing.assert_array_equal(contract.row_1(layer, table), [0.5, 0.5])

@@ -85,6 +85,16 @@ def bias_correction(optimizer: str) -> ValueError:
     )
 
 
+def late_schedule(optimizer: str, rate: object) -> RuntimeError:
+    """A learning rate that became a schedule when the layer had been made."""
+    return RuntimeError(
+        f"The `learning_rate` of the Keras optimizer {optimizer} was a number when the "
+        f"layer was made, and now is {rate!r}. Embedding tables count the updates for "
+        "a schedule from the first one: give the schedule to the optimizer before the "
+        "layer is made, or assign numbers."
+    )
+
+
 def loss_scale_missing(policy: str) -> ValueError:
     """float16 scales the loss, and Keras unscales too late for the tables."""
     return ValueError(

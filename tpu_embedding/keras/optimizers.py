@@ -171,7 +171,15 @@ class OptimizerRate:
     optimizer: Any
 
     def __call__(self) -> tf.Tensor:
-        return tf.convert_to_tensor(_held_rate(self.optimizer))
+        """The rate.
+
+        Raises:
+          RuntimeError: If a schedule was put in the place of the number.
+        """
+        held = _held_rate(self.optimizer)
+        if callable(held):
+            raise errors.late_schedule(type(self.optimizer).__name__, held)
+        return tf.convert_to_tensor(held)
 
     def get_config(self) -> dict[str, Any]:
         return {"optimizer": keras.optimizers.serialize(self.optimizer)}
