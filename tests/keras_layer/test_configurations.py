@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 from typing import Any
@@ -144,4 +145,14 @@ def test_what_cannot_be_saved_says_so(options: dict[str, Any], what: str):
     table = te.TableConfig(3, 2, options.pop("initializer", None), name="t")
     layer = TPUEmbedding(te.FeatureConfig(table), **{"optimizer": "sgd", **options})
     with pytest.raises(ValueError, match=rf"^{what}.* cannot be saved: .*register_ker"):
+        layer.get_config()
+
+
+def test_a_namedtuple_cannot_be_saved():
+    pair = collections.namedtuple("Pair", "a b")
+    feature = te.FeatureConfig(te.TableConfig(4, 2, name="t"))
+    layer = TPUEmbedding([pair(feature, feature)], "sgd")
+    ids = tf.constant([1])
+    assert type(layer([pair(ids, ids)])[0]) is pair
+    with pytest.raises(ValueError, match=r"namedtuple Pair in .* Use a dict, and `sa"):
         layer.get_config()

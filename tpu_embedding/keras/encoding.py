@@ -207,6 +207,8 @@ def _encode_structure(structure: Any) -> Any:
             for key, value in structure.items()
         ]
         return {"kind": "dict", "items": items}
+    if hasattr(structure, "_fields"):
+        raise errors.namedtuple(type(structure).__name__)  # Keras makes them lists.
     if isinstance(structure, (list, tuple)):
         kind = "list" if isinstance(structure, list) else "tuple"
         return {"kind": kind, "items": [_encode_structure(s) for s in structure]}

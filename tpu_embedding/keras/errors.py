@@ -194,6 +194,15 @@ def not_serializable(what: str, value: object) -> ValueError:
     )
 
 
+def namedtuple(name: str) -> ValueError:
+    """A container whose class no file could bring back."""
+    return ValueError(
+        f"The namedtuple {name} in a feature configuration cannot be saved or cloned: "
+        "Keras writes the inputs of a layer without the class. Use a dict, and "
+        "`save_weights` or tf.train.Checkpoint for layers that have it."
+    )
+
+
 def saved_state_missing(layer: str, names: Iterable[str]) -> ValueError:
     """A weights file without what the layer needs."""
     return ValueError(

@@ -250,7 +250,7 @@ class TPUEmbedding(keras.layers.Layer):
 
         Raises:
           ValueError: If an initializer, a learning rate or another part of the
-            configuration is no object that Keras can serialise.
+            configuration is no object that Keras can serialise, or a namedtuple.
         """
         arguments = self._parts.arguments
         features = encoding.encode_features(
