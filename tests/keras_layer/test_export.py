@@ -154,6 +154,9 @@ def test_serving_config_in_a_functional_model_is_saved(tmp_path: pathlib.Path):
         assert [output.shape for output in each.outputs] == [(None, 3)]
     activations = loaded(tf.constant([[1, 2]], tf.int64))
     np.testing.assert_array_equal(tf.nest.flatten(activations)[0], [[7, 7, 7]])
+    model.compile("sgd", "mse")
+    with pytest.raises(LookupError, match=r"with `serving_config`, which is for serv"):
+        model.fit(np.array([[1, 2]]), [np.zeros([1, 3])], verbose=0)
 
 
 def test_serving_config_of_a_foreign_table():

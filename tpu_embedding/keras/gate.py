@@ -13,11 +13,18 @@ from tensorflow.python.ops import gradients_util
 
 from tpu_embedding.keras import errors
 
-_NO_GRADIENT = (
+# Why a gradient is refused.
+NO_TAPE = (
     "tpu_embedding.keras.TPUEmbedding was traced where no tf.GradientTape was "
     "recording, as for evaluation and export, so no gradient can reach its tables. "
     "Open the tape before the tf.function is first called, or inside of it, or use a "
     "second tf.function for training."
+)
+FOR_SERVING = (
+    "tpu_embedding.keras.TPUEmbedding was called with `serving_config`, which is for "
+    "serving: such a call consists of stock ops, and no gradient can reach the tables "
+    "by it. Train a model that calls the layer without it, or set "
+    "`layer.trainable = False` to train the rest of this one."
 )
 # Methods of keras.Model, which users may override.
 _EVALUATION = ("test_step", "predict_step")
@@ -76,14 +83,14 @@ def let_through(
 
 
 def let_nothing_through(
-    virtual: keras.Variable, activations: Sequence[tf.Tensor]
+    virtual: keras.Variable, activations: Sequence[tf.Tensor], why: str
 ) -> list[tf.Tensor]:
     """The activations; a gradient of them is a LookupError that says why.
 
     Made of two stock ops that cost nothing, for it stands in exported graphs.
     """
     value = tf.convert_to_tensor(virtual)
-    trap = tf.raw_ops.PreventGradient(input=value, message=_NO_GRADIENT)
+    trap = tf.raw_ops.PreventGradient(input=value, message=why)
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]
 
 

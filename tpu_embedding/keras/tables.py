@@ -295,7 +295,8 @@ class UpdatedTables(LayerTables):
         activations = lookup(resolved.plan.features, values, weights)
         if not trainable or tf.executing_eagerly():
             return activations
-        return gate.let_nothing_through(self._virtual, activations)
+        why = gate.NO_TAPE if resolved is self._resolved else gate.FOR_SERVING
+        return gate.let_nothing_through(self._virtual, activations, why)
 
     def _unscaled(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if self._loss_scale is None:
