@@ -193,3 +193,14 @@ def test_layers_stay_with_their_strategy():
     ):
         layer(IDS[0])
     np.testing.assert_array_equal(layer(IDS[0]), host(IDS[0]))
+
+
+def test_a_second_layer_on_v4_says_what_to_do():
+    strategy = SoftwareTPUStrategy("v4", 1)
+    layer = make_layer(strategy)
+    text = "a Keras layer takes other tables by `load_weights`. Or initialize the TPU"
+    with pytest.raises(RuntimeError, match=text):
+        make_layer(strategy)
+    (table,) = layer.embedding_tables
+    layer.update_embedding_table(table, np.ones((8, 2)))
+    make_layer(SoftwareTPUStrategy("v4", 1))

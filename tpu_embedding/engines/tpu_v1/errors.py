@@ -57,9 +57,11 @@ def not_divisible_by_cores(path: str, shape: object, cores: int) -> ValueError:
 def already_configured() -> RuntimeError:
     """A second engine on one TPU system."""
     return RuntimeError(
-        "The TPU's embedding engine is configured already, by another TPUEmbedding. A "
-        "TPU system has one. Use that object, share its engine by "
-        "`initialize_tpu_embedding=False`, or initialize the TPU system anew."
+        "The TPU's embedding engine is configured already, by another TPUEmbedding or "
+        "Keras layer. A TPU system has one. Use that object: a Keras layer takes other "
+        "tables by `load_weights`. Or initialize the TPU system anew and make a new "
+        "strategy. tpu_embedding.TPUEmbedding, which is no layer, can share the engine "
+        "by `initialize_tpu_embedding=False`."
     )
 
 
