@@ -246,50 +246,6 @@ def test_tables_of_bfloat16_take_values_of_any_float():
         assert layer(tf.constant([3])).numpy().tolist() == [[1.0]]
 
 
-def test_float16_needs_the_scale_of_the_loss():
-    table = te.TableConfig(6, 1, name="t")
-    layer = TPUEmbedding(te.FeatureConfig(table), "sgd", dtype="mixed_float16")
-    with pytest.raises(ValueError, match="loss_scale") as raised:
-        layer(tf.constant([1]))
-    assert "mixed_bfloat16" in str(raised.value)
-    assert "compile(auto_scale_loss=False)" in str(raised.value)
-
-
-@pytest.mark.parametrize("scale", [64.0, lambda: tf.constant(64.0)])
-def test_scaled_losses_are_unscaled(scale: Any):
-    table = te.TableConfig(4, 1, te.RowIdInitializer(), name="t")
-    layer = TPUEmbedding(
-        te.FeatureConfig(table), te.SGD(1.0), loss_scale=scale, dtype="mixed_float16"
-    )
-    with tf.GradientTape() as tape:
-        out = layer(tf.constant([1]))
-        loss = 64.0 * tf.cast(tf.reduce_sum(out), tf.float32)
-    tape.gradient(loss, layer.trainable_variables)
-    assert out.dtype == tf.float16
-    assert layer.embedding_tables[table].numpy()[1] == 0.0
-
-
-def test_a_scale_that_overflows_costs_a_step_and_not_the_tables():
-    keras.config.set_dtype_policy("mixed_float16")
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1), initial_scale=2.0**15
-    )
-    table = te.TableConfig(4, 1, te.RowIdInitializer(), name="t")
-    layer = TPUEmbedding(
-        te.FeatureConfig(table),
-        te.SGD(0.1),
-        loss_scale=lambda: optimizer.dynamic_scale,
-    )
-    ids = keras.Input((), dtype="int64")
-    model: Any = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
-    optimizer.build(model.trainable_variables)
-    model.compile(optimizer, "mse")
-    model.fit(np.arange(4), np.full((4, 1), 30000.0), verbose=0)
-    assert float(optimizer.dynamic_scale) == 2.0**14  # It did overflow.
-    rows = layer.embedding_tables[table].numpy()
-    np.testing.assert_array_equal(rows[:, 0], [0, 1, 2, 3])
-
-
 def test_float16_fits_with_the_scale_of_the_model(trained: Any):
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))

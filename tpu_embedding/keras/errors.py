@@ -95,14 +95,14 @@ def late_schedule(optimizer: str, rate: object) -> RuntimeError:
     )
 
 
-def loss_scale_missing(policy: str) -> ValueError:
-    """float16 scales the loss, and Keras unscales too late for the tables."""
+def loss_scale_missing(cause: str) -> ValueError:
+    """Keras scales the loss, and unscales too late for the tables."""
     return ValueError(
-        f"Under the dtype policy {policy!r} Keras scales the loss and unscales the "
-        "gradients only after they have reached the embedding tables. Pass "
-        "`loss_scale` (a number, or a callable that returns the current scale), use "
-        'the policy "mixed_bfloat16", or turn the scaling off with '
-        "`compile(auto_scale_loss=False)` and pass `loss_scale=1`."
+        f"{cause} Keras scales the loss and unscales the gradients only after they "
+        "have reached the embedding tables. Pass the layer `loss_scale`: the number, "
+        "or a callable that returns the current scale. Or have no scaling: use the "
+        'policy "mixed_bfloat16", or an optimizer without `loss_scale_factor` in '
+        "`compile(auto_scale_loss=False)`, and under float16 pass `loss_scale=1`."
     )
 
 

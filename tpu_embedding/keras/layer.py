@@ -96,7 +96,8 @@ class TPUEmbedding(keras.layers.Layer):
             optimizer of the model trains, as TFRS did on a CPU.
           loss_scale: What the loss was multiplied by, or a callable that returns it;
             gradients are divided by it. Where one of a call is not finite then, all
-            of that call count as 0, or with `check_numerics` are an error.
+            of that call count as 0, or with `check_numerics` are an error. Needed
+            wherever the loss is scaled.
           invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of ours has its own.
           check_numerics: Refuse weights and gradients that are not finite.
@@ -146,7 +147,8 @@ class TPUEmbedding(keras.layers.Layer):
         arguments = self._parts.arguments
         updates = not arguments.trainable_tables
         if scaled and updates and arguments.loss_scale is None:
-            raise errors.loss_scale_missing(scaled[0])
+            cause = f"Under the dtype policy {scaled[0]!r}"
+            raise errors.loss_scale_missing(cause)
         self._parts.tables.build(self)
         for name, variable in self._parts.tables.variables().items():
             self._track_trackable(variable, name)

@@ -223,6 +223,8 @@ class UpdatedTables(LayerTables):
             # gradients of what it saw being read while nothing was recorded.
             tf.convert_to_tensor(self._virtual)
             return flat
+        if self._loss_scale is None or self._loss_scale == 1:
+            gate.check_loss_is_not_scaled()
         call = _Call(
             structure.pack(values),
             structure.pack(weights),
