@@ -294,6 +294,32 @@ def test_mirrored_strategy_sums_the_replicas(
         np.testing.assert_allclose(mirrored[0][key], value, rtol=1e-5)
 
 
+class DenseOnly(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        table = te.TableConfig(6, 1, te.RowIdInitializer(), name="t")
+        self.embedding = TPUEmbedding(te.FeatureConfig(table), te.SGD(0.25))
+
+    def call(self, inputs: Any) -> Any:
+        return self.embedding(inputs)
+
+
+def test_a_subclassed_model_is_built_by_fit_under_replicas():
+    """Keras builds it with the mean of the ids that the replicas have, a float."""
+    with models.mirrored(2).scope():
+        model = DenseOnly()
+        model.compile("sgd", "mse")
+    data = (np.arange(4), np.zeros((4, 1)))
+    model.fit(tf.data.Dataset.from_tensors(data), shuffle=False, verbose=0)
+    rows = model.embedding.get_weights()[-1]
+    # 0.25 times the gradient of a mean over 4.
+    np.testing.assert_allclose(rows[:, 0], [0, 0.875, 1.75, 2.625, 4, 5])
+    wrong = DenseOnly()
+    wrong.compile("sgd", "mse")
+    with pytest.raises(TypeError, match="must be int32 or int64"):
+        wrong.fit(np.arange(4.0), np.zeros((4, 1)), verbose=0)
+
+
 def test_gradient_accumulation_of_the_model_leaves_the_tables_alone():
     """One update of the tables for each micro-batch, as documented."""
     model = models.make_model(

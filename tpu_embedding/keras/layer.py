@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tpu_embedding.engines.logical import LogicalVariable
-from tpu_embedding.keras import encoding, errors, saving
+from tpu_embedding.keras import encoding, errors, saving, specs
 from tpu_embedding.keras.arguments import (
     Arguments,
     EmbeddingFeature,
@@ -18,7 +18,6 @@ from tpu_embedding.keras.arguments import (
     check_loss_scale,
 )
 from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
-from tpu_embedding.keras.specs import output_spec
 from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
 
 
@@ -196,7 +195,7 @@ class TPUEmbedding(keras.layers.Layer):
         """
         resolved = self._resolve(serving_config)
         structure = resolved.structure
-        values = structure.flatten("features", features)
+        values = specs.with_integer_ids(structure.flatten("features", features))
         gains = [None] * len(values)
         if weights is not None:
             gains = structure.flatten("weights", weights)
@@ -215,7 +214,7 @@ class TPUEmbedding(keras.layers.Layer):
         """The KerasTensors of a symbolic call."""
         del weights
         resolved = self._resolve(serving_config)
-        return output_spec(resolved, features, self.compute_dtype)
+        return specs.output_spec(resolved, features, self.compute_dtype)
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpu_embedding import errors
 from tpu_embedding.keras import errors as keras_errors
@@ -44,3 +47,20 @@ def output_spec(resolved: Resolved, features: Any, dtype: str) -> Any:
         dim = plan.tables[spec.table].config.dim
         outputs.append(keras.KerasTensor((*rows, dim), dtype=dtype))
     return resolved.structure.pack(outputs)
+
+
+def with_integer_ids(values: Sequence[Any]) -> list[Any]:
+    """The ids; as int64 where Keras traces shapes only, to build a model.
+
+    With several replicas `fit` and `evaluate` build a model with the mean of their
+    first batches, in which ids are no integers. There is no public function that
+    tells of this.
+    """
+    if not in_symbolic_scope():
+        return list(values)
+    return [
+        tf.cast(value, tf.int64)
+        if tf.is_tensor(value) and value.dtype.is_floating
+        else value
+        for value in values
+    ]
