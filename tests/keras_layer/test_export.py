@@ -110,6 +110,43 @@ def test_sparse_and_ragged_inputs_are_exported(tmp_path: pathlib.Path, seed: int
     np.testing.assert_allclose(served, model(features), rtol=1e-6)
 
 
+def ragged_model() -> tuple[Any, dict[str, tf.RaggedTensor]]:
+    table = te.TableConfig(
+        9, 2, te.RowIdInitializer(), combiner="mean", name="t", invalid_ids="drop"
+    )
+    layer = TPUEmbedding({"ids": te.FeatureConfig(table)}, "sgd")
+    inputs = {"ids": keras.Input((None,), dtype="int64", ragged=True, name="ids")}
+    rows = tf.ragged.constant([[1], [2, 4]], dtype=tf.int64)
+    return keras.Model(inputs, layer(inputs)["ids"]), {"ids": rows}
+
+
+def test_a_traced_function_is_exported_through_an_archive(tmp_path: pathlib.Path):
+    model, features = ragged_model()
+    spec = {"ids": tf.RaggedTensorSpec([None, None], tf.int64)}
+
+    @tf.function(input_signature=[spec])
+    def serve(features: Any) -> Any:
+        return model(features)
+
+    serve(features)
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", serve)
+    archive.write_out(tmp_path / "export", verbose=False)
+    assert_stock(tmp_path / "export")
+    loaded = tf.saved_model.load(tmp_path / "export")
+    np.testing.assert_array_equal(loaded.serve(features), [[1, 1], [3, 3]])
+
+
+def test_padding_may_be_dropped_from_exported_ragged_inputs(tmp_path: pathlib.Path):
+    model, features = ragged_model()
+    model.export(tmp_path / "export", verbose=False)
+    assert_stock(tmp_path / "export")
+    loaded = tf.saved_model.load(tmp_path / "export")
+    served = loaded.serve({"ids": features["ids"].to_tensor(-1)})
+    np.testing.assert_array_equal(served, [[1, 1], [3, 3]])
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_serving_config_looks_other_features_up(graph: bool):
     table = te.TableConfig(9, 2, te.RowIdInitializer(), combiner="sum", name="t")
