@@ -142,6 +142,22 @@ def test_checkpoints_are_those_of_tpu_embedding(tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(restored[name], variable.numpy(), name)
 
 
+def test_checkpoints_make_tables_that_are_not_there(tmp_path: pathlib.Path) -> None:
+    """Saving begins with their initial values, and restoring before build with them."""
+    features = te.FeatureConfig(te.TableConfig(V, D, te.RowIdInitializer(), name="t"))
+    tracked = tf.train.Checkpoint(e=te.TPUEmbeddingV0(features, te.Adagrad(0.5)))
+    first = tracked.write(str(tmp_path / "first"))
+    names = [name.split("/.")[0] for name, _ in tf.train.list_variables(first)]
+    assert names[1:] == ["e/t.Saccumulators", "e/t"]
+    other = te.TPUEmbeddingV0(features, te.Adagrad(1.5))
+    tracked = tf.train.Checkpoint(e=other)
+    tracked.read(first).assert_consumed()
+    second = tracked.write(str(tmp_path / "second"))
+    assert tf.train.list_variables(second) == tf.train.list_variables(first)
+    (arrays,) = other.variables.values()
+    np.testing.assert_array_equal(arrays["parameters"][:, 0], np.arange(V))
+
+
 def test_slots_that_the_user_makes() -> None:
     made: list[Any] = []
 

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding import errors, topology
 from tpu_embedding.adapters import adapt_features, adapt_optimizer
@@ -159,6 +160,13 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host
         return self._structure.pack(lookup.in_program(specs, values, flat, on_host))
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        # The last moment for tables that are to be saved or restored, as in
+        # `checkpoint.tracking`: they would be left out without a word.
+        if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
+            self.build()
+        return super()._trackable_children(save_type, **kwargs)
 
 
 def _create_table(spec: TableSpec) -> dict[str, Any]:
