@@ -31,7 +31,9 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
     gradient with a tape and train it with any optimizer, e.g. one of Keras. Inside
     strategy.run of TPUs the host checks and pads the batch and the TPU looks it up;
     distribute data sets with `experimental_fetch_to_device=False`, as TensorFlow's
-    class wants it. The numbers of a lookup are those of docs/semantics.md:
+    class wants it. The gradient then names row 0, with zeros, for each sample without
+    entries, which matters to optimizers that change every row they are given. The
+    numbers of a lookup are those of docs/semantics.md:
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te

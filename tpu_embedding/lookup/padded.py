@@ -1,9 +1,11 @@
 """Lookups in programs of TPUs: shapes do not depend on values, and nothing can fail.
 
-  ragged [[7, 2], [], [7]], combiner mean      rows:  [[ 7, 2 ], [ 0, 0 ], [ 7, 0 ]]
+  ragged [[7, 2], [], [7]], combiner mean      rows:  [[ 7, 2 ], [-1,-1 ], [ 7,-1 ]]
                                                gains: [[.5,.5 ], [ 0, 0 ], [ 1, 0 ]]
 
 A host makes the two tensors, after all checks; what is left are a gather and a sum.
+Where nothing is, the gather reads the sample's first row once more, so that a gradient
+names no row that the batch has not; only a sample without entries reads row 0.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class Padded:
     """The entries of one feature, as many for each sample.
 
     Attributes:
-      rows: int32 [*output shape, K], or without K where each sample has one entry, of
-        weight 1.
+      rows: int32 [*output shape, K], the entries of a sample first, then -1; or
+        without K where each sample has one entry, of weight 1.
       gains: float32 [*output shape, K], 0 where there is no entry; else None.
     """
 
@@ -60,7 +62,9 @@ def pad(
         padded = tf.reshape(padded, tf.concat([axes, [width]], 0))
         return tf.ensure_shape(padded, (*shape, known))
 
-    return Padded(spread(tf.cast(entries.rows, tf.int32)), spread(entries.gains))
+    # Zeros are what a scatter leaves: they become the -1.
+    rows = spread(tf.cast(entries.rows, tf.int32) + 1) - 1
+    return Padded(rows, spread(entries.gains))
 
 
 def combine_padded(padded: Padded, reader: TableReader) -> tf.Tensor:
@@ -73,9 +77,12 @@ def combine_padded(padded: Padded, reader: TableReader) -> tf.Tensor:
     Returns:
       float32 [*output shape, D].
     """
-    values = reader.read(padded.rows)
     if padded.gains is None:
-        return values
-    # Not a plain product: row 0, which stands where nothing is, may hold a NaN.
-    gains = tf.expand_dims(padded.gains, -1)
-    return tf.reduce_sum(tf.math.multiply_no_nan(values, gains), axis=-2)
+        return reader.read(padded.rows)
+    is_entry = padded.rows >= 0
+    first = tf.maximum(padded.rows[..., :1], 0)
+    values = reader.read(tf.where(is_entry, padded.rows, first))
+    # A row may hold a NaN: it counts where it is an entry, of gain 0, too.
+    products = values * tf.expand_dims(padded.gains, -1)
+    products = tf.where(tf.expand_dims(is_entry, -1), products, 0.0)
+    return tf.reduce_sum(products, axis=-2)
