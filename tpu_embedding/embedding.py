@@ -69,8 +69,10 @@ class TPUEmbedding(CallEmbedding):
             pipeline_execution_with_tensor_core, initialize_tpu_embedding).
           batch_size: The global size of every batch, or None for any size.
           initialize_tpu_embedding: On TPU v2 to v4, which have one engine, False
-            shares that of another TPUEmbedding and its tables. Elsewhere any number
-            of embeddings may live side by side.
+            shares that of another TPUEmbedding and its tables; no learning rate may
+            take the step then, as the count of updates is not shared: read a
+            tf.Variable instead. Elsewhere any number of embeddings may live side by
+            side.
           invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of ours has its own.
           check_numerics: Refuse weights and gradients that are not finite.

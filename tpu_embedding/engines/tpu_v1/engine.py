@@ -31,7 +31,7 @@ from tpu_embedding.engines.tpu_v1.checks import (
     symbolic,
 )
 from tpu_embedding.engines.tpu_v1.configuration import make_configuration
-from tpu_embedding.engines.tpu_v1.rates import ProgramRates
+from tpu_embedding.engines.tpu_v1.rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
@@ -62,6 +62,8 @@ class TPUv1Engine(Engine, Queue):
         self._tpu: TPUSystem = topology.tpu
         if options.check_numerics and not self._tpu.simulated:
             raise errors.no_numeric_checks()
+        if not options.initialize and counts_updates(self._plan):
+            raise errors.shared_count()
         self._output_shapes = [self._output_shape(f.index) for f in self._plan.features]
         self._config: bytes = make_configuration(
             self._plan,

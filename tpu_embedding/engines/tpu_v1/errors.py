@@ -73,6 +73,16 @@ def not_configured() -> RuntimeError:
     )
 
 
+def shared_count() -> NotImplementedError:
+    """The count of updates is in the embedding, not in the engine that is shared."""
+    return NotImplementedError(
+        "`initialize_tpu_embedding=False` shares the tables of another TPUEmbedding, "
+        "but not its count of updates: a learning rate that takes the step would begin "
+        "anew. Pass a rate without arguments that reads a tf.Variable, which both may "
+        "use."
+    )
+
+
 def tables_on_tpu() -> RuntimeError:
     """The tables are in the TPU's memory."""
     return RuntimeError(

@@ -23,7 +23,7 @@ class ProgramRates:
         """Makes the counter, where a rate asks for it."""
         self._rates = dynamic_rates(plan)
         self.updates: tf.Variable | None = None
-        if any(takes_step(rate) for rate in self._rates):
+        if counts_updates(plan):
             self.updates = outside_of_replicas(lambda: _create_counter(strategy))
 
     def evaluate(self) -> list[tf.Tensor]:
@@ -41,6 +41,11 @@ class ProgramRates:
         """Notes one more update, in each replica."""
         if self.updates is not None:
             self.updates.assign_add(1)
+
+
+def counts_updates(plan: Plan) -> bool:
+    """Whether a rate asks for the number of updates."""
+    return any(takes_step(rate) for rate in dynamic_rates(plan))
 
 
 def _create_counter(strategy: tf.distribute.Strategy) -> tf.Variable:
