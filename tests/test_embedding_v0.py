@@ -282,6 +282,17 @@ def test_errors() -> None:
         embedding({"a": tf.constant([11])})
     with pytest.raises(TypeError, match="check_numerics"):
         te.TPUEmbeddingV0({"a": te.FeatureConfig(table)}, None, check_numerics=3)  # pyright: ignore[reportArgumentType]
-    low = te.SGD(0.1, low_dimensional_packing_status=True)
-    with pytest.raises(NotImplementedError, match="low_dimensional_packing_status"):
-        te.TPUEmbeddingV0({"a": te.FeatureConfig(table)}, low)
+    placed = te.TableConfig(V, D, name="films", layout=3)
+    with pytest.raises(NotImplementedError, match=r"`layout=3` of table films"):
+        te.TPUEmbeddingV0({"a": te.FeatureConfig(placed)}, None)
+
+
+def test_optimizers_that_a_cpu_cannot_apply() -> None:
+    """Their slots are made all the same; nothing here applies them."""
+    table = te.TableConfig(V, D, name="films")
+    for optimizer, slots in (
+        (te.SGD(0.1, low_dimensional_packing_status=True), []),
+        (te.MDLAdagradLight(0.1), ["accumulators", "weights", "benefits"]),
+    ):
+        embedding = te.TPUEmbeddingV0([te.FeatureConfig(table)], optimizer)
+        assert list(embedding.variables[table]) == ["parameters", *slots]

@@ -11,7 +11,7 @@ from tensorflow.python.checkpoint import checkpoint_context
 from tpu_embedding import errors, topology
 from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
-from tpu_embedding.engines.stacked import refuse_tpu_options
+from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.layout.rows import PARAMETERS
 from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
@@ -66,8 +66,8 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
           feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
             of them, of this package or of tf.tpu.experimental.embedding.
           optimizer: For tables without one of their own: whose slots to make, by its
-            `slot_variable_creation_fn` if it has one. It is not applied. None: no
-            slots.
+            `slot_variable_creation_fn` if it has one. It is not applied, so that
+            its other options change nothing. None: no slots.
           invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of ours has its own.
           check_numerics: Refuse weights that are not finite.
@@ -84,7 +84,7 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         self._plan: Plan = make_plan(
             adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
         )
-        refuse_tpu_options("plain", self._plan)
+        refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
         self._check_numerics = check_numerics
         self._topology = topology.current()

@@ -30,13 +30,23 @@ def refuse_tpu_options(engine: str, plan: Plan) -> None:
       NotImplementedError: If a table has an option that describes how a TPU stores it,
         or an optimizer whose rule, or an option of it, is known to TPUs only.
     """
+    refuse_layouts(engine, plan)
     for table in plan.tables:
-        where = f"table {table.name}"
+        if table.optimizer:
+            _refuse_optimizer(engine, f"table {table.name}", table.optimizer)
+
+
+def refuse_layouts(engine: str, plan: Plan) -> None:
+    """Refuses tables with a layout.
+
+    Raises:
+      NotImplementedError: If a table has one.
+    """
+    for table in plan.tables:
         layout = table.config.layout
         if layout is not None:
+            where = f"table {table.name}"
             raise errors.refused_by_engine(engine, where, "layout", layout)
-        if table.optimizer:
-            _refuse_optimizer(engine, where, table.optimizer)
 
 
 def _refuse_optimizer(engine: str, where: str, optimizer: Optimizer) -> None:
