@@ -214,6 +214,13 @@ def test_one_engine_for_several_embeddings() -> None:
             np.testing.assert_array_equal(other.numpy(), rows.numpy(), name)
 
 
+def test_saved_models_are_refused(tmp_path: pathlib.Path) -> None:
+    module = tf.Module()
+    module.embedding = make(SoftwareTPUStrategy("v4", 1))
+    with pytest.raises(NotImplementedError, match=r"cannot save .*checkpoint.*export"):
+        tf.saved_model.save(module, str(tmp_path / "model"))
+
+
 def shared(other: te.TPUEmbedding | None, words: Any = None) -> te.TPUEmbedding:
     """An embedding of the same configuration that does not configure the TPU."""
     if other is None:

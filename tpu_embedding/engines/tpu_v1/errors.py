@@ -123,6 +123,17 @@ def asynchronous_checkpoint() -> RuntimeError:
     )
 
 
+def saved_model() -> NotImplementedError:
+    """A SavedModel cannot hold tables that are in a TPU's memory."""
+    return NotImplementedError(
+        "tf.saved_model.save cannot save a TPUEmbedding on TPU v2 to v4: its tables "
+        "are in the TPU's memory. Save a checkpoint; for serving restore it into an "
+        "embedding made outside of the TPU strategy, and call "
+        "tpu_embedding.serving.export. Or leave the embedding out of what the module "
+        "tracks."
+    )
+
+
 def reset() -> NotImplementedError:
     """A TPU's queues cannot be emptied."""
     return NotImplementedError(

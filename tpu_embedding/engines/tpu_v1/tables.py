@@ -66,6 +66,12 @@ class StandIn(tf.__internal__.tracking.Trackable):
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
         raise errors.asynchronous_checkpoint()
 
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        # A SavedModel would hold a function that saves, which cannot have the slices.
+        if save_type == "savedmodel":
+            raise errors.saved_model()
+        return super()._trackable_children(save_type, **kwargs)
+
     def _slices(self) -> list[str]:
         """Where each shard is in the whole, as checkpoints write it; "" for all."""
         if len(self.shards) == 1:
