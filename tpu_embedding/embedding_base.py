@@ -121,6 +121,10 @@ class EmbeddingBase(SavedTables):
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
         return engines.stored_layouts(self._topology, self._layout)
 
+    @property
+    def _stored_dtypes(self) -> dict[str, tf.DType]:
+        return {t.name: tf.as_dtype(t.config.dtype) for t in self._plan.tables}
+
     @as_written
     def retrieve(self) -> None:
         """Makes variables that stand in for tables in a TPU hold what they hold now."""

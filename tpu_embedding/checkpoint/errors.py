@@ -260,3 +260,12 @@ def other_stacks(path: str) -> ValueError:
         "SparseCores: other tables, devices or SparseCores, or none. Use "
         "tpu_embedding.checkpoint.restore(embedding, path), which moves them."
     )
+
+
+def other_dtype(path: str, table: str, stored: str, own: str) -> TypeError:
+    """A table of another dtype, which tf.train.Checkpoint does not convert."""
+    return TypeError(
+        f"Table {table} is {own}, but in {path} it is {stored}, and "
+        "tf.train.Checkpoint does not convert. Use "
+        "tpu_embedding.checkpoint.restore(embedding, path), which does."
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.dtypes import check_dtypes
 from tpu_embedding.checkpoint.sparse_core_format import (
     LAYOUTS,
     LayoutRecord,
@@ -39,6 +41,11 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     @abc.abstractmethod
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
         """Where each table is, if checkpoints hold stacks; else nothing."""
+
+    @property
+    @abc.abstractmethod
+    def _stored_dtypes(self) -> Mapping[str, tf.DType]:
+        """By name the dtype of each table."""
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -102,6 +109,7 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
         own = self._stored_layouts
         if own and not any(same_layouts(own, la) for la in read_all_layouts(path)):
             raise errors.other_stacks(path)
+        check_dtypes(path, self._stored_dtypes)
         return super()._checkpoint_adapter(path)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
