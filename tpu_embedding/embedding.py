@@ -165,7 +165,9 @@ class TPUEmbedding(CallEmbedding):
           RuntimeError: If `training` and a table has no optimizer. Under TPU v2 to v4
             also if called in control flow inside strategy.run.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
-          tf.errors.FailedPreconditionError: If 64 batches are waiting already.
+          tf.errors.FailedPreconditionError: If 64 batches are waiting already; on the
+            software TPU of v2 to v4 a tf.errors.DeadlineExceededError after
+            `meeting_timeout`.
         """
         place = None if device is None else self._topology.find(device)
         training = bool(training)
@@ -204,7 +206,8 @@ class TPUEmbedding(CallEmbedding):
           RuntimeError: If called before build and enqueue, or outside of
             strategy.run where there are several replicas.
           tf.errors.FailedPreconditionError: If no batch is queued, or the batch
-            before still owes its gradients.
+            before still owes its gradients; on the software TPU of v2 to v4 a
+            tf.errors.DeadlineExceededError after `meeting_timeout`.
         """
         engine, replica = self._in_replica("dequeue")
         queue = engines.as_queue(engine, "dequeue")

@@ -156,6 +156,10 @@ class EmbeddingBase(SavedTables):
         """Forgets every batch that is queued, owed or pending; keeps the tables.
 
         For going on after an error or an interrupt in the middle of a step.
+
+        Raises:
+          NotImplementedError: On TPU v2 to v4, which only their initialization empties:
+            save a checkpoint before it and restore it afterwards.
         """
         if self._engine is not None:
             self._engine.reset()
@@ -167,12 +171,20 @@ class EmbeddingBase(SavedTables):
         Keyed by the TableConfig that the user passed. Variables; on SparseCores, where
         tables are stacked and in parts, tensors with what they hold now. Applies a
         pending update first.
+
+        Raises:
+          RuntimeError: On TPU v2 to v4, in whose own memory the tables are: restore a
+            checkpoint of them into an embedding made outside of the strategy.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:
-        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
+        """As `embedding_tables`, with a dict of "parameters" and slots for each.
+
+        Raises:
+          RuntimeError: On TPU v2 to v4, as `embedding_tables`.
+        """
         engine = self._create_engine()
         self.flush()
         keys = [spec.key for spec in self._plan.tables]
