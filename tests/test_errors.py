@@ -84,6 +84,13 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         "to `strategy.run`.",
     ),
     (
+        "outside_of_replica",
+        ("dequeue", 1),
+        RuntimeError,
+        "dequeue belongs to one replica. Call it in the function that you give to "
+        "`strategy.run`.",
+    ),
+    (
         "unknown_engine",
         ("TPU_EMBEDDING_ENGINE", "gpu", ("host", "portable")),
         ValueError,

@@ -462,9 +462,10 @@ def other_strategy(own: object, active: object) -> RuntimeError:
 
 def outside_of_replica(method: str, num_replicas: int) -> RuntimeError:
     """A method of one replica, called for all of them."""
+    among = f", of {num_replicas}" if num_replicas > 1 else ""
     return RuntimeError(
-        f"{method} belongs to one replica, of {num_replicas}. Call it in the function "
-        "that you give to `strategy.run`."
+        f"{method} belongs to one replica{among}. Call it in the function that you "
+        "give to `strategy.run`."
     )
 
 
