@@ -9,6 +9,10 @@ from tpu_embedding import errors
 
 EmbeddingHardware = Literal["v1", "sparse_core", "none"]
 
+# The attribute of an op of TPU v2 to v4 that tells the compiler of a program the name
+# under which the user enqueued, dequeued or applied gradients.
+NAME_ATTRIBUTE = "_tpu_embedding_layer"
+
 
 @dataclasses.dataclass(frozen=True)
 class Generation:

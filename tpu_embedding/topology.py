@@ -77,9 +77,12 @@ class TPUSystem:
 
     def find(self, device: str) -> str | None:
         """The full name of a device that the user named, maybe in part, or None."""
+        try:
+            asked = tf.DeviceSpec.from_string(device)
+        except (TypeError, ValueError, AttributeError):  # No name of a device.
+            return None
         for own in itertools.chain.from_iterable(self.devices):
             spec = tf.DeviceSpec.from_string(own)
-            asked = tf.DeviceSpec.from_string(device)
             if spec.make_merged_spec(asked) == spec and asked.device_index is not None:
                 return own
         return None

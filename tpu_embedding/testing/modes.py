@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-_NAME = "_tpu_embedding_layer"
+from tpu_embedding.hardware import NAME_ATTRIBUTE
+
 _SEND = "SendTPUEmbeddingGradients"
 _ENQUEUE = "EnqueueTPUEmbedding"
 
@@ -32,7 +33,7 @@ def settle_modes(program: Any) -> None:
 
 def _name(op: tf.Operation) -> bytes | None:
     with contextlib.suppress(ValueError):  # No such attribute.
-        return op.get_attr(_NAME)
+        return op.get_attr(NAME_ATTRIBUTE)
     return None
 
 

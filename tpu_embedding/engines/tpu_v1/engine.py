@@ -33,6 +33,7 @@ from tpu_embedding.engines.tpu_v1.checks import (
 from tpu_embedding.engines.tpu_v1.configuration import make_configuration
 from tpu_embedding.engines.tpu_v1.rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
+from tpu_embedding.hardware import NAME_ATTRIBUTE
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
 from tpu_embedding.layout.stacking import Layout
@@ -44,7 +45,6 @@ from tpu_embedding.lookup.rows import FeatureInput
 from tpu_embedding.topology import Topology, TPUSystem
 
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
-_NAME_ATTRIBUTE = "_tpu_embedding_layer"
 
 
 class TPUv1Engine(Engine, Queue):
@@ -204,14 +204,14 @@ class TPUv1Engine(Engine, Queue):
         """See `Queue.enqueue`."""
         cores = self._tpu.cores_per_replica
         parts = [core_batches(self._select(batch), cores) for batch in batches]
-        checked = [ids for replica in parts for core in replica for ids in core.ids]
+        checked = [ids for part in parts for core in part for ids in core.ids]
         replicas = range(len(batches)) if replica is None else (replica,)
         # Not before all are checked.
         with tf.control_dependencies(symbolic(checked)):
             mode = self._mode(training)
-            for number, batch in zip(replicas, parts, strict=True):
-                for core, part in enumerate(batch):
-                    self._enqueue_core(part, self._tpu.devices[number][core], mode)
+            for number, part in zip(replicas, parts, strict=True):
+                for core, batch in enumerate(part):
+                    self._enqueue_core(batch, self._tpu.devices[number][core], mode)
 
     def enqueue_on(
         self, device: str, batch: Sequence[IdBatch], *, training: bool
@@ -378,4 +378,4 @@ class TPUv1Engine(Engine, Queue):
         if self._tag is None or tf.executing_eagerly():
             return
         op = made.op if isinstance(made, tf.Tensor) else made
-        op._set_attr(_NAME_ATTRIBUTE, _AttrValue(s=tf.compat.as_bytes(self._tag)))
+        op._set_attr(NAME_ATTRIBUTE, _AttrValue(s=tf.compat.as_bytes(self._tag)))
