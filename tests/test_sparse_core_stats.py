@@ -127,6 +127,24 @@ def test_what_tensorflows_own_class_says(batch: Any, monkeypatch: pytest.MonkeyP
     check(te)
 
 
+def test_tables_are_rotated_by_their_loads() -> None:
+    features = {
+        name: te.FeatureConfig(
+            te.TableConfig(64, 8, name=name), output_shape=[4], name=name
+        )
+        for name in "ab"
+    }
+    ids = {"a": tf.constant([[0, 2]] * 4), "b": tf.constant([[1, 3]] * 4)}
+    needs = []
+    for loads in (None, {"a": [1.0, 0.0], "b": [1.0, 0.0]}):
+        config = te.SparseCoreEmbeddingConfig(shard_loads=loads)
+        stats = te.TPUEmbeddingV2.compute_sparse_core_stats
+        found, _ = stats(ids, features, 1, 2, te.SGD(), config)
+        needs.append(int(found["a_b"]))
+    # The loads turn table b by one shard, so that the ids of both are on one.
+    assert needs == [4, 8]
+
+
 def test_the_limits_are_enough_and_no_more(batch: Any):
     configuration = configure(te)
     needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(

@@ -20,6 +20,30 @@ DEFAULT_MAX_IDS_PER_TABLE = 256
 DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = 256
 
 
+def stacking_options(
+    num_devices: int,
+    sparse_cores_per_device: int,
+    config: SparseCoreEmbeddingConfig,
+    **multiples: int,
+) -> StackingOptions:
+    """How the tables of SparseCores are stacked.
+
+    Args:
+      num_devices: That share the tables.
+      sparse_cores_per_device: Of each.
+      config: What the user said.
+      **multiples: `width_multiple` and `row_multiple`, where the hardware is known.
+    """
+    return StackingOptions(
+        num_devices=num_devices,
+        sparse_cores_per_device=sparse_cores_per_device,
+        disable_table_stacking=config.disable_table_stacking,
+        stock_feature_counts=config.stock_feature_counts,
+        shard_loads=config.shard_loads or {},
+        **multiples,
+    )
+
+
 def make_partitioning(
     plan: Plan,
     layout: Layout,

@@ -12,9 +12,13 @@ from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.inputs import InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.partitioning import full_output_shapes, make_partitioning
+from tpu_embedding.layout.partitioning import (
+    full_output_shapes,
+    make_partitioning,
+    stacking_options,
+)
 from tpu_embedding.layout.partitions import Partitioning
-from tpu_embedding.layout.stacking import StackingOptions, make_layout
+from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.layout.tables import Plan, make_plan
 from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.structures import Structure
@@ -105,11 +109,8 @@ def requirements(
 def _unlimited(
     plan: Plan, hardware: Hardware, config: SparseCoreEmbeddingConfig
 ) -> Partitioning:
-    options = StackingOptions(
-        num_devices=hardware.num_devices,
-        sparse_cores_per_device=hardware.sparse_cores_per_device,
-        disable_table_stacking=config.disable_table_stacking,
-        stock_feature_counts=config.stock_feature_counts,
+    options = stacking_options(
+        hardware.num_devices, hardware.sparse_cores_per_device, config
     )
     layout = make_layout(plan, full_output_shapes(plan), options)
     partitioning = make_partitioning(

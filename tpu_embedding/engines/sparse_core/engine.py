@@ -39,6 +39,7 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     refuse_for_sparse_cores,
     require_names_and_optimizers,
+    stacking_options,
 )
 from tpu_embedding.layout.partitions import PartitionedTable
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
@@ -385,12 +386,10 @@ def _stacking_options(
 ) -> StackingOptions:
     assert topology.tpu is not None
     generation = topology.tpu.generation
-    return StackingOptions(
-        num_devices=topology.num_replicas,
-        sparse_cores_per_device=generation.sparse_cores_per_device,
+    return stacking_options(
+        topology.num_replicas,
+        generation.sparse_cores_per_device,
+        config,
         width_multiple=generation.lane_width,
         row_multiple=generation.row_multiple,
-        disable_table_stacking=config.disable_table_stacking,
-        stock_feature_counts=config.stock_feature_counts,
-        shard_loads=config.shard_loads or {},
     )
