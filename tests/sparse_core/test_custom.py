@@ -142,6 +142,44 @@ COMBINER = te.CustomCombiner(lambda valency, vectors: vectors[0], 2)
 OPTIMIZER = te.CustomOptimizer(lambda g, t, *_: t - g)
 
 
+def combined(max_valency: int | None, num_weights: int = 0) -> Any:
+    """On the host, of table "films"; without a valency, with a plain combiner."""
+    combiner: Any = "sum"
+    if max_valency is not None:
+        combiner = te.CustomCombiner(
+            lambda valency, vectors, *_: tf.reduce_sum(vectors, 0),
+            max_valency,
+            num_weights,
+            tf.constant_initializer(1.0),
+        )
+    embedding = te.TPUEmbeddingV2(feature(combiner=combiner), te.SGD(1.0))
+    embedding.build()
+    return embedding
+
+
+def test_batches_and_preserved_outputs_of_another_combiner() -> None:
+    ids = tf.constant([[1, 2], [3, 3]])
+    two, three = combined(2), combined(3)
+    long = tf.constant([[1, 2, 3], [4, 5, 6]])
+    for other in (three, combined(None)):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match=r"sample 0 has 3 ids, .* at most 2"
+        ):
+            two(other.preprocess_features(long))
+    _, preserved = two(ids)
+    for other, text in (
+        (three, r"`vectors` is of size \(2, 3, 2\), .* \(None, 2, 2\)"),
+        (combined(2, 1), r"`weights` is of size \(1,\), .* has \(0,\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            two.apply_gradients(tf.ones([2, 2]), other(ids)[1])
+    short = {"films": preserved["films"]._replace(valencies=tf.constant([2]))}
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"`valencies` is of 1 samples, .* are 2"
+    ):
+        two.apply_gradients(tf.ones([2, 2]), short)
+
+
 @pytest.mark.parametrize("make", [te.TPUEmbedding, te.TPUEmbeddingV0])
 def test_other_classes_refuse_functions(make: Any) -> None:
     with pytest.raises(NotImplementedError, match="'films': only TPUEmbeddingV2 takes"):

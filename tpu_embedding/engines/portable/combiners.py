@@ -15,13 +15,14 @@ import tensorflow as tf
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.initial_values import combiner_weights
 from tpu_embedding.engines.variables import create_state, variable_name
+from tpu_embedding.layout import errors
 from tpu_embedding.layout.batches import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
 )
-from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.layout.tables import Plan
-from tpu_embedding.lookup.checks import Check, text
+from tpu_embedding.lookup.checks import Check, require, text
 from tpu_embedding.lookup.entries import Entries
 
 
@@ -70,12 +71,19 @@ class Combiners:
             return {}
         return {CustomCombiner.NAME: weights}
 
-    def checks(self, entries: Sequence[Entries]) -> list[Check]:
-        """That no sample has more entries than its combiner takes."""
-        return [
+    def checked(self, entries: Sequence[Entries]) -> list[Entries]:
+        """The entries, if no sample has more of them than its combiner takes."""
+        if not self.of_features:
+            return list(entries)
+        checks = [
             self._check(feature, combiner, entries[feature])
             for feature, combiner in self.of_features.items()
         ]
+        with tf.control_dependencies(require(checks)):
+            return [
+                dataclasses.replace(entry, rows=tf.identity(entry.rows))
+                for entry in entries
+            ]
 
     def places(self, feature: int, entries: Entries) -> Entries:
         """Each entry as the one of a sample: its position, of [..., max_valency]."""
@@ -208,19 +216,45 @@ class Combiners:
         Args:
           tables: What it gave.
           samples: For each feature its number of samples, int64 scalars.
+
+        Raises:
+          ValueError: If a shape is that of another combiner.
+          tf.errors.InvalidArgumentError: If it is of another number of samples.
         """
         found = {}
         for stack in self._layout.stacks:
             own = [f for f in stack.features if f in self.of_features]
             if not own:
                 continue
-            table = tables[stack.name]
             counts = [samples[f] for f in own]
-            valencies = tf.split(table.valencies, counts, num=len(own))
-            vectors = tf.split(table.vectors, counts, num=len(own))
+            whole = self._checked_found(stack, tables[stack.name], tf.add_n(counts))
+            valencies = tf.split(whole.valencies, counts, num=len(own))
+            vectors = tf.split(whole.vectors, counts, num=len(own))
             for feature, *values in zip(own, valencies, vectors, strict=True):
-                found[feature] = Found(*values, weights=table.weights)
+                found[feature] = Found(*values, weights=whole.weights)
         return found
+
+    def _checked_found(self, stack: Stack, table: Any, samples: tf.Tensor) -> Found:
+        """What was found for all features of a stack."""
+        config = self._plan.tables[stack.tables[0]].config
+        combiner = config.custom_combiner
+        assert combiner is not None
+        shapes = {
+            "valencies": [None],
+            "vectors": [None, combiner.max_valency, config.dim],
+            "weights": [combiner.num_weights],
+        }
+        found, checks = {}, []
+        for field, shape in shapes.items():
+            tensor = tf.convert_to_tensor(getattr(table, field))
+            if not tensor.shape.is_compatible_with(shape):
+                wanted = tf.TensorShape(shape)
+                raise errors.preserved_size(stack.name, field, tensor.shape, wanted)
+            found[field] = tf.ensure_shape(tensor, shape)
+            if shape[0] is None:
+                checks.append(_check_samples(stack, field, found[field], samples))
+        with tf.control_dependencies(require(checks)):
+            return Found(**{name: tf.identity(found[name]) for name in found})
 
     def update(self, gradients: tf.Tensor) -> None:
         """One step of SGD.
@@ -253,6 +287,22 @@ class Combiners:
             )
 
         return Check(tf.reduce_all(counts <= most), message)
+
+
+def _check_samples(
+    stack: Stack, field: str, tensor: tf.Tensor, samples: tf.Tensor
+) -> Check:
+    got = tf.shape(tensor, tf.int64)[0]
+    return Check(
+        tf.equal(got, samples),
+        lambda: text(
+            f"Preserved outputs of stacked table {stack.name}: `{field}` is of ",
+            got,
+            " samples, but there are ",
+            samples,
+            ". Pass on what the lookup gave.",
+        ),
+    )
 
 
 def _combine(combiner: CustomCombiner, found: Found) -> tf.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -187,12 +186,7 @@ class PortableEngine(WholeTablesEngine):
         """See `Stacks.preprocess`."""
         layout = self._options.layout
         with tf.device(self._host):
-            entries = build_entries(self._inputs(batch))
-            with tf.control_dependencies(require(self._combiners.checks(entries))):
-                entries = [
-                    dataclasses.replace(entry, rows=tf.identity(entry.rows))
-                    for entry in entries
-                ]
+            entries = self._combiners.checked(build_entries(self._inputs(batch)))
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
             return self._stacks.pack(stacks, [entry.shape for entry in entries])
 
@@ -307,7 +301,8 @@ class PortableEngine(WholeTablesEngine):
         tables: Mapping[str, PartitionedCsrFormatTensor],
         shapes: Sequence[tf.Tensor],
     ) -> list[Entries]:
-        return read_stacks(self._plan, self._options.layout, tables, shapes)
+        entries = read_stacks(self._plan, self._options.layout, tables, shapes)
+        return self._combiners.checked(entries)
 
     def _unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
         return unpack_entries(batch, self._plan, self._options.output_shapes)
