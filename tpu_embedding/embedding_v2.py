@@ -217,7 +217,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             raise layout_errors.preprocessed_features(
                 len(shapes), len(self._plan.features)
             )
-        tables = self._check_tables(partitioned_tensors.tables)
+        tables = self._check_tables(partitioned_tensors.tables, found=False)
         with tf.name_scope("embedding_lookup"):
             batch = partitioned_tensors._replace(tables=tables)
             stacks = engines.as_stacks(engine, "dequeue")
@@ -252,7 +252,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         engine, replica = self._in_replica("apply_gradients")
         self._require_optimizers("apply_gradients")
         checked = self._check_gradients(gradients)
-        tables = self._check_tables(preserved_outputs)
+        tables = self._check_tables(preserved_outputs, found=True)
         with tf.name_scope("embedding_apply_gradients"):
             stacks = engines.as_stacks(engine, "apply_gradients")
             stacks.update_stacked(tables, checked, replica)
@@ -371,16 +371,25 @@ class TPUEmbeddingV2(EmbeddingBase):
                 return stacks.preprocess(batch)
             return stacks.preprocess_on(place, batch)
 
-    def _check_tables(self, tables: Any) -> dict[str, PartitionedCsrFormatTensor]:
-        """The batches of all stacks, in the order of the layout."""
+    def _check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
+        """The batches of all stacks, in the order of the layout.
+
+        Args:
+          tables: By name of the stack; of any type.
+          found: Whether a lookup is to have added what its combiners need.
+        """
         if not isinstance(tables, Mapping):
             raise layout_errors.preserved_outputs_type(tables)
-        names = [stack.name for stack in self._layout.stacks]
-        if set(tables) != set(names):
+        stacks = self._layout.stacks
+        if set(tables) != {stack.name for stack in stacks}:
+            names = [stack.name for stack in stacks]
             raise layout_errors.preserved_outputs_names(list(tables), names)
-        for name in names:
-            if not isinstance(
-                tables[name], (PartitionedCsrFormatTensor, CombinedCsrFormatTensor)
-            ):
-                raise layout_errors.preserved_output(name, tables[name])
-        return {name: tables[name] for name in names}
+        for stack in stacks:
+            config = self._plan.tables[stack.tables[0]].config
+            combined = found and config.custom_combiner is not None
+            kind = CombinedCsrFormatTensor if combined else PartitionedCsrFormatTensor
+            if not isinstance(tables[stack.name], kind):
+                raise layout_errors.preserved_output(
+                    stack.name, tables[stack.name], kind
+                )
+        return {stack.name: tables[stack.name] for stack in stacks}

@@ -173,6 +173,16 @@ def test_batches_and_preserved_outputs_of_another_combiner() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             two.apply_gradients(tf.ones([2, 2]), other(ids)[1])
+    plain = combined(None)
+    for one, other, kinds in (
+        (two, plain, "a CombinedCsrFormatTensor, got PartitionedCsr"),
+        (plain, two, "a PartitionedCsrFormatTensor, got CombinedCsr"),
+    ):
+        with pytest.raises(ValueError, match=f"'films' must be {kinds}"):
+            one.apply_gradients(tf.ones([2, 2]), other(ids)[1])
+    batch = two.preprocess_features(ids)._replace(tables=preserved)
+    with pytest.raises(ValueError, match="a PartitionedCsrFormatTensor, got Combined"):
+        two(batch)
     short = {"films": preserved["films"]._replace(valencies=tf.constant([2]))}
     with pytest.raises(
         tf.errors.InvalidArgumentError, match=r"`valencies` is of 1 samples, .* are 2"

@@ -150,12 +150,13 @@ def preserved_outputs_names(got: Sequence[str], wanted: Sequence[str]) -> ValueE
     )
 
 
-def preserved_output(stack: str, got: object) -> ValueError:
-    """For a value of the preserved outputs that is no batch."""
+def preserved_output(stack: str, got: object, wanted: type) -> ValueError:
+    """For what is no batch of a stack, or that of another kind of combiner."""
     return ValueError(
-        f"Preserved outputs of stacked table {stack!r} must be a "
-        f"PartitionedCsrFormatTensor, got {type(got).__name__}. Pass the second output "
-        "of embedding_lookup."
+        f"The batch of stacked table {stack!r} must be a {wanted.__name__}, got "
+        f"{type(got).__name__}. Pass to apply_gradients the second output of "
+        "embedding_lookup, and to a lookup what preprocess_features or enqueue of this "
+        "embedding gives."
     )
 
 
