@@ -223,11 +223,11 @@ CALLS = [
         "names.",
     ),
     Case(
-        "combined_shape",
+        "computed",
         lambda: CustomCombiner(_all, 4).compute(1, np.zeros((4, 2))),
         ValueError,
-        f"The combiner computation {_all!r} must return a tensor of shape (2,), the "
-        "table's width. Received: (4, 2).",
+        f"{_all!r} returned a tensor of shape (4, 2); it must return a float64 tensor "
+        "of shape (2,) there.",
     ),
     Case(
         "unknown_generation",

@@ -7,6 +7,8 @@ With weights w_1..w_k (1 where none are given), entry j of a sample has the gain
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -66,32 +68,42 @@ class CustomCombiner:
             if not callable(value) and not (optional and value is None):
                 raise errors.argument_type(argument, value, "a callable")
         rate = self.combiner_weights_learning_rate
-        if not callable(rate) and not isinstance(rate, (int, float)):
-            raise errors.argument_type(
-                "combiner_weights_learning_rate", rate, "a number or a callable"
-            )
+        if not callable(rate):
+            _check_rate("combiner_weights_learning_rate", rate)
 
-    def compute(self, valency: Any, vectors: Any, *weights: Any) -> Any:
+    def compute(
+        self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
+    ) -> Any:
         """The activation of one sample.
 
         Args:
           valency: int32 scalar.
           vectors: [max_valency, D].
           *weights: [num_weights], if there are any.
+          table: Whose sample it is, for errors.
 
         Raises:
           ValueError: If the user's function returns another shape.
+          TypeError: If it returns what is no tensor, or one of another dtype.
         """
         found = self.combiner_computation(valency, vectors, *weights)
-        wanted = tuple(vectors.shape[1:])
-        if tuple(getattr(found, "shape", ())) != wanted:
-            raise errors.combined_shape(self.combiner_computation, found, wanted)
+        wanted = (vectors.shape[1:], vectors.dtype)
+        error = errors.computed(self.combiner_computation, found, wanted, table)
+        if error is not None:
+            raise error
         return found
 
     def evaluate_rate(self) -> Any:
         """The learning rate of the weights; a callable is called."""
         rate = self.combiner_weights_learning_rate
         return rate() if callable(rate) else rate
+
+
+def _check_rate(argument: str, rate: Any) -> None:
+    if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
+        raise errors.argument_type(argument, rate, "a number or a callable")
+    if not math.isfinite(rate):
+        raise errors.argument_value(argument, rate, "finite")
 
 
 def adapt(combiner: Any) -> Any:

@@ -96,12 +96,39 @@ def combiner(value: object) -> ValueError:
     )
 
 
-def combined_shape(computation: object, got: object, wanted: object) -> ValueError:
-    """A combiner computation that returns something else than an activation."""
-    return ValueError(
-        f"The combiner computation {computation!r} must return a tensor of shape "
-        f"{wanted}, the table's width. Received: {getattr(got, 'shape', got)!r}."
-    )
+def computed(
+    function: object, got: Any, wanted: Any, table: str | None = None
+) -> Exception | None:
+    """What a function of the user's returned, where it may not; else None.
+
+    Args:
+      function: The function.
+      got: What it returned.
+      wanted: (shape, dtype) of what it should.
+      table: Whose function it is, where that is known.
+    """
+    where = f"{function!r}" if table is None else f"Table {table!r}: {function!r}"
+    shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", None)
+    wanted_shape, wanted_dtype = tuple(wanted[0]), _dtype_name(wanted[1])
+    must = f"it must return a {wanted_dtype} tensor of shape {wanted_shape} there."
+    if shape is None or dtype is None:
+        return TypeError(f"{where} returned {got!r} of type {type_name(got)}; {must}")
+    if getattr(shape, "rank", 0) is None:
+        return ValueError(
+            f"{where} returned a tensor of unknown rank; {must} Use tf.ensure_shape."
+        )
+    if tuple(shape) != wanted_shape:
+        return ValueError(f"{where} returned a tensor of shape {tuple(shape)}; {must}")
+    if _dtype_name(dtype) != wanted_dtype:
+        return TypeError(
+            f"{where} returned a tensor of {_dtype_name(dtype)}; {must} Use tf.cast."
+        )
+    return None
+
+
+def _dtype_name(dtype: Any) -> str:
+    """NumPy's name of a dtype of NumPy or TensorFlow."""
+    return str(getattr(dtype, "name", dtype))
 
 
 def dtype(value: object) -> ValueError:

@@ -7,6 +7,7 @@ they are checked here by what the combiner makes of them, and in test_preprocess
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
@@ -225,6 +226,8 @@ def captures(g: Any, t: Any, *_: Any) -> Any:
     return t - g * OUTSIDE
 
 
+SLOT = {"slot_names": ["a"], "slot_initializers": [0.0]}
+WEIGHTS_NAME = "custom_combiner_variables"
 OUTSIDE = tf.Variable(1.0)
 
 
@@ -241,11 +244,11 @@ OUTSIDE = tf.Variable(1.0)
         ),
         (
             {"optimizer": te.CustomOptimizer(lambda g, t, *_: t[0])},
-            r"shape \(2,\) in the place of one of shape \(1, 2\)",
+            r"'films': .*shape \(2,\); .* a float32 tensor of shape \(1, 2\)",
         ),
         (
             {"combiner": te.CustomCombiner(lambda n, v: v, 2)},
-            r"must return a tensor of shape \(2,\), .*TensorShape\(\[2, 2\]\)",
+            r"'films': .*shape \(2, 2\); it must return a float32 .* \(2,\)",
         ),
     ],
     ids=lambda x: "",
@@ -255,6 +258,34 @@ def test_functions_that_cannot_be_used(options: Any, text: str) -> None:
         embedding = te.TPUEmbeddingV2(feature(**{"optimizer": te.SGD(1.0), **options}))
     with pytest.raises(ValueError, match=text):
         embedding.build()
+
+
+def unknown(x: tf.Tensor) -> Any:
+    return tf.py_function(lambda y: y, [x], tf.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
+        (lambda x: None, TypeError, "returned None of type NoneType; it must"),
+        (lambda x: {"a": x}, TypeError, "of type dict; it must"),
+        (lambda x: tf.cast(x, tf.float64), TypeError, "a tensor of float64; it must"),
+        (unknown, ValueError, "unknown rank; .* Use tf.ensure_shape"),
+    ],
+    ids=["none", "dict", "dtype", "rank"],
+)
+def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
+    combiner = te.CustomCombiner(lambda n, v: function(v[0]), 2)
+    optimizer = te.CustomOptimizer(lambda g, t, *_: function(t))
+
+    @tf.function(autograph=False)
+    def compute(row: tf.Tensor) -> None:
+        with pytest.raises(error, match=f"Table 'a': .*{text}"):
+            combiner.compute(1, row, table="a")
+        with pytest.raises(error, match=f"Table 'a': .*{text}"):
+            optimizer.compute(row, row, [], 0.1, table="a")
+
+    compute(tf.zeros([1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +312,30 @@ def test_functions_that_cannot_be_used(options: Any, text: str) -> None:
             TypeError,
             "hyperparameters",
         ),
+        *(
+            (lambda given=given: te.CustomOptimizer(captures, **given), error, text)
+            for given, error, text in (
+                ({"hyperparameters": 0.9}, TypeError, "`hyperparameters` must be a"),
+                ({"hyperparameters": 0}, TypeError, "`hyperparameters` must be a"),
+                ({"slot_names": "ab"}, TypeError, "`slot_names` must be a list"),
+                ({**SLOT, "slot_names": [""]}, TypeError, "at least one character"),
+                ({**SLOT, "slot_names": [1]}, TypeError, "must be a string"),
+                ({**SLOT, "slot_names": ["parameters"]}, ValueError, "are taken"),
+                ({**SLOT, "slot_names": [WEIGHTS_NAME]}, ValueError, "are taken"),
+                ({**SLOT, "slot_dims": 1}, TypeError, "`slot_dims` must be a list"),
+                ({**SLOT, "slot_dims": [True]}, ValueError, "`slot_dims` is"),
+            )
+        ),
+        *(
+            (
+                lambda rate=rate: te.CustomCombiner(
+                    captures, 2, combiner_weights_learning_rate=rate
+                ),
+                error,
+                "combiner_weights_learning_rate",
+            )
+            for rate, error in ((True, TypeError), (math.nan, ValueError))
+        ),
         (lambda: te.CustomCombiner(captures, 0), ValueError, "max_valency"),
         (lambda: te.CustomCombiner(captures, 2.0), TypeError, "max_valency"),
         (lambda: te.CustomCombiner(None, 2), TypeError, "combiner_computation"),
@@ -293,7 +348,7 @@ def test_functions_that_cannot_be_used(options: Any, text: str) -> None:
             "combiner_weights_learning_rate",
         ),
     ],
-    ids=range(10),
+    ids=range(21),
 )
 def test_arguments(make: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+from tpu_embedding.errors import computed
 from tpu_embedding.optimizers import base, checks, errors
+
+# The names of the table itself and of a combiner's weights.
+_TAKEN = ("parameters", "custom_combiner_variables")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +42,9 @@ class CustomOptimizer(base.Optimizer):
 
     Raises:
       ValueError: If there are not as many initializers, or dimensions, as names; if a
-        dimension is another; if a name occurs twice or is "parameters".
-      TypeError: If what is to be called cannot be, or a hyperparameter is no number.
+        dimension is another; if a name occurs twice or is taken.
+      TypeError: If what is to be called cannot be, a hyperparameter is no number, a
+        name no text, or a list no list.
     """
 
     rule: ClassVar[str] = "custom"
@@ -67,11 +72,13 @@ class CustomOptimizer(base.Optimizer):
             raise errors.not_callable("custom_computation", self.custom_computation)
         for argument in ("slot_names", "slot_initializers", "hyperparameters"):
             given = getattr(self, argument)
-            object.__setattr__(self, argument, tuple(given or ()))
+            object.__setattr__(self, argument, _as_tuple(argument, given))
         names, initializers = self.slot_names, self.slot_initializers
         assert names is not None
         assert initializers is not None
-        dims = tuple(self.slot_dims or (2,) * len(names))
+        dims = (2,) * len(names)
+        if self.slot_dims is not None:
+            dims = _as_tuple("slot_dims", self.slot_dims) or dims
         object.__setattr__(self, "slot_dims", dims)
         for argument, values in (
             ("slot_initializers", initializers),
@@ -79,9 +86,8 @@ class CustomOptimizer(base.Optimizer):
         ):
             if len(values) != len(names):
                 raise errors.one_for_each_slot(argument, len(values), len(names))
-        if len({"parameters", *names}) <= len(names):
-            raise errors.slot_names(names)
-        if not {*dims} <= {1, 2}:
+        _check_names(names)
+        if not all(type(dim) is int and dim in (1, 2) for dim in dims):
             raise errors.slot_dims(dims)
         for value in (*initializers, *self.hyperparameters):
             if not callable(value):
@@ -108,7 +114,12 @@ class CustomOptimizer(base.Optimizer):
         return [value() if callable(value) else value for value in self.hyperparameters]
 
     def compute(
-        self, gradient: Any, row: Any, slots: Sequence[Any], *numbers: Any
+        self,
+        gradient: Any,
+        row: Any,
+        slots: Sequence[Any],
+        *numbers: Any,
+        table: str | None = None,
     ) -> list[Any]:
         """The user's rule for one row; the new row, then the new slots.
 
@@ -117,9 +128,11 @@ class CustomOptimizer(base.Optimizer):
           row: [1, D].
           slots: [1, D] or [1] each.
           *numbers: The rate, then the hyperparameters.
+          table: Whose row it is, for errors.
 
         Raises:
-          ValueError: If the rule returns something else than it should.
+          ValueError: If the rule returns another number of tensors, or other shapes.
+          TypeError: If it returns what is no tensor, or one of another dtype.
         """
         rate, *hyperparameters = numbers
         found = self.custom_computation(
@@ -127,12 +140,15 @@ class CustomOptimizer(base.Optimizer):
         )
         values = list(found) if isinstance(found, (list, tuple)) else [found]
         if len(values) != 1 + len(slots):
-            raise errors.computed(self.custom_computation, len(values), 1 + len(slots))
-        for value, wanted in zip(values, (row, *slots), strict=True):
-            if tuple(value.shape) != tuple(wanted.shape):
-                raise errors.computed_shape(
-                    self.custom_computation, value.shape, wanted.shape
-                )
+            raise errors.computed_number(
+                self.custom_computation, len(values), 1 + len(slots), table
+            )
+        for value, old in zip(values, (row, *slots), strict=True):
+            error = computed(
+                self.custom_computation, value, (old.shape, old.dtype), table
+            )
+            if error is not None:
+                raise error
         return values
 
     def update(
@@ -158,3 +174,20 @@ class CustomOptimizer(base.Optimizer):
             ]
 
         return tuple(ops.map_rows(one_row, (gradient, row, *slots)))
+
+
+def _check_names(names: Sequence[Any]) -> None:
+    """That slots can be told apart, from the table and its combiner's weights too."""
+    if not all(isinstance(name, str) and name for name in names):
+        raise errors.slot_name(names)
+    if len({*_TAKEN, *names}) < len(_TAKEN) + len(names):
+        raise errors.slot_names(names)
+
+
+def _as_tuple(argument: str, values: Any) -> tuple[Any, ...]:
+    """The values of an argument that is a list, or None."""
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise errors.not_a_list(argument, values)
+    return tuple(values)

@@ -48,11 +48,28 @@ def one_for_each_slot(argument: str, got: int, wanted: int) -> ValueError:
     )
 
 
+def not_a_list(argument: str, value: object) -> TypeError:
+    """For one value where there may be many."""
+    return TypeError(
+        f"CustomOptimizer: `{argument}` must be a list or tuple. Received: {value!r} "
+        f"of type {type_name(value)}. Put it into a list."
+    )
+
+
+def slot_name(names: object) -> TypeError:
+    """For a slot that has no name."""
+    return TypeError(
+        f"CustomOptimizer: `slot_names` is {names!r}. Each must be a string with at "
+        "least one character."
+    )
+
+
 def slot_names(names: object) -> ValueError:
     """For names of slots that cannot be told apart."""
     return ValueError(
         f"CustomOptimizer: `slot_names` is {names!r}. Each must be there once, and "
-        '"parameters" is the table itself. Rename one.'
+        '"parameters" and "custom_combiner_variables" are taken: the table itself and '
+        "the weights of its combiner. Rename one."
     )
 
 
@@ -64,18 +81,12 @@ def slot_dims(dims: object) -> ValueError:
     )
 
 
-def computed(computation: object, got: int, wanted: int) -> ValueError:
+def computed_number(
+    computation: object, got: int, wanted: int, table: str | None
+) -> ValueError:
     """For a custom computation that returns too little or too much."""
+    where = "" if table is None else f"Table {table!r}: "
     return ValueError(
-        f"The custom computation {computation!r} returned {got} tensors; it must "
-        f"return {wanted}: the row, then each slot."
-    )
-
-
-def computed_shape(computation: object, got: object, wanted: object) -> ValueError:
-    """For a custom computation that returns another shape."""
-    return ValueError(
-        f"The custom computation {computation!r} returned a tensor of shape {got} in "
-        f"the place of one of shape {wanted}. Return rows and slots in their own "
-        "shapes."
+        f"{where}The custom computation {computation!r} returned {got} tensors; it "
+        f"must return {wanted}: the row, then each slot."
     )

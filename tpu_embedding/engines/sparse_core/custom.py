@@ -58,6 +58,7 @@ def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
 
     Raises:
       ValueError: If a function does not return what it should, or uses a variable.
+      TypeError: If it returns what is no tensor, or one of another dtype.
     """
     spec = plan.tables[stack.tables[0]]
     dim, width = spec.config.dim, stack.width
@@ -83,7 +84,9 @@ def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
             value[:, :dim] if is_wide else value
             for value, is_wide in zip(state, wide, strict=True)
         ]
-        new = optimizer.compute(gradient[:, :dim], cut[0], cut[1:], *numbers)
+        new = optimizer.compute(
+            gradient[:, :dim], cut[0], cut[1:], *numbers, table=table
+        )
         return tuple(
             tf.concat([value, old[:, dim:]], 1) if is_wide else value
             for value, old, is_wide in zip(new, state, wide, strict=True)
@@ -105,7 +108,7 @@ def _combiner(
     def combine(
         valency: tf.Tensor, vectors: tf.Tensor, *weights: tf.Tensor
     ) -> tf.Tensor:
-        found = combiner.compute(valency, vectors[:, :dim], *weights)
+        found = combiner.compute(valency, vectors[:, :dim], *weights, table=table)
         return tf.pad(found, [[0, width - dim]])
 
     def vjp(index: int) -> Callable[..., tf.Tensor]:
