@@ -134,6 +134,37 @@ def test_a_sample_with_too_many_ids() -> None:
         assert set(embedding.embedding_layouts) == {"films", "users", "both"}, engine
 
 
+def test_pipelining_does_not_divide_by_weights_that_are_not_there() -> None:
+    combiner = te.CustomCombiner(
+        lambda valency, vectors, weights: vectors[0] / weights[0],
+        2,
+        1,
+        tf.constant_initializer(2.0),
+        0.5,
+    )
+    strategy = strategy_of("v6e", 1)
+    with strategy.scope():
+        embedding = te.TPUEmbeddingV2(
+            feature(combiner=combiner, initializer=tf.constant_initializer(1.0)),
+            te.SGD(1.0),
+            pipeline_execution_with_tensor_core=True,
+        )
+
+    def weights() -> float:
+        (arrays,) = embedding.variables.values()
+        return float(arrays["custom_combiner_variables"][0])
+
+    def step() -> None:
+        _, preserved = embedding(tf.constant([[1], [2]]))
+        embedding.apply_gradients(tf.ones([2, 2]), preserved)
+
+    strategy.run(step)
+    embedding.flush()
+    assert weights() == 2.5  # + 0.5 * 2 samples * 2 columns * 1 / 2.0 ** 2
+    embedding.flush()
+    assert weights() == 2.5
+
+
 def feature(package: Any = te, **options: Any) -> Any:
     table = package.TableConfig(8, 2, name="films", **options)
     return package.FeatureConfig(table, output_shape=[2], name="film")

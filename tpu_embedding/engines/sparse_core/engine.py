@@ -272,11 +272,11 @@ class SparseCoreEngine(Engine, Stacks):
                 )
                 for table, stack, functions in self._each_stack()
             }
-            due = inputs
+            due, is_there = inputs, tf.constant(True)
             if self._pending is not None:
-                due = self._pending.read()
+                due, is_there = self._pending.read(), self._pending.is_there()
                 self._pending.write(inputs)
-            updated = self._apply(due)
+            updated = self._apply(due, is_there)
         self._rates.count_update(tf.constant(True), after=updated)
 
     def flush(self) -> None:
@@ -330,8 +330,10 @@ class SparseCoreEngine(Engine, Stacks):
             self._partitioning.tables, self._stacks, self._functions, strict=True
         )
 
-    def _apply(self, due: Mapping[str, Mapping[str, tf.Tensor]]) -> tf.Tensor:
-        """Updates all stacks; a tensor that is there when it is done."""
+    def _apply(
+        self, due: Mapping[str, Mapping[str, tf.Tensor]], is_there: tf.Tensor
+    ) -> tf.Tensor:
+        """Updates all stacks, unless nothing is due; a tensor that is there after."""
         results = []
         for table, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
@@ -343,6 +345,9 @@ class SparseCoreEngine(Engine, Stacks):
             if stack.combiner_weights is not None:
                 variables.append(stack.combiner_weights)
             updated = ops.update(table, optimizer, functions, due[table.name], values)
+            if stack.combiner_weights is not None:
+                at = len(stack.arrays)
+                updated[at] = tf.where(is_there, updated[at], values[at])
             results.append((variables, updated[: len(variables)]))
         for variables, updated in results:
             for variable, value in zip(variables, updated, strict=True):
@@ -365,7 +370,7 @@ class SparseCoreEngine(Engine, Stacks):
 
     def _apply_pending(self) -> None:
         assert self._pending is not None
-        self._apply(self._pending.read())
+        self._apply(self._pending.read(), self._pending.is_there())
         self._pending.clear()
 
     def _clear_pending(self) -> None:

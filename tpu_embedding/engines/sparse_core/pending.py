@@ -18,7 +18,8 @@ class PendingUpdate:
     """One update of all stacks, kept in variables of each replica.
 
     Where nothing is pending all is 0: no partition has an entry, and the update touches
-    no row.
+    no row. The weights of a combiner are another matter: what the user's function makes
+    of zeros may be NaN, so that they must be left as they are.
     """
 
     def __init__(self, specs: Mapping[str, Mapping[str, tf.TensorSpec]]) -> None:
@@ -37,6 +38,7 @@ class PendingUpdate:
             }
             for stack, own in specs.items()
         }
+        self._is_there = create_local("pending/is_there", lambda: tf.constant(False))
         for own in self._variables.values():
             if MINIBATCHES in own:  # Checked by the op even where there is nothing.
                 for part in own[MINIBATCHES].values:
@@ -49,15 +51,19 @@ class PendingUpdate:
             for stack, own in self._variables.items()
         }
 
+    def is_there(self) -> tf.Tensor:
+        """Whether something is pending, in one replica; a bool scalar."""
+        return self._is_there.read_value()
+
     def write(self, inputs: Inputs) -> None:
         """Replaces what is pending, in one replica."""
         for stack, own in self._variables.items():
             for name, variable in own.items():
                 variable.assign(tf.ensure_shape(inputs[stack][name], variable.shape))
+        self._is_there.assign(True)
 
     def clear(self) -> None:
         """Forgets what is pending, in one replica."""
         for own in self._variables.values():
-            # Gradients too: they reach the weights of a combiner without any entry.
-            for name in ("row_pointers", "activation_gradients"):
-                own[name].assign(tf.zeros(own[name].shape, own[name].dtype))
+            own["row_pointers"].assign(tf.zeros_like(own["row_pointers"]))
+        self._is_there.assign(False)
