@@ -181,6 +181,8 @@ def test_texts_are_plain_sentences():
         errors.untranslatable(3, ["SGD"]),
         errors.refused_option("SGD", "momentum", 0.9, 0.0),
         errors.loss_scale_missing("Under the policy"),
+        errors.late_schedule("SGD", 3),
+        errors.namedtuple("Pair"),
         errors.trainable_tables_optimizer("table t"),
         errors.serving_table("a/b"),
         errors.not_serializable("`learning_rate`", 3),
