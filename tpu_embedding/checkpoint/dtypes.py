@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tensorflow as tf
-from tensorflow.python.trackable import trackable_utils
+from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
 
@@ -39,8 +39,7 @@ def check_dtypes(path: str, own: Mapping[str, tf.DType]) -> None:
 
 def _stored_in(stored: Mapping[str, tf.DType], table: str) -> dict[str, tf.DType]:
     """By key of the object that holds it the dtype of each table of that name."""
-    name = trackable_utils.escape_local_name(table)
-    end = f"/{name}/.ATTRIBUTES/VARIABLE_VALUE"
+    end = f"/{escape_local_name(table)}/.ATTRIBUTES/VARIABLE_VALUE"
     # With a slash before it, as the object may be the root, which has no key.
     keys = {f"/{key}": dtype for key, dtype in stored.items()}
     return {key[: -len(end)]: d for key, d in keys.items() if key.endswith(end)}

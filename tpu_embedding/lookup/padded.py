@@ -80,7 +80,7 @@ def combine_padded(padded: Padded, reader: TableReader) -> tf.Tensor:
     if padded.gains is None:
         return reader.read(padded.rows)
     is_entry = padded.rows >= 0
-    first = tf.maximum(padded.rows[..., :1], 0)
+    first = tf.maximum(tf.gather(padded.rows, [0], axis=-1), 0)
     values = reader.read(tf.where(is_entry, padded.rows, first))
     # A row may hold a NaN: it counts where it is an entry, of gain 0, too.
     products = values * tf.expand_dims(padded.gains, -1)
