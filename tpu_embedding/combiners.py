@@ -93,11 +93,6 @@ class CustomCombiner:
             raise error
         return found
 
-    def evaluate_rate(self) -> Any:
-        """The learning rate of the weights; a callable is called."""
-        rate = self.combiner_weights_learning_rate
-        return rate() if callable(rate) else rate
-
 
 def _check_rate(argument: str, rate: Any) -> None:
     if not isinstance(rate, numbers.Real) or isinstance(rate, bool):

@@ -217,10 +217,12 @@ def duplicate_table_name(name: str, first: str, second: str) -> ValueError:
     )
 
 
-def rate_shape(rate: object, shape: object) -> ValueError:
-    """A learning rate callable that returns no scalar."""
+def rate_shape(
+    rate: object, shape: object, argument: str = "learning_rate"
+) -> ValueError:
+    """A learning rate callable, or another one, that returns no scalar."""
     return ValueError(
-        f"A callable `learning_rate` must return a scalar. {rate!r} returned shape "
+        f"A callable `{argument}` must return a scalar. {rate!r} returned shape "
         f"{shape}."
     )
 

@@ -69,6 +69,11 @@ def make(strategy: tf.distribute.Strategy, package: Any = te, **arguments: Any) 
         return te.TPUEmbeddingV2(features, **arguments)
 
 
+def feature(package: Any = te, **options: Any) -> Any:
+    table = package.TableConfig(8, 2, name="films", **options)
+    return package.FeatureConfig(table, output_shape=[2], name="film")
+
+
 def batch(replica: int) -> tuple[Any, Any]:
     """Ids and weights of one replica."""
     gains = tf.ragged.constant(GAINS[replica], dtype=tf.float32)

@@ -7,7 +7,6 @@ they are checked here by what the combiner makes of them, and in test_preprocess
 
 from __future__ import annotations
 
-import math
 import pathlib
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import tensorflow as tf
 from software_tpu.calls import strategy_of
 from sparse_core import custom_models as models
+from sparse_core.custom_models import feature
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -165,9 +165,47 @@ def test_pipelining_does_not_divide_by_weights_that_are_not_there() -> None:
     assert weights() == 2.5
 
 
-def feature(package: Any = te, **options: Any) -> Any:
-    table = package.TableConfig(8, 2, name="films", **options)
-    return package.FeatureConfig(table, output_shape=[2], name="film")
+def test_callables_are_called_by_apply_gradients() -> None:
+    """Once for two tables, before anything changes, for the update of that step."""
+    for pipelined in (False, True):
+        for strategy in (strategy_of("v6e", 1), tf.distribute.get_strategy()):
+            scale = tf.Variable(1.0)
+            calls = tf.Variable(0.0)
+
+            def hyperparameter(calls=calls, scale=scale) -> tf.Tensor:
+                calls.assign_add(1.0)
+                return scale.read_value()
+
+            optimizer = te.CustomOptimizer(
+                lambda g, t, _, rate, numbers: t - numbers[0] * g,
+                hyperparameters=[hyperparameter],
+            )
+            features = {
+                n: te.FeatureConfig(
+                    te.TableConfig(8, 2, tf.zeros_initializer(), name=n),
+                    output_shape=[2],
+                    name=n,
+                )
+                for n in "ab"
+            }
+            with strategy.scope():
+                embedding = te.TPUEmbeddingV2(
+                    features, optimizer, pipeline_execution_with_tensor_core=pipelined
+                )
+
+            def step(embedding=embedding) -> None:
+                ids = tf.constant([[1], [1]])
+                _, preserved = embedding({"a": ids, "b": ids})
+                gradient = tf.ones([2, 2])
+                embedding.apply_gradients({"a": gradient, "b": gradient}, preserved)
+
+            for value in (1.0, 10.0, 100.0):
+                scale.assign(value)
+                strategy.run(step)
+            embedding.flush()
+            assert calls.numpy() == 3.0
+            for table in embedding.embedding_tables.values():
+                assert np.asarray(table)[1].tolist() == [-222.0, -222.0]
 
 
 COMBINER = te.CustomCombiner(lambda valency, vectors: vectors[0], 2)
@@ -251,136 +289,3 @@ def test_minibatches_beside_a_combiner_are_refused() -> None:
             te.SGD(0.1),
             sparse_core_embedding_config=config,
         )
-
-
-def captures(g: Any, t: Any, *_: Any) -> Any:
-    return t - g * OUTSIDE
-
-
-SLOT = {"slot_names": ["a"], "slot_initializers": [0.0]}
-WEIGHTS_NAME = "custom_combiner_variables"
-OUTSIDE = tf.Variable(1.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"optimizer": te.CustomOptimizer(captures)},
-            "'films': .*CustomOptimizer uses",
-        ),
-        (
-            {"optimizer": te.CustomOptimizer(lambda g, t, *_: (t, g))},
-            "returned 2 tensors; it must return 1",
-        ),
-        (
-            {"optimizer": te.CustomOptimizer(lambda g, t, *_: t[0])},
-            r"'films': .*shape \(2,\); .* a float32 tensor of shape \(1, 2\)",
-        ),
-        (
-            {"combiner": te.CustomCombiner(lambda n, v: v, 2)},
-            r"'films': .*shape \(2, 2\); it must return a float32 .* \(2,\)",
-        ),
-    ],
-    ids=lambda x: "",
-)
-def test_functions_that_cannot_be_used(options: Any, text: str) -> None:
-    with strategy_of("v6e", 1).scope():
-        embedding = te.TPUEmbeddingV2(feature(**{"optimizer": te.SGD(1.0), **options}))
-    with pytest.raises(ValueError, match=text):
-        embedding.build()
-
-
-def unknown(x: tf.Tensor) -> Any:
-    return tf.py_function(lambda y: y, [x], tf.float32)
-
-
-@pytest.mark.parametrize(
-    ("function", "error", "text"),
-    [
-        (lambda x: None, TypeError, "returned None of type NoneType; it must"),
-        (lambda x: {"a": x}, TypeError, "of type dict; it must"),
-        (lambda x: tf.cast(x, tf.float64), TypeError, "a tensor of float64; it must"),
-        (unknown, ValueError, "unknown rank; .* Use tf.ensure_shape"),
-    ],
-    ids=["none", "dict", "dtype", "rank"],
-)
-def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
-    combiner = te.CustomCombiner(lambda n, v: function(v[0]), 2)
-    optimizer = te.CustomOptimizer(lambda g, t, *_: function(t))
-
-    @tf.function(autograph=False)
-    def compute(row: tf.Tensor) -> None:
-        with pytest.raises(error, match=f"Table 'a': .*{text}"):
-            combiner.compute(1, row, table="a")
-        with pytest.raises(error, match=f"Table 'a': .*{text}"):
-            optimizer.compute(row, row, [], 0.1, table="a")
-
-    compute(tf.zeros([1, 2]))
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: te.CustomOptimizer(3), TypeError, "custom_computation"),
-        (
-            lambda: te.CustomOptimizer(captures, 1.0, ["a"]),
-            ValueError,
-            "`slot_initializers` has 0",
-        ),
-        (
-            lambda: te.CustomOptimizer(captures, 1.0, ["a"], [0.0], None, [3]),
-            ValueError,
-            "`slot_dims` is",
-        ),
-        (
-            lambda: te.CustomOptimizer(captures, 1.0, ["a", "a"], [0.0, 1.0]),
-            ValueError,
-            "`slot_names` is",
-        ),
-        (
-            lambda: te.CustomOptimizer(captures, hyperparameters=["a"]),
-            TypeError,
-            "hyperparameters",
-        ),
-        *(
-            (lambda given=given: te.CustomOptimizer(captures, **given), error, text)
-            for given, error, text in (
-                ({"hyperparameters": 0.9}, TypeError, "`hyperparameters` must be a"),
-                ({"hyperparameters": 0}, TypeError, "`hyperparameters` must be a"),
-                ({"slot_names": "ab"}, TypeError, "`slot_names` must be a list"),
-                ({**SLOT, "slot_names": [""]}, TypeError, "at least one character"),
-                ({**SLOT, "slot_names": [1]}, TypeError, "must be a string"),
-                ({**SLOT, "slot_names": ["parameters"]}, ValueError, "are taken"),
-                ({**SLOT, "slot_names": [WEIGHTS_NAME]}, ValueError, "are taken"),
-                ({**SLOT, "slot_dims": 1}, TypeError, "`slot_dims` must be a list"),
-                ({**SLOT, "slot_dims": [True]}, ValueError, "`slot_dims` is"),
-            )
-        ),
-        *(
-            (
-                lambda rate=rate: te.CustomCombiner(
-                    captures, 2, combiner_weights_learning_rate=rate
-                ),
-                error,
-                "combiner_weights_learning_rate",
-            )
-            for rate, error in ((True, TypeError), (math.nan, ValueError))
-        ),
-        (lambda: te.CustomCombiner(captures, 0), ValueError, "max_valency"),
-        (lambda: te.CustomCombiner(captures, 2.0), TypeError, "max_valency"),
-        (lambda: te.CustomCombiner(None, 2), TypeError, "combiner_computation"),
-        (lambda: te.CustomCombiner(captures, 2, 1), TypeError, "initializer"),
-        (
-            lambda: te.CustomCombiner(
-                captures, 2, combiner_weights_learning_rate="fast"
-            ),
-            TypeError,
-            "combiner_weights_learning_rate",
-        ),
-    ],
-    ids=range(21),
-)
-def test_arguments(make: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make()

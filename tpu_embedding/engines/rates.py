@@ -1,7 +1,8 @@
-"""Learning rates, evaluated once per update, and the count of updates."""
+"""Learning rates and the like, evaluated once per update, and the count of updates."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,23 @@ from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import takes_step
 
 
+@dataclasses.dataclass(frozen=True)
+class TableNumbers:
+    """What one update of one table needs to know; float32 scalars.
+
+    Attributes:
+      rate: The learning rate.
+      hyperparameters: Of a CustomOptimizer.
+      combiner_rate: The learning rate of the weights of its CustomCombiner, or 0.
+    """
+
+    rate: tf.Tensor
+    hyperparameters: list[tf.Tensor]
+    combiner_rate: tf.Tensor
+
+
 class Rates:
-    """The learning rates of a plan's tables.
+    """The learning rates of a plan's tables, and the other numbers of an update.
 
     Attributes:
       updates: int64 scalar variable, the number of updates already applied, or
@@ -27,24 +43,55 @@ class Rates:
             spec.optimizer.learning_rate if spec.optimizer else 0.0
             for spec in plan.tables
         ]
+        # After them by table the numbers of rules and combiners of the user's own.
+        self._others: list[tuple[str, Any]] = []
+        self._spans: list[tuple[int, int, int]] = []
+        for spec in plan.tables:
+            start = len(plan.tables) + len(self._others)
+            own = spec.optimizer.hyperparameters_of_rule if spec.optimizer else ()
+            self._others += [("hyperparameters", number) for number in own]
+            combiner = spec.config.custom_combiner
+            end = len(plan.tables) + len(self._others)
+            if combiner is not None:
+                rate = combiner.combiner_weights_learning_rate
+                self._others.append(("combiner_weights_learning_rate", rate))
+            self._spans.append((start, end, end + (combiner is not None)))
         self.updates: tf.Variable | None = None
         self._rounds = any(spec.optimizer and spec.is_rounded for spec in plan.tables)
         if self._rounds or any(callable(r) and takes_step(r) for r in self._rates):
             self.updates = create_counter()
 
+    @property
+    def size(self) -> int:
+        """How many numbers there are: one for each table, then those of functions."""
+        return len(self._rates) + len(self._others)
+
     def evaluate(self) -> tf.Tensor:
-        """float32 [number of tables]; each distinct callable is called once."""
+        """float32 [size]; each distinct callable is called once."""
         values: dict[Any, Any] = {}
         for rate in self._rates:
             if callable(rate) and id(rate) not in values:
                 arguments = [self.updates] if takes_step(rate) else []
-                values[id(rate)] = _scalar(rate, rate(*arguments))
-        rates = [values[id(r)] if callable(r) else float(r) for r in self._rates]
-        return tf.stack(rates) if values else tf.constant(rates, tf.float32)
+                values[id(rate)] = _scalar("learning_rate", rate, rate(*arguments))
+        for argument, number in self._others:
+            if callable(number) and id(number) not in values:
+                values[id(number)] = _scalar(argument, number, number())
+        numbers = [*self._rates, *(number for _, number in self._others)]
+        found = [values[id(n)] if callable(n) else float(n) for n in numbers]
+        return tf.stack(found) if values else tf.constant(found, tf.float32)
 
     def evaluate_if(self, condition: tf.Tensor) -> tf.Tensor:
         """As `evaluate` where `condition` holds, else zeros, and calls nothing."""
-        return tf.cond(condition, self.evaluate, lambda: tf.zeros([len(self._rates)]))
+        return tf.cond(condition, self.evaluate, lambda: tf.zeros([self.size]))
+
+    def of_table(self, evaluated: tf.Tensor, table: int) -> TableNumbers:
+        """The numbers of one table, out of what `evaluate` gave."""
+        start, end, stop = self._spans[table]
+        return TableNumbers(
+            rate=evaluated[table],
+            hyperparameters=[evaluated[at] for at in range(start, end)],
+            combiner_rate=evaluated[end] if stop > end else tf.zeros([]),
+        )
 
     def step_of_update(self) -> tf.Tensor:
         """The number of the update that was counted last, from 0; int64 scalar.
@@ -68,14 +115,14 @@ class Rates:
                 self.updates.assign_add(tf.cast(completes, tf.int64))
 
 
-def _scalar(rate: Any, value: Any) -> tf.Tensor:
-    """What a rate returned, as float32."""
+def _scalar(argument: str, rate: Any, value: Any) -> tf.Tensor:
+    """What a callable returned, as float32."""
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        raise table_errors.rate_type(rate, value) from error
+        raise table_errors.rate_type(rate, value, argument) from error
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        raise table_errors.rate_type(rate, value)
+        raise table_errors.rate_type(rate, value, argument)
     if tensor.shape.rank != 0:
-        raise errors.rate_shape(rate, tensor.shape)
+        raise errors.rate_shape(rate, tensor.shape, argument)
     return tf.cast(tensor, tf.float32)

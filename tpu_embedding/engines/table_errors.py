@@ -11,10 +11,12 @@ from tpu_embedding.errors import type_name
 _GIB = 2.0**30
 
 
-def rate_type(rate: object, value: object) -> TypeError:
+def rate_type(
+    rate: object, value: object, argument: str = "learning_rate"
+) -> TypeError:
     """A learning rate callable that returns something else than a number."""
     return TypeError(
-        f"A callable `learning_rate` must return a number or a scalar tensor. {rate!r} "
+        f"A callable `{argument}` must return a number or a scalar tensor. {rate!r} "
         f"returned {value!r} of type {type_name(value)}. Does it lack a return?"
     )
 
@@ -61,8 +63,9 @@ def table_dtype(table: str, dtype: str, what: str) -> NotImplementedError:
 
 def captured(name: str, what: str, captures: object) -> ValueError:
     """A function of the user's that brings a variable or tensor along."""
+    way_out = {"CustomOptimizer": "Pass numbers that change as `hyperparameters`, or m"}
     return ValueError(
         f"Table {name!r}: the function of its {what} uses tensors or variables from "
-        f"outside, {captures!r}, which SparseCores cannot. Pass numbers that change as "
-        "`hyperparameters`, or make the tensors inside of the function."
+        f"outside, {captures!r}, which SparseCores cannot. {way_out.get(what, 'M')}ake "
+        "the tensors inside of the function."
     )

@@ -192,6 +192,16 @@ class Optimizer(abc.ABC):
         return _clip_limits(self.clipvalue)[1]
 
     @property
+    def hyperparameters_of_rule(self) -> tuple[Any, ...]:
+        """Numbers, or callables of nothing, that a rule of the user's takes."""
+        return ()
+
+    def with_hyperparameters(self, values: Sequence[Any]) -> Optimizer:
+        """The same rule with their values."""
+        del values
+        return self
+
+    @property
     def touches_all_rows(self) -> bool:
         """Whether rows that no entry names are updated too, with a gradient of 0."""
         return False

@@ -36,7 +36,7 @@ class CustomOptimizer(base.Optimizer):
       learning_rate: As of every optimizer.
       slot_names: The names of its slots.
       slot_initializers: For each of them a callable of (shape, dtype), or a number.
-      hyperparameters: Numbers, or callables of nothing, evaluated with every update.
+      hyperparameters: Numbers, or callables of nothing, called by apply_gradients.
       slot_dims: For each slot 2, as wide as the table, or 1, one number for each row.
         Kept as a tuple, as are the three above.
 
@@ -109,9 +109,14 @@ class CustomOptimizer(base.Optimizer):
             )
         )
 
-    def evaluate_hyperparameters(self) -> list[Any]:
-        """The numbers; callables are called."""
-        return [value() if callable(value) else value for value in self.hyperparameters]
+    @property
+    def hyperparameters_of_rule(self) -> tuple[Any, ...]:
+        return self.hyperparameters
+
+    def with_hyperparameters(self, values: Sequence[Any]) -> CustomOptimizer:
+        """The same rule with hyperparameters that are evaluated already."""
+        callables = tuple((lambda value=value: value) for value in values)
+        return dataclasses.replace(self, hyperparameters=callables)
 
     def compute(
         self,
@@ -159,7 +164,10 @@ class CustomOptimizer(base.Optimizer):
         slots: Sequence[Any],
         rate: Any,
     ) -> tuple[Any, ...]:
-        numbers = (rate, *self.evaluate_hyperparameters())
+        numbers = (
+            rate,
+            *(n() if callable(n) else n for n in self.hyperparameters),
+        )
 
         def one_row(gradient: Any, row: Any, *slots: Any) -> list[Any]:
             wide = [

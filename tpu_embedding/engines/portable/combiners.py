@@ -7,7 +7,7 @@ its position in the sample that it is of.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -256,19 +256,17 @@ class Combiners:
         with tf.control_dependencies(require(checks)):
             return Found(**{name: tf.identity(found[name]) for name in found})
 
-    def update(self, gradients: tf.Tensor) -> None:
+    def update(self, gradients: tf.Tensor, rate_of: Callable[[int], tf.Tensor]) -> None:
         """One step of SGD.
 
         Args:
           gradients: Those of all weights one after another, summed.
+          rate_of: Gives the learning rate of a table's weights, by its index.
         """
         sizes = self._sizes()
         parts = tf.split(gradients, sizes) if sizes else []
         for (table, weights), part in zip(self.weights.items(), parts, strict=True):
-            combiner = self._plan.tables[table].config.custom_combiner
-            assert combiner is not None
-            rate = tf.cast(combiner.evaluate_rate(), tf.float32)
-            weights.assign_sub(rate * part)
+            weights.assign_sub(rate_of(table) * part)
 
     def _check(self, feature: int, combiner: CustomCombiner, entries: Entries) -> Check:
         spec = self._plan.features[feature]

@@ -13,6 +13,7 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.portable.cells import pack, unpack
 from tpu_embedding.engines.portable.combiners import Combiners, Found
+from tpu_embedding.engines.portable.functions import check_functions
 from tpu_embedding.engines.portable.gradients import gradient_checks
 from tpu_embedding.engines.portable.packing import (
     pack_entries,
@@ -57,6 +58,7 @@ class PortableEngine(WholeTablesEngine):
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes the tables and the step queue; see `Engine`."""
+        check_functions(options.plan)
         super().__init__(options)
         self._turn = threading.RLock()
         self._pipelined = options.pipelined
@@ -261,7 +263,7 @@ class PortableEngine(WholeTablesEngine):
     def _apply_update(self) -> None:
         spec = [
             tf.TensorSpec([], tf.variant),
-            tf.TensorSpec([len(self.tables)]),
+            tf.TensorSpec([self._rates.size]),
             tf.TensorSpec([self._combiners.num_weights]),
         ]
         parts = [unpack(part, spec) for part in self._steps.take_ready()]
@@ -269,13 +271,17 @@ class PortableEngine(WholeTablesEngine):
         rates = tf.add_n([rates for _, rates, _ in parts])  # zeros from all but one
         step = self._rates.step_of_update()
         with tf.device(self._device):
-            self._combiners.update(tf.add_n([weights for *_, weights in parts]))
+            self._combiners.update(
+                tf.add_n([weights for *_, weights in parts]),
+                lambda table: self._rates.of_table(rates, table).combiner_rate,
+            )
         for table, variables in zip(self._plan.tables, self.tables, strict=True):
             assert table.optimizer is not None
             with tf.device(self._device):
                 rows, sums = merge([sums[table.index] for sums in replicas])
                 rounding = Rounding(table.rounding_seed, step)
-                how = TableStep(table.optimizer, rates[table.index], rounding)
+                numbers = self._rates.of_table(rates, table.index)
+                how = TableStep(table.optimizer, numbers, rounding)
                 update(variables, how, rows, sums)
 
     def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:

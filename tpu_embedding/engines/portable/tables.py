@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tpu_embedding.engines.array_ops import TENSORFLOW_OPS
 from tpu_embedding.engines.portable.rounding import Rounding, round_rows
+from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers import Optimizer
@@ -21,12 +22,12 @@ class TableStep:
 
     Attributes:
       optimizer: The table's own.
-      rate: float32 scalar, the learning rate.
+      numbers: The learning rate, and those of a rule of the user's.
       rounding: How rows that are stored as bfloat16 are rounded.
     """
 
     optimizer: Optimizer
-    rate: tf.Tensor
+    numbers: TableNumbers
     rounding: Rounding
 
 
@@ -81,7 +82,8 @@ def update(
       rows: int64 [n], each once.
       gradient: float32 [n, D], summed.
     """
-    optimizer = step.optimizer
+    numbers = step.numbers
+    optimizer = step.optimizer.with_hyperparameters(numbers.hyperparameters)
     state = [variables.parameters, *variables.slots.values()]
     if optimizer.touches_all_rows:
         gradient = tf.math.unsorted_segment_sum(
@@ -92,7 +94,9 @@ def update(
     else:
         stored, *slots = [tf.gather(variable, rows) for variable in state]
     row = tf.cast(stored, tf.float32)
-    row, *slots = apply_rule(optimizer, TENSORFLOW_OPS, gradient, row, slots, step.rate)
+    row, *slots = apply_rule(
+        optimizer, TENSORFLOW_OPS, gradient, row, slots, numbers.rate
+    )
     if stored.dtype != tf.float32:
         row = round_rows(row, rows, step.rounding)
     for variable, value in zip(state, (row, *slots), strict=True):

@@ -267,7 +267,7 @@ class SparseCoreEngine(Engine, Stacks):
                 table.name: ops.update_inputs(
                     tables[table.name],
                     by_stack[table.name],
-                    rates[stack.stack.tables[0]],
+                    self._rates.of_table(rates, stack.stack.tables[0]),
                     functions,
                 )
                 for table, stack, functions in self._each_stack()

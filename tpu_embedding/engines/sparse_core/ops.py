@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import QuantizationConfig
+from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.sparse_core.custom import CombinerFunctions, CustomFunctions
 from tpu_embedding.layout.batches import (
     CombinedCsrFormatTensor,
@@ -132,7 +133,7 @@ def update(
 def update_inputs(
     batch: Batch,
     gradient: tf.Tensor,
-    rate: tf.Tensor,
+    numbers: TableNumbers,
     functions: CustomFunctions,
 ) -> dict[str, tf.Tensor]:
     """What one update of a stack takes besides the stack, by input of the op.
@@ -140,29 +141,26 @@ def update_inputs(
     Args:
       batch: What was looked up.
       gradient: float32 [samples, width].
-      rate: float32 scalar.
+      numbers: The learning rate, and those of the user's own functions.
       functions: What of the stack is the user's own.
     """
     inputs = {
         **_entries(batch),
         "activation_gradients": gradient,
-        "learning_rate": rate,
+        "learning_rate": numbers.rate,
     }
     if functions.optimizer is not None:
-        numbers = [rate, *functions.optimizer.evaluate_hyperparameters()]
         del inputs["learning_rate"]
-        inputs[_HYPERPARAMETERS] = tf.stack([tf.cast(n, tf.float32) for n in numbers])
+        inputs[_HYPERPARAMETERS] = tf.stack([numbers.rate, *numbers.hyperparameters])
     if not isinstance(batch, CombinedCsrFormatTensor):
         return {**inputs, **_minibatches(batch)}
-    assert functions.combiner is not None
-    weights_rate = functions.combiner.config.evaluate_rate()
     return {
         **inputs,
         "sorted_pos_ids": batch.sorted_pos_ids,
         "preserved_valencies": batch.valencies,
         "preserved_vectors": batch.vectors,
         "preserved_weights": batch.weights,
-        "combiner_weights_learning_rate": tf.cast(weights_rate, tf.float32),
+        "combiner_weights_learning_rate": numbers.combiner_rate,
     }
 
 
