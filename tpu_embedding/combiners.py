@@ -40,7 +40,8 @@ class CustomCombiner:
       max_valency: The most ids that a sample may have.
       num_weights: How many weights it has, of each table that it is given to.
       initializer: A callable of (shape, dtype) for the weights.
-      combiner_weights_learning_rate: Theirs: a number, or a callable of nothing.
+      combiner_weights_learning_rate: Theirs: a number, or a callable of
+        nothing, called by apply_gradients.
 
     Raises:
       ValueError: If a number is out of range, or `initializer` is missing.

@@ -31,6 +31,10 @@ OUTSIDE = tf.Variable(1.0)
             "'films': .*CustomOptimizer uses",
         ),
         (
+            {"combiner": te.CustomCombiner(lambda n, v: v[0] * OUTSIDE, 2)},
+            "'films': .*CustomCombiner uses .* cannot. Make the tensors inside",
+        ),
+        (
             {"optimizer": te.CustomOptimizer(lambda g, t, *_: (t, g))},
             "returned 2 tensors; it must return 1",
         ),
