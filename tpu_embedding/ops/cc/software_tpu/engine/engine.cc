@@ -122,7 +122,9 @@ Outcome Engine::Send(StepGradients gradients, const ParallelFor& parallel_for) {
   if (!owing_) {
     return {Outcome::kWrongOrder,
             "No step owes gradients: a step owes them once, after it was "
-            "enqueued for training and its activations were received."};
+            "enqueued for training and its activations were received. A batch "
+            "that a program enqueues under a name is for training only if "
+            "apply_gradients has that name."};
   }
   pending_ = {std::move(owing_->batches), std::move(gradients)};
   owing_.reset();
