@@ -110,18 +110,6 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     )
 
 
-def test_ranking_on_the_portable_engine(
-    unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
-):
-    run(RANKING, "--out", tmp_path, TPU_EMBEDDING_ENGINE="portable")
-    # Sums in another order. A step's sums over a batch round off by about eps times
-    # the root of the batch; steps add up at worst.
-    expected = found_metrics(unbroken[0])
-    steps = 2 * 80_000 / training.BATCH
-    rounding = steps * float(np.finfo(np.float32).eps) * training.BATCH**0.5
-    assert found_metrics(tmp_path) == pytest.approx(expected, abs=rounding)
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_example_runs(
     example: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest

@@ -63,10 +63,12 @@ def test_optimizer(case: Any, rng: np.random.Generator) -> None:
     twin.run(rng, 2, without=["weighted"])
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_function(
-    inside: bool, strategy: tf.distribute.Strategy, rng: np.random.Generator
-) -> None:
+@pytest.mark.parametrize(
+    ("inside", "name"),
+    [(False, "one_device"), (False, "mirrored2"), (True, "mirrored2")],
+    ids=["one_device", "outside", "inside"],
+)
+def test_function(inside: bool, name: str, rng: np.random.Generator) -> None:
     # One of each kind, and no None: tracing for several replicas takes its time.
     twin = Twin(
         {"table": Table(combiner="sqrtn")},
@@ -75,7 +77,7 @@ def test_function(
             for name in ("dense2", "sparse_sequence", "ragged")
         },
         optimizer_cases.OPTIMIZERS[-1].cls(learning_rate=RATE),
-        strategy,
+        STRATEGIES[name](),
         function=lambda step: tf.function(step, reduce_retracing=True),
         inside=inside,
     )

@@ -119,8 +119,8 @@ def test_what_runs_on_the_host_and_what_on_the_tpu(
     # 20 rows on 32 SparseCores, 8 on each; 64 minibatches of 32 shards on 4 of them.
     assert [tuple(t.shape) for t in update.outputs] == [(32, 8)] * 2
     assert update.inputs[0].shape == (4 * 64 * 32,)
-    # The table and its accumulators; those of the pending update.
-    assert len(program["AssignVariableOp"]) == (2 + 7 if pipelined else 2)
+    # The table and its accumulators; those of the pending update, and that it is there.
+    assert len(program["AssignVariableOp"]) == (2 + 7 + 1 if pipelined else 2)
 
 
 def test_several_cores_for_each_replica_are_refused() -> None:
