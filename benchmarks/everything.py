@@ -34,7 +34,7 @@ _SLOW = ("one_huge_table",)
 
 def commands(*, quick: bool) -> list[tuple[str, list[str]]]:
     """The modules to run and their arguments, each without --out."""
-    rounds = ["--rounds", "4"] if quick else []
+    rounds = ["--rounds", "2"] if quick else []
     result = []
     for scenario, optimizer, peers in RUNS:
         if not (quick and scenario in _SLOW):

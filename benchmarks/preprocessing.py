@@ -1,6 +1,6 @@
 """Times preprocessing for SparseCores beside the peers that can do it, A B A B.
 
-python -m benchmarks.preprocessing [--scenario dlrm] [--rounds 50]
+python -m benchmarks.preprocessing [--scenario dlrm] [--rounds 12]
 
 One device's batch is partitioned for 1 and for 8 devices, all tables in one stack.
 Each peer runs in a process of its own, in turn with ours.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
     parser.add_argument("--peers", nargs="*", default=PEERS)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, preprocessing")

@@ -73,15 +73,13 @@ class Run:
         return None
 
 
-def write(folder: pathlib.Path, run: Run) -> str:
-    """Writes <title>.json, .md and .png into `folder`; returns the table."""
+def write(folder: pathlib.Path, run: Run) -> None:
+    """Writes <title>.json, .md and .png into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    table = markdown(run)
     text = json.dumps(dataclasses.asdict(run), indent=2) + "\n"
     (folder / f"{run.title}.json").write_text(text)
-    (folder / f"{run.title}.md").write_text(table)
+    (folder / f"{run.title}.md").write_text(markdown(run))
     _draw(folder / f"{run.title}.png", run)
-    return table
 
 
 def markdown(run: Run) -> str:

@@ -76,12 +76,12 @@ class Worker:
         return worker
 
     def measure(self, function: str) -> None:
-        """Runs one function once."""
+        """Runs one function some times in a row."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(function + "\n")
         self.process.stdin.flush()
-        self.seconds[function].append(json.loads(self.process.stdout.readline()))
+        self.seconds[function] += json.loads(self.process.stdout.readline())
 
     def stop(self) -> None:
         """Ends the process."""
@@ -99,27 +99,29 @@ def python_of(peer: str) -> str:
 def measure(
     peers: Sequence[str], scenario: str, optimizer: str, rounds: int
 ) -> dict[str, dict]:
-    """By peer: what it does, why it is missing, its times, and ours beside it.
+    """What `beside` gives, by peer.
 
     Peers come one by one, each in turn with ours, A B A B: all tables of all peers
     at once would not fit into the memory of a small machine.
     """
-    results = {}
-    for peer in peers:
-        print(f"  {peer}: preparing ...", flush=True)
-        ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
-        theirs = Worker.start(peer, scenario, optimizer)
-        if not (ours.missing or theirs.missing):
-            take_turns(ours, theirs, rounds)
-        for worker in (ours, theirs):
-            worker.stop()
-        results[peer] = {
-            "rule": theirs.rule,
-            "missing": theirs.missing or ours.missing,
-            "milliseconds": summary(theirs),
-            "ours": summary(ours),
-        }
-    return results
+    return {peer: beside(peer, scenario, optimizer, rounds) for peer in peers}
+
+
+def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
+    """What a peer does, why it is missing, its times, and ours beside it."""
+    print(f"  {peer}: preparing ...", flush=True)
+    ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
+    theirs = Worker.start(peer, scenario, optimizer)
+    if not (ours.missing or theirs.missing):
+        take_turns(ours, theirs, rounds)
+    for worker in (ours, theirs):
+        worker.stop()
+    return {
+        "rule": theirs.rule,
+        "missing": theirs.missing or ours.missing,
+        "milliseconds": summary(theirs),
+        "ours": summary(ours),
+    }
 
 
 def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
@@ -152,20 +154,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
     parser.add_argument("--optimizer", choices=sorted(SLOTS), default="adagrad")
     parser.add_argument("--peers", nargs="*", default=PEERS)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, {flags.optimizer}")
-    results = measure(flags.peers, flags.scenario, flags.optimizer, flags.rounds)
     scenario = SCENARIOS[flags.scenario]
     run = report.Run(
         scenario=flags.scenario,
         optimizer=flags.optimizer,
         step_bytes=scenario.bytes_per_step(SLOTS[flags.optimizer]),
         distinct_rows=scenario.distinct_rows(),
-        peers=results,
+        peers={},
     )
-    print(report.write(flags.out, run))
+    for peer in flags.peers:
+        run.peers[peer] = beside(peer, flags.scenario, flags.optimizer, flags.rounds)
+        report.write(flags.out, run)  # What is there, should the rest be broken off.
+    print(report.markdown(run))
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def _beside(peer: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
     missing = does_not_fit([scenario, scenario], available_bytes())
     if missing:
         return {"missing": missing}
-    return run.measure([peer], scenario.name, OPTIMIZER, rounds)[peer]
+    return run.beside(peer, scenario.name, OPTIMIZER, rounds)
 
 
 def markdown(sizes: Sequence[Size]) -> str:
@@ -211,20 +211,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most-rows", type=int, default=max(VOCABULARIES))
     parser.add_argument("--peers", nargs="*", default=PEERS)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
     flags = parser.parse_args(arguments)
-    sizes = [
-        measure(SCENARIOS[f"vocabulary_{rows}"], flags.peers, flags.rounds)
-        for rows in VOCABULARIES
-        if rows <= flags.most_rows
-    ]
-    flags.out.mkdir(parents=True, exist_ok=True)
-    written = json.dumps([dataclasses.asdict(size) for size in sizes], indent=2)
-    (flags.out / "vocabulary.json").write_text(written + "\n")
-    (flags.out / "vocabulary.md").write_text(markdown(sizes))
-    draw(flags.out / "vocabulary.png", sizes)
+    sizes: list[Size] = []
+    for rows in VOCABULARIES:
+        if rows <= flags.most_rows:
+            scenario = SCENARIOS[f"vocabulary_{rows}"]
+            sizes.append(measure(scenario, flags.peers, flags.rounds))
+            _write(flags.out, sizes)  # What is there, should the rest be broken off.
     print(markdown(sizes))
+
+
+def _write(folder: pathlib.Path, sizes: Sequence[Size]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = json.dumps([dataclasses.asdict(size) for size in sizes], indent=2)
+    (folder / "vocabulary.json").write_text(written + "\n")
+    (folder / "vocabulary.md").write_text(markdown(sizes))
+    draw(folder / "vocabulary.png", sizes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 `benchmarks.peers.PEER` has a RULE (what its update computes), and
 `prepare(scenario, optimizer)` that returns a dict of functions, "lookup" and
 "step" or some of them; each runs once and returns the seconds of one step. The
-worker says which are there, then answers each line "lookup" or "step".
+worker says which are there, then answers each line "lookup" or "step" with the
+seconds of some runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 
 from benchmarks.scenarios import SCENARIOS
+from benchmarks.timing import burst
 
 
 def main() -> None:
@@ -35,7 +37,7 @@ def main() -> None:
     ready = {"functions": list(functions), "rule": peer.RULE}
     answers.write(json.dumps(ready) + "\n")
     for line in sys.stdin:
-        answers.write(json.dumps(functions[line.strip()]()) + "\n")
+        answers.write(json.dumps(burst(functions[line.strip()])) + "\n")
 
 
 if __name__ == "__main__":

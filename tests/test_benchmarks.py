@@ -58,6 +58,27 @@ def test_run_writes_its_three_files(root: pathlib.Path) -> None:
     assert (out / "tiny-adagrad.png").stat().st_size > 0
 
 
+def test_a_run_that_is_broken_off_keeps_what_it_has(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = importlib.import_module("benchmarks.run")
+    worker = {"rule": "", "missing": "why", "milliseconds": {}, "ours": {}}
+    results = iter([worker])
+    monkeypatch.setattr(run, "beside", lambda *_: next(results))
+    options = ["--scenario", "tiny", "--out", str(tmp_path), "--peers", "one", "two"]
+    with pytest.raises(StopIteration):
+        run.main(options)
+    written = json.loads((tmp_path / "tiny-adagrad.json").read_text())
+    assert written["peers"] == {"one": worker}
+
+
+def test_what_comes_right_after_another_process_does_not_count() -> None:
+    burst = importlib.import_module("benchmarks.timing").burst
+    seconds = iter([0.9, 0.8, 0.1, 0.2, 0.3, 0.4, 5.0])
+    assert burst(lambda: next(seconds)) == [0.1, 0.2, 0.3, 0.4]
+    assert burst(lambda: next(seconds)) == [5.0]
+
+
 def test_ratio_is_theirs_over_ours() -> None:
     report = importlib.import_module("benchmarks.report")
     times = {"median": 6.0, "min": 5.0, "max": 9.0}

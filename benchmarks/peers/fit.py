@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "ftrl": lambda: keras.optimizers.Ftrl(0.01),
 }
-STEPS = 4  # of one call of fit
+STEPS = 12  # of one call of fit
 
 
 def prepare(
