@@ -3,7 +3,8 @@
 python -m benchmarks.everything [--quick]
 
 Each part can be run alone; here it runs with its own defaults, or with --quick in a few
-rounds and without the largest tables. build/bench/everything.md joins all tables.
+rounds and without the largest tables. build/bench/everything.md joins all tables,
+that of all peers first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from benchmarks import measures, preprocessing, run, vocabulary
+from benchmarks import measures, overview, preprocessing, run, vocabulary
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 # Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
@@ -56,11 +57,13 @@ MAINS = {
 
 
 def join(folder: pathlib.Path) -> str:
-    """All tables of a folder in one, those with missed aims first."""
+    """All tables of a folder in one: all peers, then those with missed aims."""
     target = folder / "everything.md"
-    tables = [p.read_text() for p in sorted(folder.glob("*.md")) if p != target]
+    first = overview.write(folder, "dlrm")
+    done = (target, folder / "overview.md")
+    tables = [p.read_text() for p in sorted(folder.glob("*.md")) if p not in done]
     tables.sort(key=lambda table: "**missed**" not in table)
-    target.write_text("\n".join(tables))
+    target.write_text("\n".join([first, *tables] if first else tables))
     return target.read_text()
 
 

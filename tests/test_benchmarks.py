@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,3 +201,34 @@ def test_everything_is_known(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.md").write_text("fine\n")
     (tmp_path / "b.md").write_text("**missed**\n")
     assert everything.join(tmp_path) == "**missed**\n\nfine\n"
+
+
+def test_one_table_of_all_peers(tmp_path: pathlib.Path) -> None:
+    overview = importlib.import_module("benchmarks.overview")
+    report = importlib.import_module("benchmarks.report")
+
+    def result(theirs: float | None, ours: float) -> dict[str, Any]:
+        sides = [
+            {f: dict.fromkeys(("median", "min", "max"), t) for f in report.FUNCTIONS}
+            for t in (theirs, ours)
+        ]
+        milliseconds = sides[0] if theirs else {}
+        times = {"milliseconds": milliseconds, "ours": sides[1]}
+        return {"rule": "r", "missing": None, **times}
+
+    peers = {"memory_copy": result(None, 2.5), "fbgemm": result(8.0, 2.0)}
+    for optimizer, of in (("sgd", {"tfrs": result(9.0, 3.0)}), ("adagrad", peers)):
+        one = report.Run("dlrm", optimizer, 10, 5e4, of)
+        (tmp_path / f"{one.title}.json").write_text(json.dumps(dataclasses.asdict(one)))
+    table = overview.write(tmp_path, "dlrm")
+    assert table == (tmp_path / "overview.md").read_text()
+    assert "| milliseconds (times faster) | lookup | sgd step | adagrad step |" in table
+    cells = "| fbgemm | 8.00 (4.00 x) | - | 8.00 (4.00 x, aim 5 **missed**) |"
+    assert cells in table
+    missed = "9.00 (3.00 x, aim 6 **missed**)"
+    assert f"| tfrs | {missed} | 9.00 (3.00 x) | - |" in table
+    assert "| **ours** | 2.00 to 3.00 | 3.00 to 3.00 | 2.00 to 2.50 |" in table
+    assert "memory_copy" not in table
+    assert overview.write(tmp_path, "one_hot") == ""
+    everything = importlib.import_module("benchmarks.everything")
+    assert everything.join(tmp_path).startswith(table)
