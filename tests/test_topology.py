@@ -98,6 +98,18 @@ def test_tpu_that_is_not_initialized() -> None:
         topology.current()
 
 
+def test_software_tpu_of_several_cores_for_each_replica() -> None:
+    strategy = SoftwareTPUStrategy("v4", 4, cores_per_replica=2)
+    found = read(strategy)
+    assert found.num_replicas == 2
+    assert found.tpu is not None
+    assert found.tpu.assigned
+    assert found.tpu.cores_per_replica == 2
+    names = [found.device[:-1] + str(core) for core in range(4)]
+    assert found.tpu.devices == ((names[0], names[1]), (names[2], names[3]))
+    assert strategy.extended.worker_devices == (names[0], names[2])
+
+
 @pytest.mark.parametrize(("name", "engine"), [("v4", "tpu_v1"), ("v6e", "sparse_core")])
 def test_software_tpu(name: str, engine: str) -> None:
     strategy = SoftwareTPUStrategy(name, 2)

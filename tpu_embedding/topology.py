@@ -33,6 +33,12 @@ _UNSUPPORTED: dict[str, Any] = {
 }
 
 
+def _unwatched(ended: str) -> Callable[[], list[Any]]:
+    """The `TPUSystem.watch` of what cannot tell."""
+    del ended
+    return list
+
+
 @dataclasses.dataclass(frozen=True)
 class TPUSystem:
     """The TPUs of a strategy.
@@ -44,6 +50,9 @@ class TPUSystem:
       hosts: Names of the CPUs beside them, ordered by task.
       assigned: Whether a tf.tpu.experimental.DeviceAssignment has placed the replicas.
       simulated: Whether they are programs on this machine's CPU.
+      watch: Takes the text of a tf.errors.FailedPreconditionError and gives a function
+        that makes control inputs, which fail with it once the TPUs were initialized
+        anew. A real TPU cannot tell.
     """
 
     generation: hardware.Generation
@@ -51,6 +60,7 @@ class TPUSystem:
     hosts: tuple[str, ...]
     assigned: bool
     simulated: bool
+    watch: Callable[[str], Callable[[], list[Any]]] = _unwatched
 
     @property
     def cores_per_replica(self) -> int:
@@ -227,13 +237,14 @@ def _of_tpu(strategy: tf.distribute.Strategy) -> Topology:
 
 def _software_system(strategy: Any) -> TPUSystem:
     """Every device is a TPU, and the first one their host, too."""
-    devices = strategy.extended.worker_devices
+    extended = strategy.extended
     return TPUSystem(
-        generation=strategy.extended.tpu_hardware,
-        devices=tuple((device,) for device in devices),
-        hosts=(devices[0],),
-        assigned=False,
+        generation=extended.tpu_hardware,
+        devices=extended.replica_devices,
+        hosts=(extended.worker_devices[0],),
+        assigned=extended.assigned,
         simulated=True,
+        watch=extended.watch,
     )
 
 

@@ -46,6 +46,12 @@ def test_it_says_which_hardware_it_is():
         ({"num_devices": 0}, "`num_devices` must be an integer > 0. Received: 0"),
         ({"num_devices": "2"}, "`num_devices` must be an integer > 0. Received: '2'"),
         ({"meeting_timeout": 0}, "`meeting_timeout` must be .* > 0. Received: 0"),
+        (
+            {"generation": "v4", "num_devices": 4, "cores_per_replica": 3},
+            "`cores_per_replica` .* divides `num_devices`, 4. Received: 3",
+        ),
+        ({"generation": "v3", "cores_per_replica": 0}, "Received: 0"),
+        ({"cores_per_replica": 2}, "is for v2, v3 and v4.* generation: 'v5p'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict, expected: str):

@@ -37,6 +37,23 @@ def number_of_devices(value: object) -> ValueError:
     )
 
 
+def cores_per_replica(value: object, num_devices: int) -> ValueError:
+    """Devices that cannot be dealt to replicas."""
+    return ValueError(
+        "Argument `cores_per_replica` must be None or an integer > 0 that divides "
+        f"`num_devices`, {num_devices}. Received: {value!r}."
+    )
+
+
+def cores_of_generation(generation: str) -> ValueError:
+    """Several cores for a replica where the embedding hardware has no such mode."""
+    return ValueError(
+        "Argument `cores_per_replica` is for v2, v3 and v4, whose embedding engine "
+        f"can serve several cores of one replica. Received generation: {generation!r}. "
+        "Leave it at None."
+    )
+
+
 def meeting_timeout(value: object) -> ValueError:
     """`meeting_timeout` is no positive number."""
     return ValueError(

@@ -21,7 +21,7 @@ from tpu_embedding.testing import errors, library, replicas
 
 
 class SoftwareTPUStrategy(tf.distribute.Strategy):
-    """Runs TPU programs on logical CPU devices, one per TPU chip.
+    """Runs TPU programs on logical CPU devices, one per TPU core.
 
     `run` traces its function once per replica and signature, as TPUStrategy does:
     Python side effects happen while tracing. Variables made in `scope()` are mirrored.
@@ -41,13 +41,17 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         generation: str = "v5p",
         num_devices: int = 2,
         *,
+        cores_per_replica: int | None = None,
         meeting_timeout: float = 60.0,
     ):
         """Takes the first `num_devices` logical CPU devices; makes them if it can.
 
         Args:
           generation: Name of the TPU generation, a key of `hardware.GENERATIONS`.
-          num_devices: Devices, each of which runs one replica.
+          num_devices: Devices, each of which is a core.
+          cores_per_replica: On v2, v3 and v4 the neighbouring cores that work on one
+            replica, whose program runs on the first, as with a TPU's device
+            assignment. None: each core is a replica.
           meeting_timeout: Seconds that an op of one replica waits for those of the
             others before it fails and names the missing ones.
 
@@ -61,11 +65,15 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
             raise errors.number_of_devices(num_devices)
         if not (0 < meeting_timeout < math.inf):
             raise errors.meeting_timeout(meeting_timeout)
+        if cores_per_replica is not None:
+            _check_cores(cores_per_replica, num_devices, chosen)
         library.load()
         if chosen.embedding == "v1":
             library.check_engine()
         devices = _logical_devices(num_devices)
-        super().__init__(_Extended(self, devices, chosen, meeting_timeout))
+        super().__init__(
+            _Extended(self, devices, cores_per_replica, chosen, meeting_timeout)
+        )
         if chosen.embedding == "v1":
             self.initialize_tpu_system()
 
@@ -91,18 +99,36 @@ class _Extended(mirrored_strategy.MirroredExtended):
         self,
         strategy: SoftwareTPUStrategy,
         devices: list[str],
+        cores_per_replica: int | None,
         generation: hardware.Generation,
         meeting_timeout: float,
     ):
         # Not the default, collectives: they wait for each other as barriers do.
         super().__init__(
             strategy,
-            devices=devices,
+            devices=devices[:: cores_per_replica or 1],
             cross_device_ops=tf.distribute.ReductionToOneDevice(),
         )
         self.tpu_hardware = generation
+        # For each replica its cores, by the full names of `worker_devices`.
+        self.replica_devices = _dealt(
+            self.worker_devices[0], devices, cores_per_replica
+        )
+        self.assigned = cores_per_replica is not None
         self.meeting_timeout = meeting_timeout
         self._programs = weakref.WeakKeyDictionary()
+
+    def watch(self, ended: str) -> Callable[[], list[Any]]:
+        """See `topology.TPUSystem.watch`."""
+        check = library.load().tpu_embedding_software_tpu_session
+        with tf.init_scope():
+            session = int(check())
+
+        def watcher() -> list[Any]:
+            checked = check(expected=session, ended=ended)
+            return [checked] if tf.is_symbolic_tensor(checked) else []
+
+        return watcher
 
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Any, kwargs: Any
@@ -152,6 +178,31 @@ class _Extended(mirrored_strategy.MirroredExtended):
     ) -> Any:
         del options  # How collectives communicate: there are none.
         return replicas.all_reduce(reduce_op, value, self._num_replicas_in_sync)
+
+
+def _check_cores(
+    cores_per_replica: int, num_devices: int, generation: hardware.Generation
+) -> None:
+    if generation.embedding != "v1":
+        raise errors.cores_of_generation(generation.name)
+    if (
+        type(cores_per_replica) is not int
+        or cores_per_replica < 1
+        or num_devices % cores_per_replica
+    ):
+        raise errors.cores_per_replica(cores_per_replica, num_devices)
+
+
+def _dealt(
+    first: str, devices: list[str], cores_per_replica: int | None
+) -> tuple[tuple[str, ...], ...]:
+    """The devices of each replica, by their full names, of which `first` is one."""
+    spec = tf.DeviceSpec.from_string(first)
+    names = [spec.replace(device_index=i).to_string() for i in range(len(devices))]
+    cores = cores_per_replica or 1
+    return tuple(
+        tuple(names[start : start + cores]) for start in range(0, len(names), cores)
+    )
 
 
 def _logical_devices(count: int) -> list[str]:

@@ -77,6 +77,7 @@ class TPUv1Engine(Engine, Queue):
         self._enqueued: weakref.WeakKeyDictionary[tf.Graph, dict[str, tf.Operation]]
         self._enqueued = weakref.WeakKeyDictionary()
         self._tickets = QueuedTickets()
+        self._still_there = self._tpu.watch(errors.ended())
         self._configure()
         self._rates = ProgramRates(self._plan, topology.strategy)
         self._tables = [
@@ -173,6 +174,7 @@ class TPUv1Engine(Engine, Queue):
 
     def load(self) -> None:
         """See `Engine.load`."""
+        self._still_there()
         config = self._config
         for table in self._tables:
             table.load(config)
@@ -180,6 +182,7 @@ class TPUv1Engine(Engine, Queue):
 
     def retrieve(self) -> None:
         """See `Engine.retrieve`."""
+        self._still_there()
         config = self._config
         for table in self._tables:
             table.retrieve(config)
@@ -203,11 +206,13 @@ class TPUv1Engine(Engine, Queue):
     ) -> None:
         """See `Queue.enqueue`."""
         cores = self._tpu.cores_per_replica
+        if cores > 1 and self._options.topology.program() is not None:
+            raise errors.several_cores_inside(cores)
         parts = [core_batches(self._select(batch), cores) for batch in batches]
         checked = [ids for part in parts for core in part for ids in core.ids]
         replicas = range(len(batches)) if replica is None else (replica,)
         # Not before all are checked.
-        with tf.control_dependencies(symbolic(checked)):
+        with tf.control_dependencies([*symbolic(checked), *self._still_there()]):
             mode = self._mode(training)
             for number, part in zip(replicas, parts, strict=True):
                 for core, batch in enumerate(part):
@@ -218,14 +223,16 @@ class TPUv1Engine(Engine, Queue):
     ) -> None:
         """See `Queue.enqueue_on`."""
         (part,) = core_batches(self._select(batch, of_core=True), 1)
-        self._enqueue_core(part, device, self._mode(training))
+        with tf.control_dependencies(self._still_there()):
+            self._enqueue_core(part, device, self._mode(training))
 
     def dequeue(self, replica: int) -> list[tf.Tensor]:
         """See `Queue.dequeue`."""
         del replica  # The program knows its own.
-        activations = tf.raw_ops.RecvTPUEmbeddingActivations(
-            num_outputs=len(self._plan.features), config=self._config
-        )
+        with tf.control_dependencies(self._still_there()):
+            activations = tf.raw_ops.RecvTPUEmbeddingActivations(
+                num_outputs=len(self._plan.features), config=self._config
+            )
         self._tag_op(activations[0])
         return [
             tf.ensure_shape(activation, (*shape, dim))
@@ -251,7 +258,8 @@ class TPUv1Engine(Engine, Queue):
                 if gradient is not None:
                     checks.append(check_finite(f"Feature {spec.path}", gradient))
         rates = self._rates.evaluate()
-        with tf.control_dependencies([*require(checks), *rates]):
+        there = self._still_there()
+        with tf.control_dependencies([*require(checks), *rates, *there]):
             sent = tf.raw_ops.SendTPUEmbeddingGradients(
                 inputs=whole, learning_rates=rates, config=self._config
             )

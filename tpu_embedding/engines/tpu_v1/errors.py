@@ -65,11 +65,30 @@ def already_configured() -> RuntimeError:
     )
 
 
+def ended() -> str:
+    """The tables went with the engine; the text of a FailedPreconditionError."""
+    return (
+        "This embedding's tables are gone: the TPU was initialized again after it was "
+        "made (a new SoftwareTPUStrategy does so, too). Make the TPUEmbedding or the "
+        "Keras layer anew, and restore a checkpoint."
+    )
+
+
 def not_configured() -> RuntimeError:
     """No engine to share."""
     return RuntimeError(
         "`initialize_tpu_embedding=False` shares the engine that another TPUEmbedding "
         "has configured, but there is none. Leave it at True."
+    )
+
+
+def several_cores_inside(cores: int) -> NotImplementedError:
+    """A program has one place for a batch, on the first core of its replica."""
+    return NotImplementedError(
+        f"Inside strategy.run a batch goes to one core, but {cores} cores work on each "
+        "replica. Call enqueue outside of strategy.run, which deals the batch out to "
+        "them; the Keras layer and calls of an embedding cannot, and need one core for "
+        "each replica."
     )
 
 

@@ -1,7 +1,8 @@
-// ConfigureTPUEmbedding and IsTPUEmbeddingInitialized, and the op of our own
-// that stands for the initialisation of a TPU.
+// ConfigureTPUEmbedding and IsTPUEmbeddingInitialized, and the ops of our own
+// that stand for the initialisation of a TPU, and tell whether there was one.
 
 #include <cmath>
+#include <cstdint>
 #include <string>
 
 #include "software_tpu/registration.h"
@@ -29,6 +30,19 @@ Forgets the embedding engine and its tables, as the initialization of a TPU does
 meeting_timeout: seconds that an op of the next engine waits for what it needs.
 )doc");
 
+REGISTER_OP("TpuEmbeddingSoftwareTpuSession")
+    .Attr("expected: int = -1")
+    .Attr("ended: string = ''")
+    .Output("session: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+The number of times that the TPU was initialized.
+
+expected: fails unless this is the number; -1: any.
+ended: the text of that FailedPreconditionError.
+)doc");
+
 class InitializeOp : public OpKernel {
  public:
   explicit InitializeOp(OpKernelConstruction* context) : OpKernel(context) {
@@ -43,6 +57,27 @@ class InitializeOp : public OpKernel {
 
  private:
   float timeout_;
+};
+
+class SessionOp : public OpKernel {
+ public:
+  explicit SessionOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("expected", &expected_));
+    OP_REQUIRES_OK(context, context->GetAttr("ended", &ended_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const int64_t session = TpuSystem::Get().session();
+    OP_REQUIRES(context, expected_ == -1 || expected_ == session,
+                absl::FailedPreconditionError(ended_));
+    Tensor* output;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
+    output->scalar<int64_t>()() = session;
+  }
+
+ private:
+  int64_t expected_;
+  std::string ended_;
 };
 
 class ConfigureOp : public OpKernel {
@@ -78,6 +113,7 @@ class IsInitializedOp : public OpKernel {
 };
 
 SOFTWARE_TPU_KERNEL(TpuEmbeddingSoftwareTpuInitialize, InitializeOp);
+SOFTWARE_TPU_KERNEL(TpuEmbeddingSoftwareTpuSession, SessionOp);
 SOFTWARE_TPU_KERNEL(ConfigureTPUEmbedding, ConfigureOp);
 SOFTWARE_TPU_KERNEL(IsTPUEmbeddingInitialized, IsInitializedOp);
 

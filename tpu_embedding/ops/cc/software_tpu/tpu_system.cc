@@ -39,11 +39,17 @@ void TpuSystem::Initialize(absl::Duration patience) {
     std::lock_guard<std::mutex> lock(mutex_);
     old.swap(engine_);
     patience_ = patience;
+    ++session_;
   }
   if (old) {
     old->room.Close(
         "The TPU was initialized again, which ended its embedding engine.");
   }
+}
+
+int64_t TpuSystem::session() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return session_;
 }
 
 absl::Status TpuSystem::Configure(const std::string& config) {

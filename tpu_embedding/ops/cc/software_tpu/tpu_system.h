@@ -3,6 +3,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_SOFTWARE_TPU_TPU_SYSTEM_H_
 #define TPU_EMBEDDING_OPS_CC_SOFTWARE_TPU_TPU_SYSTEM_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -40,6 +41,9 @@ class TpuSystem {
   // long calls of the next engine wait.
   void Initialize(absl::Duration patience);
 
+  // How often it was called: tells whether what somebody saw is still there.
+  int64_t session() const;
+
   // An error where there is an engine already, or for a bad `config`.
   absl::Status Configure(const std::string& config);
 
@@ -54,6 +58,7 @@ class TpuSystem {
 
   mutable std::mutex mutex_;
   absl::Duration patience_ = absl::Seconds(60);
+  int64_t session_ = 0;
   EnginePtr engine_;
 };
 
