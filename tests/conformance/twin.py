@@ -328,9 +328,8 @@ class Twin:
 
     def _check_other_rows(self, name: str, values: np.ndarray) -> None:
         table = self.tables[name]
-        optimizer = self.embedding._plan.tables[
-            list(self.configs).index(name)
-        ].optimizer
+        specs = {spec.name: spec for spec in self.embedding._plan.tables}
+        optimizer = specs[name].optimizer
         if optimizer is not None and optimizer.touches_all_rows:
             return
         others = sorted(set(range(table.rows)) - self._named[name])

@@ -18,18 +18,21 @@ import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 RATE = 0.25
-KINDS = ("dense3", "sparse2", "ragged", "ragged_positions", "sparse_sequence")
-OPTIMIZERS = {
-    "sgd": lambda rate: te.SGD(rate, clip_weight_min=-1.0, clip_weight_max=0.5),
-    "adagrad": lambda rate: te.Adagrad(rate, clipvalue=(None, 0.5)),
-    "adagrad_momentum": lambda rate: te.AdagradMomentum(
-        rate, momentum=0.9, use_nesterov=True, epsilon=1e-3, weight_decay_factor=0.25
+KINDS = ("sparse2", "ragged", "ragged_positions", "sparse_sequence", "dense2")
+# With options that no other rule here has, and rates of three sorts.
+RULES = {
+    "sgd": te.SGD(RATE, clip_weight_min=-1.0, clip_weight_max=0.5),
+    "adagrad": te.Adagrad(lambda: RATE, clipvalue=(None, 0.5)),
+    "adagrad_momentum": te.AdagradMomentum(
+        RATE, momentum=0.9, use_nesterov=True, epsilon=1e-3, weight_decay_factor=0.25
     ),
-    "ftrl": lambda rate: te.FTRL(
-        rate, l1_regularization_strength=0.2, multiply_linear_by_learning_rate=True
+    "ftrl": te.FTRL(
+        tf.keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.5, 1.0, 2.0]),
+        l1_regularization_strength=0.2,
+        multiply_linear_by_learning_rate=True,
     ),
-    "adam": lambda rate: te.Adam(
-        rate,
+    "adam": te.Adam(
+        lambda: RATE / 2,
         weight_decay_factor=0.5,
         multiply_weight_decay_factor_by_learning_rate=True,
         sum_inside_sqrt=False,
@@ -50,55 +53,75 @@ class Readable(te.TPUEmbedding):
         }
 
 
-def make_twin(
-    kinds: Any, optimizer: Any, devices: int, combiner: str = "mean", **arguments: Any
-) -> Twin:
-    """Each kind twice, with weights and without; the first two share a table."""
+def make_strategy(devices: int, cores: int | None = None) -> SoftwareTPUStrategy:
+    return SoftwareTPUStrategy(
+        "v4", devices, cores_per_replica=cores, meeting_timeout=20
+    )
+
+
+def make_twin(kinds: Any, strategy: SoftwareTPUStrategy, **arguments: Any) -> Twin:
+    """Tables of different rules; the kinds go round, every other one with weights.
+
+    Which rule meets which combiner depends on the number of replicas.
+    """
     tables, features = {}, {}
+    for number, (name, rule) in enumerate(list(RULES.items())[: len(kinds)]):
+        combiner = cases.COMBINERS[(number + strategy.num_replicas_in_sync) % 3]
+        tables[name] = Table(
+            dim=(4, 3, 8)[number % 3], combiner=combiner, optimizer=rule
+        )
     for number, kind in enumerate(kinds):
-        table = kinds[0] if number == 1 else kind
-        tables.setdefault(table, Table(dim=(4, 3, 8)[number % 3], combiner=combiner))
-        features[kind] = Feature(table, cases.INPUT_BY_NAME[kind])
-        features[f"{kind}_weighted"] = Feature(table, cases.INPUT_BY_NAME[kind], True)
-    return Twin(
-        tables,
-        features,
-        optimizer,
-        strategy=SoftwareTPUStrategy("v4", devices, meeting_timeout=20),
-        make=Readable,
-        **arguments,
-    )
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_rule(name: str, rng: np.random.Generator) -> None:
-    number = list(OPTIMIZERS).index(name)
-    twin = make_twin(
-        KINDS[number : number + 2] or KINDS[:2],
-        OPTIMIZERS[name](RATE),
-        devices=2,
-        combiner=cases.COMBINERS[number % 3],
-    )
-    twin.run(rng, 2, without=[f for f in twin.features if "weighted" in f])
+        table = list(RULES)[number % len(RULES)]
+        weighted = bool((number + number // len(RULES)) % 2)
+        features[kind] = Feature(table, cases.INPUT_BY_NAME[kind], weighted)
+    return Twin(tables, features, strategy=strategy, make=Readable, **arguments)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_every_kind_of_input(devices: int, rng: np.random.Generator) -> None:
-    combiner = cases.COMBINERS[devices % 3]
-    kinds = KINDS if devices > 2 else list(cases.INPUT_BY_NAME)
-    twin = make_twin(kinds, te.Adagrad(RATE), devices, combiner)
-    twin.run(rng, 2)
+def test_every_rule_and_kind_of_input(devices: int, rng: np.random.Generator) -> None:
+    twin = make_twin(cases.INPUT_BY_NAME, make_strategy(devices))
+    twin.run(rng, 2, without=["ragged", "dense1"])
     twin.evaluate(twin.draw(rng))
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_every_rule_pipelined(devices: int, rng: np.random.Generator) -> None:
+    """Exactly one step old; evaluation and what is saved see every update."""
+    twin = make_twin(
+        KINDS, make_strategy(devices), pipeline_execution_with_tensor_core=True
+    )
+    for _ in range(2):
+        twin.step(rng, twin.draw(rng))
+    twin.evaluate(twin.draw(rng))
+    twin.step(rng, twin.draw(rng), without=KINDS[:2])
+    twin.check_variables()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_several_cores_for_each_replica(
+    pipelined: bool, rng: np.random.Generator
+) -> None:
+    """Two replicas of two cores, which share a batch along its first axis."""
+    twin = make_twin(
+        KINDS, make_strategy(4, 2), pipeline_execution_with_tensor_core=pipelined
+    )
+    assert twin.replicas == 2
+    twin.run(rng, 2)
+    batch = twin.draw(rng)
+    twin.evaluate(batch)
+    inputs = twin.distribute(batch.values)
+    with pytest.raises(NotImplementedError, match="one core, but 2 cores work on each"):
+        twin.strategy.run(twin.embedding.enqueue, args=(inputs,))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
 def test_inside_of_programs(devices: int, rng: np.random.Generator) -> None:
-    make_twin(KINDS[2:3], te.Adam(RATE), devices, inside=True).run(rng, 1)
+    make_twin(KINDS[1:2], make_strategy(devices), inside=True).run(rng, 1)
 
 
 def test_dynamic_rates(rng: np.random.Generator) -> None:
     """One that reads a variable; one of the number of updates, on another table."""
-    strategy = SoftwareTPUStrategy("v4", 2, meeting_timeout=20)
+    strategy = make_strategy(2)
     with strategy.scope():
         rate = tf.Variable(RATE)
     steps = tf.keras.optimizers.schedules.PiecewiseConstantDecay(
@@ -126,26 +149,13 @@ def test_dynamic_rates(rng: np.random.Generator) -> None:
     assert updates.numpy() == 2
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_pipelining(devices: int, rng: np.random.Generator) -> None:
-    """Exactly one step old; evaluation and what is saved see every update."""
-    twin = make_twin(
-        KINDS[1:3], te.Adagrad(RATE), devices, pipeline_execution_with_tensor_core=True
-    )
-    for _ in range(3):
-        twin.step(rng, twin.draw(rng))
-    twin.evaluate(twin.draw(rng))
-    twin.step(rng, twin.draw(rng), without=[KINDS[1]])
-    twin.run(rng, 1)
-
-
 @pytest.mark.parametrize("rule", ["drop", "mod"])
 def test_invalid_ids(rule: str, rng: np.random.Generator) -> None:
     twin = Twin(
         {"table": Table(invalid_ids=rule, combiner="mean")},
         {"a": Feature("table", cases.INPUT_BY_NAME["ragged"], weighted=True)},
         te.Adagrad(RATE),
-        strategy=SoftwareTPUStrategy("v4", 2, meeting_timeout=20),
+        strategy=make_strategy(2),
         make=Readable,
     )
     batch = twin.draw(rng)
@@ -162,7 +172,7 @@ def test_quantization(rng: np.random.Generator) -> None:
         {"table": Table(quantization=te.QuantizationConfig(5, -1.0, 1.0))},
         {"a": Feature("table", cases.INPUT_BY_NAME["sparse2"], weighted=True)},
         te.SGD(RATE),
-        strategy=SoftwareTPUStrategy("v4", 2, meeting_timeout=20),
+        strategy=make_strategy(2),
         make=Readable,
     )
     twin.run(rng, 2)
