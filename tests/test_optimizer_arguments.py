@@ -57,7 +57,7 @@ NAN = float("nan")
         ({"learning_rate": "0.1"}, TypeError),
         ({"learning_rate": None}, TypeError),
         ({"learning_rate": True}, TypeError),
-        ({"learning_rate": NAN}, TypeError),
+        ({"learning_rate": NAN}, ValueError),
         ({"learning_rate": tf.constant(0.1)}, TypeError),
         ({"learning_rate": operator.add}, TypeError),
         ({"use_gradient_accumulation": 1}, TypeError),

@@ -88,7 +88,8 @@ REFUSED = [
         "id",
         dense([3, 9, -1]),
         "Feature f0, table films: sample 1 has id 9, but ids must be in [0, 8). Mend "
-        'the input, or set TableConfig(invalid_ids="drop") or "mod".',
+        'the input, or set invalid_ids="drop" or "mod" where the table or the '
+        "embedding is configured.",
     ),
     Refused("id_int32", dense(np.int32([3, -9])), "sample 1 has id -9, but"),
     Refused("id_of_row", dense([[1, 2], [3, 2**40]]), "sample 1 has id 1099511627776,"),

@@ -140,7 +140,8 @@ void TestInvalidIds() {
   CheckRefused(spec, input,
                "Feature user/film, table films: sample 0 has id -1, but ids "
                "must be in [0, 10). Mend the input, or set "
-               "TableConfig(invalid_ids=\"drop\") or \"mod\".");
+               "invalid_ids=\"drop\" or \"mod\" where the table or the "
+               "embedding is configured.");
   spec.invalid_ids = InvalidIds::kDrop;  // also from the divisor
   CheckCsr(spec, input, {2}, {0, 1, 1}, {4}, {1});
   spec.invalid_ids = InvalidIds::kMod;

@@ -38,9 +38,36 @@ def test_a_multiplier_needs_the_parts():
     scaled = made.adapt().scale({"a": tf.ones([2]), "b": None}, 3.0)
     assert scaled["a"].numpy().tolist() == [6.0, 6.0]
     assert scaled["b"] is None
-    one_each = spec(experimental_gradient_multiplier_fn=lambda step: tf.ones([2]))
-    with pytest.raises(ValueError, match=r"must return a scalar.*shape \(2,\)"):
-        one_each.adapt().scale({"a": tf.ones([2])}, 3)
+    for returned, error, text in (
+        (tf.ones([2]), ValueError, r"must return a scalar.*shape \(2,\)"),
+        (None, TypeError, "returned None of type NoneType. Does it lack a return"),
+        ("2", TypeError, "returned '2' of type str"),
+    ):
+        bad = spec(experimental_gradient_multiplier_fn=lambda step, r=returned: r)
+        with pytest.raises(error, match=text):
+            bad.adapt().scale({"a": tf.ones([2])}, 3)
+
+
+def test_the_rule_for_invalid_ids_is_that_of_every_table():
+    start, a = constant(2)
+    made = spec(embedding("a", combiner="sum", initializer=start))
+    trained = made.to_tpu_embedding(invalid_ids="drop")
+    trained.enqueue({"a": tf.constant([[3, 8], [-1, 9]])}, training=False)
+    np.testing.assert_array_equal(trained.dequeue()["a"], [a[3], [0, 0]])
+    (table,) = made.adapt(invalid_ids="mod").tables.values()
+    assert table.invalid_ids == "mod"
+    text = 'set invalid_ids="drop" or "mod" where the table or the embedding'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        made.to_tpu_embedding(invalid_ids=None).enqueue({"a": tf.constant([8])})
+    with pytest.raises(ValueError, match="`invalid_ids` must be one of"):
+        made.to_tpu_embedding(invalid_ids="wrap")
+
+
+def test_columns_without_a_table_stay_with_the_parts():
+    numeric = tf.feature_column.numeric_column("n")
+    adapted = spec(numeric, embedding("a")).adapt()
+    assert adapted.other_columns == (numeric,)
+    assert adapted.features == ["a"]
 
 
 def test_an_empty_profile_directory_is_none():

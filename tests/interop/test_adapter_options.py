@@ -145,8 +145,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dict_spec(
             tables={"t": interop.TableConfig(8, 1, learning_rate=float("nan"))}
         ),
-        TypeError,
-        "Table 't', SGD: Argument `learning_rate` must be a finite number",
+        ValueError,
+        "Table 't', SGD: Argument `learning_rate` must be finite. Received: nan.",
+    ),
+    "no rate of the parameters": (
+        lambda: spec(parameters=interop.AdagradParameters(float("nan"))),
+        ValueError,
+        "AdagradParameters: Argument `learning_rate` must be finite. Received: nan.",
+    ),
+    "columns without a table": (
+        lambda: spec(embedding("a"), tf.feature_column.numeric_column("n")),
+        NotImplementedError,
+        "Columns 'n' have no TPU embedding table, and cannot be carried",
     ),
     "no names": (
         lambda: dict_spec(

@@ -87,6 +87,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "feature_to_config_dict['f'] must be a FeatureConfig",
     ),
+    "table of a list": (
+        lambda: interop.FeatureConfig(["t"]),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "Argument `table_id` must be a str. Received: ['t'] of type list.",
+    ),
+    "weights of a number": (
+        lambda: interop.FeatureConfig("t", weight_key=3),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "Argument `weight_key` must be a str or None. Received: 3 of type int.",
+    ),
     "unknown table": (
         lambda: dict_spec(tables={"u": TABLE, "s": TABLE}),
         ValueError,

@@ -54,10 +54,14 @@ def test_another_optimizer_is_refused_by_name(trained: Any, tmp_path: pathlib.Pa
     np.testing.assert_allclose(variables(warm)[TABLE], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["train", "evaluate", "predict"])
-def test_another_vocabulary_is_refused(mode: str, trained: Any):
+@pytest.mark.parametrize(
+    ("mode", "use_tpu"),
+    [("train", True), ("evaluate", True), ("predict", True), ("predict", False)],
+)
+def test_another_vocabulary_is_refused(mode: str, use_tpu: bool, trained: Any):
+    """TensorFlow itself, with use_tpu=False, would change the variable's shape."""
     column = interop.embedding_column(ids("a", 6), 1)
-    other = make(trained.model_dir, column=column)
+    other = make(trained.model_dir, column=column, use_tpu=use_tpu)
     text = rf"'{TABLE}' has shape \(6, 1\), but in the checkpoint .* shape \(8, 1\)"
     calls = {
         "train": lambda: other.train(INPUTS, steps=1),
@@ -87,3 +91,20 @@ def test_a_damaged_checkpoint_is_named(tmp_path: pathlib.Path):
     text = re.escape(f"The checkpoint {path} cannot be read: ")
     with pytest.raises(tf.errors.DataLossError, match=text):
         make(tmp_path).train(INPUTS, steps=1)
+
+
+def test_a_lost_checkpoint_is_no_new_model(tmp_path: pathlib.Path):
+    """TensorFlow itself would evaluate, or train, one of initial values."""
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-3"')
+    text = f"names {tmp_path}/model.ckpt-3, and {tmp_path}/model.ckpt-3.index is not"
+    for call in (
+        lambda: make(tmp_path).train(INPUTS, max_steps=2),
+        lambda: make(tmp_path, use_tpu=False).evaluate(INPUTS, steps=1),
+        lambda: next(make(tmp_path).predict(INPUTS)),
+    ):
+        with pytest.raises(tf.errors.NotFoundError, match=re.escape(text)):
+            call()
+    (tmp_path / "checkpoint").write_bytes(b"\0")
+    text = re.escape(f"{tmp_path / 'checkpoint'} cannot be read, so that it names no")
+    with pytest.raises(tf.errors.DataLossError, match=text):
+        make(tmp_path).evaluate(INPUTS, steps=1)

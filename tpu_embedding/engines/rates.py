@@ -115,14 +115,24 @@ class Rates:
                 self.updates.assign_add(tf.cast(completes, tf.int64))
 
 
-def _scalar(argument: str, rate: Any, value: Any) -> tf.Tensor:
-    """What a callable returned, as float32."""
+def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:
+    """What a callable argument returned, as float32 of any shape.
+
+    Raises:
+      TypeError: If it is no number.
+    """
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        raise table_errors.rate_type(rate, value, argument) from error
+        raise table_errors.rate_type(function, value, argument) from error
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        raise table_errors.rate_type(rate, value, argument)
+        raise table_errors.rate_type(function, value, argument)
+    return tf.cast(tensor, tf.float32)
+
+
+def _scalar(argument: str, rate: Any, value: Any) -> tf.Tensor:
+    """What a callable returned, as float32."""
+    tensor = returned_number(argument, rate, value)
     if tensor.shape.rank != 0:
         raise errors.rate_shape(rate, tensor.shape, argument)
-    return tf.cast(tensor, tf.float32)
+    return tensor

@@ -13,13 +13,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 from tpu_embedding.embedding import TPUEmbedding
+from tpu_embedding.engines.rates import returned_number
 from tpu_embedding.interop import carried, columns, spec_errors
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.frequency_estimator import updates_so_far
+
+_MULTIPLIER = "experimental_gradient_multiplier_fn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,8 @@ class AdaptedSpec:
       pipelined: For TPUEmbedding, `pipeline_execution_with_tensor_core`.
       partition_strategy: "div" or "mod"; of use to `import_estimator_checkpoint`
         only, since one process sees whole tables.
+      other_columns: The spec's columns without a TPU table, which are the model's own
+        affair.
     """
 
     feature_config: dict[str, FeatureConfig]
@@ -44,6 +49,7 @@ class AdaptedSpec:
     gradient_multiplier: Callable[[Any], Any] | None
     pipelined: bool
     partition_strategy: str
+    other_columns: tuple[Any, ...]
 
     def weights(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """The weights for TPUEmbedding.enqueue, out of all of a batch's features.
@@ -79,11 +85,13 @@ class AdaptedSpec:
           step: The global step before the update.
 
         Raises:
-          ValueError: If the function returns no scalar.
+          TypeError: If the function returns no number.
+          ValueError: If it returns no scalar.
         """
-        if self.gradient_multiplier is None:
+        multiplier = self.gradient_multiplier
+        if multiplier is None:
             return dict(gradients)
-        factor = tf.cast(self.gradient_multiplier(step), tf.float32)
+        factor = returned_number(_MULTIPLIER, multiplier, multiplier(step))
         if factor.shape.rank not in (0, None):  # None: not known in a graph.
             raise spec_errors.gradient_multiplier(factor.shape)
         return {
@@ -125,7 +133,9 @@ class VariableRate:
         return self.function(step)
 
 
-def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
+def adapt(
+    spec: Any, global_step: Any = None, *, invalid_ids: str = "error"
+) -> AdaptedSpec:
     """Turns a spec into this library's configuration.
 
     - Parameters become the optimizer of the same rule, argument by argument.
@@ -140,14 +150,17 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
       global_step: What learning rate functions are called with, or a function without
         arguments that gives it. None: the number of updates already applied, which
         is what the global step was.
+      invalid_ids: The rule of every table, as of `tpu_embedding.TableConfig`: "error",
+        "drop" or "mod".
 
     Raises:
       NotImplementedError: If a column of the tensor core cannot be carried.
       TypeError: If a feature or table has a key that is no str.
       ValueError: If there is no table, one has no features or no optimizer, a column
-        is for serving only, a limit of gradients is given twice, or an argument of
-        the parameters has no meaning.
+        is for serving only, a limit of gradients is given twice, or `invalid_ids`
+        or an argument of the parameters has no meaning.
     """
+    check_invalid_ids(invalid_ids)
     if spec.tensor_core_feature_columns:
         raise spec_errors.tensor_core_columns(
             spec.tensor_core_feature_columns, "EmbeddingConfigSpec"
@@ -161,7 +174,7 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
     _check_keys(old_features, old_tables)
     optimizers = _Optimizers(spec, old_tables.values(), global_step)
     tables = {
-        key: _table(key, table, optimizers.of_table(key, table))
+        key: _table(key, table, optimizers.of_table(key, table), invalid_ids)
         for key, table in sorted(old_tables.items())
     }
     return AdaptedSpec(
@@ -183,10 +196,13 @@ def adapt(spec: Any, global_step: Any = None) -> AdaptedSpec:
         gradient_multiplier=spec.experimental_gradient_multiplier_fn,
         pipelined=spec.pipeline_execution_with_tensor_core,
         partition_strategy=spec.partition_strategy,
+        other_columns=tuple(spec.other_columns()),
     )
 
 
-def to_tpu_embedding(spec: Any, global_step: Any, **options: Any) -> TPUEmbedding:
+def to_tpu_embedding(
+    spec: Any, global_step: Any, *, invalid_ids: str | None = None, **options: Any
+) -> TPUEmbedding:
     """A TPUEmbedding with the spec's tables, features and optimizers.
 
     Weights are a second argument of enqueue there, and no feature: see
@@ -194,10 +210,13 @@ def to_tpu_embedding(spec: Any, global_step: Any, **options: Any) -> TPUEmbeddin
 
     Raises:
       The errors of `adapt`.
-      NotImplementedError: If the spec has a gradient multiplier or a folder for
-        profiles.
+      NotImplementedError: If the spec has columns without a TPU table, a gradient
+        multiplier or a folder for profiles.
     """
-    adapted = adapt(spec, global_step)
+    rule = "error" if invalid_ids is None else invalid_ids
+    adapted = adapt(spec, global_step, invalid_ids=rule)
+    if adapted.other_columns:
+        raise spec_errors.columns_not_carried(adapted.other_columns)
     if adapted.gradient_multiplier is not None:
         raise spec_errors.multiplier_not_carried()
     if spec.profile_data_directory:  # An empty path counts as none, as upstream.
@@ -273,7 +292,9 @@ def _check_keys(
             raise spec_errors.unused_table(key)
 
 
-def _table(key: str, table: v1.TableConfig, optimizer: Optimizer | None) -> TableConfig:
+def _table(
+    key: str, table: v1.TableConfig, optimizer: Optimizer | None, invalid_ids: str
+) -> TableConfig:
     return TableConfig(
         vocabulary_size=table.vocabulary_size,
         dim=table.dimension,
@@ -281,6 +302,7 @@ def _table(key: str, table: v1.TableConfig, optimizer: Optimizer | None) -> Tabl
         optimizer=optimizer,
         combiner=table.combiner or "sum",
         name=key,
+        invalid_ids=invalid_ids,
     )
 
 

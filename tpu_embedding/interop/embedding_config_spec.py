@@ -170,9 +170,11 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         """The features by the keys of their ids."""
         return self._configs()[1]
 
-    def adapt(self, global_step: Any = None) -> adapter.AdaptedSpec:
+    def adapt(
+        self, global_step: Any = None, *, invalid_ids: str = "error"
+    ) -> adapter.AdaptedSpec:
         """The spec in the classes of this library; see `adapter.adapt`."""
-        return adapter.adapt(self, global_step)
+        return adapter.adapt(self, global_step, invalid_ids=invalid_ids)
 
     def to_tpu_embedding(self, global_step: Any = None, **options: Any) -> Any:
         """A `tpu_embedding.TPUEmbedding` of the spec; see `adapter.to_tpu_embedding`.
@@ -180,13 +182,19 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         Args:
           global_step: What the learning rate functions get: a variable, or None for
             the number of updates already applied.
-          **options: Keyword arguments of TPUEmbedding, e.g. `invalid_ids`.
+          **options: Keyword arguments of TPUEmbedding. `invalid_ids` is the rule of
+            all of the spec's tables, which have none of their own.
         """
         return adapter.to_tpu_embedding(self, global_step, **options)
 
     def embedding_columns(self) -> list[columns.EmbeddingColumn]:
         """The columns that have TPU embedding tables."""
         return [c for c in self.feature_columns or [] if columns.is_embedding_column(c)]
+
+    def other_columns(self) -> list[Any]:
+        """The columns that have none: numeric ones, and plain embedding columns."""
+        own = self.feature_columns or []
+        return [c for c in own if not columns.is_embedding_column(c)]
 
     def _configs(self) -> tuple[dict[str, TableConfig], dict[str, FeatureConfig]]:
         if self.feature_columns is None:

@@ -23,6 +23,7 @@ from tpu_embedding.interop import (
 from tpu_embedding.interop.embedding_config_spec import EmbeddingConfigSpec
 from tpu_embedding.interop.estimator_graph import Mode
 from tpu_embedding.interop.estimator_spec import ModeKeys, check_hooks
+from tpu_embedding.interop.restored import latest_checkpoint
 from tpu_embedding.interop.run_config import InputPipelineConfig, RunConfig
 from tpu_embedding.interop.warm_start import WarmStartSettings, warm_start
 
@@ -142,8 +143,13 @@ class TPUEstimator:
         return estimator_sessions.event_folder(self._model_dir, name)
 
     def latest_checkpoint(self) -> str | None:
-        """The prefix of the latest checkpoint, or None."""
-        return tf.train.latest_checkpoint(self._model_dir)
+        """The prefix of the latest checkpoint, or None where none was written.
+
+        Raises:
+          tf.errors.NotFoundError: If the folder names one that is not there.
+          tf.errors.DataLossError: If what names it cannot be read.
+        """
+        return latest_checkpoint(self._model_dir)
 
     def get_variable_names(self) -> list[str]:
         """The names in the latest checkpoint."""
@@ -261,7 +267,9 @@ class TPUEstimator:
             mode = self._mode(ModeKeys.PREDICT, on_tpu=self._use_tpu)
             features, _ = estimator_graph.call_input_fn(input_fn, mode)
             graph = estimator_graph.build(self._model_fn, mode, features, None)
-            predictions = _chosen(graph.spec.predictions, predict_keys)
+            predictions = estimator_sessions.chosen(
+                graph.spec.predictions, predict_keys
+            )
             session = estimator_sessions.prediction_session(
                 graph, checkpoint, self._config, hooks
             )
@@ -385,13 +393,3 @@ def _check_steps(**steps: int | None) -> None:
             continue
         if not isinstance(value, numbers.Integral) or value < 1:
             raise errors.argument_value(name, value, "an int >= 1")
-
-
-def _chosen(predictions: Any, keys: Any) -> Any:
-    if keys is None:
-        return predictions
-    names = [keys] if isinstance(keys, str) else list(keys)
-    found = predictions if isinstance(predictions, Mapping) else {}
-    if not set(names) & set(found):
-        raise estimator_errors.predict_keys(names, found)
-    return {name: value for name, value in found.items() if name in names}

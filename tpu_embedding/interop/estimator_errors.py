@@ -270,6 +270,27 @@ def lost_variables(
     )
 
 
+def lost_checkpoint(folder: str, path: str) -> tf.errors.NotFoundError:
+    """A checkpoint that a folder names, and that is gone."""
+    return tf.errors.NotFoundError(
+        None,
+        None,
+        f"The file `checkpoint` in {folder} names {path}, and {path}.index is not "
+        "there. Put its files back, or name an earlier one in that file; remove it to "
+        "begin anew.",
+    )
+
+
+def unreadable_state(path: str) -> tf.errors.DataLossError:
+    """A file that should name the checkpoints of a folder."""
+    return tf.errors.DataLossError(
+        None,
+        None,
+        f"{path} cannot be read, so that it names no checkpoint. Write it anew with "
+        "tf.train.update_checkpoint_state, or remove it to begin anew.",
+    )
+
+
 def damaged(path: str, reason: Exception) -> tf.errors.DataLossError:
     """A checkpoint that TensorFlow cannot read."""
     return tf.errors.DataLossError(
@@ -283,14 +304,14 @@ def damaged(path: str, reason: Exception) -> tf.errors.DataLossError:
 def restored_shape(
     path: str, name: str, shapes: tuple[Sequence[object], Sequence[object]]
 ) -> tf.errors.InvalidArgumentError:
-    """A table or slot that has another shape in a checkpoint; (here, there)."""
+    """A variable that has another shape in a checkpoint; (here, there)."""
     here, there = shapes
     return tf.errors.InvalidArgumentError(
         None,
         None,
         f"{name!r} has shape {here}, but in the checkpoint {path} it has shape "
-        f"{there}. Give the column the number of ids and the dimension that it had, or "
-        "begin in a new `model_dir`.",
+        f"{there}. Make it as it was (a column with the number of ids and the "
+        "dimension that it had), or begin in a new `model_dir`.",
     )
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.estimator_graph import Graph
 from tpu_embedding.interop.profile import EmbeddingProfiler, observe_batch
-from tpu_embedding.interop.restored import check_tables
+from tpu_embedding.interop.restored import check_restored, latest_checkpoint
 from tpu_embedding.interop.run_config import RunConfig
 
 _v1 = tf.compat.v1
@@ -32,7 +32,7 @@ def train(
       hooks: With the one that stops.
       saving: CheckpointSaverListeners.
     """
-    check_tables(graph, tf.train.latest_checkpoint(model_dir))
+    check_restored(graph, latest_checkpoint(model_dir))
     spec, scaffold = graph.spec, graph.scaffold()
     hooks = [
         *hooks,
@@ -66,7 +66,7 @@ def evaluate(
     graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any, steps: Any
 ) -> dict[str, Any]:
     """The metrics over `steps` batches, or over all of the input."""
-    check_tables(graph, checkpoint)
+    check_restored(graph, checkpoint)
     spec = graph.spec
     metrics = dict(spec.eval_metric_ops or {})
     metrics.setdefault(LOSS, _v1.metrics.mean(spec.loss))
@@ -85,6 +85,21 @@ def evaluate(
         while not session.should_stop():
             session.run(updates)
     return dict(sorted(final.final_ops_values.items()))
+
+
+def chosen(predictions: Any, keys: Any) -> Any:
+    """Those of the predictions that `keys` name; None names all.
+
+    Raises:
+      ValueError: If they name none.
+    """
+    if keys is None:
+        return predictions
+    names = [keys] if isinstance(keys, str) else list(keys)
+    found = predictions if isinstance(predictions, Mapping) else {}
+    if not set(names) & set(found):
+        raise estimator_errors.predict_keys(names, found)
+    return {name: value for name, value in found.items() if name in names}
 
 
 def predict(
@@ -107,7 +122,7 @@ def prediction_session(
     graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any
 ) -> Any:
     """A session for `predict`; to be made where the graph is the default."""
-    check_tables(graph, checkpoint)
+    check_restored(graph, checkpoint)
     creator = _v1.train.ChiefSessionCreator(
         graph.scaffold(),
         config=config.session_config,

@@ -1,15 +1,39 @@
-"""Whether a checkpoint fits the tables of a graph, asked before it is restored."""
+"""Which checkpoint is restored, and whether it fits the graph, asked before."""
 
 from __future__ import annotations
+
+import os
 
 import tensorflow as tf
 
 from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.estimator_graph import Graph
 
+_v1 = tf.compat.v1
 
-def check_tables(graph: Graph, checkpoint: str | None) -> None:
-    """Refuses a checkpoint without the tables and slots of the graph.
+
+def latest_checkpoint(folder: str) -> str | None:
+    """The prefix of the latest checkpoint, or None where none was written.
+
+    Raises:
+      tf.errors.DataLossError: If what names it cannot be read.
+      tf.errors.NotFoundError: If the one that is named is not there.
+    """
+    # TensorFlow's own function has None for both, and a model would begin anew.
+    state = tf.train.get_checkpoint_state(folder)
+    if state is None:
+        named = os.path.join(folder, "checkpoint")
+        if tf.io.gfile.exists(named):
+            raise estimator_errors.unreadable_state(named)
+        return None
+    path = state.model_checkpoint_path
+    if not any(tf.io.gfile.exists(path + end) for end in (".index", "")):
+        raise estimator_errors.lost_checkpoint(folder, path)
+    return path
+
+
+def check_restored(graph: Graph, checkpoint: str | None) -> None:
+    """Refuses a checkpoint without the tables and slots, or with other shapes.
 
     Args:
       graph: If another Saver than the trainer's names its variables, all is taken.
@@ -18,9 +42,10 @@ def check_tables(graph: Graph, checkpoint: str | None) -> None:
     Raises:
       tf.errors.DataLossError: If it cannot be read.
       tf.errors.NotFoundError: If a table or slot is not in it.
-      tf.errors.InvalidArgumentError: If one has another shape there.
+      tf.errors.InvalidArgumentError: If a variable has another shape there, which
+        TensorFlow would give to the one here.
     """
-    if checkpoint is None or not graph.own_saver or not graph.table_variables:
+    if checkpoint is None or not graph.own_saver:
         return
     if not tf.io.gfile.exists(checkpoint + ".index"):
         return  # TensorFlow says so.
@@ -33,8 +58,18 @@ def check_tables(graph: Graph, checkpoint: str | None) -> None:
         tables = tuple(name for name in graph.table_variables if name in stored)
         found = sorted(name for name in stored if name.startswith(tables or ""))
         raise estimator_errors.lost_variables(checkpoint, missing, found)
-    for name, variable in graph.table_variables.items():
-        if variable.shape != stored[name]:
+    for name, variable in {**_own_variables(graph), **graph.table_variables}.items():
+        if not variable.shape.is_compatible_with(stored.get(name)):
             raise estimator_errors.restored_shape(
                 checkpoint, name, (tuple(variable.shape), tuple(stored[name]))
             )
+
+
+def _own_variables(graph: Graph) -> dict[str, tf.Variable]:
+    """The model's variables by their names; slices, which are cut anew, left out."""
+    tables = {id(variable) for variable in graph.table_variables.values()}
+    return {
+        variable.op.name: variable
+        for variable in _v1.global_variables()
+        if id(variable) not in tables and variable._get_save_slice_info() is None
+    }

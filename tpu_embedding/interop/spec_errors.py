@@ -231,6 +231,16 @@ def clipping_limit_without_accumulation(where: str) -> ValueError:
     )
 
 
+def columns_not_carried(columns: Iterable[Any]) -> NotImplementedError:
+    """A TPUEmbedding looks up TPU tables, and nothing else."""
+    return NotImplementedError(
+        f"Columns {_names(c.name for c in columns)} have no TPU embedding table, and "
+        "cannot be carried into a TPUEmbedding. Give their features to the model "
+        "itself, and leave the columns out of the spec; or take the parts with "
+        "`spec.adapt()`."
+    )
+
+
 def multiplier_not_carried() -> NotImplementedError:
     """TPUEmbedding has nothing that would multiply gradients."""
     return NotImplementedError(

@@ -91,6 +91,7 @@ class FeatureConfig:
 
     Raises:
       ValueError: If `max_sequence_length` is no int of at least 0.
+      TypeError: If `table_id` or `weight_key` is no str.
     """
 
     table_id: str
@@ -101,3 +102,7 @@ class FeatureConfig:
         length = self.max_sequence_length
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise errors.argument_value("max_sequence_length", length, "an int >= 0")
+        if not isinstance(self.table_id, str):
+            raise errors.argument_type("table_id", self.table_id, "a str")
+        if not isinstance(self.weight_key, str | None):
+            raise errors.argument_type("weight_key", self.weight_key, "a str or None")

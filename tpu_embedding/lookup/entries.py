@@ -269,7 +269,8 @@ def _check_entries(
             " has id ",
             ids[entry],
             f", but ids must be in [0, {config.vocabulary_size}). Mend the input, or "
-            'set TableConfig(invalid_ids="drop") or "mod".',
+            'set invalid_ids="drop" or "mod" where the table or the embedding is '
+            "configured.",
         )
         if finite is None or weights is None:
             return invalid

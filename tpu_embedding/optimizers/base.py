@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -318,8 +317,10 @@ def takes_step(rate: Callable[..., Any]) -> bool:
 def _check_rate(rate: object) -> None:
     if callable(rate):
         takes_step(rate)
-    elif not checks.is_number(rate) or not math.isfinite(rate):  # pyright: ignore[reportArgumentType]
+    elif not checks.is_number(rate):
         raise errors.learning_rate(rate)
+    else:
+        checks.check_number("learning_rate", rate)
 
 
 def _check_clipvalue(clipvalue: object) -> None:

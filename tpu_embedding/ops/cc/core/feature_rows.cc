@@ -227,7 +227,8 @@ Error InvalidId(const FeatureSpec& spec, int64_t row, int64_t id) {
   return Concat("Feature ", spec.path, ", table ", spec.table, ": sample ", row,
                 " has id ", id, ", but ids must be in [0, ",
                 spec.vocabulary_size, "). Mend the input, or set ",
-                "TableConfig(invalid_ids=\"drop\") or \"mod\".");
+                "invalid_ids=\"drop\" or \"mod\" where the table or the "
+                "embedding is configured.");
 }
 
 Error WeightNotFinite(const FeatureSpec& spec, int64_t row, float weight) {
