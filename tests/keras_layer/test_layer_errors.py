@@ -66,9 +66,9 @@ def test_another_backend(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-@pytest.mark.parametrize("value", ["2", True, [2.0]])
+@pytest.mark.parametrize("value", ["2", True, [2.0], tf.constant(2.0)])
 def test_loss_scale_of_the_wrong_type(value: Any):
-    with pytest.raises(TypeError, match="`loss_scale` must be None, a number or a cal"):
+    with pytest.raises(TypeError, match="`loss_scale` must be None, a number, an opt"):
         make(loss_scale=value)
 
 
@@ -181,6 +181,9 @@ def test_texts_are_plain_sentences():
         errors.untranslatable(3, ["SGD"]),
         errors.refused_option("SGD", "momentum", 0.9, 0.0),
         errors.loss_scale_missing("Under the policy"),
+        errors.loss_scale_type("2"),
+        errors.loss_scale_returned(None),
+        errors.saved_loss_scale("SGD"),
         errors.late_schedule("SGD", 3),
         errors.namedtuple("Pair"),
         errors.trainable_tables_optimizer("table t"),

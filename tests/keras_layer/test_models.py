@@ -249,10 +249,7 @@ def test_tables_of_bfloat16_take_values_of_any_float():
 def test_float16_fits_with_the_scale_of_the_model(trained: Any):
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    model = models.make_model(
-        te.Adagrad(0.1), loss_scale=lambda: optimizer.dynamic_scale
-    )
-    optimizer.build(model.trainable_variables)  # Until then it has no dynamic_scale.
+    model = models.make_model(te.Adagrad(0.1), loss_scale=optimizer)
     model.compile(optimizer, "mse")
     model.fit(models.dataset(STEPS), shuffle=False, verbose=0)
     state = models.state(models.embedding_of(model))

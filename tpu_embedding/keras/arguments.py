@@ -11,7 +11,6 @@ from tpu_embedding import topology
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.errors import argument_type
 from tpu_embedding.keras import errors
-from tpu_embedding.optimizers.checks import check_positive
 
 EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 # What each hint may be besides None, in words and in classes.
@@ -57,12 +56,3 @@ def check_hints(arguments: Arguments) -> None:
     if hint is not None and not where.has_feature(hint.name):
         assert where.tpu is not None
         raise errors.embedding_feature(hint.name, where.tpu.generation.name)
-
-
-def check_loss_scale(value: Any) -> None:
-    """Raises unless it is None, a callable or a number > 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not number and not callable(value):
-        raise argument_type("loss_scale", value, "None, a number or a callable")
-    if number:
-        check_positive("loss_scale", value)

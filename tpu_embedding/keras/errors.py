@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tpu_embedding.errors import type_name
+
 
 def backend(name: str) -> RuntimeError:
     """Keras runs on something else than TensorFlow."""
@@ -100,9 +102,38 @@ def loss_scale_missing(cause: str) -> ValueError:
     return ValueError(
         f"{cause} Keras scales the loss and unscales the gradients only after they "
         "have reached the embedding tables. Pass the layer `loss_scale`: the number, "
-        "or a callable that returns the current scale. Or have no scaling: use the "
+        "the optimizer that scales, or a callable that returns either, as `lambda: "
+        "model.optimizer` for one that `compile` makes. Or have no scaling: use the "
         'policy "mixed_bfloat16", or an optimizer without `loss_scale_factor` in '
         "`compile(auto_scale_loss=False)`, and under float16 pass `loss_scale=1`."
+    )
+
+
+def loss_scale_type(value: object) -> TypeError:
+    """A scale that is none of what the layer takes."""
+    return TypeError(
+        "Argument `loss_scale` must be None, a number, an optimizer of Keras 3 that "
+        "scales the loss, or a callable that returns a number or such an optimizer. "
+        f"Received: {value!r} of type {type_name(value)}. For a scale held in a "
+        "variable pass `lambda: variable`."
+    )
+
+
+def loss_scale_returned(value: object) -> TypeError:
+    """A callable that gives no scale."""
+    return TypeError(
+        "The callable given as `loss_scale` must return a number, a scalar tensor or "
+        f"variable, or an optimizer of Keras 3. Received: {value!r} of type "
+        f"{type_name(value)}."
+    )
+
+
+def saved_loss_scale(optimizer: str) -> ValueError:
+    """An optimizer of which a loaded layer would have a copy."""
+    return ValueError(
+        f"A layer whose `loss_scale` is an optimizer, here {optimizer}, cannot be "
+        "saved or cloned: the copy would follow a scale of its own, not that of its "
+        "model. Use `save_weights` or tf.train.Checkpoint, and make the model in code."
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
 from tpu_embedding.keras import errors
@@ -26,37 +25,9 @@ FOR_SERVING = (
     "by it. Train a model that calls the layer without it, or set "
     "`layer.trainable = False` to train the rest of this one."
 )
-# Methods of keras.Model, which users may override.
-_EVALUATION = ("test_step", "predict_step")
-_TRAINING = ("train_step",)
 _Tape: Any = tf.GradientTape  # Type checkers miss two of its methods.
 # They ask for many gradients of one call, of which the tables would take the first.
 _JACOBIANS = (_Tape.jacobian, _Tape.batch_jacobian)
-
-
-def is_recording() -> bool:
-    """Whether a gradient may be asked of what is computed now.
-
-    True under a tf.GradientTape, also while a tf.function is traced that is called
-    under one, or opens one. There is no public function that says so.
-    """
-    return record.could_possibly_record()
-
-
-def is_evaluation() -> bool:
-    """Whether Keras evaluates or predicts, in a graph that nobody can export."""
-    return bool(_models_that_run(_EVALUATION))
-
-
-def check_loss_is_not_scaled() -> None:
-    """Raises a ValueError in the step of a model whose optimizer scales the loss."""
-    for model in _models_that_run(_TRAINING):
-        optimizer = model.optimizer
-        factor = getattr(optimizer, "loss_scale_factor", None)
-        dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if dynamic or factor not in (None, 1):
-            name = type(optimizer).__name__
-            raise errors.loss_scale_missing(f"With the optimizer {name} of the model")
 
 
 def let_through(
@@ -135,16 +106,3 @@ def _handle(value: Any) -> int:
     """What tells variables apart, however they are wrapped."""
     value = value.value if isinstance(value, keras.Variable) else value
     return id(getattr(value, "handle", value))
-
-
-def _models_that_run(methods: Sequence[str]) -> list[keras.Model]:
-    """The models one of whose methods is being run, by its name."""
-    found = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in methods and frame.f_code.co_argcount:
-            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(owner, keras.Model):
-                found.append(owner)
-        frame = frame.f_back
-    return found

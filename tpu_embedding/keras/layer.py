@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -15,10 +15,12 @@ from tpu_embedding.keras.arguments import (
     Arguments,
     EmbeddingFeature,
     check_hints,
-    check_loss_scale,
 )
 from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
-from tpu_embedding.keras.tables import LayerTables, TrainableTables, UpdatedTables
+from tpu_embedding.keras.loss_scale import check_loss_scale, encode_loss_scale
+from tpu_embedding.keras.tables import LayerTables
+from tpu_embedding.keras.trainable_tables import TrainableTables
+from tpu_embedding.keras.updated_tables import UpdatedTables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +70,7 @@ class TPUEmbedding(keras.layers.Layer):
         sparse_core_embedding_config: Any = None,
         *,
         trainable_tables: bool = False,
-        loss_scale: float | Callable[[], Any] | None = None,
+        loss_scale: Any = None,
         invalid_ids: str | None = None,
         check_numerics: bool = False,
         **kwargs: Any,
@@ -93,10 +95,11 @@ class TPUEmbedding(keras.layers.Layer):
             package or of TensorFlow: stacks and buffers on SparseCores, if there are.
           trainable_tables: Make the tables ordinary trainable weights, which the
             optimizer of the model trains, as TFRS did on a CPU.
-          loss_scale: What the loss was multiplied by, or a callable that returns it;
-            gradients are divided by it. Where one of a call is not finite then, all
-            of that call count as 0, or with `check_numerics` are an error. Needed
-            wherever the loss is scaled.
+          loss_scale: What the loss was multiplied by: None, a number, an optimizer of
+            Keras 3 (a LossScaleOptimizer, or one with a `loss_scale_factor`) or a
+            callable that returns one of these; gradients are divided by it. Where one
+            of a call is not finite then, all of that call count as 0, or with
+            `check_numerics` are an error. Needed wherever the loss is scaled.
           invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of ours has its own.
           check_numerics: Refuse weights and gradients that are not finite.
@@ -268,7 +271,7 @@ class TPUEmbedding(keras.layers.Layer):
                 arguments.sparse_core_embedding_config
             ),
             "trainable_tables": arguments.trainable_tables,
-            "loss_scale": encoding.encode_object("`loss_scale`", arguments.loss_scale),
+            "loss_scale": encode_loss_scale(arguments.loss_scale),
             "invalid_ids": arguments.invalid_ids,
             "check_numerics": arguments.check_numerics,
         }
