@@ -142,7 +142,7 @@ class TPUEmbedding(CallEmbedding):
         weights: Any = None,
         training: bool = True,
         name: str | None = None,
-        device: str | None = None,
+        device: str | tf.Tensor | None = None,
     ) -> None:
         """Queues one batch of ids.
 
@@ -155,7 +155,9 @@ class TPUEmbedding(CallEmbedding):
             feature's own layout, or None for features without.
           training: Whether gradients will be applied for this batch.
           name: A name for the ops.
-          device: For TPUs only: the one whose batch this is, outside of strategy.run.
+          device: For TPUs only, outside of strategy.run: the one whose batch this is,
+            by name, or where there is one host by its number, an integer tensor that
+            may be known only when a graph runs.
 
         Raises:
           TypeError: If a container or dtype is of the wrong type.
@@ -169,7 +171,7 @@ class TPUEmbedding(CallEmbedding):
             software TPU of v2 to v4 a tf.errors.DeadlineExceededError after
             `meeting_timeout`.
         """
-        place = None if device is None else self._topology.find(device)
+        place = self._place(device)
         training = bool(training)
         if training:
             self._require_optimizers("enqueue(training=True)")
@@ -180,7 +182,8 @@ class TPUEmbedding(CallEmbedding):
 
         def enqueue() -> None:
             with self._output_shapes.forgets_refused():
-                batches = self._read(values, weights, 0 if place else replica)
+                own = replica if place is None else 0
+                batches = self._read(values, weights, own)
                 engine = self._engine_for(batches[0], place)
                 queue = engines.as_queue(engine, "enqueue")
                 with queue.tagged(name), tf.name_scope(name or "embedding_enqueue"):
@@ -251,7 +254,14 @@ class TPUEmbedding(CallEmbedding):
             [tuple(tf.TensorShape(leaf).as_list()) for leaf in leaves], "build()"
         )
 
-    def _engine_for(self, batch: Sequence[IdBatch], place: str | None) -> Engine:
+    def _place(self, device: str | tf.Tensor | None) -> str | tf.Tensor | None:
+        """The device that the user named in full; a number is left to the engine."""
+        numbered = tf.is_tensor(device) and self._topology.tpu is not None
+        return device if device is None or numbered else self._topology.find(device)
+
+    def _engine_for(
+        self, batch: Sequence[IdBatch], place: str | tf.Tensor | None
+    ) -> Engine:
         """The engine; the first batch makes it, and on TPUs fixes all shapes."""
         tpu = self._topology.tpu
         if self._engine is not None or tpu is None:

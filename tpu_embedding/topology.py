@@ -85,7 +85,7 @@ class TPUSystem:
         assert index is not None
         return index
 
-    def find(self, device: str) -> str | None:
+    def find(self, device: Any) -> str | None:
         """The full name of a device that the user named, maybe in part, or None."""
         try:
             asked = tf.DeviceSpec.from_string(device)
@@ -158,7 +158,7 @@ class Topology:
             return function(*arguments)
         return tf.compat.v1.tpu.outside_compilation(function, *arguments)
 
-    def find(self, device: str) -> str:
+    def find(self, device: Any) -> str:
         """The full name of the TPU device that a user named.
 
         Raises:

@@ -74,7 +74,8 @@ def make_twin(kinds: Any, strategy: SoftwareTPUStrategy, **arguments: Any) -> Tw
         table = list(RULES)[number % len(RULES)]
         weighted = bool((number + number // len(RULES)) % 2)
         features[kind] = Feature(table, cases.INPUT_BY_NAME[kind], weighted)
-    return Twin(tables, features, strategy=strategy, make=Readable, **arguments)
+    arguments = {"make": Readable, **arguments}
+    return Twin(tables, features, strategy=strategy, **arguments)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

@@ -1,15 +1,28 @@
-"""Why enqueue is the op with a fixed ordinal: TensorFlow's compiler knows that one.
+"""Which of TensorFlow's enqueue ops takes a batch, and why.
 
 In a program the ordinal is -1. When the compiler takes the op out of the program, one
 for each replica, it marks the fixed forms with the replica, from which the ordinal
-follows; the dynamic form, whose ordinal is a tensor, it leaves as it is.
+follows; the dynamic form, whose ordinal is a tensor, it leaves as it is. So that one is
+for calls outside of programs, where the caller may give the device as a tensor. The
+ragged forms say the table of each feature, as the configuration does.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import tensorflow as tf
+from described_tpu import Described
+from tensorflow.python.distribute import distribute_utils
+from tpu_v1.test_conformance import KINDS, Readable, make_strategy, make_twin
 
+import tpu_embedding as te
+from tpu_embedding import topology
+from tpu_embedding.engines.tpu_v1.enqueueing import CoreQueues
+
+ENQUEUE = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 INPUTS = "%s, %i, %w, %m"
 TYPES = "tensor<3xi32>, tensor<2xi64>, tensor<0xf32>, tensor<!tf_type.string>"
 FIXED = {
@@ -60,3 +73,88 @@ def test_the_dynamic_form_is_not() -> None:
     )
     assert made.count('"tf.Dynamic') == 2
     assert "_xla_replica_id" not in made
+
+
+class CoreByCore(Readable):
+    """Enqueues for one core after the other, by its number, the last one first."""
+
+    def enqueue(
+        self, features: Any, weights: Any = None, training: bool = True, **others: Any
+    ) -> None:
+        for core in reversed(range(self._topology.num_replicas)):
+            own: Any = distribute_utils.select_replica(core, (features, weights))
+            device = tf.constant(core)
+            super().enqueue(own[0], own[1], training, device=device, **others)
+
+
+def test_the_dynamic_form(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tf.raw_ops, ENQUEUE, None)
+    twin = make_twin(KINDS[:3], make_strategy(2), make=CoreByCore)
+    twin.run(rng, 2)
+    twin.evaluate(twin.draw(rng))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_ragged_form_queues_the_same(
+    dynamic: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the same splits: it can queue nothing that the other form cannot."""
+    twin = make_twin(KINDS, make_strategy(2))
+    tables = [feature.table for feature in twin.embedding.plan.features]
+
+    def enqueue(
+        sample_indices_or_row_splits: Any, device_ordinal: int, **inputs: Any
+    ) -> Any:
+        form = "DynamicEnqueue" if dynamic else "Enqueue"
+        return getattr(tf.raw_ops, f"{form}TPUEmbeddingRaggedTensorBatch")(
+            sample_splits=sample_indices_or_row_splits,
+            device_ordinal=tf.constant(device_ordinal) if dynamic else device_ordinal,
+            table_ids=tables,
+            **inputs,
+        )
+
+    monkeypatch.setattr(tf.raw_ops, ENQUEUE, enqueue)
+    twin.run(rng, 1)
+    twin.evaluate(twin.draw(rng))
+
+
+def test_a_device_known_only_when_the_graph_runs() -> None:
+    strategy = make_strategy(4)
+    with strategy.scope():
+        table = te.TableConfig(9, 2, te.RowIdInitializer())
+        embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(0.5))
+
+    @tf.function
+    def enqueue(ids: Any) -> None:
+        for core in tf.range(tf.shape(ids)[0]):
+            embedding.enqueue(ids[core], training=False, device=core)
+
+    ids = tf.constant([[0, 1], [2, 3], [4, 5], [6, 7]])
+    enqueue(ids)
+    found = strategy.run(embedding.dequeue).values
+    assert [own[:, 0].numpy().tolist() for own in found] == ids.numpy().tolist()
+    first = ids[0]
+    known = r"`device` of enqueue is 4, but the TPU devices .* are 0, 1, 2, 3\."
+    for call in (embedding.enqueue, tf.function(embedding.enqueue)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=known):
+            call(first, device=tf.constant(4))
+    for wrong in (tf.constant(0.0), tf.constant([0])):
+        with pytest.raises(ValueError, match="an integer scalar tensor, its number"):
+            embedding.enqueue(first, device=wrong)
+
+    def inside(ids: Any) -> None:
+        embedding.enqueue(ids, device=strategy.extended.worker_devices[0])
+
+    with pytest.raises(
+        ValueError, match=r"calls outside of strategy\.run: inside, each"
+    ):
+        strategy.run(inside, args=(first,))
+
+
+def test_a_number_is_of_one_host() -> None:
+    with tf.distribute.TPUStrategy(Described()).scope():
+        queues = CoreQueues(topology.current(), ["sum"])
+    with pytest.raises(ValueError, match="a device of one host, but this TPU has 2"):
+        queues.check(tf.constant(0))

@@ -250,12 +250,12 @@ class Queue(abc.ABC):
         """
 
     def enqueue_on(
-        self, device: str, batch: Sequence[IdBatch], *, training: bool
+        self, device: str | tf.Tensor, batch: Sequence[IdBatch], *, training: bool
     ) -> None:
         """Checks and queues the batch of one device.
 
         Args:
-          device: Its name.
+          device: Its name, or its number on the one host.
           batch: Its features.
           training: As for `enqueue`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from tpu_embedding.engines.logical import (
 from tpu_embedding.engines.stacked import lay_out_whole
 from tpu_embedding.engines.tickets import QueuedTickets
 from tpu_embedding.engines.tpu_v1 import errors
-from tpu_embedding.engines.tpu_v1.batches import CoreBatch, core_batches
+from tpu_embedding.engines.tpu_v1.batches import core_batches
 from tpu_embedding.engines.tpu_v1.checks import (
     check_argument,
     check_finite,
@@ -31,6 +30,7 @@ from tpu_embedding.engines.tpu_v1.checks import (
     symbolic,
 )
 from tpu_embedding.engines.tpu_v1.configuration import make_configuration
+from tpu_embedding.engines.tpu_v1.enqueueing import CoreQueues
 from tpu_embedding.engines.tpu_v1.rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
 from tpu_embedding.hardware import NAME_ATTRIBUTE
@@ -73,9 +73,8 @@ class TPUv1Engine(Engine, Queue):
             profile_data_directory=options.profile_data_directory,
         ).SerializeToString()
         self._tag: str | None = None
-        # By graph and device the last op that enqueued there.
-        self._enqueued: weakref.WeakKeyDictionary[tf.Graph, dict[str, tf.Operation]]
-        self._enqueued = weakref.WeakKeyDictionary()
+        combiners = [table.config.combiner for table in self._plan.tables]
+        self._queues = CoreQueues(topology, combiners)
         self._tickets = QueuedTickets()
         self._still_there = self._tpu.watch(errors.ended())
         self._configure()
@@ -216,15 +215,17 @@ class TPUv1Engine(Engine, Queue):
             mode = self._mode(training)
             for number, part in zip(replicas, parts, strict=True):
                 for core, batch in enumerate(part):
-                    self._enqueue_core(batch, self._tpu.devices[number][core], mode)
+                    device = self._tpu.devices[number][core]
+                    self._tag_op(self._queues.put(batch, device, mode))
 
     def enqueue_on(
-        self, device: str, batch: Sequence[IdBatch], *, training: bool
+        self, device: str | tf.Tensor, batch: Sequence[IdBatch], *, training: bool
     ) -> None:
         """See `Queue.enqueue_on`."""
+        checked = self._queues.check(device)
         (part,) = core_batches(self._select(batch, of_core=True), 1)
-        with tf.control_dependencies(self._still_there()):
-            self._enqueue_core(part, device, self._mode(training))
+        with tf.control_dependencies([*checked, *self._still_there()]):
+            self._tag_op(self._queues.put(part, device, self._mode(training)))
 
     def dequeue(self, replica: int) -> list[tf.Tensor]:
         """See `Queue.dequeue`."""
@@ -358,28 +359,6 @@ class TPUv1Engine(Engine, Queue):
         # An op of its own: the compiler of the program looks whether there are
         # gradients of the same name, and sets the mode accordingly.
         return tf.where(training, tf.constant("train"), tf.constant("inference"))
-
-    def _enqueue_core(self, batch: CoreBatch, device: str, mode: tf.Tensor) -> None:
-        inside = self._options.topology.program() is not None
-        # A program runs on one core, which its compiler knows.
-        ordinal = -1 if inside else self._tpu.ordinal(device)
-        graph = tf.compat.v1.get_default_graph()
-        # TensorFlow sees no order among these ops, but batches leave as they came.
-        earlier = self._enqueued.setdefault(graph, {})
-        with (
-            tf.device(None if inside else self._tpu.host_of(device)),
-            tf.control_dependencies(filter(None, [earlier.get(device)])),
-        ):
-            made = tf.raw_ops.EnqueueTPUEmbeddingArbitraryTensorBatch(
-                sample_indices_or_row_splits=batch.splits,
-                embedding_indices=batch.ids,
-                aggregation_weights=batch.weights,
-                mode_override=mode,
-                device_ordinal=ordinal,
-                combiners=[table.config.combiner for table in self._plan.tables],
-            )
-        earlier[device] = made  # None if eager, when calls are in order anyway.
-        self._tag_op(made)
 
     def _tag_op(self, made: Any) -> None:
         """Marks an op with the user's name for it; eagerly there is no op."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def optimizer_required(table: str) -> ValueError:
     """A TPU cannot hold a table without an optimizer."""
@@ -120,6 +122,38 @@ def not_an_argument(path: str, tensor: object) -> ValueError:
         "the features before strategy.run, or call enqueue outside of it. If the batch "
         "size is dynamic, pass tf.distribute.RunOptions("
         "experimental_enable_dynamic_batch_size=False)."
+    )
+
+
+def device_inside(device: object) -> ValueError:
+    """A program cannot enqueue for another core."""
+    return ValueError(
+        "Argument `device` of enqueue is for calls outside of strategy.run: inside, "
+        f"each replica enqueues for its own core. Received: {device}. Leave it at None."
+    )
+
+
+def device_number(device: object) -> ValueError:
+    """A tensor that can be no number of a device."""
+    return ValueError(
+        "Argument `device` of enqueue must be the name of a TPU device, or an integer "
+        f"scalar tensor, its number. Received: {device}."
+    )
+
+
+def number_of_several_hosts(hosts: int) -> ValueError:
+    """A number says nothing about the host."""
+    return ValueError(
+        "Argument `device` of enqueue is a number, which tells a device of one host, "
+        f"but this TPU has {hosts}. Give the name of the device."
+    )
+
+
+def unknown_number(known: Sequence[int]) -> tuple[str, str]:
+    """What stands before and after a number that no device has."""
+    return (
+        "Argument `device` of enqueue is ",
+        f", but the TPU devices of the strategy are {', '.join(map(str, known))}.",
     )
 
 
