@@ -19,6 +19,7 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines import Engine, EngineOptions
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.rows import PARAMETERS, Rows
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import Plan, make_plan
 from tpu_embedding.lookup.combine import StoredReader
@@ -140,6 +141,17 @@ class EmbeddingBase(SavedTables):
     def structure(self) -> Structure:
         """The nesting of its features."""
         return self._structure
+
+    @property
+    def check_numerics(self) -> bool:
+        """Whether weights and gradients that are not finite are refused."""
+        return self._options.check_numerics
+
+    def table_rows(self) -> dict[str, Rows]:
+        """Each table by name as it is now, to be read by rows; on every engine."""
+        engine = self._create_engine()
+        engine.retrieve()
+        return {name: arrays[PARAMETERS] for name, arrays in engine.rows().items()}
 
     @as_written
     def flush(self) -> None:

@@ -17,6 +17,7 @@ from checkpoint import models, stock_stacks
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
+from tpu_embedding.checkpoint import numpy_format
 from tpu_embedding.checkpoint.progress import TextProgress
 
 
@@ -90,7 +91,8 @@ def test_convert_to_sparse_core(
     assert main(["checkpoint", "convert", plain, other, "--to", "sparse-core"]) == 2
     assert "needs `--like CHECKPOINT`" in capsys.readouterr().err
     assert main(["checkpoint", "convert", plain, other, "--like", like]) == 2
-    assert "`--like` is for `--to sparse-core`" in capsys.readouterr().err
+    words = "`--like` is for `--to sparse-core`; this is `--to tensorflow`. Add"
+    assert words in capsys.readouterr().err
     # A folder means its latest checkpoint; a folder of arrays has no record.
     tf.compat.v1.train.update_checkpoint_state(str(tmp_path), like)
     assert checkpoint.read_layouts(tmp_path) == layouts
@@ -132,6 +134,19 @@ def test_arrays_that_no_embedding_has(
     assert main(["checkpoint", "convert", path, str(tmp_path / "new")]) == 2
     assert words in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["films.npy"]
+
+
+def test_refuses_to_search_a_folder_of_everything(
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    np.save(tmp_path / "films.npy", np.ones([3, 2], np.float32))
+    (tmp_path / "notes").touch()
+    for most, code in ((3, 0), (2, 2)):  # The folder and its two files.
+        monkeypatch.setattr(numpy_format, "_MOST_FILES", most)
+        assert main(["checkpoint", "inspect", str(tmp_path)]) == code
+    assert f"{tmp_path} has more than 2 files and folders" in capsys.readouterr().err
 
 
 def test_diff(
@@ -186,6 +201,10 @@ def test_values_that_are_not_numbers(
         (["inspect", "nowhere"], "There is no checkpoint at nowhere"),
         (["convert", "{saved}", "{saved}"], "Save to another path"),
         (["convert", "{saved}", "x", "--rename", "films"], "must be OLD=NEW"),
+        (
+            ["convert", "{saved}", "x", "--rename", "films=a", "--rename", "films=b"],
+            "`--rename` gives table films two names, a and b.",
+        ),
         (["convert", "{saved}", "x", "--rename", "films=users"], "no other has"),
         (["convert", "{saved}", "x", "--to=numpy", "--new-root=y"], "not for `--to n"),
         (["diff", "{saved}", "{saved}", "--root", "x"], "holds no tables"),

@@ -144,8 +144,8 @@ def export_again(folder: pathlib.Path) -> str:
         left = "refused"
     else:
         left = "whole"
-    shutil.rmtree(model)
-    export(folder)
+        shutil.rmtree(model)
+    export(folder)  # Into what is left of the other.
     return left
 
 

@@ -1,13 +1,16 @@
-"""Exports a trained table of 192 MiB, once for each storage.
+"""Exports a trained table in each storage, and measures what memory that takes.
 
-python measure_export.py FOLDER STORAGE...
+python measure_export.py FOLDER MIB [STORAGE...]
 
-Prints for each the bytes of the table as float32, and the peak above the start.
+MIB is the size of the table with its slot, which has the table's own size. Prints as
+JSON the peaks in MiB above the start, when there was no table yet, and the limit.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -16,19 +19,20 @@ from typing import Any
 import tensorflow as tf
 
 import tpu_embedding as te
+from tpu_embedding.serving.quantization import STORAGES
 
-ROWS, DIM = 3 * 2**18, 64
+MIB, DIM = 1 << 20, 64
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory."""
+def resident() -> float:
+    """MiB of this process that are in memory."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return 4096 * pages
+    return 4096 * pages / MIB
 
 
-def peak_above_start(call: Callable[[], Any]) -> int:
-    """The most that `call` adds to `resident`."""
-    start = peak = resident()
+def peak_of(call: Callable[[], Any]) -> float:
+    """The most that `resident` is during a call."""
+    peak = resident()
     done = threading.Event()
 
     def watch() -> None:
@@ -41,11 +45,11 @@ def peak_above_start(call: Callable[[], Any]) -> int:
     call()
     done.set()
     watcher.join()
-    return peak - start
+    return peak
 
 
 def train(rows: int) -> te.TPUEmbedding:
-    """A table with slots, in which an update was made in place."""
+    """A table with a slot, in which an update was made in place."""
     films = te.TableConfig(rows, DIM, tf.zeros_initializer(), name="films")
     embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.Adagrad(0.1))
     embedding.enqueue({"film": tf.constant([3, 5])})
@@ -53,19 +57,21 @@ def train(rows: int) -> te.TPUEmbedding:
     return embedding
 
 
-def main(folder: str, *storages: str) -> None:
+def main(folder: str, size: str, *storages: str) -> None:
     """Measures, after a first export of little has loaded what is loaded once."""
-    small, large = train(8), train(ROWS)
 
-    def export(embedding: te.TPUEmbedding, storage: str, name: str) -> None:
-        te.serving.export(
-            embedding, f"{folder}/{name}", signatures=["dense"], storage=storage
-        )
+    def export(embedding: te.TPUEmbedding, storage: str) -> None:
+        path = f"{folder}/{storage}"
+        te.serving.export(embedding, path, signatures=["dense"], storage=storage)
+        shutil.rmtree(path)
 
-    for storage in storages:
-        export(small, storage, f"{storage}-small")
-        peak = peak_above_start(lambda s=storage: export(large, s, s))
-        print(4 * ROWS * DIM, peak)
+    export(train(8), "int8")
+    start = resident()
+    large = train(int(size) * MIB // (2 * 4 * DIM))
+    found = {"built": resident() - start}
+    for storage in storages or STORAGES:
+        found[storage] = peak_of(lambda s=storage: export(large, s)) - start
+    print(json.dumps({**found, "limit": 1.1 * int(size) + 64}))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def test_shapes_of_inputs_follow_the_features(tmp_path: pathlib.Path) -> None:
         te.FeatureConfig(FILMS, output_shape=[None, 2]),
         te.FeatureConfig(FILMS, output_shape=[4]),
     ]
-    export(TABLE, tmp_path, feature_config=features)
+    kinds = ["dense", "sparse"]
+    export(TABLE, tmp_path, feature_config=features, signatures=kinds)
     signatures = graph_of(tmp_path).signature_def
     dense, sparse = signatures["dense"].inputs, signatures["sparse"].inputs
     found = {name: tf.TensorShape(i.tensor_shape) for name, i in dense.items()}

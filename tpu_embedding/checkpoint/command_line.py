@@ -100,6 +100,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     if arguments.to == "numpy" and arguments.new_root is not None:
         raise errors.new_root_of_arrays()
+    if arguments.to != _SPARSE_CORE and arguments.like is not None:
+        raise errors.like_without_sparse_core(arguments.to)
+    if arguments.to == _SPARSE_CORE and not arguments.like:
+        raise errors.sparse_core_without_like()
     checkpoint = read(arguments.path, root=arguments.root)
     tables = _renamed(checkpoint, arguments.rename)
     if arguments.no_slots:
@@ -140,6 +144,8 @@ def _renamed(
         old, _, new = rename.partition("=")
         if old not in tables or not new:
             raise errors.rename_argument(rename, tables)
+        if old in names:
+            raise errors.renamed_twice(old, (names[old], new))
         names[old] = new
     renamed = {
         names.get(name, name): dataclasses.replace(table, name=names.get(name, name))
@@ -150,27 +156,15 @@ def _renamed(
     return renamed
 
 
-def _write_plain(
+def _write_tensorflow(
     path: str, tables: Mapping[str, LogicalTable], options: WriteOptions
 ) -> str:
-    if options.layouts is not None:
-        raise errors.like_without_sparse_core()
-    return write_tensorflow(path, tables, options, TextProgress())
-
-
-def _write_sparse_core(
-    path: str, tables: Mapping[str, LogicalTable], options: WriteOptions
-) -> str:
-    if options.layouts is None:
-        raise errors.sparse_core_without_like()
     return write_tensorflow(path, tables, options, TextProgress())
 
 
 def _write_arrays(
     path: str, tables: Mapping[str, LogicalTable], options: WriteOptions
 ) -> str:
-    if options.layouts is not None:
-        raise errors.like_without_sparse_core()
     if options.updates is not None:
         print(
             f"NumPy files do not keep the number of updates, {options.updates}.",
@@ -179,9 +173,10 @@ def _write_arrays(
     return write_numpy(path, named_matrices(tables), TextProgress())
 
 
+_SPARSE_CORE = "sparse-core"
 _WRITERS = {
-    "tensorflow": _write_plain,
-    "sparse-core": _write_sparse_core,
+    "tensorflow": _write_tensorflow,
+    _SPARSE_CORE: _write_tensorflow,
     "numpy": _write_arrays,
 }
 

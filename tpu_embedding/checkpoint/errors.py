@@ -227,6 +227,14 @@ def rename_argument(rename: str, tables: Iterable[str]) -> ValueError:
     )
 
 
+def renamed_twice(table: str, names: Sequence[str]) -> ValueError:
+    """Two `--rename` for one table, of which only one could be done."""
+    return ValueError(
+        f"`--rename` gives table {table} two names, {names[0]} and {names[1]}. "
+        "Keep one."
+    )
+
+
 def sparse_core_without_like() -> ValueError:
     """Nothing says where the tables go."""
     return ValueError(
@@ -235,9 +243,20 @@ def sparse_core_without_like() -> ValueError:
     )
 
 
-def like_without_sparse_core() -> ValueError:
+def like_without_sparse_core(kind: str) -> ValueError:
     """A layout record that would not be used."""
-    return ValueError("`--like` is for `--to sparse-core` only.")
+    return ValueError(
+        f"`--like` is for `--to sparse-core`; this is `--to {kind}`. Add "
+        "`--to sparse-core`, or leave `--like` out."
+    )
+
+
+def large_folder(path: str, most: int) -> ValueError:
+    """A folder that would take very long to search."""
+    return ValueError(
+        f"{path} has more than {most:,} files and folders below it, which is no folder "
+        "of tables. Name the checkpoint itself, or the folder of its .npy files."
+    )
 
 
 def new_root_of_arrays() -> ValueError:

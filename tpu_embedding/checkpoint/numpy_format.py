@@ -26,6 +26,7 @@ from tpu_embedding.checkpoint.writing import SCRATCH
 from tpu_embedding.layout.rows import Rows
 
 _FILE, _ARCHIVE = ".npy", ".npz"
+_MOST_FILES = 100_000  # Below a folder; in more no one keeps tables, as in "/".
 _WIDEST = 8  # Bytes of a float64; TensorFlow has nothing for NumPy's longdouble.
 
 
@@ -35,7 +36,7 @@ def is_numpy(path: str) -> bool:
         # The folder of a training run may well have arrays of its own somewhere.
         if tf.train.latest_checkpoint(path):
             return False
-        return any(pathlib.Path(path).rglob("*" + _FILE))
+        return any(_files(path))
     return path.endswith((_FILE, _ARCHIVE))
 
 
@@ -143,7 +144,7 @@ def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
     """(name, file, how to load it) of each array."""
     if os.path.isdir(path):
         folder = pathlib.Path(path)
-        for file in sorted(folder.rglob("*" + _FILE)):
+        for file in sorted(_files(path)):
             name = file.relative_to(folder).with_suffix("").as_posix()
             yield (
                 name,
@@ -159,6 +160,16 @@ def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
     else:
         for name in _loaded(path, lambda: _archive(path, None)):
             yield name, path, lambda name=name: _archive(path, name)
+
+
+def _files(path: str) -> Iterator[pathlib.Path]:
+    """The files of arrays below a folder."""
+    seen = 0
+    for folder, _, names in os.walk(path):
+        seen += 1 + len(names)
+        if seen > _MOST_FILES:
+            raise errors.large_folder(path, _MOST_FILES)
+        yield from (pathlib.Path(folder, n) for n in names if n.endswith(_FILE))
 
 
 def _archive(path: str, name: str | None) -> Any:

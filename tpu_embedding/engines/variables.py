@@ -64,6 +64,10 @@ class VariableRows(MutableRows):
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(self._variable.dtype.as_numpy_dtype)
 
+    @property
+    def variable(self) -> tf.Variable:
+        return self._variable
+
     def read(self, start: int, stop: int) -> np.ndarray:
         with tf.device(self._variable.device):
             rows = tf.raw_ops.ResourceGather(

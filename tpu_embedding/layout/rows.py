@@ -34,6 +34,11 @@ class Rows(abc.ABC):
     def read(self, start: int, stop: int) -> np.ndarray:
         """The rows [start, stop)."""
 
+    @property
+    def variable(self) -> Any:
+        """The one variable that is this matrix, or None where there is none."""
+        return None
+
     def verify(self) -> None:
         """Raises tf.errors.DataLossError unless all rows can be read."""
         return  # Nothing can be wrong with what is in memory.

@@ -17,8 +17,9 @@ from tpu_embedding.lookup.rows import MOST_SAMPLES
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import find_table, plan_of
-from tpu_embedding.serving.quantization import STORAGES, Source, StoredTable, store
+from tpu_embedding.serving.quantization import STORAGES, stored_form
 from tpu_embedding.serving.report import Report
+from tpu_embedding.serving.saving import ServedModel, require_empty, save
 from tpu_embedding.serving.signatures import (
     KINDS,
     Signature,
@@ -27,6 +28,7 @@ from tpu_embedding.serving.signatures import (
     input_name,
     make_signature,
 )
+from tpu_embedding.serving.sources import GatheredRows, Source
 from tpu_embedding.structures import Structure
 
 _SERVING_DEFAULT = "serving_default"
@@ -105,20 +107,22 @@ def export(  # noqa: PLR0913 - keywords, each with a default that does.
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
     storages = _storages(plan, storage)
-    _refuse_folder(path)
-    stored = [
-        store(Source(spec.name, exported.tables[spec.index]), storages[spec.index])
-        for spec in plan.tables
+    require_empty(path)
+    tables = [
+        stored_form(table, kept)
+        for table, kept in zip(exported.tables, storages, strict=True)
     ]
-    tables = [table for table, _ in stored]
-    lookup = FeatureLookup(plan, dict(enumerate(tables)), most_samples)
+    lookup = FeatureLookup(
+        plan,
+        dict(enumerate(tables)),
+        most_samples,
+        check_numerics=exported.check_numerics,
+    )
     served = _Served(exported, lookup, model)
     functions = {name: served.function(signature) for name, signature in named.items()}
     functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
-    names = [spec.name for spec in plan.tables]
-    module = _Module(dict(zip(names, tables, strict=True)), model, functions)
-    tf.saved_model.save(module, os.fspath(path), signatures=functions)
-    return Report(tuple(report for _, report in stored))
+    saved = ServedModel(exported.tables, tables, model, functions)
+    return Report(tuple(save(saved, path)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +132,14 @@ class _Exported:
     Attributes:
       plan: The tables and features.
       structure: Of the features.
-      tables: By index, variables or tensors.
+      tables: By index.
+      check_numerics: Whether weights must be finite.
     """
 
     plan: Plan
     structure: Structure
-    tables: list[Any]
+    tables: list[Source]
+    check_numerics: bool = False
 
 
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
@@ -142,21 +148,26 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
             raise errors.feature_config_twice()
         if invalid_ids is not None:
             raise errors.invalid_ids_of_embedding()
-        plan, structure = source.plan, source.structure
-        tables: Any = source.embedding_tables
-    elif isinstance(source, Mapping):
-        if feature_config is None:
-            raise errors.feature_config_missing()
-        plan = plan_of(adapt_features(feature_config, invalid_ids))
-        structure, tables = Structure(feature_config), source
-    else:
+        if isinstance(source, TPUEmbeddingForServing):
+            tables = _gathered(source.plan, source.embedding_tables)
+            return _Exported(source.plan, source.structure, tables)
+        rows = source.table_rows()
+        tables = [Source(spec.name, rows[spec.name]) for spec in source.plan.tables]
+        return _Exported(source.plan, source.structure, tables, source.check_numerics)
+    if not isinstance(source, Mapping):
         raise errors.export_source(source)
+    if feature_config is None:
+        raise errors.feature_config_missing()
+    plan = plan_of(adapt_features(feature_config, invalid_ids))
+    return _Exported(plan, Structure(feature_config), _gathered(plan, source))
+
+
+def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
     paths = [plan.features[spec.features[0]].path for spec in plan.tables]
-    found = [
-        find_table(spec, tables, path)
+    return [
+        Source(spec.name, GatheredRows(find_table(spec, tables, path)))
         for spec, path in zip(plan.tables, paths, strict=True)
     ]
-    return _Exported(plan, structure, found)
 
 
 def _make_signatures(
@@ -200,13 +211,6 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
         if value not in STORAGES:
             raise errors.unknown_storage(value, STORAGES)
     return chosen
-
-
-def _refuse_folder(path: str | os.PathLike[str]) -> None:
-    if not os.fspath(path):
-        raise errors.no_folder(path)
-    if os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-        raise errors.folder_not_empty(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,26 +263,3 @@ class _Served:
         values = structure.flatten("features", features)
         flat = structure.flatten("weights", weights)
         return structure.pack(self.lookup(specs, values, flat))
-
-
-class _Module(tf.Module):
-    """What is saved: tables by name, and whatever else the functions read.
-
-    The model itself may hold more, such as slots. It is saved only where its graph
-    has resources that are no variables: the files of hash tables hang on the object.
-    """
-
-    def __init__(
-        self,
-        tables: Mapping[str, StoredTable],
-        model: Any,
-        functions: Mapping[str, Any],
-    ) -> None:
-        super().__init__()
-        self.tables = dict(tables)
-        graphs = [function.graph for function in functions.values()]
-        self.variables_read = [v for graph in graphs for v in graph.variables]
-        handles = {id(variable.handle) for variable in self.variables_read}
-        captured = [tensor for graph in graphs for tensor, _ in graph.captures]
-        if any(t.dtype == tf.resource and id(t) not in handles for t in captured):
-            self.model = model

@@ -13,87 +13,27 @@ of 4 bits share a byte, the first half of the columns in its low bits.
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving import errors
-from tpu_embedding.serving.report import TableReport
+from tpu_embedding.serving.conversion import Converted, ConvertedTable
+from tpu_embedding.serving.sources import Source
 
-SLICE_BYTES = 1 << 20  # of float32 values that are converted at once
 _BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A table to be stored.
+class WholeTable(TableReader, tf.Module):
+    """The table itself: the variable that there is."""
 
-    Attributes:
-      name: The table's, for messages.
-      values: A variable or tensor [V, D].
-    """
-
-    name: str
-    values: Any
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(V, D)."""
-        rows, dim = self.values.shape
-        return rows, dim
-
-    def slices(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields (first row, float32 rows), so that no copy of the table is made."""
-        rows, dim = self.shape
-        step = max(1, SLICE_BYTES // (4 * dim))
-        for begin in range(0, rows, step):
-            # gather reads these rows of a variable, and [begin:end] all of it.
-            index = tf.range(begin, min(begin + step, rows))
-            yield begin, tf.cast(tf.gather(self.values, index), tf.float32).numpy()
-
-
-class StoredTable(TableReader, tf.Module):
-    """A table in the form in which it is exported; reads rows as float32."""
-
-    storage: ClassVar[str]
-
-    @classmethod
-    @abc.abstractmethod
-    def num_bytes(cls, rows: int, dim: int) -> int:
-        """What a table of this form takes."""
-
-    @abc.abstractmethod
-    def fill(self, source: Source) -> TableReport:
-        """Takes the values of a table, slice by slice."""
-
-
-class WholeTable(StoredTable):
-    """The table itself: if it is a variable, the very same one."""
-
-    storage = "float32"
-
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, table: tf.Variable) -> None:
         super().__init__()
-        self._shape = rows, dim
-        self.table: Any = None
-
-    @classmethod
-    def num_bytes(cls, rows: int, dim: int) -> int:
-        return 4 * rows * dim
-
-    def fill(self, source: Source) -> TableReport:
-        values = source.values
-        if not isinstance(values, tf.Variable) or values.dtype != tf.float32:
-            values = tf.Variable(tf.cast(values, tf.float32), trainable=False)
-        self.table = values
-        size = self.num_bytes(*self._shape)
-        return TableReport(
-            source.name, *self._shape, self.storage, size, size, 0.0, 0.0, 0.0
-        )
+        self.table = table
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.gather(self._values(), rows)
@@ -107,108 +47,64 @@ class WholeTable(StoredTable):
         return self.table.read_value()
 
 
-class _ConvertedTable(StoredTable):
-    """A table whose slices are converted one by one."""
+class Float32Table(WholeTable, ConvertedTable):
+    """A table that was in parts, or of another dtype; any value can be stored."""
 
-    largest: ClassVar[float] = float(np.finfo(np.float32).max)  # that can be stored
+    storage = "float32"
+    largest = None
 
     def __init__(self, rows: int, dim: int) -> None:
-        super().__init__()
-        self._shape = rows, dim
+        super().__init__(_unfilled([rows, dim], tf.float32))
 
-    @abc.abstractmethod
-    def _convert(self, values: np.ndarray) -> tuple[list[np.ndarray], _Decoded]:
-        """The parts of a slice, in the order of `_parts`, and what they mean."""
+    @classmethod
+    def row_bytes(cls, dim: int) -> int:
+        return 4 * dim
 
-    @abc.abstractmethod
-    def _parts(self) -> list[tf.Variable]:
-        """The variables of the table."""
+    @property
+    def parts(self) -> dict[str, tf.Variable]:
+        return {"table": self.table}
 
-    def fill(self, source: Source) -> TableReport:
-        errors_found = _Errors()
-        for begin, values in source.slices():
-            self._refuse(source.name, begin, values)
-            parts, decoded = self._convert(values)
-            for variable, part in zip(self._parts(), parts, strict=True):
-                _assign_rows(variable, begin, part)
-            errors_found.add(values, decoded)
-        rows, dim = self._shape
-        return TableReport(
-            name=source.name,
-            rows=rows,
-            dim=dim,
-            storage=self.storage,
-            bytes_before=4 * rows * dim,
-            bytes_after=self.num_bytes(rows, dim),
-            max_error=errors_found.largest,
-            rms_error=(errors_found.squares / (rows * dim)) ** 0.5,
-            bound=errors_found.bound,
-        )
-
-    def _refuse(self, name: str, begin: int, values: np.ndarray) -> None:
-        bad = ~(np.abs(values) <= self.largest)
-        if bad.any():
-            row, column = np.argwhere(bad)[0]
-            raise errors.unstorable(
-                name, begin + int(row), float(values[row, column]), self.storage
-            )
+    def convert(self, values: np.ndarray) -> Converted:
+        return Converted([values], values, np.zeros([len(values), 1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Decoded:
-    """What stored values mean, [n, D], and how far off they may be, [n, 1]."""
-
-    values: np.ndarray
-    bounds: np.ndarray
-
-
-class _Errors:
-    """The differences between a table and what is stored of it."""
-
-    def __init__(self) -> None:
-        self.largest, self.squares, self.bound = 0.0, 0.0, 0.0
-
-    def add(self, values: np.ndarray, decoded: _Decoded) -> None:
-        """Takes one slice."""
-        difference = np.abs(values.astype(np.float64) - decoded.values)
-        self.largest = max(self.largest, float(difference.max()))
-        self.squares += float(np.square(difference).sum())
-        self.bound = max(self.bound, float(decoded.bounds.max()))
-
-
-class _HalfTable(_ConvertedTable):
+class _HalfTable(ConvertedTable):
     """A table of 16-bit floats."""
 
     dtype: ClassVar[tf.DType]
+    kept_as: ClassVar[tf.DType]  # Of the same bits.
     unit_roundoff: ClassVar[float]
     smallest: ClassVar[float]  # The distance of the numbers next to 0.
 
     def __init__(self, rows: int, dim: int) -> None:
-        super().__init__(rows, dim)
-        self.table = _zeros([rows, dim], self.dtype)
+        super().__init__()
+        self.table = _unfilled([rows, dim], self.kept_as)
 
     @classmethod
-    def num_bytes(cls, rows: int, dim: int) -> int:
-        return 2 * rows * dim
+    def row_bytes(cls, dim: int) -> int:
+        return 2 * dim
 
-    def _parts(self) -> list[tf.Variable]:
-        return [self.table]
+    @property
+    def parts(self) -> dict[str, tf.Variable]:
+        return {"table": self.table}
 
-    def _convert(self, values: np.ndarray) -> tuple[list[np.ndarray], _Decoded]:
+    def convert(self, values: np.ndarray) -> Converted:
         stored = values.astype(self.dtype.as_numpy_dtype)
         largest = np.abs(values).max(axis=1, keepdims=True).astype(np.float64)
         bounds = largest * self.unit_roundoff + self.smallest / 2
-        return [stored], _Decoded(stored.astype(np.float32), bounds)
+        kept = stored.view(self.kept_as.as_numpy_dtype)
+        return Converted([kept], stored.astype(np.float32), bounds)
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        return tf.cast(tf.gather(self.table, rows), tf.float32)
+        values = tf.bitcast(tf.gather(self.table, rows), self.dtype)
+        return tf.cast(values, tf.float32)
 
 
 class Bfloat16Table(_HalfTable):
     """A table of bfloat16."""
 
     storage = "bfloat16"
-    dtype = tf.bfloat16
+    dtype = kept_as = tf.bfloat16
     unit_roundoff, smallest = 2.0**-8, 2.0**-133
     largest = 3.38e38  # What is larger is rounded to infinity.
 
@@ -217,20 +113,21 @@ class Float16Table(_HalfTable):
     """A table of float16."""
 
     storage = "float16"
-    dtype = tf.float16
+    dtype, kept_as = tf.float16, tf.int16  # RestoreV2 cannot join slices of float16.
     unit_roundoff, smallest = 2.0**-11, 2.0**-24
     largest = 65504.0
 
 
-class _CodedTable(_ConvertedTable):
+class _CodedTable(ConvertedTable):
     """A table of codes with a scale and an offset for each row."""
 
     levels: ClassVar[int]
 
     def __init__(self, rows: int, dim: int) -> None:
-        super().__init__(rows, dim)
-        self.codes = _zeros([rows, self._code_bytes(dim)], tf.uint8)
-        self.scale_offset = _zeros([rows, 2, 1], tf.bfloat16)
+        super().__init__()
+        self._dim = dim
+        self.codes = _unfilled([rows, self._code_bytes(dim)], tf.uint8)
+        self.scale_offset = _unfilled([rows, 2], tf.bfloat16)
 
     @classmethod
     @abc.abstractmethod
@@ -238,21 +135,22 @@ class _CodedTable(_ConvertedTable):
         """Bytes for the codes of a row."""
 
     @classmethod
-    def num_bytes(cls, rows: int, dim: int) -> int:
-        return rows * (cls._code_bytes(dim) + 4)
+    def row_bytes(cls, dim: int) -> int:
+        return cls._code_bytes(dim) + 4
 
-    def _parts(self) -> list[tf.Variable]:
-        return [self.codes, self.scale_offset]
+    @property
+    def parts(self) -> dict[str, tf.Variable]:
+        return {"codes": self.codes, "scale_offset": self.scale_offset}
 
-    def _convert(self, values: np.ndarray) -> tuple[list[np.ndarray], _Decoded]:
+    def convert(self, values: np.ndarray) -> Converted:
         codes, scale, offset = encode(values, self.levels)
-        parts = [self._pack(codes), np.stack([scale, offset], axis=1)]
-        return parts, decode(codes, scale, offset, self.levels)
+        parts = [self._pack(codes), np.concatenate([scale, offset], axis=1)]
+        return Converted(parts, *decode(codes, scale, offset, self.levels))
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         codes = self._unpack(tf.gather(self.codes, rows))
         pairs = tf.cast(tf.gather(self.scale_offset, rows), tf.float32)
-        scale, offset = tf.unstack(pairs, axis=1)
+        scale, offset = tf.split(pairs, 2, axis=1)
         middle = (self.levels - 1) / 2
         return (tf.cast(codes, tf.float32) - middle) * scale + offset
 
@@ -302,8 +200,7 @@ class Int4Table(_CodedTable):
         low = tf.bitwise.bitwise_and(packed, tf.constant(15, tf.uint8))
         high = tf.bitwise.right_shift(packed, tf.constant(4, tf.uint8))
         codes = tf.concat([low, high], axis=1)
-        dim = self._shape[1]
-        return codes[:, :dim] if dim % 2 else codes
+        return codes[:, : self._dim] if self._dim % 2 else codes
 
 
 def encode(
@@ -335,37 +232,27 @@ def encode(
 
 def decode(
     codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, levels: int
-) -> _Decoded:
-    """What codes mean: the reading of `encode`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """What codes mean [n, D], the reading of `encode`, and the bound [n, 1] of it."""
     step = scale.astype(np.float64)
     values = (codes - (levels - 1) / 2) * step + offset.astype(np.float64)
-    return _Decoded(values, step / 2)
+    return values, step / 2
 
 
-def _assign_rows(variable: tf.Variable, begin: int, rows: np.ndarray) -> None:
-    """variable[begin:...].assign(rows), which would read and copy all of it first."""
-    tf.raw_ops.ResourceStridedSliceAssign(
-        ref=variable.handle,
-        begin=[begin],
-        end=[begin + len(rows)],
-        strides=[1],
-        value=tf.constant(rows, variable.dtype),
-    )
+def _unfilled(shape: list[int], dtype: tf.DType) -> Any:
+    """A variable whose value is only ever in the files of the exported model."""
+    return UninitializedVariable(shape=shape, dtype=dtype, trainable=False)
 
 
-def _zeros(shape: list[int], dtype: tf.DType) -> tf.Variable:
-    return tf.Variable(tf.zeros(shape, dtype), trainable=False)
-
-
-_STORAGES: dict[str, Callable[[int, int], StoredTable]] = {
+_STORAGES: dict[str, Callable[[int, int], ConvertedTable]] = {
     table.storage: table
-    for table in (WholeTable, Bfloat16Table, Float16Table, Int8Table, Int4Table)
+    for table in (Float32Table, Bfloat16Table, Float16Table, Int8Table, Int4Table)
 }
 STORAGES = tuple(_STORAGES)
 
 
-def store(source: Source, storage: str) -> tuple[StoredTable, TableReport]:
-    """Keeps a table in a form of its own.
+def stored_form(source: Source, storage: str) -> WholeTable | ConvertedTable:
+    """The form in which a table is exported.
 
     Args:
       source: The table.
@@ -374,12 +261,13 @@ def store(source: Source, storage: str) -> tuple[StoredTable, TableReport]:
 
     Raises:
       ValueError: If there is no such storage.
-      tf.errors.InvalidArgumentError: If a value cannot be stored.
     """
     if storage not in _STORAGES:
         raise errors.unknown_storage(storage, STORAGES)
     chosen: Any = _STORAGES[storage]
-    if chosen.num_bytes(*source.shape) > WholeTable.num_bytes(*source.shape):
-        chosen = WholeTable
-    table = chosen(*source.shape)
-    return table, table.fill(source)
+    dim = source.shape[1]
+    if chosen.row_bytes(dim) > Float32Table.row_bytes(dim):
+        chosen = Float32Table
+    if chosen is Float32Table and source.variable is not None:
+        return WholeTable(source.variable)
+    return chosen(*source.shape)

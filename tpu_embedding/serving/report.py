@@ -45,6 +45,12 @@ class TableReport:
         )
 
 
+def unchanged(name: str, shape: tuple[int, int]) -> TableReport:
+    """Of a table that is kept as it is, in float32."""
+    size = 4 * shape[0] * shape[1]
+    return TableReport(name, *shape, "float32", size, size, 0.0, 0.0, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """All exported tables.

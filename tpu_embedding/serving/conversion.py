@@ -1,0 +1,133 @@
+"""From tables to what is stored of them, a part at a time, and how far off that is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.checkpoint.parts import Piece
+from tpu_embedding.lookup.combine import TableReader
+from tpu_embedding.serving import errors
+from tpu_embedding.serving.report import TableReport
+from tpu_embedding.serving.sources import Source
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Converted:
+    """Some rows as they are stored.
+
+    Attributes:
+      parts: One array [n, C] for each part of the table.
+      values: What they mean, [n, D].
+      bounds: How far off each row may be, [n, 1].
+    """
+
+    parts: list[np.ndarray]
+    values: np.ndarray
+    bounds: np.ndarray
+
+
+class ConvertedTable(TableReader, tf.Module):
+    """A table in another form: variables without a value, to be written by slices."""
+
+    storage: ClassVar[str]
+    # The largest magnitude that can be stored; None: anything, NaN too.
+    largest: ClassVar[float | None] = float(np.finfo(np.float32).max)
+
+    @classmethod
+    @abc.abstractmethod
+    def row_bytes(cls, dim: int) -> int:
+        """What a row takes."""
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> dict[str, tf.Variable]:
+        """The variables [V, C] of the table by the name of their attribute."""
+
+    @abc.abstractmethod
+    def convert(self, values: np.ndarray) -> Converted:
+        """Rows [n, D] as they are stored; the parts in the order of `parts`."""
+
+
+class Conversion:
+    """Fills one table, and keeps count of the errors."""
+
+    def __init__(self, source: Source, table: ConvertedTable) -> None:
+        self._source, self._table = source, table
+        self._largest, self._squares, self._bound = 0.0, 0.0, 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """What is stored."""
+        rows, dim = self._source.shape
+        return rows * self._table.row_bytes(dim)
+
+    def pieces(self, keys: Mapping[str, str], size: int) -> Iterator[Piece]:
+        """What is stored, to be written as it comes.
+
+        Args:
+          keys: Of the parts in the checkpoint, by their names.
+          size: The bytes of the rows that are made at a time, more or less.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If a value cannot be stored.
+        """
+        rows, dim = self._source.shape
+        step = max(1, size // self._table.row_bytes(dim))
+        for begin in range(0, rows, step):
+            arrays = self._convert(begin, min(begin + step, rows))
+            for name, array in arrays.items():
+                columns = array.shape[1]
+                yield Piece(keys[name], (rows, columns), begin, array)
+
+    def report(self) -> TableReport:
+        """Of what `pieces` gave."""
+        rows, dim = self._source.shape
+        return TableReport(
+            name=self._source.name,
+            rows=rows,
+            dim=dim,
+            storage=self._table.storage,
+            bytes_before=4 * rows * dim,
+            bytes_after=self.nbytes,
+            max_error=self._largest,
+            rms_error=(self._squares / (rows * dim)) ** 0.5,
+            bound=self._bound,
+        )
+
+    def _convert(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        parts: dict[str, Any] = self._table.parts  # pyright's stubs allow None axes.
+        arrays = {
+            name: np.empty([end - begin, part.shape[1]], part.dtype.as_numpy_dtype)
+            for name, part in parts.items()
+        }
+        for start, values in self._source.slices(begin, end):
+            self._refuse(start, values)
+            converted = self._table.convert(values)
+            here = slice(start - begin, start - begin + len(values))
+            for array, part in zip(arrays.values(), converted.parts, strict=True):
+                array[here] = part
+            self._count(values, converted)
+        return arrays
+
+    def _refuse(self, start: int, values: np.ndarray) -> None:
+        if self._table.largest is None:
+            return
+        bad = ~(np.abs(values) <= self._table.largest)
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            value, name = float(values[row, column]), self._source.name
+            raise errors.unstorable(name, start + int(row), value, self._table.storage)
+
+    def _count(self, values: np.ndarray, converted: Converted) -> None:
+        if converted.values is values:
+            return  # Exact, be it NaN.
+        difference = np.abs(values.astype(np.float64) - converted.values)
+        self._largest = max(self._largest, float(difference.max()))
+        self._squares += float(np.square(difference).sum())
+        self._bound = max(self._bound, float(converted.bounds.max()))

@@ -1,0 +1,185 @@
+"""Writes a SavedModel with tables that are never held whole in their new form.
+
+TensorFlow saves the model and, of the variables, those that have a value. The
+converted tables have none: they are written in slices, as the files of a checkpoint,
+and merged with what TensorFlow wrote. All of it is made in a folder within the new
+one; `saved_model.pb`, by which others know that a model is complete, comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.saved_model import fingerprinting_utils
+from tensorflow.python.trackable.trackable_utils import escape_local_name
+
+from tpu_embedding.checkpoint.object_graph import variable_key
+from tpu_embedding.checkpoint.parts import Piece, merge, part_bytes, write_parts
+from tpu_embedding.checkpoint.progress import NoProgress
+from tpu_embedding.lookup.combine import TableReader
+from tpu_embedding.serving import errors
+from tpu_embedding.serving.conversion import Conversion, ConvertedTable
+from tpu_embedding.serving.report import TableReport, unchanged
+from tpu_embedding.serving.sources import Source
+
+_SCRATCH = ".tpu_embedding_unfinished"
+_COMPLETE = "saved_model.pb"
+# What an export that was killed may have left, beside its scratch.
+_INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables"}
+_PIECES = 4  # of a part: one of them is made while those of a part are held.
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """What is saved.
+
+    Attributes:
+      sources: The tables as they are.
+      tables: For each the form in which it is saved.
+      model: The user's, or None.
+      functions: By name of their signature.
+    """
+
+    sources: Sequence[Source]
+    tables: Sequence[TableReader]
+    model: Any
+    functions: Mapping[str, Any]
+
+    def conversions(self) -> dict[str, tuple[ConvertedTable, Conversion]]:
+        """By name of the table those that are not saved as they are."""
+        return {
+            source.name: (table, Conversion(source, table))
+            for source, table in zip(self.sources, self.tables, strict=True)
+            if isinstance(table, ConvertedTable)
+        }
+
+    def module(self) -> tf.Module:
+        """What TensorFlow saves."""
+        names = [source.name for source in self.sources]
+        tables = dict(zip(names, self.tables, strict=True))
+        return _Module(tables, self.model, self.functions)
+
+
+def require_empty(path: str | os.PathLike[str]) -> None:
+    """Refuses a folder in which something might be lost.
+
+    What an export left that was killed is none of it.
+
+    Raises:
+      ValueError: If the path is empty, or is neither new nor an empty folder.
+    """
+    if not os.fspath(path):
+        raise errors.no_folder(path)
+    if not tf.io.gfile.exists(path):
+        return
+    left = set(_entries(path)) if tf.io.gfile.isdir(path) else {""}
+    if left and not (_SCRATCH in left and left <= _INCOMPLETE):
+        raise errors.folder_not_empty(path)
+
+
+def save(saved: ServedModel, path: str | os.PathLike[str]) -> list[TableReport]:
+    """Writes the SavedModel, into a folder that `require_empty` let pass.
+
+    Returns:
+      For each table how it is kept.
+
+    Raises:
+      tf.errors.InvalidArgumentError: If a value cannot be stored.
+    """
+    conversions = saved.conversions()
+    with _scratch(os.fspath(path)) as scratch:
+        model = f"{scratch}/model"
+        functions = dict(saved.functions)
+        tf.saved_model.save(saved.module(), model, signatures=functions)
+        if conversions:
+            _add_tables(scratch, model, conversions)
+        _publish(model, os.fspath(path))
+    return [
+        conversions[source.name][1].report()
+        if source.name in conversions
+        else unchanged(source.name, source.shape)
+        for source in saved.sources
+    ]
+
+
+def _add_tables(
+    scratch: str,
+    model: str,
+    conversions: Mapping[str, tuple[ConvertedTable, Conversion]],
+) -> None:
+    """Merges the tables into the variables of a saved model."""
+    total = sum(conversion.nbytes for _, conversion in conversions.values())
+
+    def pieces() -> Iterator[Piece]:
+        for name, (table, conversion) in conversions.items():
+            place = f"tables/{escape_local_name(name)}"
+            keys = {part: variable_key(place, part) for part in table.parts}
+            yield from conversion.pieces(keys, part_bytes(total) // _PIECES)
+
+    others, parts = f"{scratch}/others", f"{scratch}/parts"
+    tf.io.gfile.rename(f"{model}/variables", others)
+    tf.io.gfile.makedirs(parts)
+    written = write_parts(parts, pieces(), total, NoProgress())
+    tf.io.gfile.makedirs(f"{model}/variables")
+    merge([f"{others}/variables", *written], f"{model}/variables/variables")
+    fingerprinting_utils.write_fingerprint(model)  # It names the variables' index.
+
+
+@contextlib.contextmanager
+def _scratch(path: str) -> Iterator[str]:
+    """A new folder within `path`, gone afterwards; so is `path` after an error."""
+    existed, scratch = tf.io.gfile.exists(path), f"{path}/{_SCRATCH}"
+    for name in _INCOMPLETE.intersection(_entries(path)) if existed else ():
+        left = f"{path}/{name}"
+        (tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove)(left)
+    tf.io.gfile.makedirs(scratch)
+    try:
+        yield scratch
+    except BaseException:
+        tf.io.gfile.rmtree(scratch if existed else path)
+        raise
+    tf.io.gfile.rmtree(scratch)
+
+
+def _publish(model: str, path: str) -> None:
+    for name in sorted(_entries(model), key=lambda name: name == _COMPLETE):
+        tf.io.gfile.rename(f"{model}/{name}", f"{path}/{name}")
+
+
+def _entries(path: str | os.PathLike[str]) -> list[str]:
+    return [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+
+
+class _Module(tf.Module):
+    """What is saved: tables by name, and whatever else the functions read.
+
+    The model itself may hold more, such as slots. It is saved only where its graph
+    has resources that are no variables: the files of hash tables hang on the object.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, TableReader],
+        model: Any,
+        functions: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.tables = dict(tables)
+        graphs = [function.graph for function in functions.values()]
+        read = [v for graph in graphs for v in graph.variables]
+        # Those of tables have their names by the tables.
+        own = {id(v) for table in tables.values() for v in _variables(table)}
+        self.variables_read = [v for v in read if id(v) not in own]
+        handles = {id(variable.handle) for variable in read}
+        captured = [tensor for graph in graphs for tensor, _ in graph.captures]
+        if any(t.dtype == tf.resource and id(t) not in handles for t in captured):
+            self.model = model
+
+
+def _variables(table: Any) -> Sequence[tf.Variable]:
+    return table.variables
