@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -190,6 +192,31 @@ def test_damaged_statistics_are_begun_anew(
         content["statistics"] = change and {**content["statistics"], **change}
         file.write_text(json.dumps(content))
     assert "is no profile, and is begun anew" in said[0]
+
+
+def test_runs_that_write_at_once_lose_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What one reads and the other writes has a lock around it."""
+    inner = profile._write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.02)  # The others have read by now, if nothing holds them back.
+        inner(*arguments)
+
+    monkeypatch.setattr(profile, "_write", slow)
+
+    def run() -> None:
+        own = profiler(tmp_path)
+        own.observe("f", [1], [0], 1)
+        own.flush()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert profiler(tmp_path).load()["t"].examples == 4
 
 
 def test_a_folder_that_fails_is_a_warning(

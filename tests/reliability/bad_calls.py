@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import tensorflow as tf
 from reliability import bad_inputs
 from reliability.bad_inputs import Bad
@@ -96,6 +97,33 @@ def check_refused(own: Subject, call: Call, cases: Iterable[Bad]) -> None:
         if type(error) is not bad.error or missing or own.bits() != before:
             wrong.append((bad.name, missing, repr(error)))
     assert not wrong, "\n".join(map(str, wrong))
+    own.check_queue()
+
+
+# Of features and weights {"bad", "good"}: another structure, the error, its words.
+NESTINGS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (lambda given: {"bad": given["bad"]}, ValueError, "missing keys ['good']"),
+    (lambda given: {**given, "more": GOOD}, ValueError, "unknown keys ['more']"),
+    (lambda given: list(given.values()), TypeError, "expected a dict, got a list"),
+    (lambda given: {**given, "bad": [given["bad"]]}, TypeError, "at bad"),
+]
+
+
+def check_structures(own: Subject, argument: str, entries: Iterable[str]) -> None:
+    """Features or weights of another structure are refused, and change nothing."""
+    own.check_queue()
+    before = own.bits()
+    given = {"bad": tf.constant([1, 2]), "good": GOOD}
+    fine = {"features": given, "weights": {"bad": None, "good": tf.ones([2])}}
+    for entry in entries:
+        for change, error, words in NESTINGS:
+            with pytest.raises(error) as raised:
+                own.call(entry, **{**fine, argument: change(fine[argument])})
+            where = (entry, words, str(raised.value))
+            assert type(raised.value) is error, where
+            assert f"The structure of `{argument}`" in where[2], where
+            assert words in where[2], where
+            assert own.bits() == before, where
     own.check_queue()
 
 

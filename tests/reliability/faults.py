@@ -135,38 +135,68 @@ def export_again(folder: pathlib.Path) -> str:
     """What a killed export left is refused or whole, never served half."""
     import shutil
 
-    import tensorflow as tf
-
-    model = folder / "model"
-    try:
-        tf.saved_model.load(str(model)).signatures["dense"]
-    except (OSError, tf.errors.OpError, KeyError, ValueError):
-        left = "refused"
-    else:
-        left = "whole"
-        shutil.rmtree(model)
+    left = "refused" if _load_error(folder / "model") else "whole"
+    if left == "whole":
+        shutil.rmtree(folder / "model")
     export(folder)  # Into what is left of the other.
     return left
+
+
+def export_to_full_disk(embedding: Any, model: pathlib.Path) -> None:
+    """Files may have 4 KiB: an error, and no model; then there is room."""
+    import tpu_embedding as te
+
+    def write() -> None:
+        te.serving.export(embedding, model, signatures=["dense"])
+
+    assert _in_4_kib(write), "a full disk must be an error"
+    assert not model.exists()
+    write()
+    assert _load_error(model) is None
+
+
+def two_exporters(folder: pathlib.Path) -> str:
+    """Two processes export to one path: one is told that the other was first."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
+
+    def write(embedding: Any) -> None:
+        te.serving.export(embedding, model, signatures=["dense"])
+
+    model, children = folder / "model", []
+    for number in (1.0, 2.0):
+        child = os.fork()
+        if child == 0:
+            embedding = make()
+            fill(embedding, number)
+            error = _error(lambda own=embedding: write(own))
+            os._exit(0 if error is None else 3 if "not an empty folder" in error else 1)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    served = tf.saved_model.load(str(model)).signatures["dense"]
+    values = served(film=tf.range(ROWS, dtype=tf.int64))["film"].numpy()
+    assert (values == 1.0 + codes.index(0)).all(), values
+    return str(sorted(codes))
 
 
 def full_disk(folder: pathlib.Path) -> str:
     """Files may have 4 KiB: the save fails, the training goes on."""
     from tpu_embedding import checkpoint
 
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     embedding = make()
     errors = []
     for step in range(STEPS):
         train(embedding, step)
         if step == SAVE_EVERY:
             before = digest(embedding)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-            errors.append(_error(lambda: checkpoint.save(embedding, folder / "full")))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            errors.append(
+                _in_4_kib(lambda: checkpoint.save(embedding, folder / "full"))
+            )
             assert digest(embedding) == before
             assert not (folder / "full.index").exists()
             checkpoint.save(embedding, folder / "full")
+            export_to_full_disk(embedding, folder / "model")
     assert errors[0], "a full disk must be an error"
     again = make()
     checkpoint.restore(again, folder / "full")
@@ -266,11 +296,16 @@ def save_often(folder: pathlib.Path, number: float) -> None:
     from tpu_embedding import checkpoint
 
     embedding = make()
-    for value in variables(embedding).values():
-        value.assign(value.dtype.as_numpy_dtype(number) + 0 * value)
+    fill(embedding, number)
     for attempt in range(WRITES):
         path = folder / f"both-{attempt}"
         _error(lambda path=path: checkpoint.save(embedding, path))
+
+
+def fill(embedding: Any, number: float) -> None:
+    """Puts one number into all that is saved."""
+    for value in variables(embedding).values():
+        value.assign(value.dtype.as_numpy_dtype(number) + 0 * value)
 
 
 def variables(embedding: Any) -> Any:
@@ -290,6 +325,28 @@ def _error(call: Callable[[], Any]) -> str | None:
     return None
 
 
+def _in_4_kib(call: Callable[[], Any]) -> str | None:
+    """The text of the error where no file can have more than that, or None."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        return _error(call)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _load_error(model: pathlib.Path) -> BaseException | None:
+    """Why a folder is no model that can be served, or None."""
+    import tensorflow as tf
+
+    try:
+        tf.saved_model.load(str(model)).signatures["dense"]
+    except (OSError, tf.errors.OpError, KeyError, ValueError) as error:
+        return error
+    return None
+
+
 SCENARIOS: list[tuple[str, Callable[[pathlib.Path], str]]] = [
     ("unbroken", unbroken),
     ("training", killed_in_training),
@@ -303,6 +360,7 @@ SCENARIOS: list[tuple[str, Callable[[pathlib.Path], str]]] = [
     ("no_rights", no_rights),
     ("no_memory", no_memory),
     ("two_writers", two_writers),
+    ("two_exporters", two_exporters),
 ]
 
 

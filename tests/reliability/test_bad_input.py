@@ -115,13 +115,8 @@ CASES = {
     # Of the portable engine "v2_traced" has the same graph, for all kinds.
     "data": [bad for bad in TRACED if isinstance(bad.value, tf.RaggedTensor)],
 }
-# Of features and weights {"bad", "good"}: another structure, the error, its words.
-NESTINGS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
-    (lambda given: {"bad": given["bad"]}, ValueError, "missing keys ['good']"),
-    (lambda given: {**given, "more": GOOD}, ValueError, "unknown keys ['more']"),
-    (lambda given: list(given.values()), TypeError, "expected a dict, got a list"),
-    (lambda given: {**given, "bad": [given["bad"]]}, TypeError, "at bad"),
-]
+ARGUMENTS = ("features", "weights")
+STRUCTURED = ("enqueue", "lookup", "preprocess", "v2", "layer", "serving", "data")
 
 
 def cases_of(entry: str) -> list[bad_inputs.Bad]:
@@ -140,23 +135,9 @@ def test_refused(entry: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("argument", ["features", "weights"])
+@pytest.mark.parametrize("argument", ARGUMENTS)
 def test_another_structure_is_refused(argument: str, engine: str) -> None:
     """Of features and of weights: missing, extra, or of another nesting."""
-    own = subject(engine)
-    own.check_queue()
-    before = own.bits()
-    given = {"bad": tf.constant([1, 2]), "good": GOOD}
-    fine = {"features": given, "weights": {"bad": None, "good": tf.ones([2])}}
-    for entry in ("enqueue", "lookup", "preprocess", "v2", "layer", "serving", "data"):
-        for change, error, words in NESTINGS:
-            if (entry, argument) == ("serving", "features"):
-                continue  # It takes any part of the features: serving/test_lookup.py.
-            with pytest.raises(error) as raised:
-                own.call(entry, **{**fine, argument: change(fine[argument])})
-            where = (entry, words, str(raised.value))
-            assert type(raised.value) is error, where
-            assert f"The structure of `{argument}`" in where[2], where
-            assert words in where[2], where
-            assert own.bits() == before, where
-    own.check_queue()
+    # Serving takes any part of the features: serving/test_lookup.py.
+    entries = [e for e in STRUCTURED if (e, argument) != ("serving", "features")]
+    bad_calls.check_structures(subject(engine), argument, entries)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from reliability import bad_calls, bad_inputs
 from reliability.bad_calls import GOOD, eager, graph
 from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS
+from reliability.test_bad_input import ARGUMENTS
 
 import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -129,8 +130,13 @@ EAGER = [of_known_shapes(bad) for bad in [*BY_VALUE, *BY_TYPE]]
 TRACED = [*bad_inputs.IDS[4:12], *bad_inputs.STRUCTURES, *bad_inputs.WEIGHTS]
 
 
+STRUCTURED = {"v4": ["enqueue"], "v6e": ["preprocess", "data", "run"]}
+
+
 def test_enqueue_on_v4() -> None:
     own = OnV4()
+    for argument in ARGUMENTS:
+        bad_calls.check_structures(own, argument, STRUCTURED["v4"])
     bad_calls.check_refused(own, eager("enqueue"), EAGER)
     bad_calls.check_refused(own, graph("enqueue"), TRACED)
 
@@ -146,3 +152,8 @@ def test_enqueue_on_v4() -> None:
 )
 def test_v6e(call: Any, cases: Any) -> None:
     bad_calls.check_refused(on_v6e(), call, cases)
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_another_structure_is_refused_on_v6e(argument: str) -> None:
+    bad_calls.check_structures(on_v6e(), argument, STRUCTURED["v6e"])

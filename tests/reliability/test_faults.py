@@ -80,6 +80,11 @@ def test_two_writers_of_one_checkpoint(outcomes: dict[str, tuple[int, str]]) -> 
     assert outcomes["two_writers/two_writers"] == (0, "whole")
 
 
+def test_two_exporters_to_one_folder(outcomes: dict[str, tuple[int, str]]) -> None:
+    """One has written it; the other has the refusal of a folder that is not empty."""
+    assert outcomes["two_exporters/two_exporters"] == (0, "[0, 3]")
+
+
 @pytest.mark.parametrize("engine", ["host", "portable"])
 def test_a_worker_that_throws(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a thread that reads data comes out; the embedding is as it was."""

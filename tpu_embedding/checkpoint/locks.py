@@ -13,7 +13,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some network file sys
 
 @contextlib.contextmanager
 def one_writer(path: str) -> Iterator[None]:
-    """Waits until no other process writes a checkpoint into the folder of `path`.
+    """Waits until no other process writes into the folder of `path`.
 
     The system gives the lock back when its process ends, however it ends. Remote
     paths ("gs://...") and file systems without locks have none.

@@ -20,6 +20,7 @@ import numpy as np
 from absl import logging
 
 from tpu_embedding import errors
+from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.interop import spec_errors
 
 VERSION = 1
@@ -182,8 +183,10 @@ class EmbeddingProfiler:
         for table, found in self._found.items():
             if found.examples < self._options.min_samples:
                 continue
+            path = self._paths[table]
             try:
-                _write(self._paths[table], self._key(table), self._with_file(table))
+                with one_writer(path):  # No run between the reading and the writing.
+                    _write(path, self._key(table), self._with_file(table))
             except OSError as error:
                 logging.warning(
                     "The profile of table %r was not written: %s", table, error

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.saved_model import fingerprinting_utils
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
+from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.parts import Piece, merge, part_bytes, write_parts
 from tpu_embedding.checkpoint.progress import NoProgress
@@ -133,17 +134,26 @@ def _add_tables(
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
     """A new folder within `path`, gone afterwards; so is `path` after an error."""
-    existed, scratch = tf.io.gfile.exists(path), f"{path}/{_SCRATCH}"
-    for name in _INCOMPLETE.intersection(_entries(path)) if existed else ():
+    scratch = f"{path}/{_SCRATCH}"
+    with one_writer(path):
+        require_empty(path)  # Another process may have been first.
+        existed = tf.io.gfile.exists(path)
+        if existed:
+            _clear(path)
+        tf.io.gfile.makedirs(scratch)
+        try:
+            yield scratch
+        except BaseException:
+            tf.io.gfile.rmtree(scratch if existed else path)
+            raise
+        tf.io.gfile.rmtree(scratch)
+
+
+def _clear(path: str) -> None:
+    """Removes what an export left that was killed."""
+    for name in _INCOMPLETE.intersection(_entries(path)):
         left = f"{path}/{name}"
         (tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove)(left)
-    tf.io.gfile.makedirs(scratch)
-    try:
-        yield scratch
-    except BaseException:
-        tf.io.gfile.rmtree(scratch if existed else path)
-        raise
-    tf.io.gfile.rmtree(scratch)
 
 
 def _publish(model: str, path: str) -> None:
