@@ -83,6 +83,31 @@ def test_checkpoints(tmp_path: pathlib.Path) -> None:
     tpu.run(for_tpu, 1)
 
 
+@pytest.mark.parametrize("multiply", [False, True])
+def test_a_rate_of_zero_for_ftrl(multiply: bool) -> None:
+    """Divided by, but for one form of the rule: NaN on each engine, or none."""
+    states = []
+    for strategy in (
+        tf.distribute.OneDeviceStrategy("CPU:0"),
+        SoftwareTPUStrategy("v4", 1),
+    ):
+        with strategy.scope():
+            table = te.TableConfig(4, 2, te.RowIdInitializer(), name="films")
+            rule = te.FTRL(0.0, multiply_linear_by_learning_rate=multiply)
+            embedding = te.TPUEmbedding(te.FeatureConfig(table), rule)
+        embedding.enqueue(tf.constant([1, 3, 3]))
+
+        def step(embedding: te.TPUEmbedding = embedding) -> None:
+            embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+        strategy.run(step)
+        rows = embedding.checkpoint_rows()["films"]
+        states.append({name: array.numpy() for name, array in rows.items()})
+    assert_same_bits(states[1], states[0])
+    bad = np.isnan(states[0]["parameters"][:, 0])
+    assert bad.tolist() == [False, not multiply, False, not multiply]
+
+
 def test_a_rule_that_is_not_published(tmp_path: pathlib.Path) -> None:
     """The software TPU cannot know it: it keeps the slots and looks up."""
     strategy = SoftwareTPUStrategy("v4", 2)
