@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from software_tpu import engine_calls as calls
-from tensorflow.python.framework import op_def_registry
+from tensorflow.core.framework import op_def_pb2
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import kernels, op_def_library, op_def_registry
 
+from tpu_embedding.testing import library
+
+INVALID = tf.errors.InvalidArgumentError
 ORDER = tf.errors.FailedPreconditionError
 HOST = {"num_shards": 1, "shard_id": 0}
 # By the infix of the op: the optimizer's field.
@@ -33,6 +40,22 @@ OPTIMIZERS = {
 def slots_of(op: str) -> list[str]:
     definition: Any = op_def_registry.get(op)
     return [arg.name for arg in definition.input_arg]
+
+
+def test_every_op_that_tensorflow_registers_has_a_kernel():
+    library.load()
+    buffer = pywrap_tf_session.TF_GetAllOpList()
+    op_list: Any = vars(op_def_pb2)["OpList"]
+    registered = op_list.FromString(bytes(pywrap_tf_session.TF_GetBuffer(buffer))).op
+    pattern = re.compile(r"(?:Load|Retrieve)(?:All)?TPUEmbedding(\w*)Parameters")
+    found = {op.name: pattern.fullmatch(op.name) for op in registered}
+    infixes = {match[1] for match in found.values() if match}
+    assert infixes == {"", *OPTIMIZERS}  # One op for all tables at once has none.
+    for name, match in found.items():
+        if match:
+            (kernel,) = kernels.get_registered_kernels_for_op(name).kernel
+            assert kernel.device_type == "CPU"
+    assert sum(map(bool, found.values())) == 2 * len(infixes)
 
 
 @pytest.mark.parametrize("infix", OPTIMIZERS)
@@ -104,3 +127,55 @@ def test_tables_are_dealt_to_hosts(mod: bool):
         np.testing.assert_array_equal(
             retrieve(table_name="films", num_shards=2, shard_id=shard), part
         )
+
+
+def parts_of(tables: list[Any], empty: Any) -> dict[str, list[Any]]:
+    """`tables`, each with its parts, as the ops of all tables take them."""
+    lists: dict[str, list[Any]] = {}
+    for part in range(8):
+        name = f"auxiliary{part}" if part else "parameters"
+        lists[name] = [table[part] if part < len(table) else empty for table in tables]
+    return lists
+
+
+def test_all_tables_at_once():
+    """TensorFlow has these ops without functions for Python."""
+    config = calls.config_of(1)
+    adam = calls.add_table(config, "users", "adam")
+    adam.gradient_accumulation_status = 2  # DISABLED: has no sums of gradients.
+    calls.Program(config)
+    place = {"config": config.SerializeToString(), **HOST}
+    films = calls.named_rows()
+    users = [films + part for part in (10, 20, 30)]
+    empty, nothing = np.zeros((0, 0), np.float32), np.zeros_like(films)
+
+    @tf.function
+    def load(parts: Any) -> None:
+        op_def_library.apply_op("LoadAllTPUEmbeddingParameters", **parts, **place)
+
+    @tf.function
+    def retrieve() -> Any:
+        return op_def_library.apply_op(
+            "RetrieveAllTPUEmbeddingParameters", NumTables=2, **place
+        )
+
+    load(parts_of([[films + 5, nothing], users], empty))
+    retrieved = retrieve()
+    expected = parts_of([[films + 5, nothing], users], empty)
+    for values, (name, wanted) in zip(retrieved, expected.items(), strict=True):
+        for value, want in zip(values, wanted, strict=True):
+            # Sums begin with a subnormal number.
+            np.testing.assert_allclose(value, want, rtol=0, atol=1e-38, err_msg=name)
+    assert calls.rows().tolist() == [5, 6, 7, 8, 9, 10]
+    with pytest.raises(INVALID, match=r"Table films: the sums .* none between steps"):
+        load(parts_of([[films, films], users], empty))
+    # Eagerly no shape function has looked at it before.
+    with pytest.raises(INVALID, match=r"`NumTables` is 1, but .* has 2 tables"):
+        execute.execute(
+            b"RetrieveAllTPUEmbeddingParameters",
+            num_outputs=8,
+            inputs=[],
+            attrs=("NumTables", 1, *(part for pair in place.items() for part in pair)),
+            ctx=context.context(),
+        )
+    assert calls.rows().tolist() == [5, 6, 7, 8, 9, 10]

@@ -37,6 +37,8 @@ OPS = (
         for direction in ("Load", "Retrieve")
         for name in ENGINE_OPTIMIZERS
     ),
+    "LoadAllTPUEmbeddingParameters",
+    "RetrieveAllTPUEmbeddingParameters",
     "TPUCopyWithDynamicShape",
     "TPUAnnotateTensorsWithDynamicShape",
     "XlaSparseDenseMatmulGradWithCsrInput",

@@ -1,7 +1,10 @@
 // LoadTPUEmbedding...Parameters and RetrieveTPUEmbedding...Parameters of every
-// optimizer.
+// optimizer, and Load- and RetrieveAllTPUEmbeddingParameters.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -11,13 +14,16 @@
 #include "software_tpu/tpu_system.h"
 #include "software_tpu/workers.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/tpu/tpu_embedding_optimization_parameters_utils.h"
 
 namespace tpu_embedding {
 namespace {
 
+using tensorflow::OpInputList;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
+using tensorflow::OpOutputList;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
@@ -114,17 +120,15 @@ class OneTableOp : public ParametersOp {
   const EngineOptimizer* optimizer_ = nullptr;
 };
 
-// Fails unless `value` is one of the parts of `table`: the parameters, or a
-// slot.
-absl::Status CheckPart(const EngineConfig& config, int table, int host,
-                       int part, const Tensor& value) {
-  const TensorShape expected = PartShape(config, table, host);
+// Fails unless `value` has the shape of the part `name` of `table`.
+absl::Status CheckShape(const EngineConfig& config, int table, int host,
+                        const std::string& name, const TensorShape& expected,
+                        const Tensor& value) {
   if (value.shape() == expected) return absl::OkStatus();
-  const EngineTable& found = config.tables[table];
   return absl::InvalidArgumentError(absl::StrCat(
-      "Table ", found.name, ": `", part ? found.slots[part - 1] : "parameters",
-      "` has the shape ", value.shape().DebugString(), ", but shard ", host,
-      " of ", config.num_hosts, " has ", expected.DebugString(), "."));
+      "Table ", config.tables[table].name, ": `", name, "` has the shape ",
+      value.shape().DebugString(), ", but shard ", host, " of ",
+      config.num_hosts, " has ", expected.DebugString(), "."));
 }
 
 class LoadOp : public OneTableOp {
@@ -140,7 +144,10 @@ class LoadOp : public OneTableOp {
     std::vector<const float*> values;
     for (int k = 0; k < num_values(); ++k) {
       const Tensor& value = context->input(k);
-      TF_RETURN_IF_ERROR(CheckPart(config, table, shard(), k, value));
+      const std::string name =
+          k ? config.tables[table].slots[k - 1] : "parameters";
+      TF_RETURN_IF_ERROR(CheckShape(config, table, shard(), name,
+                                    PartShape(config, table, shard()), value));
       values.push_back(value.flat<float>().data());
     }
     return StatusOf(engine->room.Run([&] {
@@ -172,6 +179,129 @@ class RetrieveOp : public OneTableOp {
     }));
   }
 };
+
+// The ops of all tables at once. They have a list for each part: parameters,
+// then the slots, and after them the sums of gradients of a table that
+// accumulates them. This engine has no such sums between steps. Tables with
+// fewer parts have empty ones.
+class AllTablesOp : public ParametersOp {
+ public:
+  using ParametersOp::ParametersOp;
+
+ protected:
+  static constexpr int kNumParts = 8;
+
+  static std::string ListName(int part) {
+    return part ? absl::StrCat("auxiliary", part) : "parameters";
+  }
+
+  static int NumValues(const EngineTable& table) {
+    return 1 + table.slots.size();
+  }
+
+  static bool IsSum(const EngineTable& table, int part) {
+    return table.accumulates && part == NumValues(table);
+  }
+
+  TensorShape ShapeOf(const EngineConfig& config, int table, int part) const {
+    const EngineTable& from = config.tables[table];
+    if (part < NumValues(from) || IsSum(from, part)) {
+      return PartShape(config, table, shard());
+    }
+    return {0, 0};
+  }
+
+  static absl::Status CheckNumber(const EngineConfig& config, int number) {
+    const int tables = config.tables.size();
+    if (number == tables) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("`NumTables` is ", number, ", but the configuration has ",
+                     tables, " tables."));
+  }
+};
+
+class LoadAllOp : public AllTablesOp {
+ public:
+  using AllTablesOp::AllTablesOp;
+
+ protected:
+  absl::Status Move(OpKernelContext* context,
+                    ConfiguredEngine* engine) override {
+    const EngineConfig& config = engine->engine.config();
+    std::vector<std::vector<const float*>> values(config.tables.size());
+    for (int part = 0; part < kNumParts; ++part) {
+      OpInputList list;
+      TF_RETURN_IF_ERROR(context->input_list(ListName(part), &list));
+      TF_RETURN_IF_ERROR(CheckNumber(config, list.size()));
+      for (size_t t = 0; t < values.size(); ++t) {
+        const EngineTable& table = config.tables[t];
+        TF_RETURN_IF_ERROR(CheckShape(config, t, shard(), ListName(part),
+                                      ShapeOf(config, t, part), list[t]));
+        if (IsSum(table, part)) TF_RETURN_IF_ERROR(CheckSum(table, list[t]));
+        if (part >= NumValues(table)) continue;
+        values[t].push_back(list[t].flat<float>().data());
+      }
+    }
+    return StatusOf(engine->room.Run([&] {
+      for (size_t t = 0; t < values.size(); ++t) {
+        engine->engine.Load(t, shard(), values[t], Workers(context));
+      }
+      return Outcome();
+    }));
+  }
+
+ private:
+  // What a sum begins with is not 0, but a subnormal number.
+  static absl::Status CheckSum(const EngineTable& table, const Tensor& sum) {
+    const auto values = sum.flat<float>();
+    const bool empty = std::all_of(
+        values.data(), values.data() + values.size(), [](float value) {
+          return std::fabs(value) < std::numeric_limits<float>::min();
+        });
+    if (empty) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Table ", table.name, ": the sums of gradients after its slots are ",
+        "not 0, but the software TPU keeps none between steps."));
+  }
+};
+
+class RetrieveAllOp : public AllTablesOp {
+ public:
+  using AllTablesOp::AllTablesOp;
+
+ protected:
+  absl::Status Move(OpKernelContext* context,
+                    ConfiguredEngine* engine) override {
+    const EngineConfig& config = engine->engine.config();
+    std::vector<std::vector<float*>> values(config.tables.size());
+    for (int part = 0; part < kNumParts; ++part) {
+      OpOutputList list;
+      TF_RETURN_IF_ERROR(context->output_list(ListName(part), &list));
+      TF_RETURN_IF_ERROR(CheckNumber(config, list.size()));
+      for (size_t t = 0; t < values.size(); ++t) {
+        Tensor* value;
+        TF_RETURN_IF_ERROR(list.allocate(t, ShapeOf(config, t, part), &value));
+        if (IsSum(config.tables[t], part)) {
+          value->flat<float>().setConstant(
+              tensorflow::tpu::GradientAccumulatorInitialValue());
+        } else if (part < NumValues(config.tables[t])) {
+          values[t].push_back(value->flat<float>().data());
+        }
+      }
+    }
+    return StatusOf(engine->room.Run([&] {
+      Outcome outcome;
+      for (size_t t = 0; t < values.size() && outcome.done(); ++t) {
+        outcome =
+            engine->engine.Retrieve(t, shard(), values[t], Workers(context));
+      }
+      return outcome;
+    }));
+  }
+};
+
+SOFTWARE_TPU_KERNEL(LoadAllTPUEmbeddingParameters, LoadAllOp);
+SOFTWARE_TPU_KERNEL(RetrieveAllTPUEmbeddingParameters, RetrieveAllOp);
 
 [[maybe_unused]] const bool registered = [] {
   for (const EngineOptimizer& optimizer : EngineOptimizers()) {
