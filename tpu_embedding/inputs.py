@@ -65,7 +65,7 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
       ValueError: If the class or rank of either is not allowed.
       TypeError: If the dtype of either is not allowed.
     """
-    kind = _kind(value)
+    kind = kind_of(value)
     if kind is None:
         raise errors.feature_kind(path, value)
     if value.dtype not in (tf.int32, tf.int64):
@@ -73,14 +73,15 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     batch = _READERS[kind](path, value)
     if weights is None:
         return batch
-    if _kind(weights) is not kind:
+    if kind_of(weights) is not kind:
         raise errors.weights_kind(path, f"tf.{_CLASSES[kind].__name__}", weights)
     if not weights.dtype.is_floating:
         raise errors.weights_dtype(path, weights.dtype.name)
     return _with_weights(batch, path, value, weights)
 
 
-def _kind(value: Any) -> InputKind | None:
+def kind_of(value: Any) -> InputKind | None:
+    """How the ids in a value are laid out, or None if it is no tensor."""
     kinds = (kind for kind, of in _CLASSES.items() if isinstance(value, of))
     return next(kinds, None)
 

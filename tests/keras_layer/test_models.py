@@ -326,34 +326,3 @@ def test_gradient_accumulation_of_the_model_leaves_the_tables_alone():
     model.compile(optimizer, "mse")
     model.fit(models.dataset(STEPS[:4]), shuffle=False, verbose=0)
     assert models.state(models.embedding_of(model))["_updates"] == 4
-
-
-def test_symbolic_shapes():
-    table = te.TableConfig(6, 2, name="t")
-
-    def feature(**options: Any) -> te.FeatureConfig:
-        return te.FeatureConfig(table, **options)
-
-    config = [
-        feature(),
-        feature(),
-        feature(max_sequence_length=5),
-        feature(output_shape=(4, 3)),
-    ]
-    layer = TPUEmbedding(config, "sgd")
-    outputs = layer(
-        [
-            keras.Input((), dtype="int32"),
-            keras.Input((3, 4), dtype="int64"),
-            keras.Input((None,), dtype="int64", ragged=True),
-            keras.Input((None,), dtype="int64", ragged=True),
-        ]
-    )
-    shapes = [(None, 2), (None, 3, 2), (None, 5, 2), (4, 3, 2)]
-    assert [output.shape for output in outputs] == shapes
-
-
-def test_symbolic_inputs_of_the_wrong_dtype():
-    layer = TPUEmbedding({"a": te.FeatureConfig(te.TableConfig(6, 2))}, "sgd")
-    with pytest.raises(TypeError, match="ids of feature a must be int32 or int64"):
-        layer({"a": keras.Input((2,))})

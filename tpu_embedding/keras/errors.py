@@ -183,6 +183,14 @@ def symbolic_dtype(path: str, dtype: str) -> TypeError:
     )
 
 
+def input_shape(path: str, shape: object) -> ValueError:
+    """Something that is no shape where a feature has one."""
+    return ValueError(
+        f"`input_shape` must hold the shape of feature {path}, a tuple of int or None. "
+        f"Received: {shape!r}."
+    )
+
+
 def serving_table(path: str) -> ValueError:
     """A serving feature over a table that the layer does not have."""
     return ValueError(

@@ -214,10 +214,18 @@ class TPUEmbedding(keras.layers.Layer):
     def compute_output_spec(
         self, features: Any, weights: Any = None, serving_config: Any = None
     ) -> Any:
-        """The KerasTensors of a symbolic call."""
-        del weights
+        """The KerasTensors of a symbolic call, whose arguments it checks."""
         resolved = self._resolve(serving_config)
-        return specs.output_spec(resolved, features, self.compute_dtype)
+        return specs.output_spec(resolved, features, weights, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """The shapes of the activations.
+
+        Args:
+          input_shape: In the structure of `feature_config` the shape of each feature,
+            with its batch axis.
+        """
+        return specs.output_shape(self._parts.resolved, input_shape)
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:

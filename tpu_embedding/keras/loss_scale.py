@@ -80,9 +80,8 @@ def unscaled(
 
 def _current(loss_scale: Any) -> tf.Tensor:
     """The scale now, a float32 scalar."""
-    value = loss_scale
-    if callable(value) and not _is_optimizer(value):
-        value = value()
+    called = callable(loss_scale) and not _is_optimizer(loss_scale)
+    value: Any = loss_scale() if called else loss_scale
     if _is_optimizer(value):
         value = value.scale_loss(tf.constant(1.0))  # Knows a scale before it is built.
     try:

@@ -1,0 +1,120 @@
+"""Symbolic calls: the shapes they give, and what they refuse before there are ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding
+
+TABLE = te.TableConfig(6, 2, name="t")
+CONFIG = [
+    te.FeatureConfig(TABLE),
+    te.FeatureConfig(TABLE),
+    te.FeatureConfig(TABLE, max_sequence_length=5),
+    te.FeatureConfig(TABLE, output_shape=(4, 3)),
+]
+SHAPES = [(None, 2), (None, 3, 2), (None, 5, 2), (4, 3, 2)]
+
+
+def test_symbolic_shapes():
+    inputs = [
+        keras.Input((), dtype="int32"),
+        keras.Input((3, 4), dtype="int64"),
+        keras.Input((None,), dtype="int64", ragged=True),
+        keras.Input((None,), dtype="int64", ragged=True),
+    ]
+    layer = TPUEmbedding(CONFIG, "sgd", dtype="mixed_bfloat16")
+    for outputs in (layer(inputs), layer.compute_output_spec(inputs)):
+        assert [output.shape for output in outputs] == SHAPES
+        assert {output.dtype for output in outputs} == {"bfloat16"}
+
+
+def test_shapes_from_shapes():
+    layer = TPUEmbedding(CONFIG, "sgd")
+    shapes: list[Any] = [(None,), [None, 3, 4], tf.TensorShape([None, None]), (12, 7)]
+    assert layer.compute_output_shape(shapes) == SHAPES
+    single = TPUEmbedding(CONFIG[0], "sgd")
+    assert single.compute_output_shape((8, 1)) == (8, 2)
+    timed = keras.layers.TimeDistributed(single)
+    assert timed.compute_output_shape((8, 5, 1)) == (8, 5, 2)
+    assert not single.built
+
+
+@pytest.mark.parametrize(
+    ("shapes", "error", "text"),
+    [
+        ({"a": (3,)}, ValueError, "missing keys \\['b'\\]"),
+        ([(3,), (3,)], TypeError, "`input_shape` .* expected a dict, got a list"),
+        ({"a": (3,), "b": ()}, ValueError, "Feature b: the rank of a dense input"),
+        ({"a": (3,), "b": None}, ValueError, "must hold the shape of feature b"),
+        ({"a": (3,), "b": "x"}, ValueError, "must hold the shape of feature b"),
+        ({"a": (5,), "b": (3,)}, ValueError, r"a: the output shape \(3,\) .* \(5,\)"),
+    ],
+)
+def test_shapes_that_are_wrong(shapes: Any, error: Any, text: str):
+    config = {"a": te.FeatureConfig(TABLE, output_shape=(3,)), "b": CONFIG[0]}
+    with pytest.raises(error, match=text):
+        TPUEmbedding(config, "sgd").compute_output_shape(shapes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"shape": (2,)}, TypeError, "ids of feature a must be int32 or int64"),
+        ({"shape": (), "sparse": True}, ValueError, "of a sparse input must be >= 2"),
+        ({"shape": (2, 3), "ragged": True}, ValueError, "of a ragged input must be 2"),
+    ],
+)
+def test_symbolic_ids_that_are_wrong(options: Any, error: Any, text: str):
+    layer = TPUEmbedding({"a": CONFIG[0]}, "sgd")
+    dtype = "float32" if error is TypeError else "int64"
+    with pytest.raises(error, match=text):
+        layer({"a": keras.Input(dtype=dtype, **options)})
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "text"),
+    [
+        (lambda: {"b": keras.Input((3,))}, ValueError, "`weights` .* keys \\['b'\\]"),
+        (lambda: [keras.Input((3,))], TypeError, "`weights` .* dict, got a list"),
+        (lambda: keras.Input((3,)), TypeError, "`weights` .* expected a dict"),
+        (
+            lambda: {"a": keras.Input((3,), dtype="int64")},
+            TypeError,
+            "weights of feature a must be of a floating point dtype. Received: int64",
+        ),
+        (
+            lambda: {"a": keras.Input((4,))},
+            ValueError,
+            r"shape of its ids, \(None, 3\). Received: \(None, 4\)",
+        ),
+        (lambda: {"a": keras.Input(())}, ValueError, r"Received: \(None,\)"),
+        (
+            lambda: {"a": keras.Input((3,), sparse=True)},
+            ValueError,
+            "as the feature itself, a dense keras.Input",
+        ),
+    ],
+    ids=["keys", "list", "bare", "dtype", "shape", "rank", "sparse"],
+)
+def test_symbolic_weights_that_are_wrong(weights: Any, error: Any, text: str):
+    layer = TPUEmbedding({"a": CONFIG[0]}, "sgd")
+    ids = {"a": keras.Input((3,), dtype="int64")}
+    with pytest.raises(error, match=text):
+        layer(ids, weights())
+
+
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_symbolic_weights_of_each_kind(kind: str):
+    layer = TPUEmbedding({"a": CONFIG[0], "b": CONFIG[0]}, "sgd")
+    ids = {"a": keras.Input((None,), dtype="int64", **{kind: True})}
+    ids["b"] = keras.Input((), dtype="int64")
+    weights = {"a": keras.Input((None,), dtype="float16", **{kind: True}), "b": None}
+    assert layer(ids, weights)["a"].shape == (None, 2)
+    with pytest.raises(ValueError, match=f"a keras.Input with {kind}=True. Received:"):
+        layer(ids, {**weights, "a": keras.Input((None,))})
