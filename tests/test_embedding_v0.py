@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,16 @@ V, D = 11, 4
 STRATEGIES = {
     "default": tf.distribute.get_strategy,
     "mirrored": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,  # Of one worker.
     "software_tpu": lambda: SoftwareTPUStrategy("v4", 2),
     "tpu_without_engine": lambda: SoftwareTPUStrategy("v5e", 1),
 }
 # All where that is cheap.
 KINDS = {
     "default": tuple(cases.INPUT_BY_NAME),
-    "mirrored": ("dense2", "sparse_sequence"),
-    "software_tpu": ("dense2", "sparse_sequence"),
+    "mirrored": ("sparse_sequence",),
+    "multi_worker": ("ragged",),
+    "software_tpu": ("dense2",),
     "tpu_without_engine": ("dense1", "sparse3", "ragged_positions"),
 }
 
@@ -296,3 +300,70 @@ def test_optimizers_that_a_cpu_cannot_apply() -> None:
     ):
         embedding = te.TPUEmbeddingV0([te.FeatureConfig(table)], optimizer)
         assert list(embedding.variables[table]) == ["parameters", *slots]
+
+
+# In a process of its own: to connect to a cluster is to start TensorFlow anew.
+PARAMETER_SERVER = """
+import socket
+import tensorflow as tf
+import tpu_embedding as te
+
+sockets = [socket.create_server(("localhost", 0)) for _ in range(2)]
+ports = [s.getsockname()[1] for s in sockets]
+for s in sockets:
+    s.close()
+cluster = tf.train.ClusterSpec(
+    {job: [f"localhost:{port}"] for job, port in zip(("worker", "ps"), ports)}
+)
+servers = [tf.distribute.Server(cluster, job, 0) for job in ("worker", "ps")]
+resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    cluster, rpc_layer="grpc"
+)
+
+
+def make(strategy):
+    with strategy.scope():
+        films = te.TableConfig(9, 1, te.RowIdInitializer(), name="films")
+        embedding = te.TPUEmbeddingV0(te.FeatureConfig(films), None)
+        embedding.build()
+    return embedding, embedding.embedding_tables[films]
+
+
+strategy = tf.distribute.ParameterServerStrategy(resolver)
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+embedding, table = make(strategy)
+print(table.device)
+
+
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        activations = embedding(tf.constant([[1, 3], [5, 5]]))
+    gradient = tape.gradient(activations, table)
+    return activations, tf.convert_to_tensor(gradient)
+
+
+for value in coordinator.schedule(step).fetch():
+    print(value[:, 0].tolist())
+cut = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+try:
+    make(tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=cut))
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_parameter_servers() -> None:
+    printed = subprocess.check_output(
+        # -P: the package under test may not be the one in the current folder.
+        [sys.executable, "-P", "-c", PARAMETER_SERVER],
+        text=True,
+        timeout=120,
+    )
+    device, activations, gradient, refused = printed.splitlines()
+    assert device.startswith("/job:ps/")
+    assert activations == "[2.0, 5.0]"
+    assert gradient == "[0.0, 0.5, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0]"
+    assert (
+        "Table films would be cut by the strategy's `variable_partitioner`" in refused
+    )

@@ -13,6 +13,7 @@ from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
+from tpu_embedding.engines.table_errors import partitioned
 from tpu_embedding.layout.rows import PARAMETERS
 from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
@@ -27,7 +28,8 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
     """Embedding tables without an embedding engine, under any strategy.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs under every
-    strategy. Each replica has a copy of each table, a trainable variable: take its
+    strategy (of parameter servers without a partitioner, which would cut the tables).
+    Each replica has a copy of each table, a trainable variable: take its
     gradient with a tape and train it with any optimizer, e.g. one of Keras. Inside
     strategy.run of TPUs the host checks and pads the batch and the TPU looks it up;
     distribute data sets with `experimental_fetch_to_device=False`, as TensorFlow's
@@ -75,7 +77,7 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         Raises:
           ValueError: If the configuration is wrong.
           TypeError: If an argument is of the wrong type.
-          NotImplementedError: If a strategy or option is not supported.
+          NotImplementedError: If an option is not supported.
         """
         if not isinstance(check_numerics, bool):
             raise errors.argument_type("check_numerics", check_numerics, "a bool")
@@ -87,7 +89,7 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
         self._check_numerics = check_numerics
-        self._topology = topology.current()
+        self._topology = topology.without_engine()
         self._variables: dict[str, dict[str, Any]] = {}
 
     @_as_written
@@ -182,6 +184,8 @@ def _create_table(spec: TableSpec) -> dict[str, Any]:
         trainable=True,
         name=spec.name,
     )
+    if not isinstance(parameters, tf.Variable):
+        raise partitioned(spec.name)
     return {PARAMETERS: parameters, **_create_slots(spec, parameters)}
 
 

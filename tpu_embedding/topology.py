@@ -104,7 +104,7 @@ class Topology:
 
     Attributes:
       engine: "host", "portable", "sparse_core", "tpu_v1", or "none" for a TPU that
-        has no hardware for embeddings.
+        has no hardware for embeddings and for tables that need none.
       num_replicas: Replicas that share the tables, R.
       device: Where the tables live, or for TPUs the first host.
       tpu: The TPUs, or None.
@@ -200,12 +200,30 @@ def current() -> Topology:
             raise errors.unsupported_strategy(name)
     if is_tpu():
         return _of_tpu(strategy)
+    return _without_tpu(strategy, _choose_engine)
+
+
+def without_engine() -> Topology:
+    """As `current` for tables that are plain variables, under every strategy.
+
+    Raises:
+      ValueError, RuntimeError: As `current`, of TPUs.
+    """
+    strategy = tf.distribute.get_strategy()
+    if is_tpu():
+        return _of_tpu(strategy)
+    return _without_tpu(strategy, lambda device: "none")
+
+
+def _without_tpu(
+    strategy: tf.distribute.Strategy, choose: Callable[[str], str]
+) -> Topology:
     device = "/device:CPU:0"
     if tf.distribute.has_strategy():
         device = strategy.extended.worker_devices[0]
     return Topology(
         strategy=strategy,
-        engine=_choose_engine(device),
+        engine=choose(device),
         num_replicas=strategy.num_replicas_in_sync,
         device=device,
     )

@@ -69,3 +69,12 @@ def captured(name: str, what: str, captures: object) -> ValueError:
         f"outside, {captures!r}, which SparseCores cannot. {way_out.get(what, 'M')}ake "
         "the tensors inside of the function."
     )
+
+
+def partitioned(table: str) -> NotImplementedError:
+    """A ParameterServerStrategy that would read a table whole for each lookup."""
+    return NotImplementedError(
+        f"Table {table} would be cut by the strategy's `variable_partitioner`, and "
+        "then be read whole for each lookup. Create ParameterServerStrategy without "
+        "one, or with one that leaves this table whole."
+    )
