@@ -319,6 +319,14 @@ def test_export_outputs(tmp_path: pathlib.Path):
             trained.export_saved_model(tmp_path / "export", receiver)
 
 
+def test_a_receiver_without_return(tmp_path: pathlib.Path):
+    text = "must return a ServingInputReceiver. Received: None of type NoneType."
+    with pytest.raises(TypeError, match=text):
+        make(tmp_path).export_saved_model(
+            tmp_path, lambda: None, checkpoint_path="none"
+        )
+
+
 def test_single_input_of_classic_signatures():
     inputs = {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="RegressionOutput takes one receiver tensor"):

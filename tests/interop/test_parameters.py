@@ -167,6 +167,20 @@ def test_bad_arguments(case: str):
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: I.AdagradParameters(0.1, "a"), "initial_accumulator"),  # pyright: ignore[reportArgumentType]
+        (lambda: I.AdamParameters(0.1, None), "beta1"),  # pyright: ignore[reportArgumentType]
+        (lambda: I.FtrlParameters(0.1, "a"), "learning_rate_power"),  # pyright: ignore[reportArgumentType]
+        (lambda: I.FtrlParameters(0.1, 0, [1]), "initial_accumulator_value"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_is_no_number_is_named(call: Callable[[], Any], argument: str):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a number. Received: "):
+        call()
+
+
 def test_accepted_edges():
     assert I.FtrlParameters(0.1, initial_accumulator_value=0)
     assert I.TableConfig(1, 1, combiner=None, learning_rate=0.0).learning_rate == 0.0

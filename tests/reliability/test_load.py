@@ -62,11 +62,13 @@ def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) ->
     threads = [threading.Thread(target=look_up, args=[own]) for own in seen]
     for thread in threads:
         thread.start()
-    for _ in range(UPDATES[engine]):
-        embedding.enqueue(every_row)
-        embedding.dequeue()
-        embedding.apply_gradients(ones)
-    done.set()
+    try:
+        for _ in range(UPDATES[engine]):
+            embedding.enqueue(every_row)
+            embedding.dequeue()
+            embedding.apply_gradients(ones)
+    finally:  # A call that fails must not leave threads behind that never end.
+        done.set()
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()

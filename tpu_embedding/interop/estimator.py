@@ -308,7 +308,7 @@ class TPUEstimator:
         folder = export.new_folder(export_dir_base)
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=False)
-            receiver = serving_input_receiver_fn()
+            receiver = export.receive(serving_input_receiver_fn)
             graph = estimator_graph.build(self._model_fn, mode, receiver.features, None)
             signatures = export.signatures(receiver, graph.spec)
             options = (self._config.session_config, as_text)

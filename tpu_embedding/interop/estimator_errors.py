@@ -58,6 +58,14 @@ def column_of_layer(function: str, column: Any) -> ValueError:
     )
 
 
+def serving_input_receiver(value: object) -> TypeError:
+    """A serving_input_receiver_fn that returns something else."""
+    return TypeError(
+        "A serving_input_receiver_fn must return a ServingInputReceiver. Received: "
+        f"{value!r} of type {type_name(value)}. Does it lack a return?"
+    )
+
+
 def export_output(name: str, output: object) -> TypeError:
     """An export output of another class."""
     return TypeError(

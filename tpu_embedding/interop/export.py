@@ -109,6 +109,18 @@ def build_parsing_serving_input_receiver_fn(
     return serving_input_receiver_fn
 
 
+def receive(serving_input_receiver_fn: Callable[[], Any]) -> ServingInputReceiver:
+    """What the function returns.
+
+    Raises:
+      TypeError: If it has no features and tensors that are fed.
+    """
+    receiver = serving_input_receiver_fn()
+    if not all(hasattr(receiver, name) for name in ("features", "receiver_tensors")):
+        raise estimator_errors.serving_input_receiver(receiver)
+    return receiver
+
+
 def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
     """The SignatureDefs of a model, by name; one of them is the default.
 

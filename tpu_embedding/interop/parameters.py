@@ -9,10 +9,12 @@ and pickled. Which rule each stands for is in `tpu_embedding.optimizers`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from tpu_embedding import errors
 from tpu_embedding.interop import spec_errors
+from tpu_embedding.optimizers import checks
 
 
 class OptimizationParameters:
@@ -45,22 +47,27 @@ class OptimizationParameters:
             raise spec_errors.clip_without_accumulation(type(self).__name__)
 
     def _require_positive(self, *arguments: str) -> None:
-        for argument in arguments:
-            if getattr(self, argument) <= 0:
-                raise errors.argument_value(
-                    argument, getattr(self, argument), "positive"
-                )
+        for argument, value in self._numbers(*arguments):
+            if value <= 0:
+                raise errors.argument_value(argument, value, "positive")
 
     def _require_not_negative(self, *arguments: str) -> None:
-        for argument in arguments:
-            if getattr(self, argument) < 0:
-                raise errors.argument_value(argument, getattr(self, argument), ">= 0")
+        for argument, value in self._numbers(*arguments):
+            if value < 0:
+                raise errors.argument_value(argument, value, ">= 0")
 
     def _require_betas(self) -> None:
-        for argument in ("beta1", "beta2"):
-            beta: Any = getattr(self, argument)
+        for argument, beta in self._numbers("beta1", "beta2"):
             if not 0 <= beta < 1:
                 raise errors.argument_value(argument, beta, ">= 0 and < 1")
+
+    def _numbers(self, *arguments: str) -> Iterator[tuple[str, float]]:
+        """Names and values of arguments, each after a check that it is a number."""
+        for argument in arguments:
+            value: Any = getattr(self, argument)
+            if not checks.is_number(value):
+                raise errors.argument_type(argument, value, "a number")
+            yield argument, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +207,9 @@ class FtrlParameters(OptimizationParameters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.learning_rate_power > 0:
-            raise errors.argument_value(
-                "learning_rate_power", self.learning_rate_power, "<= 0"
-            )
+        for argument, power in self._numbers("learning_rate_power"):
+            if power > 0:
+                raise errors.argument_value(argument, power, "<= 0")
         self._require_not_negative(
             "initial_accumulator_value",
             "l1_regularization_strength",
