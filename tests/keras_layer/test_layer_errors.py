@@ -84,6 +84,7 @@ def test_loss_scale_of_no_use(value: float):
         ({"batch_size": 0}, ValueError, "`batch_size` must be an int >= 1"),
         ({"invalid_ids": "skip"}, ValueError, "`invalid_ids` must be one of"),
         ({"check_numerics": 1}, TypeError, "`check_numerics` must be a bool"),
+        ({"trainable_tables": "no"}, TypeError, "`trainable_tables` must be a bool"),
         ({"activity": 1}, (TypeError, ValueError), "activity"),
     ],
 )
@@ -143,6 +144,21 @@ def test_features_are_checked(features: Any, error: Any, text: str, graph: bool)
         (tf.function(layer) if graph else layer)(features)
 
 
+def test_a_call_with_weights_of_the_caller():
+    ids = {"a": tf.constant([1])}
+    for options in ({}, {"trainable_tables": True}):
+        layer = make(None, **options)
+        layer.build()
+        weights = [layer.trainable_variables, layer.non_trainable_variables]
+        zeros = [[tf.zeros_like(w) for w in variables] for variables in weights]
+        if options:
+            outputs = layer.stateless_call(*zeros, ids)[0]
+            assert outputs["a"].numpy().tolist() == [[0, 0]]
+        else:
+            with pytest.raises(NotImplementedError, match="`stateless_call` hands ov"):
+                layer.stateless_call(*zeros, ids)
+
+
 def test_keys_of_several_types():
     feature = te.FeatureConfig(te.TableConfig(4, 2))
     with pytest.raises(
@@ -186,6 +202,8 @@ def test_texts_are_plain_sentences():
         errors.saved_loss_scale("SGD"),
         errors.late_schedule("SGD", 3),
         errors.namedtuple("Pair"),
+        errors.stateless_call(),
+        errors.input_shape("a", 3),
         errors.trainable_tables_optimizer("table t"),
         errors.serving_table("a/b"),
         errors.not_serializable("`learning_rate`", 3),

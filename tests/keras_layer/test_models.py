@@ -261,10 +261,15 @@ def test_float16_fits_with_the_scale_of_the_model(trained: Any):
 def test_mirrored_strategy_sums_the_replicas(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two replicas of half a batch do what one of a whole batch does."""
+    """Two replicas of half a batch do what one of a whole batch does.
+
+    The last batch is of 3 and 2 samples. Keras takes the mean of each replica's, so
+    those of the second one count for more.
+    """
     monkeypatch.setenv(topology.ENGINE_VARIABLE, name)
-    ids = np.random.default_rng(1).integers(0, 8, (3, 6, 2))
-    labels = np.random.default_rng(2).normal(size=(3, 6, 1))
+    ids = np.random.default_rng(1).integers(0, 8, (17, 2))
+    labels = np.random.default_rng(2).normal(size=(17, 1)).astype(np.float32)
+    uneven = np.array([1] * 12 + [5 / 6] * 3 + [5 / 4] * 2, np.float32)
 
     def train(strategy: tf.distribute.Strategy) -> Any:
         with strategy.scope():
@@ -274,16 +279,18 @@ def test_mirrored_strategy_sums_the_replicas(
             layer = TPUEmbedding(te.FeatureConfig(table), te.Adagrad(0.1), name="e")
             inputs = keras.Input((2,), dtype="int64")
             ones = keras.initializers.Constant(0.1)
-            dense = keras.layers.Dense(1, kernel_initializer=ones)
+            dense: Any = keras.layers.Dense(1, kernel_initializer=ones)
             model = keras.Model(inputs, dense(layer(inputs)))
             model.compile(keras.optimizers.SGD(0.01), "mse")
-        data = tf.data.Dataset.from_tensor_slices((ids, labels.astype(np.float32)))
-        losses = model.fit(data, shuffle=False, verbose=0).history["loss"]
+        weights = np.ones(17, np.float32) if strategy is two else uneven
+        data = tf.data.Dataset.from_tensor_slices((ids, labels, weights)).batch(6)
+        model.fit(data, shuffle=False, verbose=0)
         # The lookups of evaluation are those of any engine.
         seen = model.predict(data, verbose=0) if name == "host" else 0
-        return models.state(layer), losses, seen
+        return models.state(layer), dense.get_weights()[0], seen
 
-    mirrored = train(models.mirrored(2))
+    two = models.mirrored(2)
+    mirrored = train(two)
     single = train(tf.distribute.get_strategy())
     for actual, expected in zip(mirrored[1:], single[1:], strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4)

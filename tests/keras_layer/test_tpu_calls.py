@@ -113,8 +113,11 @@ def test_frozen_layers_and_tables_that_are_set(generation: str):
     layer.trainable = False
     ((table, variable),) = layer.embedding_tables.items()
     layer.update_embedding_table(table, tf.fill([8, 2], 3.0))
-    with pytest.raises(ValueError, match=r"has shape \(8, 2\)\. Received"):
+    with pytest.raises(ValueError, match=r"'t' has shape \(8, 2\)\. Received"):
         layer.update_embedding_table(table, tf.zeros([8, 3]))
+    assert repr(variable) == "<LogicalVariable 't' shape=(8, 2) dtype=float32>"
+    with pytest.raises(NotImplementedError, match="here 't', is no"):
+        tf.function(variable.read_value)()
 
     def step(ids: Any) -> Any:
         kernel = tf.ones([2])

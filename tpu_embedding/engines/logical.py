@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tpu_embedding.engines import errors
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.tables import UPDATES
 from tpu_embedding.lookup.combine import StoredReader
 
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
@@ -24,6 +25,7 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
 
     def __init__(
         self,
+        name: str,
         value: np.ndarray | MutableRows,
         read: Callable[[], np.ndarray],
         write: Callable[[np.ndarray], None],
@@ -31,10 +33,12 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         """Takes the functions that reach what is stored.
 
         Args:
+          name: In checkpoints.
           value: Has its shape and dtype.
           read: Gives the whole value.
           write: Replaces it.
         """
+        self.name = name
         self.shape = tf.TensorShape(value.shape)
         self.dtype = tf.as_dtype(value.dtype)
         self._read = read
@@ -44,7 +48,7 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         """What is stored now."""
         if not tf.inside_function():
             return self._read()
-        raise errors.logical_in_graph()
+        raise errors.logical_in_graph(self.name)
 
     def read_value(self) -> tf.Tensor:
         """What is stored now."""
@@ -57,11 +61,15 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
           ValueError: If the shape differs.
         """
         if tf.inside_function():
-            raise errors.logical_in_graph()
+            raise errors.logical_in_graph(self.name)
         array = np.asarray(value, self.dtype.as_numpy_dtype)
         if array.shape != tuple(self.shape):
-            raise errors.logical_shape(tuple(self.shape), array.shape)
+            raise errors.logical_shape(self.name, tuple(self.shape), array.shape)
         self._write(array)
+
+    def __repr__(self) -> str:
+        shape, dtype = tuple(self.shape), self.dtype.name
+        return f"<LogicalVariable {self.name!r} shape={shape} dtype={dtype}>"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # It is one.
@@ -90,7 +98,7 @@ def logical_rows(
       load: Called after any of them was written.
     """
 
-    def variable(rows: MutableRows) -> LogicalVariable:
+    def variable(name: str, rows: MutableRows) -> LogicalVariable:
         def read() -> np.ndarray:
             retrieve()
             return rows.numpy()
@@ -100,13 +108,14 @@ def logical_rows(
             rows.write(0, value)
             load()
 
-        return LogicalVariable(rows, read, write)
+        return LogicalVariable(name, rows, read, write)
 
-    return {
-        name if array == PARAMETERS else f"{name}/{array}": variable(rows)
+    named = {
+        name if array == PARAMETERS else f"{name}/{array}": rows
         for name, arrays in tables.items()
         for array, rows in arrays.items()
     }
+    return {name: variable(name, rows) for name, rows in named.items()}
 
 
 def logical_counter(counter: Any) -> LogicalVariable:
@@ -116,8 +125,10 @@ def logical_counter(counter: Any) -> LogicalVariable:
         for copy in counter.values:
             copy.assign(value)
 
-    first = counter.values[0]
-    return LogicalVariable(first.numpy(), lambda: np.asarray(first.numpy()), write)
+    def read() -> np.ndarray:
+        return np.asarray(counter.values[0].numpy())
+
+    return LogicalVariable(UPDATES, read(), read, write)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,15 @@ def gradient_of_control_flow() -> NotImplementedError:
     )
 
 
+def stateless_call() -> NotImplementedError:
+    """A call with weights of the caller's."""
+    return NotImplementedError(
+        "`stateless_call` hands over the values of all weights, but the tables of "
+        "tpu_embedding.keras.TPUEmbedding are looked up and updated where they are. "
+        "Call the layer, or make it with `trainable_tables=True`."
+    )
+
+
 def jacobian() -> NotImplementedError:
     """Many gradients of one call at once."""
     return NotImplementedError(

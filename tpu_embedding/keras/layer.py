@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tpu_embedding.engines.logical import LogicalVariable
-from tpu_embedding.keras import encoding, errors, saving, specs
+from tpu_embedding.keras import encoding, errors, running, saving, specs
 from tpu_embedding.keras.arguments import (
     Arguments,
     EmbeddingFeature,
@@ -21,6 +21,7 @@ from tpu_embedding.keras.loss_scale import check_loss_scale, encode_loss_scale
 from tpu_embedding.keras.tables import LayerTables
 from tpu_embedding.keras.trainable_tables import TrainableTables
 from tpu_embedding.keras.updated_tables import UpdatedTables
+from tpu_embedding.optimizers.checks import check_flag
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +118,7 @@ class TPUEmbedding(keras.layers.Layer):
         if pipeline_execution_with_tensor_core is not False:
             raise errors.pipelining(pipeline_execution_with_tensor_core)
         check_loss_scale(loss_scale)
+        check_flag("trainable_tables", trainable_tables)
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no such kernels; Keras asks this.
         arguments = Arguments(
@@ -195,7 +197,10 @@ class TPUEmbedding(keras.layers.Layer):
 
         Raises:
           The errors of TPUEmbedding.lookup.
+          NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
+        if running.is_stateless() and not self._parts.arguments.trainable_tables:
+            raise errors.stateless_call()
         resolved = self._resolve(serving_config)
         structure = resolved.structure
         values = specs.with_integer_ids(structure.flatten("features", features))

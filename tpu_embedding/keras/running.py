@@ -1,4 +1,4 @@
-"""What runs the layer at the moment: a tape, or a method of a model."""
+"""What runs the layer at the moment: a tape, a method of a model, a scope of Keras."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 import keras
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.eager import record
 
 # Methods of keras.Model, which users may override.
@@ -25,6 +27,19 @@ def is_recording() -> bool:
 def is_evaluation() -> bool:
     """Whether Keras evaluates or predicts, in a graph that nobody can export."""
     return bool(_models_that_run(_EVALUATION))
+
+
+def is_tracing_shapes() -> bool:
+    """Whether Keras traces shapes only, to build a model.
+
+    There is no public function that tells of this, nor of the next.
+    """
+    return in_symbolic_scope()
+
+
+def is_stateless() -> bool:
+    """Whether weights are given with the call, as `stateless_call` has it."""
+    return in_stateless_scope() and not in_symbolic_scope()
 
 
 def models_in_training() -> list[keras.Model]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpu_embedding import errors
 from tpu_embedding.inputs import InputKind, kind_of
 from tpu_embedding.keras import errors as keras_errors
 from tpu_embedding.keras.configs import Resolved
+from tpu_embedding.keras.running import is_tracing_shapes
 from tpu_embedding.layout.output_shapes import OutputShapes, from_input
 from tpu_embedding.layout.tables import FeatureSpec
 
@@ -142,10 +142,9 @@ def with_integer_ids(values: Sequence[Any]) -> list[Any]:
     """The ids; as int64 where Keras traces shapes only, to build a model.
 
     With several replicas `fit` and `evaluate` build a model with the mean of their
-    first batches, in which ids are no integers. There is no public function that
-    tells of this.
+    first batches, in which ids are no integers.
     """
-    if not in_symbolic_scope():
+    if not is_tracing_shapes():
         return list(values)
     return [
         tf.cast(value, tf.int64)
