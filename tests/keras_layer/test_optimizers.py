@@ -55,6 +55,12 @@ def test_other_classes_are_refused(optimizer: Any):
         translate_keras_optimizer(optimizer)
 
 
+def test_the_scale_of_a_loss_is_no_rule_for_tables():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="Pass its `inner_optimizer`, and itself as"):
+        translate_keras_optimizer(optimizer)
+
+
 def test_subclasses_are_refused():
     class SGD(keras.optimizers.SGD):
         pass

@@ -72,10 +72,12 @@ def optimizer_name(where: str, name: str, known: Iterable[str]) -> ValueError:
 def untranslatable(optimizer: object, known: Iterable[str]) -> ValueError:
     """A Keras optimizer, or something else, that no rule here matches."""
     cls = type(optimizer)
+    wraps = hasattr(optimizer, "inner_optimizer")
     return ValueError(
         f"translate_keras_optimizer cannot translate {cls.__module__}."
         f"{cls.__qualname__}. It takes {', '.join(known)} of Keras 3 and of tf_keras, "
         "and no subclasses of them."
+        + (" Pass its `inner_optimizer`, and itself as `loss_scale`." if wraps else "")
     )
 
 
