@@ -111,6 +111,17 @@ class Session:
         ask = self._session.make_callable(fetches, feed_list=list(feeds))
         return lambda: ask(*feeds.values())
 
+    def num_ops(self, kind: str, inputs: dict[str, np.ndarray]) -> int:
+        """How many ops such a call runs: most of its time, where batches are small."""
+        signature, metadata = self._signatures[kind], tf.compat.v1.RunMetadata()
+        self._session.run(
+            [info.name for info in signature.outputs.values()],
+            {signature.inputs[name].name: x for name, x in inputs.items()},
+            tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE),
+            metadata,
+        )
+        return sum(len(d.node_stats) for d in metadata.step_stats.dev_stats)
+
 
 def make_inputs(scenario: Scenario, batch: int) -> dict[str, dict[str, np.ndarray]]:
     """By signature the same random ids."""

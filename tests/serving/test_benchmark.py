@@ -5,22 +5,37 @@ from __future__ import annotations
 import importlib
 import json
 import pathlib
+from typing import Any
 
 import pytest
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture
+def serving(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # A folder on the path with `benchmarks`, but not the checkout's package.
+    (tmp_path / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("benchmarks.serving")
+    monkeypatch.setattr(module, "ROWS", 50)
+    return module
+
+
+def test_runs_no_more_ops_than_the_peer(serving: Any, tmp_path: pathlib.Path) -> None:
+    scenario = serving.Scenario("few", features=4, ids=2, other="ragged")
+    sessions = serving.export(scenario, tmp_path)
+    inputs = serving.make_inputs(scenario, 3)["sparse"]
+    ours, most = (sessions[side].num_ops("sparse", inputs) for side in ("ours", "peer"))
+    assert 0 < ours <= most
+
+
 def test_times_ours_and_the_peer_in_turn(
+    serving: Any,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # A folder on the path with `benchmarks`, but not the checkout's package.
-    (tmp_path / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
-    monkeypatch.syspath_prepend(tmp_path)
-    serving = importlib.import_module("benchmarks.serving")
-    monkeypatch.setattr(serving, "ROWS", 50)
     monkeypatch.setattr(serving, "BATCHES", (1, 4))
     serving.main(
         ["--scenarios", "one_feature", "--rounds", "2", "--out", str(tmp_path)]

@@ -26,12 +26,33 @@ class Check:
     """What has to hold of a caller's values.
 
     Attributes:
-      ok: bool scalar.
+      ok: bool of any shape, true everywhere. Masks are passed as they are: those of
+        all checks are reduced at once.
       message: Makes the string scalar to fail with. Called in the failing branch.
     """
 
     ok: tf.Tensor
     message: Callable[[], tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A check that one number is at most another; those of all are compared at once.
+
+    Attributes:
+      low: int64 scalar.
+      high: int64 scalar.
+      message: As of a Check.
+    """
+
+    low: tf.Tensor
+    high: tf.Tensor
+    message: Callable[[], tf.Tensor]
+
+    @property
+    def ok(self) -> tf.Tensor:
+        """Bool scalar, of this one alone."""
+        return self.low <= self.high
 
 
 def text(*parts: Any) -> tf.Tensor:
@@ -44,7 +65,9 @@ def text(*parts: Any) -> tf.Tensor:
     )
 
 
-def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any]:
+def require(
+    checks: Sequence[Check | Bound], on_failure: Change = no_change
+) -> list[Any]:
     """Fails with the message of the first check that does not hold.
 
     Args:
@@ -64,17 +87,16 @@ def require(checks: Sequence[Check], on_failure: Change = no_change) -> list[Any
         return []
     if not checks:
         return []
-    holds = tf.stack([check.ok for check in checks])
 
     def fail() -> tf.Tensor:
-        with tf.control_dependencies(_failing_ops(holds, checks, on_failure)):
+        with tf.control_dependencies(_failing_ops(checks, on_failure)):
             return tf.constant(False)
 
-    return [tf.cond(tf.reduce_all(holds), lambda: True, fail)]
+    return [tf.cond(_all_hold(checks), lambda: True, fail)]
 
 
 def guard(
-    checks: Sequence[Check],
+    checks: Sequence[Check | Bound],
     tensors: Sequence[tf.Tensor],
     on_failure: Change = no_change,
 ) -> list[tf.Tensor]:
@@ -94,10 +116,9 @@ def guard(
     if not checks:
         return list(tensors)
     tensors = [t if tf.is_symbolic_tensor(t) else tf.identity(t) for t in tensors]
-    holds = tf.stack([check.ok for check in checks])
 
     def fail() -> list[tf.Tensor]:
-        with tf.control_dependencies(_failing_ops(holds, checks, on_failure)):
+        with tf.control_dependencies(_failing_ops(checks, on_failure)):
             return [tf.identity(tensor) for tensor in tensors]
 
     failing: Any = tf.function(fail, autograph=False).get_concrete_function()
@@ -110,7 +131,7 @@ def guard(
 
     passing: Any = tf.function(go_on, input_signature=specs, autograph=False)
     return tf.raw_ops.If(
-        cond=tf.reduce_all(holds),
+        cond=_all_hold(checks),
         input=inputs,
         Tout=[tensor.dtype for tensor in tensors],
         then_branch=passing.get_concrete_function(),
@@ -119,18 +140,32 @@ def guard(
     )
 
 
-def _require_now(checks: Sequence[Check], on_failure: Change) -> None:
+def _require_now(checks: Sequence[Check | Bound], on_failure: Change) -> None:
     for check in checks:
-        if not check.ok:
+        if not tf.reduce_all(check.ok):
             on_failure()
             message = tf.compat.as_str(check.message().numpy())
             raise tf.errors.InvalidArgumentError(None, None, message)
 
 
-def _failing_ops(
-    holds: tf.Tensor, checks: Sequence[Check], on_failure: Change
-) -> list[Any]:
+def _all_hold(checks: Sequence[Check | Bound]) -> tf.Tensor:
+    """Whether all do, a bool scalar in as few ops as it takes."""
+    bounds = [check for check in checks if isinstance(check, Bound)]
+    parts = [check.ok for check in checks if isinstance(check, Check)]
+    scalars = [ok for ok in parts if ok.shape.rank == 0]
+    masks = [ok for ok in parts if ok.shape.rank != 0]
+    parts = [ok if ok.shape.rank == 1 else tf.reshape(ok, [-1]) for ok in masks]
+    if scalars:
+        parts.append(tf.stack(scalars))
+    if bounds:
+        lows = tf.stack([bound.low for bound in bounds])
+        parts.append(lows <= tf.stack([bound.high for bound in bounds]))
+    return tf.reduce_all(parts[0] if len(parts) == 1 else tf.concat(parts, 0))
+
+
+def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[Any]:
     """Fails with the message of the first check that does not hold."""
+    holds = tf.stack([tf.reduce_all(check.ok) for check in checks])
     first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
     message = tf.switch_case(first, [check.message for check in checks])
     with tf.control_dependencies(on_failure()):

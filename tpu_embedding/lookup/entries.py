@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.lookup.checks import (
+    Bound,
     Change,
     Check,
     guard,
@@ -29,6 +30,7 @@ from tpu_embedding.lookup.rows import (
     first,
     output_axes,
     rows_of,
+    with_sizes,
 )
 
 
@@ -59,7 +61,8 @@ class Selection:
     """What one feature looks up, before gains are made of its weights.
 
     Attributes:
-      rows: int64 [n], each in [0, V).
+      rows: int64 [n], each in [0, V). Whoever uses the others without these has to
+        wait for them, as they wait for the checks.
       samples: int64 [n], ascending.
       weights: float32 [n], or None where all are 1.
       axes: int64 scalars, the output shape without the embedding axis.
@@ -84,12 +87,13 @@ class Selection:
         weights = self.weights
         if weights is None:
             weights = tf.ones_like(self.rows, tf.float32)
-        # Not negative even where a check fails: tracing looks at constants, too.
-        count = tf.maximum(self.num_samples, 0)
-        gains = _gains(self.combiner, self.samples, weights, count)
         # Whoever makes room for a shape must wait for its checks, as the rows do.
         with tf.control_dependencies([self.rows]):
-            return Entries(self.rows, self.samples, gains, tf.stack(self.axes))
+            samples, shape = tf.identity(self.samples), tf.stack(self.axes)
+        # Not negative even where a check fails: tracing looks at constants, too.
+        count = tf.maximum(self.num_samples, 0)
+        gains = _gains(self.combiner, samples, weights, count)
+        return Entries(self.rows, samples, gains, shape)
 
 
 def build_entries(
@@ -111,14 +115,10 @@ def select(
     Raises:
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
     """
-    drafts = [_draft(feature) for feature in inputs]
+    drafts = [_draft(feature) for feature in with_sizes(inputs)]
     checks = [check for draft in drafts for check in draft.checks]
-    columns = [column for draft in drafts for column in (draft.ids, draft.samples)]
-    guarded = guard(checks, columns, on_failure)
-    return [
-        draft.finish(ids, samples)
-        for draft, ids, samples in zip(drafts, guarded[::2], guarded[1::2], strict=True)
-    ]
+    guarded = guard(checks, [draft.ids for draft in drafts], on_failure)
+    return [draft.finish(ids) for draft, ids in zip(drafts, guarded, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,54 +128,57 @@ class _Draft:
     Attributes:
       checks: Of the feature.
       ids: int64 [n].
-      samples: int64 [n].
-      finish: Makes the selection of the two, as they are after the checks.
+      finish: Makes the selection of them, as they are after the checks.
     """
 
-    checks: list[Check]
+    checks: list[Check | Bound]
     ids: tf.Tensor
-    samples: tf.Tensor
-    finish: Callable[[tf.Tensor, tf.Tensor], Selection]
+    finish: Callable[[tf.Tensor], Selection]
 
 
-def _check_sizes(feature: FeatureInput) -> list[Check]:
+def _check_sizes(feature: FeatureInput) -> list[Bound]:
     """What the rest relies on."""
     batch, name = feature.batch, feature.name
-    checks = []
+    checks: list[Bound] = []
     num_ids = tf.size(batch.ids, tf.int64)
     if batch.kind is InputKind.SPARSE:
+        assert feature.num_indices is not None
         rank = tf.size(batch.shape, tf.int64)
         numbers = tf.size(batch.structure, tf.int64)
-        checks.append(
-            Check(
-                tf.equal(numbers, num_ids * rank),
-                lambda: text(
-                    f"{name}: a sparse input of ",
-                    num_ids,
-                    " values and rank ",
-                    rank,
-                    " has ",
-                    numbers,
-                    " numbers in its indices; it needs rank >= 2 "
-                    "and one index of that rank for each value.",
-                ),
-            )
+        checks += _equal(
+            numbers,
+            feature.num_indices,
+            lambda: text(
+                f"{name}: a sparse input of ",
+                num_ids,
+                " values and rank ",
+                rank,
+                " has ",
+                numbers,
+                " numbers in its indices; it needs rank >= 2 "
+                "and one index of that rank for each value.",
+            ),
         )
     if batch.weights is not None:
         num_weights = tf.size(batch.weights, tf.int64)
-        checks.append(
-            Check(
-                tf.equal(num_weights, num_ids),
-                lambda: text(
-                    f"{name}: ",
-                    num_weights,
-                    " weights for ",
-                    num_ids,
-                    " ids. Weights have the feature's own structure.",
-                ),
-            )
+        checks += _equal(
+            num_weights,
+            num_ids,
+            lambda: text(
+                f"{name}: ",
+                num_weights,
+                " weights for ",
+                num_ids,
+                " ids. Weights have the feature's own structure.",
+            ),
         )
     return checks
+
+
+def _equal(
+    one: tf.Tensor, other: tf.Tensor, message: Callable[[], tf.Tensor]
+) -> list[Bound]:
+    return [Bound(one, other, message), Bound(other, one, message)]
 
 
 def _draft(feature: FeatureInput) -> _Draft:
@@ -193,8 +196,8 @@ def _draft(feature: FeatureInput) -> _Draft:
         sample = tf.where(is_sequence, sample * positions + rows.position, sample)
         kept.append(~is_sequence | (rows.position < positions))
 
-    def finish(ids: tf.Tensor, samples: tf.Tensor) -> Selection:
-        columns = [ids, samples] if weights is None else [ids, samples, weights]
+    def finish(ids: tf.Tensor) -> Selection:
+        columns = [ids, sample] if weights is None else [ids, sample, weights]
         if kept:
             # After the checks: masks and weights of other sizes fail without a name.
             with tf.control_dependencies([ids]):
@@ -218,7 +221,7 @@ def _draft(feature: FeatureInput) -> _Draft:
         *shape_checks,
         *_check_entries(feature, rows.row, ids, weights),
     ]
-    return _Draft(checks, ids, sample, finish)
+    return _Draft(checks, ids, finish)
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:
@@ -284,7 +287,7 @@ def _check_entries(
         return tf.where(finite[entry], invalid, infinite)
 
     # Each by itself: where sizes differ, an earlier check says so.
-    return [Check(tf.reduce_all(mask), message) for mask in masks]
+    return [Check(mask, message) for mask in masks]
 
 
 def _gains(

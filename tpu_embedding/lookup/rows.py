@@ -8,7 +8,9 @@ that all checks can be computed before the first one is made.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +18,7 @@ import tensorflow as tf
 from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.tables import FeatureSpec, TableSpec
-from tpu_embedding.lookup.checks import Check, text
+from tpu_embedding.lookup.checks import Bound, Check, text
 
 MOST_SAMPLES = 2**31  # More than any batch has; a hostile shape may say so.
 # A shape is only a claim. Above the first of these it must be backed by ids: each
@@ -36,6 +38,10 @@ class FeatureInput:
       declared: The output shape that was declared, or None.
       check_numerics: Refuse weights that are not finite.
       most_samples: Refuse more of them.
+      most_rows: int64 scalar, the rows that an input of so many ids may claim; of
+        those that can claim any, from `with_sizes` on.
+      num_indices: int64 scalar, the numbers that the indices of so many ids have; as
+        `most_rows`.
     """
 
     spec: FeatureSpec
@@ -44,6 +50,16 @@ class FeatureInput:
     declared: Declared | None
     check_numerics: bool
     most_samples: int = MOST_SAMPLES
+    most_rows: tf.Tensor | None = None
+    num_indices: tf.Tensor | None = None
+
+    @property
+    def claims(self) -> bool:
+        """Whether its shape says more than its ids: it is not ragged, nor rank 1."""
+        batch = self.batch
+        if batch.kind is InputKind.DENSE:
+            return batch.static_shape.rank != 1
+        return batch.kind is InputKind.SPARSE
 
     @property
     def name(self) -> str:
@@ -66,8 +82,29 @@ class Rows:
     axes: list[tf.Tensor]
     row: tf.Tensor
     position: tf.Tensor
-    checks: list[Check]
+    checks: Sequence[Check | Bound]
     one_each: bool = False
+
+
+def with_sizes(features: Sequence[FeatureInput]) -> list[FeatureInput]:
+    """The same, with what follows from the numbers of ids: for all at once."""
+    claiming = [feature for feature in features if feature.claims]
+    if not claiming:
+        return list(features)
+    num_ids = tf.stack([tf.size(f.batch.ids, tf.int64) for f in claiming])
+    ranks = tf.stack([tf.size(f.batch.shape, tf.int64) for f in claiming])
+    limits = tf.constant([f.most_samples for f in claiming], tf.int64)
+    backed = tf.maximum(MOST_ROWS_PER_ID * num_ids, MOST_UNBACKED_ROWS)
+    most_rows = iter(tf.unstack(tf.minimum(backed, limits)))
+    num_indices = iter(tf.unstack(num_ids * ranks))
+    return [
+        dataclasses.replace(
+            feature, most_rows=next(most_rows), num_indices=next(num_indices)
+        )
+        if feature.claims
+        else feature
+        for feature in features
+    ]
 
 
 def rows_of(feature: FeatureInput) -> Rows:
@@ -82,62 +119,57 @@ def first(mask: tf.Tensor) -> tf.Tensor:
 
 def output_axes(
     feature: FeatureInput, rows: Rows
-) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check]]:
+) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check | Bound]]:
     """The axes of the output and the number of positions per row.
 
     Positions are None where a row is always one sample; where they are 0 it is one
     in this batch; else each position of a row is a sample of its own.
     """
     length = feature.spec.config.max_sequence_length
-    axes, positions, checks = rows.axes, None, []
+    axes, positions = rows.axes, None
+    checks: list[Check | Bound] = []
     if length:
         positions = tf.constant(length, tf.int64)
         axes = [*axes, positions]
     elif feature.declared is not None and feature.batch.kind is InputKind.RAGGED:
         (count,) = rows.axes
         return _filled(feature, feature.declared, count)
-    if feature.batch.kind is not InputKind.RAGGED and not rows.one_each:
-        checks.append(_check_size(feature, rows.axes, _most_rows(feature)))
+    if feature.claims:
+        checks += _check_size(feature, rows.axes, feature.most_rows)
     if feature.declared is not None:
         checks.append(_check_declared(feature, feature.declared, axes))
     if length:
-        checks.append(_check_size(feature, axes, feature.most_samples))
+        checks += _check_size(feature, axes, feature.most_samples)
     return axes, positions, checks
 
 
-def _most_rows(feature: FeatureInput) -> tf.Tensor:
-    """int64 scalar, the rows that an input of so many ids may claim."""
-    num_ids = tf.size(feature.batch.ids, tf.int64)
-    backed = tf.maximum(MOST_ROWS_PER_ID * num_ids, MOST_UNBACKED_ROWS)
-    return tf.minimum(backed, feature.most_samples)
-
-
-def _check_size(feature: FeatureInput, axes: list[tf.Tensor], most: Any) -> Check:
+def _check_size(
+    feature: FeatureInput, axes: list[tf.Tensor], most: Any
+) -> list[Check | Bound]:
     """That a shape which no data stand for is one that memory may hold."""
     most = tf.convert_to_tensor(most, tf.int64)
-    if len(axes) == 1:
-        fits = (axes[0] >= 0) & (axes[0] <= most)
-    else:  # In double precision, as hostile axes overflow an integer.
-        shape = tf.stack(axes)
-        products = tf.math.cumprod(tf.cast(shape, tf.float64))
-        fits = tf.reduce_all((shape >= 0) & (shape <= most)) & tf.reduce_all(
-            products <= tf.cast(most, tf.float64)
-        )
-    return Check(
-        fits,
-        lambda: text(
+
+    def message() -> tf.Tensor:
+        return text(
             f"{feature.name}: the shape ",
             _shape_text(axes),
             " has a negative axis or more than ",
             most,
             " samples.",
-        ),
-    )
+        )
+
+    if len(axes) == 1:
+        zero = tf.constant(0, tf.int64)
+        return [Bound(zero, axes[0], message), Bound(axes[0], most, message)]
+    shape = tf.stack(axes)  # In double precision, as hostile axes overflow an integer.
+    products = tf.math.cumprod(tf.cast(shape, tf.float64))
+    fits = (shape >= 0, shape <= most, products <= tf.cast(most, tf.float64))
+    return [Check(ok, message) for ok in fits]
 
 
 def _filled(
     feature: FeatureInput, declared: Declared, count: tf.Tensor
-) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check]]:
+) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check | Bound]]:
     """How `count` ragged rows fill the declared shape.
 
     They do if its product is `count`, where one open axis may take up what the
@@ -202,10 +234,10 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
     splits, name = feature.batch.structure, feature.name
     num_ids = tf.size(feature.batch.ids, tf.int64)
     begins, ends = splits[:-1], splits[1:]
-    falls = ends < begins
+    rises = ends >= begins
 
     def falling() -> tf.Tensor:
-        row = first(falls)
+        row = first(~rises)
         return text(
             f"{name}: row_splits must not decrease, but row ",
             row,
@@ -216,14 +248,13 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
             ".",
         )
 
+    start = functools.partial(text, f"{name}: row_splits must start at 0.")
     checks = [
+        Check(tf.size(splits) > 0, start),
+        Check(tf.equal(splits[:1], 0), start),
+        Check(rises, falling),
         Check(
-            (tf.size(splits) > 0) & tf.reduce_all(tf.equal(splits[:1], 0)),
-            lambda: text(f"{name}: row_splits must start at 0."),
-        ),
-        Check(~tf.reduce_any(falls), falling),
-        Check(
-            tf.reduce_all(tf.equal(splits[-1:], num_ids)),
+            tf.equal(splits[-1:], num_ids),
             lambda: text(
                 f"{name}: row_splits end at ",
                 splits[-1],
@@ -278,8 +309,8 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         )
         return tf.where(entry_inside[entry], unordered, outside)
 
-    check = Check(tf.reduce_all(inside) & tf.reduce_all(ascends), message)
-    return Rows(axes[:-1], row, column, [check])
+    checks = [Check(inside, message), Check(ascends, message)]
+    return Rows(axes[:-1], row, column, checks)
 
 
 _READERS = {
