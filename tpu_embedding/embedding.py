@@ -182,9 +182,12 @@ class TPUEmbedding(CallEmbedding):
 
         def enqueue() -> None:
             with self._output_shapes.forgets_refused():
-                own = replica if place is None else 0
-                batches = self._read(values, weights, own)
-                engine = self._engine_for(batches[0], place)
+                if place is None:
+                    batches, cores = self._read(values, weights, replica), 1
+                else:
+                    cores = self._cores_per_replica()
+                    batches = self._read(values, weights, 0, cores)
+                engine = self._engine_for(batches[0], cores)
                 queue = engines.as_queue(engine, "enqueue")
                 with queue.tagged(name), tf.name_scope(name or "embedding_enqueue"):
                     if place is None:
@@ -259,25 +262,29 @@ class TPUEmbedding(CallEmbedding):
         numbered = tf.is_tensor(device) and self._topology.tpu is not None
         return device if device is None or numbered else self._topology.find(device)
 
-    def _engine_for(
-        self, batch: Sequence[IdBatch], place: str | tf.Tensor | None
-    ) -> Engine:
+    def _cores_per_replica(self) -> int:
+        tpu = self._topology.tpu
+        return 1 if tpu is None else tpu.cores_per_replica
+
+    def _engine_for(self, batch: Sequence[IdBatch], cores: int) -> Engine:
         """The engine; the first batch makes it, and on TPUs fixes all shapes."""
         tpu = self._topology.tpu
         if self._engine is not None or tpu is None:
             return self._create_engine()
         shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
-        cores = 1 if place is None else tpu.cores_per_replica
         with self._output_shapes.completed_by(shapes, cores):
             return self._create_engine()
 
     def _read(
-        self, features: Sequence[Any], weights: Any, replica: int | None
+        self, features: Sequence[Any], weights: Any, replica: int | None, cores: int = 1
     ) -> list[list[IdBatch]]:
-        """The batches of `replica` or of all, checked as far as static shapes go."""
+        """The batches of `replica` or of all, checked as far as static shapes go.
+
+        Where there are several `cores` it is the batch of one of them.
+        """
         if weights is None:
             weights = self._structure.pack([None] * len(self._plan.features))
         values = self._topology.split(features)
         gains = self._topology.split(self._structure.flatten("weights", weights))
         replicas = len(values) if replica is None else 1
-        return [self._read_replica(values[r], gains[r]) for r in range(replicas)]
+        return [self._read_replica(values[r], gains[r], cores) for r in range(replicas)]

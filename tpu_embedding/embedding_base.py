@@ -216,8 +216,9 @@ class EmbeddingBase(SavedTables):
             raise errors.training_without_optimizer(method, without)
 
     def _read_replica(
-        self, values: Sequence[Any], weights: Sequence[Any]
+        self, values: Sequence[Any], weights: Sequence[Any], cores: int = 1
     ) -> list[IdBatch]:
+        """The batch of a replica, or of one of its `cores`."""
         specs = self._plan.features
         batches = [
             to_id_batch(spec.path, value, weight)
@@ -226,7 +227,9 @@ class EmbeddingBase(SavedTables):
         shapes = [tuple(batch.static_shape.as_list()) for batch in batches]
         for spec, batch, shape in zip(specs, batches, shapes, strict=True):
             ragged = batch.kind is InputKind.RAGGED
-            self._output_shapes.check_input(spec.index, shape, ragged=ragged)
+            self._output_shapes.check_input(
+                spec.index, shape, ragged=ragged, cores=cores
+            )
         self._output_shapes.remember_ranks(shapes)
         return batches
 

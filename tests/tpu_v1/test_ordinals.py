@@ -153,6 +153,25 @@ def test_a_device_known_only_when_the_graph_runs() -> None:
         strategy.run(inside, args=(first,))
 
 
+def test_cores_of_a_replica_one_by_one() -> None:
+    """Each takes a part of the replica's batch, the first time and later."""
+    strategy = make_strategy(4, 2)
+    with strategy.scope():
+        table = te.TableConfig(9, 2, te.RowIdInitializer())
+        embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(0.5))
+    for make in (tf.constant, lambda core: f"/device:CPU:{core}"):
+        for core in range(4):
+            ids = tf.ragged.constant([[core], [core + 4, core + 5]])
+            embedding.enqueue(ids, training=False, device=make(core))
+        found = strategy.run(embedding.dequeue).values
+        assert [own[:, 0].numpy().tolist() for own in found] == [
+            [0, 4.5, 1, 5.5],
+            [2, 6.5, 3, 7.5],
+        ]
+    with pytest.raises(ValueError, match=r"not match \(6,\).* one of 2 for the cores"):
+        embedding.enqueue(tf.constant([1, 2, 3]), device=tf.constant(0))
+
+
 def test_a_number_is_of_one_host() -> None:
     with tf.distribute.TPUStrategy(Described()).scope():
         queues = CoreQueues(topology.current(), ["sum"])

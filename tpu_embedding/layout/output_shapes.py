@@ -142,8 +142,16 @@ class OutputShapes:
             return (self._batch_size, length)
         return (self._batch_size, *(None,) * ((self._ranks[feature] or 1) - 1))
 
-    def check_input(self, feature: int, shape: Shape, *, ragged: bool) -> None:
+    def check_input(
+        self, feature: int, shape: Shape, *, ragged: bool, cores: int = 1
+    ) -> None:
         """Checks the static shape of one input; unknown axes are left to the ops.
+
+        Args:
+          feature: Its number.
+          shape: Of the input.
+          ragged: Whether its rows fill the output shape.
+          cores: How many such inputs make up a replica's.
 
         Raises:
           ValueError: If it contradicts what was declared, or earlier batches' rank.
@@ -152,6 +160,10 @@ class OutputShapes:
         incoming = from_input(spec.path, spec.config, shape)
         declared = self._declared[feature]
         source = f"the input of shape {shape}"
+        if cores > 1:
+            first, *others = incoming
+            incoming = (None if first is None else first * cores, *others)
+            source += f", one of {cores} for the cores of a replica"
         if declared is None:
             self._check_undeclared(feature, incoming, source)
         elif ragged and not spec.config.max_sequence_length:
