@@ -1,5 +1,6 @@
 // CsrBatch against a naive reading of docs/formats.md, on random batches, with
 // one thread and with several.
+// length: one program, because each one compiles the core three times.
 
 #include "core/csr.h"
 
@@ -289,6 +290,33 @@ void TestRandomBatches() {
   }
 }
 
+// Keys and samples together need up to 33 bits, one more than narrow words
+// have.
+void TestOnesOfLargeTables() {
+  Random random(6);
+  for (int round = 0; round < 20; ++round) {
+    Problem problem;
+    CsrSetup& setup = problem.setup;
+    setup.num_cores = setup.num_replicas = 2;
+    setup.max_ids_per_chip_per_sample = 1000;
+    CsrTable table;
+    table.name = "stack";
+    table.limit = {1 << 20, 1 << 20};
+    table.rows = int64_t{1} << 30;
+    setup.tables.push_back(table);
+    CsrFeature feature;
+    feature.spec.vocabulary_size = table.rows;
+    AddFeature(random, feature, &problem);
+    setup.features[0].spec.combiner = Combiner::kSum;
+    Input& input = problem.inputs[0];
+    input.weighted = false;
+    std::fill(input.weights.begin(), input.weights.end(), 1.0f);
+    CHECK_EQ(CompleteSetup(&setup).value_or(""), "");
+    CsrResult result;
+    CheckSame(Run(problem, 0, InLine, &result), NaiveCsr(problem, 0));
+  }
+}
+
 // A batch that is used again knows nothing of the one before.
 void TestStorageIsUsedAgain() {
   Random random(5);
@@ -392,6 +420,7 @@ void TestSplits() {
 
 int main() {
   tpu_embedding::TestRandomBatches();
+  tpu_embedding::TestOnesOfLargeTables();
   tpu_embedding::TestStorageIsUsedAgain();
   tpu_embedding::TestDropping();
   tpu_embedding::TestMinibatching();

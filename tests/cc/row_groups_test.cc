@@ -56,8 +56,8 @@ void CheckSort(const std::vector<uint64_t>& keys, uint64_t bound) {
   };
   Buffer<Keyed> sorted, scratch;
   RadixSort(
-      bound, size, source, [](const Keyed& entry) { return entry.key; },
-      &sorted, &scratch);
+      Digits(bound, size), size, source,
+      [](const Keyed& entry) { return entry.key; }, &sorted, &scratch);
   CHECK_EQ(sorted.size(), size);
   for (int64_t i = 0; i < size; ++i) {
     CHECK_EQ(sorted[i].key, expected[i].first);

@@ -1,6 +1,7 @@
 #include "core/csr.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "core/csr_errors.h"
 
@@ -23,6 +24,17 @@ int64_t CountIds(const std::vector<FeatureInput>& inputs) {
   int64_t count = 0;
   for (const FeatureInput& input : inputs) count += input.num_ids;
   return count;
+}
+
+// The samples of all features of a group.
+SampleSpan SpanOf(const std::vector<SampleRange>& ranges) {
+  int64_t first = std::numeric_limits<int64_t>::max();
+  int64_t end = 0;
+  for (const SampleRange& range : ranges) {
+    first = std::min(first, range.first_sample);
+    end = std::max(end, range.first_sample + range.end - range.begin);
+  }
+  return {first, end - first};
 }
 
 }  // namespace
@@ -108,19 +120,19 @@ void CsrBatch::SortUnit(const std::vector<FeatureInput>& inputs, int64_t core,
     capacity += CountEntries(inputs[f], rows_[f], ranges.back());
   }
   CsrEntries* entries = &scratch->entries;
-  entries->Start(capacity, FormOf(group, inputs, capacity));
+  entries->Start(group.place, SpanOf(ranges), capacity,
+                 FormOf(group, inputs, capacity));
   for (size_t i = 0; i < ranges.size(); ++i) {
     const int f = group.features[i];
     const CsrFeature& feature = setup_.features[f];
-    Error error = AppendEntries(feature.spec, inputs[f], rows_[f], group.place,
-                                ranges[i], feature.max_valency, entries);
+    Error error = AppendEntries(feature.spec, inputs[f], rows_[f], ranges[i],
+                                feature.max_valency, entries);
     if (error) {
       (*errors)[f * cores + core] = std::move(error);
       return;
     }
   }
-  SortIntoPartitions(group.place, *entries, &scratch->sort,
-                     &unit(core, g).partitions);
+  SortIntoPartitions(entries, &scratch->sort, &unit(core, g).partitions);
 }
 
 Error CsrBatch::FinishTable(int table, uint64_t splits) {
@@ -144,8 +156,7 @@ Error CsrBatch::CheckPartitions(int table, CsrResult* result) {
       if (setup_.groups[g].table != table) continue;
       const Partitions& p = unit(core, g).partitions;
       for (int64_t s = 0; s < setup_.num_shards(); ++s) {
-        counts[s] =
-            counts[s] + IdCounts{p.begins[s + 1] - p.begins[s], p.unique[s]};
+        counts[s] = counts[s] + p.counts(s);
       }
     }
     for (int64_t s = 0; s < setup_.num_shards(); ++s) {
@@ -170,15 +181,8 @@ Error CsrBatch::FindTableSplits(int table, CsrResult* result) {
     for (int64_t s = 0; s < shards; ++s) {
       BucketCounts buckets{};
       for (int64_t g = 0; g < num_groups(); ++g) {
-        const CsrGroup& group = setup_.groups[g];
-        if (group.table != table) continue;
-        const Partitions& p = unit(core, g).partitions;
-        const int64_t begin = p.begins[s];
-        for (int64_t i = begin; i < p.begins[s + 1]; ++i) {
-          IdCounts& bucket = buckets[(p.tokens[i] * shards + s) / width];
-          ++bucket.ids;
-          bucket.unique += i == begin || p.tokens[i] != p.tokens[i - 1];
-        }
+        if (setup_.groups[g].table != table) continue;
+        AddBuckets(unit(core, g).partitions, s, width, &buckets);
       }
       const int above = FirstBucketAbove(buckets, spec.limit);
       if (above >= 0) {
@@ -191,22 +195,16 @@ Error CsrBatch::FindTableSplits(int table, CsrResult* result) {
   return std::nullopt;
 }
 
-void CsrBatch::CutUnit(const CsrGroup& group, const std::vector<int>& bounds,
+void CsrBatch::CutUnit(int64_t width, const std::vector<int>& bounds,
                        Unit* unit) const {
-  const int64_t width = BucketWidth(setup_.tables[group.table].rows);
-  const int64_t shards = setup_.num_shards();
+  const Partitions& p = unit->partitions;
   unit->cuts.clear();
-  for (int64_t s = 0; s < shards; ++s) {
-    const int64_t begin = unit->partitions.begins[s];
-    const int64_t end = unit->partitions.begins[s + 1];
-    unit->cuts.push_back(begin);
+  for (int64_t s = 0; s < setup_.num_shards(); ++s) {
+    unit->cuts.push_back(p.begins[s]);
     for (size_t m = 1; m + 1 < bounds.size(); ++m) {
-      // The first row of the bucket, and its first token on this shard.
-      const int64_t row = bounds[m] * width;
-      const int64_t token = (row - s + shards - 1) / shards;
-      unit->cuts.push_back(LowerBound(unit->partitions, begin, end, token));
+      unit->cuts.push_back(FirstOfRow(p, s, bounds[m] * width));
     }
-    unit->cuts.push_back(end);
+    unit->cuts.push_back(p.begins[s + 1]);
   }
 }
 
@@ -223,7 +221,7 @@ Error CsrBatch::PlaceTable(int table, CsrResult* result) {
     for (int64_t g = 0; g < num_groups(); ++g) {
       if (setup_.groups[g].table != table) continue;
       Unit& u = unit(core, g);
-      CutUnit(setup_.groups[g], bounds, &u);
+      CutUnit(BucketWidth(spec.rows), bounds, &u);
       u.places.resize(cells.num_shards * minibatches);
       for (int64_t s = 0; s < cells.num_shards; ++s) {
         for (int64_t m = 0; m < minibatches; ++m) {
@@ -295,21 +293,14 @@ void CsrBatch::WriteUnit(int64_t core, int64_t g,
   const Unit& u = units_[core * num_groups() + g];
   const CsrLayout& layout = results_[group.table].layout;
   const CsrCells& cells = layout.cells;
-  const Partitions& p = u.partitions;
   for (int64_t s = 0; s < cells.num_shards; ++s) {
     for (int64_t m = 0; m < cells.num_minibatches; ++m) {
       const int64_t* cut = &u.cuts[s * (cells.num_minibatches + 1) + m];
       const int64_t cell = cells.index(core, m, s);
       const int64_t out =
           layout.starts[cell] + u.places[s * cells.num_minibatches + m];
-      const int64_t kept = Kept(core, g, s, m);
-      const auto copy = [&](const auto& from, auto* to) {
-        std::copy_n(from.data() + cut[0], kept, to + out);
-      };
-      copy(p.samples, arrays.sample_ids);
-      copy(p.tokens, arrays.token_ids);
-      copy(p.gains, arrays.gains);
-      if (arrays.positions) copy(p.positions, arrays.positions);
+      WriteEntries(u.partitions, s, cut[0], cut[0] + Kept(core, g, s, m), out,
+                   arrays);
     }
   }
 }

@@ -142,8 +142,7 @@ class CsrBatch {
   Error FinishTable(int table, uint64_t splits);
   Error CheckPartitions(int table, CsrResult* result);
   Error FindTableSplits(int table, CsrResult* result);
-  void CutUnit(const CsrGroup& group, const std::vector<int>& bounds,
-               Unit* unit) const;
+  void CutUnit(int64_t width, const std::vector<int>& bounds, Unit* unit) const;
   Error PlaceTable(int table, CsrResult* result);
   void CountDropped(int table);
   int64_t Kept(int64_t core, int64_t group, int64_t shard,

@@ -5,34 +5,44 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/simd.h"
 #include "core/text.h"
 
 namespace tpu_embedding {
 namespace {
 
 // The key of an id. All hardware so far has a power of two of shards, which
-// saves the divisions; the branch goes one way through a whole batch.
+// saves the divisions.
 class Keys {
  public:
   explicit Keys(const TablePlace& place)
-      : num_shards_(place.num_shards),
-        shift_(place.shift),
-        num_tokens_(place.num_tokens),
-        bits_(__builtin_ctzll(place.num_shards)),
+      : num_shards_(static_cast<uint32_t>(place.num_shards)),
+        shift_(static_cast<uint32_t>(place.shift)),
+        num_tokens_(static_cast<uint32_t>(place.num_tokens)),
+        bits_(__builtin_ctz(num_shards_)),
         by_mask_((num_shards_ & (num_shards_ - 1)) == 0) {}
 
-  uint32_t Of(uint64_t id) const {
-    const uint64_t rotated = id + shift_;
-    const uint64_t shard =
-        by_mask_ ? rotated & (num_shards_ - 1) : rotated % num_shards_;
-    const uint64_t token = by_mask_ ? id >> bits_ : id / num_shards_;
-    return static_cast<uint32_t>(shard * num_tokens_ + token);
+  bool by_mask() const { return by_mask_; }
+
+  // The branch goes one way through a whole batch.
+  uint32_t Of(uint32_t id) const { return by_mask_ ? ByMask(id) : Divided(id); }
+
+  // Rows are numbered by int32, shards and keys by less than 2^32: nothing
+  // here overflows.
+  TPU_EMBEDDING_INLINE uint32_t ByMask(uint32_t id) const {
+    const uint32_t shard = (id + shift_) & (num_shards_ - 1);
+    return shard * num_tokens_ + (id >> bits_);
   }
 
  private:
-  const uint64_t num_shards_;
-  const uint64_t shift_;
-  const uint64_t num_tokens_;
+  uint32_t Divided(uint32_t id) const {
+    const uint32_t shard = (id + shift_) % num_shards_;
+    return shard * num_tokens_ + id / num_shards_;
+  }
+
+  const uint32_t num_shards_;
+  const uint32_t shift_;
+  const uint32_t num_tokens_;
   const int bits_;
   const bool by_mask_;
 };
@@ -117,25 +127,27 @@ class GainScale {
 };
 
 // `kOnes`: the entries have the form of that name.
-template <class Id, bool kOnes, bool kWeighted>
+template <class Id, class Word, bool kOnes, bool kWeighted>
 class Appender {
  public:
   Appender(const FeatureSpec& spec, const FeatureInput& input, const Id* ids,
-           const TablePlace& place, CsrEntries* out)
+           CsrEntries* out)
       : spec_(spec),
         weights_(input.weights),
         ids_(ids),
         vocabulary_size_(spec.vocabulary_size),
         merge_(out->form == CsrForm::kGains),
-        keys_(place),
+        keys_(out->place),
+        low_bits_(out->words.low_bits),
         out_(out) {}
 
   Error AppendSample(const Span& span, int32_t sample, int64_t max_valency) {
     GainScale scale(spec_.combiner);
     const int64_t first = out_->size;
     // Locals, which stay in registers.
-    KeyedEntry<uint32_t>* const order = out_->order.data();
+    Word* const words = out_->words.of<Word>().data();
     CsrPayload* const payloads = out_->payloads.data();
+    const Word own_sample = static_cast<Word>(sample - out_->first_sample);
     int64_t size = first;
     for (int64_t entry = span.begin; entry < span.end; ++entry) {
       uint64_t id = static_cast<uint64_t>(int64_t{ids_[entry]});
@@ -153,17 +165,17 @@ class Appender {
         }
         id = Modulo(ids_[entry], spec_.vocabulary_size);
       }
-      const uint32_t key = keys_.Of(id);
+      const Word key = Word{keys_.Of(static_cast<uint32_t>(id))} << low_bits_;
       if (kOnes) {
-        order[size++] = {key, static_cast<uint32_t>(sample)};
+        words[size++] = key | own_sample;
         continue;
       }
       scale.Add(weight);
-      if (merge_ && size > first && order[size - 1].key == key) {
+      if (merge_ && size > first && (words[size - 1] ^ key) >> low_bits_ == 0) {
         payloads[size - 1].gain += weight;
         continue;
       }
-      order[size] = {key, static_cast<uint32_t>(size)};
+      words[size] = key | static_cast<uint32_t>(size);
       payloads[size] = {sample, weight};
       if (!merge_) out_->positions[size] = static_cast<int32_t>(size - first);
       ++size;
@@ -183,8 +195,49 @@ class Appender {
   const uint64_t vocabulary_size_;
   const bool merge_;
   const Keys keys_;
+  const int low_bits_;
   CsrEntries* out_;
 };
+
+// Writes the words of ids, without their samples; whether all were valid.
+template <class Id, class Word>
+TPU_EMBEDDING_CLONES bool WriteKeys(const Id* ids, int64_t size,
+                                    Id vocabulary_size, const Keys& keys,
+                                    int low_bits, Word* words) {
+  // Locals, which no write can change.
+  const Keys own = keys;
+  Id invalid = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const Id id = ids[i];
+    invalid |= Id{id < 0} | Id{id >= vocabulary_size};
+    words[i] = Word{own.ByMask(static_cast<uint32_t>(id))} << low_bits;
+  }
+  return invalid == 0;
+}
+
+// The entries of samples, in the form kOnes, if all ids are valid: in two
+// passes, the first of which has many ids to an instruction. If not, nothing
+// is appended.
+template <class Id, class Word>
+bool AppendOnes(const FeatureSpec& spec, const Id* ids, const FeatureRows& rows,
+                const SampleRange& range, CsrEntries* entries) {
+  const Keys keys(entries->place);
+  if (rows.positions || !keys.by_mask()) return false;
+  const int64_t begin = rows.begin(range.begin);
+  const int64_t size = rows.begin(range.end) - begin;
+  Word* const words = entries->words.of<Word>().data() + entries->size;
+  if (!WriteKeys(ids + begin, size, static_cast<Id>(spec.vocabulary_size), keys,
+                 entries->words.low_bits, words)) {
+    return false;
+  }
+  Word sample = static_cast<Word>(range.first_sample - entries->first_sample);
+  for (int64_t s = range.begin; s < range.end; ++s, ++sample) {
+    Word* const end = words + (rows.begin(s + 1) - begin);
+    for (Word* w = words + (rows.begin(s) - begin); w < end; ++w) *w |= sample;
+  }
+  entries->size += size;
+  return true;
+}
 
 // Calls `body` with the ids, of whichever type they are.
 template <class Body>
@@ -192,7 +245,36 @@ Error WithIds(const FeatureInput& input, const Body& body) {
   return input.ids32 ? body(input.ids32) : body(input.ids64);
 }
 
+int BitsOf(uint64_t bound) {
+  return bound > 1 ? 64 - __builtin_clzll(bound - 1) : 0;
+}
+
 }  // namespace
+
+void CsrWords::Start(uint64_t num_keys, uint64_t num_lows, bool may_be_narrow,
+                     int64_t capacity) {
+  narrow = may_be_narrow && BitsOf(num_keys) + BitsOf(num_lows) <= 32;
+  low_bits = narrow ? BitsOf(num_lows) : 32;
+  Resize(capacity);
+}
+
+void CsrWords::StartLike(const CsrWords& other, int64_t capacity) {
+  narrow = other.narrow;
+  low_bits = other.low_bits;
+  Resize(capacity);
+}
+
+void CsrEntries::Start(const TablePlace& new_place, const SampleSpan& samples,
+                       int64_t capacity, CsrForm new_form) {
+  place = new_place;
+  form = new_form;
+  size = 0;
+  const bool ones = form == CsrForm::kOnes;
+  words.Start(place.num_keys(), samples.count, ones, capacity);
+  first_sample = ones ? static_cast<int32_t>(samples.first) : 0;
+  if (!ones) payloads.Resize(capacity);
+  if (form == CsrForm::kPositions) positions.Resize(capacity);
+}
 
 int64_t CountEntries(const FeatureInput& input, const FeatureRows& rows,
                      const SampleRange& range) {
@@ -201,9 +283,8 @@ int64_t CountEntries(const FeatureInput& input, const FeatureRows& rows,
 }
 
 Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
-                    const FeatureRows& rows, const TablePlace& place,
-                    const SampleRange& range, int64_t max_valency,
-                    CsrEntries* entries) {
+                    const FeatureRows& rows, const SampleRange& range,
+                    int64_t max_valency, CsrEntries* entries) {
   const auto append_all = [&](auto appender) -> Error {
     int32_t sample = static_cast<int32_t>(range.first_sample);
     for (int64_t s = range.begin; s < range.end; ++s, ++sample) {
@@ -215,16 +296,20 @@ Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
   };
   return WithIds(input, [&](const auto* ids) -> Error {
     using Id = std::decay_t<decltype(*ids)>;
-    if (entries->form == CsrForm::kOnes) {
+    if (entries->form != CsrForm::kOnes) {
+      if (input.weights) {
+        return append_all(
+            Appender<Id, uint64_t, false, true>(spec, input, ids, entries));
+      }
       return append_all(
-          Appender<Id, true, false>(spec, input, ids, place, entries));
+          Appender<Id, uint64_t, false, false>(spec, input, ids, entries));
     }
-    if (input.weights) {
+    return WithWord(entries->words, [&](auto word) -> Error {
+      using Word = decltype(word);
+      if (AppendOnes<Id, Word>(spec, ids, rows, range, entries)) return {};
       return append_all(
-          Appender<Id, false, true>(spec, input, ids, place, entries));
-    }
-    return append_all(
-        Appender<Id, false, false>(spec, input, ids, place, entries));
+          Appender<Id, Word, true, false>(spec, input, ids, entries));
+    });
   });
 }
 

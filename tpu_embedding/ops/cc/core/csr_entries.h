@@ -18,7 +18,6 @@
 #include "core/buffer.h"
 #include "core/feature.h"
 #include "core/feature_rows.h"
-#include "core/radix_sort.h"
 
 namespace tpu_embedding {
 
@@ -47,27 +46,73 @@ enum class CsrForm {
 // Sums of ones are exact below this.
 constexpr int64_t kMostOnes = int64_t{1} << 24;
 
-// Entries of one table and one SparseCore, in the order of input. An entry's
-// key is shard * num_tokens + token, so that keys order entries as the
-// hardware wants them.
+// Entries as numbers, whose order is that of their keys:
+//
+//   | key | low part: what tells the entries of a key apart, `low_bits` |
+//
+// Words have 64 bits, 32 of them low; or 32 bits, where those are enough: half
+// the memory to sort.
+struct CsrWords {
+  // Keys are below `num_keys`, low parts below `num_lows`.
+  void Start(uint64_t num_keys, uint64_t num_lows, bool may_be_narrow,
+             int64_t capacity);
+  // Words of the same form.
+  void StartLike(const CsrWords& other, int64_t capacity);
+
+  template <class Word>
+  Buffer<Word>& of() {
+    if constexpr (sizeof(Word) == sizeof(uint32_t)) {
+      return narrow_words;
+    } else {
+      return wide_words;
+    }
+  }
+  void Resize(int64_t capacity) {
+    narrow ? narrow_words.Resize(capacity) : wide_words.Resize(capacity);
+  }
+  template <class Word>
+  const Word* data() const {
+    return const_cast<CsrWords*>(this)->of<Word>().data();
+  }
+
+  bool narrow = false;
+  int low_bits = 32;
+  Buffer<uint32_t> narrow_words;
+  Buffer<uint64_t> wide_words;
+};
+
+// Calls `body` with a value of the words' type.
+template <class Body>
+auto WithWord(const CsrWords& words, const Body& body) {
+  return words.narrow ? body(uint32_t{}) : body(uint64_t{});
+}
+
+// Which samples entries are of: [first, first + count).
+struct SampleSpan {
+  int64_t first = 0;
+  int64_t count = 0;
+};
+
+// Entries of one table and one SparseCore, in the order of input. A key is
+// shard * num_tokens + token, as the hardware wants them ordered.
 struct CsrEntries {
-  CsrEntries() = default;
-  explicit CsrEntries(int64_t capacity, CsrForm form = CsrForm::kGains) {
-    Start(capacity, form);
+  // Forgets the entries; the storage stays. `samples` matter to kOnes.
+  void Start(const TablePlace& place, const SampleSpan& samples,
+             int64_t capacity, CsrForm form);
+
+  // Appends an entry of the form kGains that has its place already.
+  void Append(uint32_t key, const CsrPayload& payload) {
+    words.wide_words[size] =
+        (uint64_t{key} << 32) | static_cast<uint32_t>(size);
+    payloads[size++] = payload;
   }
 
-  // Forgets the entries; the storage stays.
-  void Start(int64_t capacity, CsrForm new_form) {
-    form = new_form;
-    size = 0;
-    order.Resize(capacity);
-    if (form != CsrForm::kOnes) payloads.Resize(capacity);
-    if (form == CsrForm::kPositions) positions.Resize(capacity);
-  }
-
+  TablePlace place;
   CsrForm form = CsrForm::kGains;
-  // `entry` indexes the arrays below; in the form kOnes it is the sample.
-  Buffer<KeyedEntry<uint32_t>> order;
+  // The low part is, in the form kOnes, the sample less `first_sample`; else it
+  // indexes the arrays below.
+  CsrWords words;
+  int32_t first_sample = 0;
   Buffer<CsrPayload> payloads;
   Buffer<int32_t> positions;  // in the sample, in input order
   int64_t size = 0;
@@ -92,9 +137,8 @@ int64_t CountEntries(const FeatureInput& input, const FeatureRows& rows,
 // weights that are summed. `max_valency` is the most entries that a sample may
 // have, or 0.
 Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
-                    const FeatureRows& rows, const TablePlace& place,
-                    const SampleRange& range, int64_t max_valency,
-                    CsrEntries* entries);
+                    const FeatureRows& rows, const SampleRange& range,
+                    int64_t max_valency, CsrEntries* entries);
 
 // Checks the ids and weights of a whole input: those that the samples of a
 // sequence leave out too.

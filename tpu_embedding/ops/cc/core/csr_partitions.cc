@@ -1,127 +1,208 @@
 #include "core/csr_partitions.h"
 
 #include <algorithm>
-#include <limits>
-#include <type_traits>
+
+#include "core/radix_sort.h"
+#include "core/simd.h"
 
 namespace tpu_embedding {
 namespace {
 
-// Reads sorted entries one by one; a partition is a run of them.
-template <CsrForm kForm>
-class Merger {
- public:
-  Merger(const CsrEntries& entries, const SortScratch& scratch,
-         Partitions* partitions)
-      : next_(scratch.sorted.data()),
-        end_(next_ + entries.size),
-        payloads_(entries.payloads.data()),
-        positions_(entries.positions.data()),
-        out_(partitions) {}
+template <class Word>
+void Sort(int64_t num_keys, int64_t size, CsrWords* words,
+          Buffer<Word>* scratch) {
+  RadixSort(Digits(num_keys, size, words->low_bits), size, &words->of<Word>(),
+            scratch);
+}
 
-  // Appends the entries with keys below `bound`, which are all of one shard;
-  // returns how many tokens they have. A token is `key + shift`.
-  int64_t AppendShard(uint64_t bound, int64_t shift) {
-    // Locals, which stay in registers. No branches on the values: that two
-    // ids follow each other cannot be foreseen.
-    int32_t* const samples = out_->samples.data();
-    int32_t* const tokens = out_->tokens.data();
-    float* const gains = out_->gains.data();
-    int64_t last = out_->size - 1;
-    int64_t unique = 0;
-    uint32_t key = std::numeric_limits<uint32_t>::max();  // no entry has it
-    int32_t sample = 0;
-    Gain gain = 0;
-    const KeyedEntry<uint32_t>* entry = next_;
-    for (; entry < end_ && entry->key < bound; ++entry) {
-      const CsrPayload payload = PayloadOf(*entry);
-      const bool new_token = entry->key != key;
-      const bool merged = kForm != CsrForm::kPositions &&
-                          !(new_token | (payload.sample != sample));
-      unique += new_token;
-      key = entry->key;
-      sample = payload.sample;
-      gain = AddIf(merged, gain, static_cast<Gain>(payload.gain));
-      last += !merged;
-      samples[last] = sample;
-      tokens[last] = static_cast<int32_t>(key + shift);
-      gains[last] = static_cast<float>(gain);
-      if (kForm == CsrForm::kPositions) {
-        out_->positions[last] = positions_[entry->entry];
-      }
+// Makes one entry of equal ones; returns how many there are. Without branches:
+// that two ids follow each other cannot be foreseen.
+template <class Word>
+int64_t MergeOnes(const Word* words, int64_t size, Word* merged,
+                  uint32_t* ends) {
+  ends[0] = 0;
+  if (size == 0) return 0;
+  int64_t last = 0;
+  Word before = words[0];
+  for (int64_t i = 0; i < size; ++i) {
+    const Word word = words[i];
+    last += word != before;
+    before = word;
+    merged[last] = word;
+    ends[last + 1] = static_cast<uint32_t>(i + 1);
+  }
+  return last + 1;
+}
+
+// The same with gains. Positions, if there are any, keep entries apart.
+int64_t MergeGains(const CsrEntries& entries, Partitions* partitions) {
+  const uint64_t* const words = entries.words.wide_words.data();
+  const CsrPayload* const payloads = entries.payloads.data();
+  uint64_t* const merged = partitions->words.wide_words.data();
+  float* const gains = partitions->gains.data();
+  const bool merge = entries.form == CsrForm::kGains;
+  int64_t last = -1;
+  uint64_t before = ~uint64_t{0};  // no entry is so
+  float gain = 0.0f;
+  for (int64_t i = 0; i < entries.size; ++i) {
+    const CsrPayload payload = payloads[static_cast<uint32_t>(words[i])];
+    const uint64_t word = (words[i] & ~uint64_t{0xffffffff}) |
+                          static_cast<uint32_t>(payload.sample);
+    const bool same = merge & (word == before);
+    before = word;
+    gain = same ? gain + payload.gain : payload.gain;
+    last += !same;
+    merged[last] = word;
+    gains[last] = gain;
+  }
+  return last + 1;
+}
+
+void Merge(const CsrEntries& entries, Partitions* partitions) {
+  CsrWords& words = partitions->words;
+  if (entries.form == CsrForm::kOnes) {
+    partitions->ends.Resize(entries.size + 1);
+    partitions->size = WithWord(words, [&](auto word) {
+      using Word = decltype(word);
+      return MergeOnes(entries.words.data<Word>(), entries.size,
+                       words.of<Word>().data(), partitions->ends.data());
+    });
+    return;
+  }
+  partitions->gains.Resize(entries.size);
+  partitions->size = MergeGains(entries, partitions);
+  if (entries.form != CsrForm::kPositions) return;
+  partitions->positions.Resize(entries.size);
+  for (int64_t i = 0; i < entries.size; ++i) {
+    const auto place = static_cast<uint32_t>(entries.words.wide_words[i]);
+    partitions->positions[i] = entries.positions[place];
+  }
+}
+
+// The first of entries [begin, end) with a key of at least `key`. Without
+// branches, which nobody could predict.
+int64_t LowerBound(const CsrWords& words, int64_t begin, int64_t end,
+                   uint64_t key) {
+  return WithWord(words, [&](auto word) {
+    const auto* data = words.data<decltype(word)>();
+    int64_t size = end - begin;
+    while (size > 0) {
+      const int64_t half = (size + 1) / 2;
+      begin += (data[begin + half - 1] >> words.low_bits) < key ? half : 0;
+      size -= half;
     }
-    next_ = entry;
-    out_->size = last + 1;
-    return unique;
-  }
+    return begin;
+  });
+}
 
- private:
-  // Ones are counted: that is faster than to add floats.
-  using Gain = std::conditional_t<kForm == CsrForm::kOnes, int32_t, float>;
-
-  // `own`, and `gain` with it if `merged`.
-  static int32_t AddIf(bool merged, int32_t gain, int32_t own) {
-    return (gain & -int32_t{merged}) + own;
+// How many keys there are among entries [begin, end), which are sorted.
+template <class Word>
+TPU_EMBEDDING_CLONES int64_t CountKeys(const Word* words, int64_t begin,
+                                       int64_t end, int low_bits) {
+  Word count = begin < end;
+  for (int64_t i = begin + 1; i < end; ++i) {
+    count += ((words[i] ^ words[i - 1]) >> low_bits) != 0;
   }
-  static float AddIf(bool merged, float gain, float own) {
-    return merged ? gain + own : own;
-  }
+  return count;
+}
 
-  CsrPayload PayloadOf(const KeyedEntry<uint32_t>& entry) const {
-    if (kForm != CsrForm::kOnes) return payloads_[entry.entry];
-    return {static_cast<int32_t>(entry.entry), 1.0f};
-  }
+int64_t CountUnique(const CsrWords& words, int64_t begin, int64_t end) {
+  return WithWord(words, [&](auto word) {
+    return CountKeys(words.data<decltype(word)>(), begin, end, words.low_bits);
+  });
+}
 
-  const KeyedEntry<uint32_t>* next_;
-  const KeyedEntry<uint32_t>* const end_;
-  const CsrPayload* const payloads_;
-  const int32_t* const positions_;
-  Partitions* const out_;
-};
-
-template <CsrForm kForm>
-void Merge(const TablePlace& place, const CsrEntries& entries,
-           const SortScratch& scratch, Partitions* partitions) {
-  Merger<kForm> merger(entries, scratch, partitions);
-  for (int64_t shard = 0; shard < place.num_shards; ++shard) {
-    const int64_t before = shard * place.num_tokens;
-    partitions->begins[shard] = partitions->size;
-    partitions->unique[shard] = merger.AppendShard(before + place.num_tokens,
-                                                   place.first_token - before);
+template <class Word>
+TPU_EMBEDDING_CLONES void WriteWords(const Word* words, int low_bits,
+                                     int64_t size, int32_t first_sample,
+                                     uint32_t shift, int32_t* samples,
+                                     int32_t* tokens) {
+  const Word mask = (Word{1} << low_bits) - 1;
+  for (int64_t i = 0; i < size; ++i) {
+    const Word word = words[i];
+    samples[i] = static_cast<int32_t>(word & mask) + first_sample;
+    const auto key = static_cast<uint32_t>(word >> low_bits);
+    tokens[i] = static_cast<int32_t>(key + shift);
   }
-  partitions->begins[place.num_shards] = partitions->size;
+}
+
+TPU_EMBEDDING_CLONES void WriteOnes(const uint32_t* ends, int64_t size,
+                                    float* gains) {
+  for (int64_t i = 0; i < size; ++i) {
+    gains[i] = static_cast<float>(static_cast<int32_t>(ends[i + 1] - ends[i]));
+  }
 }
 
 }  // namespace
 
-void SortIntoPartitions(const TablePlace& place, const CsrEntries& entries,
-                        SortScratch* scratch, Partitions* partitions) {
-  RadixSort<uint32_t>(place.num_keys(), entries.size, entries.order,
-                      &scratch->sorted, &scratch->between);
-  partitions->size = 0;
-  partitions->samples.Resize(entries.size);
-  partitions->tokens.Resize(entries.size);
-  partitions->gains.Resize(entries.size);
-  partitions->begins.resize(place.num_shards + 1);
-  partitions->unique.resize(place.num_shards);
-  switch (entries.form) {
-    case CsrForm::kOnes:
-      Merge<CsrForm::kOnes>(place, entries, *scratch, partitions);
-      break;
-    case CsrForm::kGains:
-      Merge<CsrForm::kGains>(place, entries, *scratch, partitions);
-      break;
-    case CsrForm::kPositions:
-      partitions->positions.Resize(entries.size);
-      Merge<CsrForm::kPositions>(place, entries, *scratch, partitions);
-      break;
+void SortIntoPartitions(CsrEntries* entries, SortScratch* scratch,
+                        Partitions* partitions) {
+  const TablePlace& place = entries->place;
+  CsrWords& sorted = entries->words;
+  if (sorted.narrow) {
+    Sort(place.num_keys(), entries->size, &sorted, &scratch->narrow_words);
+  } else {
+    Sort(place.num_keys(), entries->size, &sorted, &scratch->wide_words);
+  }
+  partitions->place = place;
+  partitions->form = entries->form;
+  partitions->first_sample = entries->first_sample;
+  partitions->words.StartLike(sorted, entries->size);
+  Merge(*entries, partitions);
+  partitions->begins.assign(1, 0);
+  partitions->unique.clear();
+  for (int64_t shard = 0; shard < place.num_shards; ++shard) {
+    const int64_t begin = partitions->begins.back();
+    const int64_t end = LowerBound(partitions->words, begin, partitions->size,
+                                   (shard + 1) * place.num_tokens);
+    partitions->begins.push_back(end);
+    partitions->unique.push_back(CountUnique(partitions->words, begin, end));
   }
 }
 
-int64_t LowerBound(const Partitions& partitions, int64_t begin, int64_t end,
-                   int64_t token) {
-  const int32_t* tokens = partitions.tokens.data();
-  return std::lower_bound(tokens + begin, tokens + end, token) - tokens;
+int64_t FirstOfRow(const Partitions& partitions, int64_t shard, int64_t row) {
+  const TablePlace& place = partitions.place;
+  const int64_t token = (row - shard + place.num_shards - 1) / place.num_shards;
+  const int64_t own =
+      std::clamp<int64_t>(token - place.first_token, 0, place.num_tokens);
+  return LowerBound(partitions.words, partitions.begins[shard],
+                    partitions.begins[shard + 1],
+                    shard * place.num_tokens + own);
+}
+
+void AddBuckets(const Partitions& partitions, int64_t shard, int64_t width,
+                BucketCounts* buckets) {
+  int64_t begin = partitions.begins[shard];
+  for (int b = 0; b < kNumBuckets; ++b) {
+    const int64_t end = FirstOfRow(partitions, shard, (b + 1) * width);
+    const int64_t unique = CountUnique(partitions.words, begin, end);
+    (*buckets)[b] = (*buckets)[b] + IdCounts{end - begin, unique};
+    begin = end;
+  }
+}
+
+void WriteEntries(const Partitions& partitions, int64_t shard, int64_t begin,
+                  int64_t end, int64_t out, const CsrArrays& arrays) {
+  const TablePlace& place = partitions.place;
+  const CsrWords& words = partitions.words;
+  // Modulo 2^32, as keys are.
+  const auto shift =
+      static_cast<uint32_t>(place.first_token - shard * place.num_tokens);
+  const int64_t size = end - begin;
+  WithWord(words, [&](auto word) {
+    WriteWords(words.data<decltype(word)>() + begin, words.low_bits, size,
+               partitions.first_sample, shift, arrays.sample_ids + out,
+               arrays.token_ids + out);
+  });
+  if (partitions.form == CsrForm::kOnes) {
+    WriteOnes(partitions.ends.data() + begin, size, arrays.gains + out);
+  } else {
+    std::copy_n(partitions.gains.data() + begin, size, arrays.gains + out);
+  }
+  if (arrays.positions) {
+    std::copy_n(partitions.positions.data() + begin, size,
+                arrays.positions + out);
+  }
 }
 
 }  // namespace tpu_embedding

@@ -12,34 +12,62 @@
 #include <vector>
 
 #include "core/csr_entries.h"
+#include "core/csr_layout.h"
+#include "core/csr_splits.h"
 
 namespace tpu_embedding {
 
+// In few bytes for each entry, as all partitions of a table must be known
+// before the first can be written.
 struct Partitions {
+  TablePlace place;
+  CsrForm form = CsrForm::kGains;
+  CsrWords words;  // keys over samples, less `first_sample`
+  int32_t first_sample = 0;
+  // In the form kOnes: entries [ends[i], ends[i + 1]) became entry i, so that
+  // its gain is their number. [size + 1]
+  Buffer<uint32_t> ends;
+  Buffer<float> gains;        // in the other forms
+  Buffer<int32_t> positions;  // in the sample, where they are kept
   int64_t size = 0;
-  Buffer<int32_t> samples;
-  Buffer<int32_t> tokens;  // of the stack
-  Buffer<float> gains;
-  Buffer<int32_t> positions;    // in the sample, where they are kept
   std::vector<int64_t> begins;  // [num_shards + 1]
   std::vector<int64_t> unique;  // [num_shards], tokens counted once
+
+  IdCounts counts(int64_t shard) const {
+    return {begins[shard + 1] - begins[shard], unique[shard]};
+  }
 };
 
 // Room for a sort; whoever sorts often keeps it.
 struct SortScratch {
-  Buffer<KeyedEntry<uint32_t>> sorted, between;
+  Buffer<uint32_t> narrow_words;
+  Buffer<uint64_t> wide_words;
 };
 
 // Sorts `entries` by key; equal keys stay in the order of input. Entries of one
 // sample with one key become one, their gains added, unless positions are
-// kept.
-void SortIntoPartitions(const TablePlace& place, const CsrEntries& entries,
-                        SortScratch* scratch, Partitions* partitions);
+// kept. The words of `entries` are sorted in place.
+void SortIntoPartitions(CsrEntries* entries, SortScratch* scratch,
+                        Partitions* partitions);
 
-// The first of the entries [begin, end) of one shard with a token of at least
-// `token`.
-int64_t LowerBound(const Partitions& partitions, int64_t begin, int64_t end,
-                   int64_t token);
+// The first entry of a shard whose row of the stack is at least `row`.
+int64_t FirstOfRow(const Partitions& partitions, int64_t shard, int64_t row);
+
+// Counts the ids of one shard by bucket, of `width` rows of the stack each, and
+// adds them to `buckets`.
+void AddBuckets(const Partitions& partitions, int64_t shard, int64_t width,
+                BucketCounts* buckets);
+
+// Writes entries [begin, end) of one shard to `arrays`, from `out` on.
+void WriteEntries(const Partitions& partitions, int64_t shard, int64_t begin,
+                  int64_t end, int64_t out, const CsrArrays& arrays);
+
+// All of its entries.
+inline void WritePartition(const Partitions& partitions, int64_t shard,
+                           int64_t out, const CsrArrays& arrays) {
+  WriteEntries(partitions, shard, partitions.begins[shard],
+               partitions.begins[shard + 1], out, arrays);
+}
 
 }  // namespace tpu_embedding
 

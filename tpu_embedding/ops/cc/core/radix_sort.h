@@ -15,10 +15,12 @@ namespace tpu_embedding {
 // How a sort cuts its keys into digits.
 class Digits {
  public:
-  // Keys are below `bound`. Wide digits mean few passes, each of which has to
-  // clear and add up its counters; so few entries get narrow digits. Eleven
-  // bits: 2048 counters stay in the first-level cache.
-  Digits(uint64_t bound, int64_t num_entries) {
+  // Keys are below `bound` and stand `low_bits` above the end of their number.
+  // Wide digits mean few passes, each of which has to clear and add up its
+  // counters; so few entries get narrow digits. Eleven bits: 2048 counters stay
+  // in the first-level cache.
+  Digits(uint64_t bound, int64_t num_entries, int low_bits = 0)
+      : low_bits_(low_bits) {
     const int key_bits = bound > 1 ? BitWidth(bound - 1) : 1;
     const int most = std::clamp(BitWidth(num_entries), 4, 11);
     passes_ = (key_bits + most - 1) / most;
@@ -27,8 +29,8 @@ class Digits {
 
   int passes() const { return passes_; }
   int64_t size() const { return int64_t{1} << bits_; }
-  int64_t Of(uint64_t key, int pass) const {
-    return (key >> (pass * bits_)) & (size() - 1);
+  int64_t Of(uint64_t number, int pass) const {
+    return (number >> (low_bits_ + pass * bits_)) & (size() - 1);
   }
 
  private:
@@ -36,6 +38,7 @@ class Digits {
     return value ? 64 - __builtin_clzll(value) : 0;
   }
 
+  const int low_bits_;
   int passes_;
   int bits_;
 };
@@ -54,14 +57,13 @@ void CountDigits(const Digits& digits, const Source& source, const Key& key,
   });
 }
 
-// Sorts by `key(entry)`, all keys being below `bound`; equal keys keep their
-// order. `source(visit)` calls visit(entry) for each of the `size` entries, in
-// order; it is called twice, so that entries need not be stored before they
-// are sorted. `scratch` is room to work in.
+// Sorts by the digits of `key(entry)`; equal keys keep their order.
+// `source(visit)` calls visit(entry) for each of the `size` entries, in order;
+// it is called twice, so that entries need not be stored before they are
+// sorted. `scratch` is room to work in.
 template <class Entry, class Source, class Key>
-void RadixSort(uint64_t bound, int64_t size, const Source& source,
+void RadixSort(const Digits& digits, int64_t size, const Source& source,
                const Key& key, Buffer<Entry>* sorted, Buffer<Entry>* scratch) {
-  const Digits digits(bound, size);
   const int passes = digits.passes();
   sorted->Resize(size);
   if (passes > 1) scratch->Resize(size);
@@ -100,26 +102,21 @@ void RadixSort(uint64_t bound, int64_t size, const Source& source,
   }
 }
 
-// An entry that stands elsewhere, and what it is sorted by.
+// Sorts numbers in place.
 template <class Word>
-struct KeyedEntry {
-  Word key;
-  Word entry;
-};
-
-// Sorts the first `size` of `entries` into `sorted`.
-template <class Word>
-void RadixSort(uint64_t bound, int64_t size,
-               const Buffer<KeyedEntry<Word>>& entries,
-               Buffer<KeyedEntry<Word>>* sorted,
-               Buffer<KeyedEntry<Word>>* scratch) {
-  const auto source = [begin = entries.data(), size](const auto& visit) {
+void RadixSort(const Digits& digits, int64_t size, Buffer<Word>* words,
+               Buffer<Word>* scratch) {
+  const auto source = [begin = words->data(), size](const auto& visit) {
     std::for_each(begin, begin + size, visit);
   };
-  RadixSort(
-      bound, size, source,
-      [](const KeyedEntry<Word>& entry) { return uint64_t{entry.key}; }, sorted,
-      scratch);
+  const auto key = [](Word word) { return uint64_t{word}; };
+  // An even number of passes ends where it began.
+  if (digits.passes() % 2 == 0) {
+    RadixSort(digits, size, source, key, words, scratch);
+  } else {
+    RadixSort(digits, size, source, key, scratch, words);
+    std::swap(*words, *scratch);
+  }
 }
 
 }  // namespace tpu_embedding

@@ -71,7 +71,7 @@ int64_t SortPart(uint64_t bound, int64_t size, const Source& source,
   const uint64_t mask =
       bound > 1 ? ~uint64_t{0} >> __builtin_clzll(bound - 1) : 0;
   RadixSort(
-      bound, size, source,
+      Digits(bound, size), size, source,
       [mask](const Entry& entry) { return RowOf(entry) & mask; },
       &space->sorted, &space->scratch);
   const Entry* entries = space->sorted.data();

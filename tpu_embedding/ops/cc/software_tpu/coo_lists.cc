@@ -43,7 +43,7 @@ absl::Status AppendCoo(const HostOpTable& table, const CooView& coo,
                        int64_t begin, int64_t end, int64_t samples,
                        CsrEntries* entries) {
   const int64_t shards = table.num_shards();
-  const TablePlace place = table.place();
+  const int64_t num_tokens = entries->place.num_tokens;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t row = coo.columns[i];
     if (row < 0 || row >= table.rows || coo.rows[i] < 0) {
@@ -51,12 +51,10 @@ absl::Status AppendCoo(const HostOpTable& table, const CooView& coo,
           "Table ", table.name, ": sample ", coo.rows[i], " has row ", row,
           ", but rows must be in [0, ", table.rows, ")."));
     }
-    const int64_t key = row % shards * place.num_tokens + row / shards;
-    const int64_t next = entries->size++;
-    entries->order[next] = {static_cast<uint32_t>(key),
-                            static_cast<uint32_t>(next)};
-    entries->payloads[next] = {static_cast<int32_t>(coo.rows[i] % samples),
-                               coo.gains[i]};
+    const int64_t key = row % shards * num_tokens + row / shards;
+    entries->Append(
+        static_cast<uint32_t>(key),
+        {static_cast<int32_t>(coo.rows[i] % samples), coo.gains[i]});
   }
   return absl::OkStatus();
 }

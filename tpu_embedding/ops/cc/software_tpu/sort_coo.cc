@@ -128,9 +128,11 @@ class ConvertOp : public tensorflow::OpKernel {
     const SampleRange range{
         core * count, (core + 1) * count,
         core * (stacked_samples_ / cores_) + row_offset_ / cores_};
-    CsrEntries entries(CountEntries(input, rows, range));
-    TF_RETURN_IF_ERROR(ToStatus(
-        AppendEntries(spec_, input, rows, place_, range, 0, &entries)));
+    CsrEntries entries;
+    entries.Start(place_, {}, CountEntries(input, rows, range),
+                  CsrForm::kGains);
+    TF_RETURN_IF_ERROR(
+        ToStatus(AppendEntries(spec_, input, rows, range, 0, &entries)));
     Tensor *samples, *columns, *gains;
     const TensorShape shape({entries.size});
     TF_RETURN_IF_ERROR(context->allocate_output(core, shape, &samples));
@@ -139,7 +141,7 @@ class ConvertOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(
         context->allocate_output(2 * cores_ + core, shape, &gains));
     for (int64_t i = 0; i < entries.size; ++i) {
-      const int64_t key = entries.order[i].key;
+      const int64_t key = entries.words.wide_words[i] >> 32;
       samples->flat<int32_t>()(i) = entries.payloads[i].sample;
       columns->flat<int32_t>()(i) =
           static_cast<int32_t>(key % place_.num_tokens * place_.num_shards +
@@ -176,7 +178,8 @@ class ListOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(context->input_list("gains_list", &gains));
     int64_t size = 0;
     for (const Tensor& list : rows) size += list.NumElements();
-    CsrEntries entries(size);
+    CsrEntries entries;
+    entries.Start(table_.place(), {}, size, CsrForm::kGains);
     for (int i = 0; i < rows.size(); ++i) {
       CooView coo;
       TF_RETURN_IF_ERROR(MakeCooView(rows[i], columns[i], gains[i], &coo));
@@ -184,7 +187,7 @@ class ListOp : public tensorflow::OpKernel {
           AppendCoo(table_, coo, 0, coo.size, samples_, &entries));
     }
     SortScratch scratch;
-    SortIntoPartitions(table_.place(), entries, &scratch, partitions);
+    SortIntoPartitions(&entries, &scratch, partitions);
     return absl::OkStatus();
   }
 
@@ -205,8 +208,7 @@ class SortOp : public ListOp {
     Partitions partitions;
     OP_REQUIRES_OK(context, Sort(context, &partitions));
     for (int64_t s = 0; s < table_.num_shards(); ++s) {
-      const IdCounts counts{partitions.begins[s + 1] - partitions.begins[s],
-                            partitions.unique[s]};
+      const IdCounts counts = partitions.counts(s);
       if (counts.Within(limit_)) continue;
       const bool unique = counts.ids <= limit_.ids;
       OP_REQUIRES(
@@ -223,12 +225,12 @@ class SortOp : public ListOp {
     OP_REQUIRES_OK(context,
                    context->allocate_output(
                        3, TensorShape({table_.num_shards() + 1}), &counts));
-    const auto copy = [&](const auto& from, auto* to) {
-      std::copy_n(from.data(), partitions.size, to);
-    };
-    copy(partitions.samples, samples->flat<int32_t>().data());
-    copy(partitions.tokens, tokens->flat<int32_t>().data());
-    copy(partitions.gains, gains->flat<float>().data());
+    const CsrArrays arrays{nullptr, samples->flat<int32_t>().data(),
+                           tokens->flat<int32_t>().data(),
+                           gains->flat<float>().data(), nullptr};
+    for (int64_t s = 0; s < table_.num_shards(); ++s) {
+      WritePartition(partitions, s, partitions.begins[s], arrays);
+    }
     std::copy(partitions.begins.begin(), partitions.begins.end(),
               counts->flat<int32_t>().data());
   }
@@ -246,9 +248,9 @@ class StatsOp : public ListOp {
     OP_REQUIRES_OK(context, Sort(context, &partitions));
     IdCounts largest;
     for (int64_t s = 0; s < table_.num_shards(); ++s) {
-      largest.ids = std::max(largest.ids,
-                             partitions.begins[s + 1] - partitions.begins[s]);
-      largest.unique = std::max(largest.unique, partitions.unique[s]);
+      const IdCounts counts = partitions.counts(s);
+      largest.ids = std::max(largest.ids, counts.ids);
+      largest.unique = std::max(largest.unique, counts.unique);
     }
     Tensor *ids, *unique;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ids));

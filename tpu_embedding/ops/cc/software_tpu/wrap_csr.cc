@@ -132,7 +132,8 @@ class SplitsOp : public tensorflow::OpKernel {
     Result result;
     result.counts.push_back(0);
     for (int64_t core = 0; core < table_.num_cores; ++core) {
-      CsrEntries entries(coo.size);
+      CsrEntries entries;
+      entries.Start(table_.place(), {}, coo.size, CsrForm::kGains);
       for (int64_t i = 0; i < coo.size; ++i) {
         if (coo.rows[i] / per_core != core) continue;
         OP_REQUIRES_OK(context,
@@ -140,7 +141,7 @@ class SplitsOp : public tensorflow::OpKernel {
       }
       SortScratch scratch;
       Partitions partitions;
-      SortIntoPartitions(table_.place(), entries, &scratch, &partitions);
+      SortIntoPartitions(&entries, &scratch, &partitions);
       for (int64_t s = 0; s < shards; ++s) {
         OP_REQUIRES_OK(context, AddPartition(partitions, s, &result));
       }
@@ -158,19 +159,16 @@ class SplitsOp : public tensorflow::OpKernel {
 
   absl::Status AddPartition(const Partitions& partitions, int64_t shard,
                             Result* result) const {
+    const int64_t out = result->samples.size();
+    const int64_t end = out + partitions.counts(shard).ids;
+    result->samples.resize(end);
+    result->tokens.resize(end);
+    result->gains.resize(end);
+    WritePartition(partitions, shard, out,
+                   {nullptr, result->samples.data(), result->tokens.data(),
+                    result->gains.data(), nullptr});
     BucketCounts buckets{};
-    for (int64_t i = partitions.begins[shard]; i < partitions.begins[shard + 1];
-         ++i) {
-      const int64_t token = partitions.tokens[i];
-      result->samples.push_back(partitions.samples[i]);
-      result->tokens.push_back(partitions.tokens[i]);
-      result->gains.push_back(partitions.gains[i]);
-      const int64_t row = token * table_.num_shards() + shard;
-      IdCounts& bucket = buckets[row / BucketWidth(table_.rows)];
-      ++bucket.ids;
-      bucket.unique +=
-          i == partitions.begins[shard] || token != partitions.tokens[i - 1];
-    }
+    AddBuckets(partitions, shard, BucketWidth(table_.rows), &buckets);
     IdCounts total;
     for (const IdCounts& bucket : buckets) {
       total = total + bucket;
