@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from sparse_core import custom_models
 from test_topology import TOPOLOGY, Described
 
 import tpu_embedding as te
@@ -21,15 +22,18 @@ from tpu_embedding.keras import TPUEmbedding
 CORES, REPLICAS = 4, 8
 
 
-class Local:
+class Local(tf.Module):
     """A variable of each replica, of which the program sees one."""
 
     def __init__(
         self, name: str, initial_value: Callable[[], tf.Tensor], *_: Any
     ) -> None:
+        super().__init__()
         self.values = [create_state(name, initial_value())] * REPLICAS
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "values":
+            raise AttributeError(name)
         return getattr(self.values[0], name)
 
 
@@ -121,6 +125,75 @@ def test_what_runs_on_the_host_and_what_on_the_tpu(
     assert update.inputs[0].shape == (4 * 64 * 32,)
     # The table and its accumulators; those of the pending update, and that it is there.
     assert len(program["AssignVariableOp"]) == (2 + 7 + 1 if pipelined else 2)
+
+
+# 8 columns; a rule has its rate and two numbers of its own.
+VALENCY, WEIGHTS = custom_models.VALENCY, custom_models.WEIGHTS
+STATE: list[list[int]] = [[1, 8], [1, 8], [1]]
+RULE: list[list[int]] = [[1, 8], *STATE, [], [], [], *STATE]
+VECTORS: list[list[int]] = [[], [VALENCY, 8], [WEIGHTS]]
+SIZES = {"max_valency": VALENCY, "num_weights": WEIGHTS}
+VJPS = {
+    "combiner_table_vjp_computation": [*VECTORS, [8], [VALENCY, 8]],
+    "combiner_weights_vjp_computation": [*VECTORS, [8], [WEIGHTS]],
+}
+# By op how many there are, its attributes, and the shapes of its functions, in and out.
+CUSTOM_OPS: dict[str, tuple[int, dict[str, Any], dict[str, list[list[int]]]]] = {
+    "WithStaticBufferSize": (1, {"table_name": b"films", "input_size": 4}, {}),
+    "CustomCombinerOnTcWithCsrInput": (
+        2,
+        {**SIZES, "input_size": 4},
+        {"combiner_computation": [*VECTORS, [8]]},
+    ),
+    "GradWithCsrInput": (
+        1,
+        {"table_name": b"films", "N": 3, "M": 3},
+        {"custom_computation": RULE},
+    ),
+    "CustomCombinerOnTcGradWithAdagradAndCsrInput": (
+        1,
+        {**SIZES, "table_name": b"users"},
+        VJPS,
+    ),
+    "CustomCombinerOnTcGradWithCsrInput": (
+        1,
+        {**SIZES, "table_name": b"both", "N": 3, "M": 3},
+        {**VJPS, "optimizer_custom_computation": RULE},
+    ),
+}
+
+
+def test_the_ops_of_functions_of_the_users(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule, a combiner, and both: ops of their own, the functions as attributes."""
+    monkeypatch.setenv("TPU_EMBEDDING_HOST_OPS", "library")
+    embedding = custom_models.make(strategy)
+    embedding.build()
+
+    def step(_: tf.Tensor) -> Any:
+        activations, preserved = embedding(*custom_models.batch(0))
+        embedding.apply_gradients(activations, preserved)
+        return activations
+
+    @tf.function
+    def train(ids: tf.Tensor) -> Any:
+        return strategy.run(step, (ids,))
+
+    program, outside = program_of(train, tf.TensorSpec([8], tf.int64))
+    form = "XlaSparseDenseMatmul"
+    found = {kind for kind in program.keys() - outside if kind.startswith(form)}
+    assert found == {form + kind for kind in CUSTOM_OPS}
+    for kind, (count, attributes, functions) in CUSTOM_OPS.items():
+        ops = program[form + kind]
+        assert len(ops) == count
+        for op in ops:
+            assert {name: op.get_attr(name) for name in attributes} == attributes
+            for name, shapes in functions.items():
+                function = op.graph._get_function(op.get_attr(name).name)
+                signature = function.function_type
+                specs = [*signature.flat_inputs, *signature.flat_outputs]
+                assert [spec.shape.as_list() for spec in specs] == shapes
 
 
 def test_several_cores_for_each_replica_are_refused() -> None:
