@@ -61,6 +61,26 @@ def test_functions_that_cannot_be_used(options: Any, text: str) -> None:
             embedding.build()
 
 
+@pytest.mark.parametrize("options", ["optimizer", "combiner"])
+def test_what_a_function_raises(options: str) -> None:
+    """The user's own exception, with a note of whose function it was."""
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    what = {
+        "optimizer": te.CustomOptimizer(fail),
+        "combiner": te.CustomCombiner(fail, 2),
+    }
+    for strategy in (strategy_of("v6e", 1), tf.distribute.get_strategy()):
+        with strategy.scope():
+            given = {"optimizer": te.SGD(1.0), options: what[options]}
+            embedding = te.TPUEmbeddingV2(feature(**given))
+        whose = f"^mine\\n.* of the Custom{options.title()} of table 'films'"
+        with pytest.raises(ZeroDivisionError, match=whose):
+            embedding.build()
+
+
 def unknown(x: tf.Tensor) -> Any:
     return tf.py_function(lambda y: y, [x], tf.float32)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
@@ -59,6 +60,16 @@ def table_dtype(table: str, dtype: str, what: str) -> NotImplementedError:
         '`dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and keras.TPUEmbedding '
         f"have tables of {dtype} when they are built outside of a TPU strategy."
     )
+
+
+@contextlib.contextmanager
+def function_of(table: str, what: str) -> Iterator[None]:
+    """Notes on what a function of the user's raises inside whose function it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"That is from the function of the {what} of table {table!r}.")
+        raise
 
 
 def captured(name: str, what: str, captures: object) -> ValueError:

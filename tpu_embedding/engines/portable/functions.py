@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.engines import table_errors
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import CustomOptimizer
 
@@ -35,7 +36,7 @@ def _check_rule(table: str, optimizer: CustomOptimizer, dim: int) -> None:
         own, numbers = values[: len(slots)], values[len(slots) :]
         return optimizer.compute(gradient, row, own, *numbers, table=table)
 
-    _trace(rule, [row, row, *slots, *numbers])
+    _trace(table, "CustomOptimizer", rule, [row, row, *slots, *numbers])
 
 
 def _check_combiner(table: str, combiner: CustomCombiner, dim: int) -> None:
@@ -45,8 +46,10 @@ def _check_combiner(table: str, combiner: CustomCombiner, dim: int) -> None:
         return combiner.compute(valency, vectors, *weights, table=table)
 
     vectors = tf.TensorSpec([combiner.max_valency, dim])
-    _trace(combine, [tf.TensorSpec([], tf.int32), vectors, *weights])
+    inputs = [tf.TensorSpec([], tf.int32), vectors, *weights]
+    _trace(table, "CustomCombiner", combine, inputs)
 
 
-def _trace(function: Any, inputs: list[tf.TensorSpec]) -> None:
-    tf.function(function, autograph=False).get_concrete_function(*inputs)
+def _trace(table: str, what: str, function: Any, inputs: list[tf.TensorSpec]) -> None:
+    with table_errors.function_of(table, what):
+        tf.function(function, autograph=False).get_concrete_function(*inputs)

@@ -148,7 +148,8 @@ def _trace(
     table: str, what: str, function: Any, inputs: Sequence[tf.TensorSpec]
 ) -> Any:
     """A function without captures: an attribute of an op can bring none along."""
-    traced = tf.function(function, autograph=False).get_concrete_function(*inputs)
+    with table_errors.function_of(table, what):
+        traced = tf.function(function, autograph=False).get_concrete_function(*inputs)
     if traced.captured_inputs:
         raise table_errors.captured(table, what, traced.captured_inputs)
     return traced
