@@ -109,7 +109,7 @@ def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
     sums = _SEGMENT_OPS[selection.combiner](
         data=data,
         indices=indices,
-        segment_ids=selection.samples,
+        segment_ids=selection.unchecked_samples,
         num_segments=selection.num_samples,
     )
     return sums if len(selection.axes) == 1 else _shaped(sums, tf.stack(selection.axes))

@@ -61,9 +61,8 @@ class Selection:
     """What one feature looks up, before gains are made of its weights.
 
     Attributes:
-      rows: int64 [n], each in [0, V). Whoever uses the others without these has to
-        wait for them, as they wait for the checks.
-      samples: int64 [n], ascending.
+      rows: int64 [n], each in [0, V); they wait for the checks.
+      unchecked_samples: int64 [n], for ops that take `rows` too and so wait for them.
       weights: float32 [n], or None where all are 1.
       axes: int64 scalars, the output shape without the embedding axis.
       combiner: The table's.
@@ -71,11 +70,17 @@ class Selection:
     """
 
     rows: tf.Tensor
-    samples: tf.Tensor
+    unchecked_samples: tf.Tensor
     weights: tf.Tensor | None
     axes: list[tf.Tensor]
     combiner: str
     one_each: bool
+
+    @property
+    def samples(self) -> tf.Tensor:
+        """int64 [n], ascending, after the checks."""
+        with tf.control_dependencies([self.rows]):
+            return tf.identity(self.unchecked_samples)
 
     @property
     def num_samples(self) -> tf.Tensor:
@@ -89,9 +94,10 @@ class Selection:
             weights = tf.ones_like(self.rows, tf.float32)
         # Whoever makes room for a shape must wait for its checks, as the rows do.
         with tf.control_dependencies([self.rows]):
-            samples, shape = tf.identity(self.samples), tf.stack(self.axes)
+            shape = tf.stack(self.axes)
         # Not negative even where a check fails: tracing looks at constants, too.
         count = tf.maximum(self.num_samples, 0)
+        samples = self.samples
         gains = _gains(self.combiner, samples, weights, count)
         return Entries(self.rows, samples, gains, shape)
 
@@ -207,7 +213,7 @@ def _draft(feature: FeatureInput) -> _Draft:
             columns[0] = tf.math.floormod(columns[0], config.vocabulary_size)
         return Selection(
             rows=columns[0],
-            samples=columns[1],
+            unchecked_samples=columns[1],
             weights=None if weights is None else columns[2],
             axes=axes,
             combiner=config.entry_combiner,
