@@ -6,6 +6,7 @@ processes of a test run and for the next run.
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import functools
 import hashlib
@@ -83,8 +84,8 @@ def build_program(
 def _objects(place: str, build: str) -> list[str]:
     """The object files of a folder of sources."""
     sources = sorted((CC / place).glob("*.cc"))
-    command = [*COMPILER, *FLAGS, *BUILDS[build], "-c", *map(str, sources)]
-    digest = hashlib.sha256(repr(command).encode())
+    command = [*COMPILER, *FLAGS, *BUILDS[build], "-c"]
+    digest = hashlib.sha256(repr((command, sources)).encode())
     for path in [*sources, *sorted(CC.glob("**/*.h"))]:
         digest.update(path.read_bytes())
     name = f"{place.replace('/', '_')}_{build}"
@@ -94,14 +95,20 @@ def _objects(place: str, build: str) -> list[str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
             shutil.rmtree(kept.parent, ignore_errors=True)
-            _compile(command, kept)
+            _compile(command, sources, kept)
     return [str(path) for path in sorted(kept.glob("*.o"))]
 
 
-def _compile(command: Sequence[str], kept: pathlib.Path) -> None:
+def _compile(
+    command: Sequence[str], sources: Sequence[pathlib.Path], kept: pathlib.Path
+) -> None:
     kept.parent.mkdir(parents=True)
     beside = pathlib.Path(tempfile.mkdtemp(dir=kept.parent))
-    _check(run(command, beside))
+    # Others may wait for these objects: as many compilers as there are cores.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda source: run([*command, str(source)], beside), sources)
+        for compiled in done:
+            _check(compiled)
     beside.rename(kept)  # A killed run leaves nothing that looks whole.
 
 

@@ -12,12 +12,12 @@
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define TPU_EMBEDDING_CLONES \
   __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
-#else
-#define TPU_EMBEDDING_CLONES
-#endif
-
 // A helper called from a clone must be inlined into it, else it would run in
 // its own baseline version.
 #define TPU_EMBEDDING_INLINE inline __attribute__((always_inline))
+#else
+#define TPU_EMBEDDING_CLONES
+#define TPU_EMBEDDING_INLINE inline
+#endif
 
 #endif  // TPU_EMBEDDING_OPS_CC_CORE_SIMD_H_
