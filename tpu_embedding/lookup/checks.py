@@ -98,7 +98,6 @@ def require(
 def guard(
     checks: Sequence[Check | Bound],
     tensors: Sequence[tf.Tensor],
-    again: Callable[[], Sequence[Check | Bound]],
     on_failure: Change = no_change,
 ) -> list[tf.Tensor]:
     """As `require`; gives the tensors back for all that must not happen before.
@@ -109,8 +108,6 @@ def guard(
     Args:
       checks: As for `require`.
       tensors: Of integers, for which no gradient is needed.
-      again: Makes the checks once more, in the failing branch: so that it takes what
-        they are made of, and not each of their many parts, which costs every run.
       on_failure: As for `require`.
     """
     if tf.executing_eagerly():
@@ -121,7 +118,7 @@ def guard(
     tensors = [t if tf.is_symbolic_tensor(t) else tf.identity(t) for t in tensors]
 
     def fail() -> list[tf.Tensor]:
-        with tf.control_dependencies(_failing_ops(again(), on_failure)):
+        with tf.control_dependencies(_failing_ops(checks, on_failure)):
             return [tf.identity(tensor) for tensor in tensors]
 
     failing: Any = tf.function(fail, autograph=False).get_concrete_function()

@@ -121,13 +121,9 @@ def select(
     Raises:
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
     """
-    drafts = _drafts(inputs)
-    guarded = guard(
-        _checks(drafts),
-        [draft.ids for draft in drafts],
-        lambda: _checks(_drafts(inputs)),
-        on_failure,
-    )
+    drafts = [_draft(feature) for feature in with_sizes(inputs)]
+    checks = [check for draft in drafts for check in draft.checks]
+    guarded = guard(checks, [draft.ids for draft in drafts], on_failure)
     return [draft.finish(ids) for draft, ids in zip(drafts, guarded, strict=True)]
 
 
@@ -144,14 +140,6 @@ class _Draft:
     checks: list[Check | Bound]
     ids: tf.Tensor
     finish: Callable[[tf.Tensor], Selection]
-
-
-def _drafts(inputs: Sequence[FeatureInput]) -> list[_Draft]:
-    return [_draft(feature) for feature in with_sizes(inputs)]
-
-
-def _checks(drafts: Sequence[_Draft]) -> list[Check | Bound]:
-    return [check for draft in drafts for check in draft.checks]
 
 
 def _check_sizes(feature: FeatureInput) -> list[Bound]:
