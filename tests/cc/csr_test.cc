@@ -1,6 +1,6 @@
 // CsrBatch against a naive reading of docs/formats.md, on random batches, with
 // one thread and with several.
-// length: one program, because each one compiles the core three times.
+// length: all of it is held against one naive reading, which stands here.
 
 #include "core/csr.h"
 

@@ -1,5 +1,5 @@
 // Tests of the embedding engine of TPU v2, v3 and v4.
-// length: one program, because each one compiles the core three times.
+// length: all parts run the same configurations and helpers, which stand here.
 
 #include "software_tpu/engine/engine.h"
 

@@ -53,12 +53,18 @@ def make(strategy: Any, **arguments: Any) -> te.TPUEmbeddingV2:
 
 
 def program_of(
-    function: Any, spec: tf.TensorSpec
+    strategy: Any, step: Callable[[tf.Tensor], Any]
 ) -> tuple[dict[str, list[tf.Operation]], set[str]]:
-    """The ops of the TPU program by type, and the types that stay on the host."""
+    """The ops of a step's TPU program by type, and the types that stay on the host."""
+
+    @tf.function
+    def train(ids: tf.Tensor) -> Any:
+        return strategy.run(step, (ids,))
+
+    graph = train.get_concrete_function(tf.TensorSpec([8], tf.int64)).graph
     program: dict[str, list[tf.Operation]] = {}
     outside = set()
-    for op in function.get_concrete_function(spec).graph.get_operations():
+    for op in graph.get_operations():
         attributes = op.node_def.attr
         if "_tpu_replicate" in attributes:
             program.setdefault(op.type, []).append(op)
@@ -98,11 +104,7 @@ def test_what_runs_on_the_host_and_what_on_the_tpu(
         embedding.apply_gradients(activations, preserved)
         return activations
 
-    @tf.function
-    def train(ids: tf.Tensor) -> Any:
-        return strategy.run(step, (ids,))
-
-    program, outside = program_of(train, tf.TensorSpec([8], tf.int64))
+    program, outside = program_of(strategy, step)
     on_host = {
         *preprocessing,
         "TPUCopyWithDynamicShape",
@@ -176,11 +178,7 @@ def test_the_ops_of_functions_of_the_users(
         embedding.apply_gradients(activations, preserved)
         return activations
 
-    @tf.function
-    def train(ids: tf.Tensor) -> Any:
-        return strategy.run(step, (ids,))
-
-    program, outside = program_of(train, tf.TensorSpec([8], tf.int64))
+    program, outside = program_of(strategy, step)
     form = "XlaSparseDenseMatmul"
     found = {kind for kind in program.keys() - outside if kind.startswith(form)}
     assert found == {form + kind for kind in CUSTOM_OPS}
@@ -223,11 +221,7 @@ def test_the_keras_layer() -> None:
         tape.gradient(loss, virtual)
         return loss
 
-    @tf.function
-    def train(ids: tf.Tensor) -> Any:
-        return tpu.run(step, (ids,))
-
-    program, outside = program_of(train, tf.TensorSpec([8], tf.int64))
+    program, outside = program_of(tpu, step)
     for kind in (
         "XlaSparseDenseMatmulWithStaticBufferSize",
         "XlaSparseDenseMatmulGradWithAdagradAndStaticBufferSize",
