@@ -29,6 +29,17 @@ def test_default_equals_tensorflow_s_default_under_one_seed() -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
+def test_default_draws_anew_for_each_table() -> None:
+    draw = initializers.default_initializer(16)
+    first, second = draw([100, 16]), draw(tf.TensorShape([100, 16]))
+    assert np.mean(first.numpy() == second.numpy()) < 0.1
+    tf.random.set_seed(5)
+    first, second = draw([100, 16]), draw([100, 16], dtype=tf.bfloat16)
+    assert second.dtype == tf.bfloat16
+    close = np.isclose(first, tf.cast(second, tf.float32), rtol=2**-8)
+    assert np.mean(close) < 0.1
+
+
 @pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
 @pytest.mark.parametrize("offset", [0, 7])
 def test_row_ids(offset: int, dtype: tf.DType) -> None:

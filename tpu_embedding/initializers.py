@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_PHILOX = tf.random.Algorithm.PHILOX.value  # As all ops of tf.random with a state.
+
 
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
     """Returns what fills a table that has no initializer of its own.
@@ -24,11 +26,43 @@ def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
     """
 
     def truncated_normal(shape: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        return tf.random.truncated_normal(
-            shape, mean=0.0, stddev=1.0 / math.sqrt(dim), dtype=dtype
+        numbers = _scaled_truncated_normal(
+            tf.convert_to_tensor(shape, tf.int32),
+            _philox_words(),
+            tf.cast(1.0 / math.sqrt(dim), dtype),
         )
+        return tf.ensure_shape(numbers, shape)
 
     return truncated_normal
+
+
+def _philox_words() -> tf.Tensor:
+    """The seeds of the next op of tf.random, uint64 [2]: at random if none is set."""
+    seeds = tf.compat.v1.get_seed(None)
+    if seeds == (None, None):
+        return tf.bitcast(
+            tf.random.uniform([2], tf.int64.min, tf.int64.max, tf.int64), tf.uint64
+        )
+    return tf.constant(seeds, tf.uint64)
+
+
+@tf.function(autograph=False)
+def _scaled_truncated_normal(
+    shape: tf.Tensor, seeds: tf.Tensor, stddev: tf.Tensor
+) -> tf.Tensor:
+    """What tf.random.truncated_normal gives for two seeds, in the dtype of `stddev`.
+
+    As a function it scales the numbers in place. tf.random does so op by op, each into
+    fresh memory of the size of the table, which TensorFlow's allocator then keeps.
+    """
+    numbers = tf.raw_ops.StatelessTruncatedNormalV2(
+        shape=shape,
+        key=seeds[:1],
+        counter=tf.stack([tf.constant(0, tf.uint64), seeds[1]]),
+        alg=_PHILOX,
+        dtype=stddev.dtype,
+    )
+    return numbers * stddev
 
 
 @dataclasses.dataclass(frozen=True)

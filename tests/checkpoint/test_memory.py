@@ -1,4 +1,4 @@
-"""How much memory a save and a restore take beside the tables themselves.
+"""How much memory tables, their saves and restores take.
 
 In a process of its own, for the peak of a process never falls. At full size:
 
@@ -38,27 +38,34 @@ def measure(path: str, size: int) -> dict[str, float]:
     import tpu_embedding as te
     from tpu_embedding import checkpoint
 
-    def make(rows: int) -> te.TPUEmbedding:
+    def make(rows: int, names: tuple[str, ...] = NAMES) -> te.TPUEmbedding:
         features = {
             name: te.FeatureConfig(te.TableConfig(rows, DIM, name=name))
-            for name in NAMES
+            for name in names
         }
-        embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
-        embedding.enqueue({name: tf.constant([1]) for name in NAMES})
+        # Each of two tables has one slot of its size, a single one none.
+        optimizer = te.Adagrad(0.1) if len(names) > 1 else te.SGD(0.1)
+        embedding = te.TPUEmbedding(features, optimizer)
+        embedding.enqueue({name: tf.constant([1]) for name in names})
         embedding.apply_gradients(embedding.dequeue())
         return embedding
 
     small = make(8)  # Whatever is loaded at a first use is loaded now.
     saved = checkpoint.save(small, tempfile.mkdtemp() + "/small")
     checkpoint.restore(small, saved)
+    rows = size * MEBIBYTE // (4 * DIM * 2 * len(NAMES))
     start = peak()
-    # Each table has one slot of its size.
-    embedding = make(size * MEBIBYTE // (4 * DIM * 2 * len(NAMES)))
+    alone = make(rows, NAMES[:1])
+    bare = peak() - start
+    start = peak()
+    embedding = make(rows)
     built = peak()
     checkpoint.save(embedding, path)
     saved = peak()
     checkpoint.restore(embedding, path)
+    del alone  # Until here it kept its memory from the others.
     return {
+        "bare": bare,
         "build": built - start,
         "save": saved - start,
         "restore": peak() - start,
@@ -76,6 +83,8 @@ def test_memory(tmp_path: pathlib.Path) -> None:
     # The tables are in memory indeed; a part of it may have been there at the start.
     assert used["build"] > 0.9 * CI_SIZE, used
     assert max(used.values()) == used["limit"], used
+    # Nor do initial values take memory beside their table.
+    assert used["bare"] < 1.1 * CI_SIZE / 4 + 2, used
 
 
 if __name__ == "__main__":
