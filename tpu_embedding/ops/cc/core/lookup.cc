@@ -4,6 +4,7 @@
 #include <cmath>
 #include <variant>
 
+#include "core/lanes.h"
 #include "core/simd.h"
 #include "core/weighted_sum-inl.h"
 
@@ -36,17 +37,20 @@ struct RowTerms {
 };
 
 template <class Element, Gains kGains>
-TPU_EMBEDDING_CLONES void PlainLookup(const FeatureCsr& csr,
-                                      const Element* table, int64_t dim,
-                                      int64_t begin, int64_t end, float* out) {
-  const int64_t* offsets = csr.offsets.data();
-  RowTerms<Element, kGains> terms{table, dim, csr.rows.data(), csr.gains.data(),
-                                  csr.rows.size() - 1};
-  for (int64_t s = begin; s < end; ++s) {
-    if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
-    WeightedSum(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
+struct PlainLookup {
+  template <class Lanes>
+  TPU_EMBEDDING_INLINE static void Run(const FeatureCsr& csr,
+                                       const Element* table, int64_t dim,
+                                       int64_t begin, int64_t end, float* out) {
+    const int64_t* offsets = csr.offsets.data();
+    RowTerms<Element, kGains> terms{table, dim, csr.rows.data(),
+                                    csr.gains.data(), csr.rows.size() - 1};
+    for (int64_t s = begin; s < end; ++s) {
+      if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
+      WeightedSum<Lanes>(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
+    }
   }
-}
+};
 
 template <class Element>
 TPU_EMBEDDING_CLONES void QuantizedLookup(const FeatureCsr& csr,
@@ -81,11 +85,16 @@ void LookupIn(const Element* table, const FeatureCsr& csr, int64_t dim,
   if (quantization.num_buckets) {
     QuantizedLookup(csr, table, dim, quantization, begin, end, out);
   } else {
-    const auto lookup =
-        csr.gains.size()          ? PlainLookup<Element, Gains::kOfEntries>
-        : csr.sample_gains.size() ? PlainLookup<Element, Gains::kOfSamples>
-                                  : PlainLookup<Element, Gains::kOnes>;
-    lookup(csr, table, dim, begin, end, out);
+    const auto run = [&](auto body) {
+      RunOnThisCpu<decltype(body)>(csr, table, dim, begin, end, out);
+    };
+    if (csr.gains.size()) {
+      run(PlainLookup<Element, Gains::kOfEntries>());
+    } else if (csr.sample_gains.size()) {
+      run(PlainLookup<Element, Gains::kOfSamples>());
+    } else {
+      run(PlainLookup<Element, Gains::kOnes>());
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/bfloat16.h"
+#include "core/lanes.h"
 #include "core/simd.h"
 #include "core/update.h"
 #include "core/weighted_sum-inl.h"
@@ -54,30 +55,31 @@ struct GradientTerms {
   }
 };
 
-template <Gains kGains>
+template <class Lanes, Gains kGains>
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        const float* gains, int64_t begin,
                                        int64_t end, int64_t dim, float* sum) {
   const Buffer<uint32_t>& entries = gradients.groups->samples;
   const GradientTerms<kGains> terms{entries.data(), gains, gradients.samples,
                                     dim, entries.size() - 1};
-  WeightedSum(terms, begin, end, dim, sum);
+  WeightedSum<Lanes>(terms, begin, end, dim, sum);
 }
 
 // sum[d] = sum of gain * gradient over the entries of one group.
+template <class Lanes>
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        int64_t group, int64_t dim, float* sum) {
   const RowGroups& groups = *gradients.groups;
   const int64_t begin = groups.starts[group];
   const int64_t end = groups.starts[group + 1];
   if (groups.gains.size()) {
-    SumGradients<Gains::kOfEntries>(gradients, groups.gains.data(), begin, end,
-                                    dim, sum);
+    SumGradients<Lanes, Gains::kOfEntries>(gradients, groups.gains.data(),
+                                           begin, end, dim, sum);
   } else if (groups.sample_gains.size()) {
-    SumGradients<Gains::kOfSamples>(gradients, groups.sample_gains.data(),
-                                    begin, end, dim, sum);
+    SumGradients<Lanes, Gains::kOfSamples>(
+        gradients, groups.sample_gains.data(), begin, end, dim, sum);
   } else {
-    SumGradients<Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
+    SumGradients<Lanes, Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
   }
 }
 
@@ -155,39 +157,52 @@ TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
   }
 }
 
+// The loop over rows, whose sums are made of `Lanes`.
+template <class Rule, class Element>
+struct RowLoop {
+  template <class Lanes>
+  TPU_EMBEDDING_INLINE static void Run(const RuleArguments& arguments,
+                                       const RowOptions& options,
+                                       const TableGradients& gradients,
+                                       const TableView& table, int64_t begin,
+                                       int64_t end) {
+    const Rule rule(arguments);
+    const float decay =
+        options.weight_decay_factor *
+        (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
+    TableRows<Element> parameters(table, arguments);
+    std::vector<float> gradient(table.dim);
+    std::vector<float*> slots(table.slots.size());
+    const Buffer<int32_t>& rows = gradients.groups->rows;
+    const int64_t num_groups = rows.size();
+    int64_t group = begin;
+    if (options.all_rows) {
+      group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
+              rows.data();
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = options.all_rows ? i : rows[i];
+      if (group < num_groups && rows[group] == row) {
+        PrefetchGroup(gradients, parameters.data(), table, group + kRowsAhead);
+        SumGradients<Lanes>(gradients, group++, table.dim, gradient.data());
+      } else {
+        std::fill(gradient.begin(), gradient.end(), 0.0f);
+      }
+      UpdateRow(rule, options, table, row, decay, gradient.data(),
+                parameters.Open(row), slots.data());
+      parameters.Close(row);
+    }
+  }
+};
+
 // An UpdateFn. Rows are independent: any split of [begin, end) over threads
 // gives the same bits.
 template <class Rule, class Element = float>
-TPU_EMBEDDING_CLONES void Update(const RuleArguments& arguments,
-                                 const RowOptions& options,
-                                 const TableGradients& gradients,
-                                 const TableView& table, int64_t begin,
-                                 int64_t end) {
-  const Rule rule(arguments);
-  const float decay = options.weight_decay_factor *
-                      (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
-  TableRows<Element> parameters(table, arguments);
-  std::vector<float> gradient(table.dim);
-  std::vector<float*> slots(table.slots.size());
-  const Buffer<int32_t>& rows = gradients.groups->rows;
-  const int64_t num_groups = rows.size();
-  int64_t group = begin;
-  if (options.all_rows) {
-    group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
-            rows.data();
-  }
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = options.all_rows ? i : rows[i];
-    if (group < num_groups && rows[group] == row) {
-      PrefetchGroup(gradients, parameters.data(), table, group + kRowsAhead);
-      SumGradients(gradients, group++, table.dim, gradient.data());
-    } else {
-      std::fill(gradient.begin(), gradient.end(), 0.0f);
-    }
-    UpdateRow(rule, options, table, row, decay, gradient.data(),
-              parameters.Open(row), slots.data());
-    parameters.Close(row);
-  }
+void Update(const RuleArguments& arguments, const RowOptions& options,
+            const TableGradients& gradients, const TableView& table,
+            int64_t begin, int64_t end) {
+  RunOnThisCpu<RowLoop<Rule, Element>>(arguments, options, gradients, table,
+                                       begin, end);
 }
 
 }  // namespace tpu_embedding

@@ -93,7 +93,7 @@ class CustomUpdateOp : public SparseCoreOp {
     for (int64_t g = 0; g < gradients.groups->num_rows(); ++g) {
       // New tensors each time: the function may hand its arguments on.
       Tensor gradient(tensorflow::DT_FLOAT, {1, dim});
-      SumGradients(gradients, g, dim, gradient.flat<float>().data());
+      SumGradients<Lanes4>(gradients, g, dim, gradient.flat<float>().data());
       std::vector<Tensor> arguments = {gradient};
       const int64_t row = gradients.groups->rows[g];
       for (const Tensor* table : updated) {

@@ -1,0 +1,123 @@
+// Weighted sums of any width, by lanes of any width, against a plain loop.
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "core/bfloat16.h"
+#include "core/lanes.h"
+#include "core/weighted_sum-inl.h"
+
+namespace tpu_embedding {
+namespace {
+
+constexpr int64_t kMostColumns = 140;  // two blocks of 64 and a rest
+constexpr int64_t kVectors = 6;
+constexpr float kGuard = -77.0f;
+
+std::mt19937 generator(20261121);
+
+float Random() {
+  return std::uniform_real_distribution<float>(-1, 1)(generator);
+}
+
+void Set(float value, float* element) { *element = value; }
+void Set(float value, BFloat16* element) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  element->bits = bits >> 16;
+}
+
+// Vectors at addresses that no register is aligned to; the fourth is zeros.
+template <class Element>
+struct Terms {
+  explicit Terms(int64_t dim) : dim(dim), values(kVectors * dim + 1) {
+    for (Element& value : values) Set(Random(), &value);
+    for (int64_t i = 0; i < kVectors; ++i) gains.push_back(Random());
+  }
+
+  const Element* vector(int64_t i) const {
+    return i == 3 ? nullptr : values.data() + i * dim + 1;
+  }
+  float gain(int64_t i) const { return gains[i]; }
+
+  const int64_t dim;
+  std::vector<Element> values;
+  std::vector<float> gains;
+};
+
+template <class Element>
+std::vector<float> Expected(const Terms<Element>& terms, int64_t end) {
+  std::vector<float> sum(terms.dim);
+  for (int64_t i = 0; i < end; ++i) {
+    if (!terms.vector(i)) continue;
+    for (int64_t d = 0; d < terms.dim; ++d) {
+      float value;
+      Load(terms.vector(i) + d, &value);
+      sum[d] += terms.gain(i) * value;
+    }
+  }
+  return sum;
+}
+
+template <class Lanes, class Element>
+void TestWidths() {
+  for (int64_t dim = 1; dim <= kMostColumns; ++dim) {
+    const Terms<Element> terms(dim);
+    for (int64_t end : {int64_t{0}, int64_t{1}, kVectors}) {
+      std::vector<float> out(dim + 1, kGuard);
+      WeightedSum<Lanes>(terms, 0, end, dim, out.data());
+      CHECK_EQ(out.back(), kGuard);
+      const std::vector<float> expected = Expected(terms, end);
+      CHECK_TRUE(!std::memcmp(out.data(), expected.data(), 4 * dim));
+    }
+  }
+}
+
+template <class Lanes>
+void TestElements() {
+  TestWidths<Lanes, float>();
+  TestWidths<Lanes, BFloat16>();
+}
+
+// Says how wide its lanes are.
+struct Width {
+  template <class Lanes>
+  static void Run(int64_t* width) {
+    *width = kWidth<Lanes>;
+  }
+};
+
+void TestLevels() {
+  int64_t width = 0;
+  RunOnAnyCpu<Width>(&width);
+  CHECK_EQ(width, 4);
+  int64_t widest = 4;
+#ifdef TPU_EMBEDDING_LEVELS
+  if (__builtin_cpu_supports("avx2")) {
+    widest = 8;
+    RunOnAvx2<Width>(&width);
+    CHECK_EQ(width, widest);
+  }
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    widest = 16;
+    RunOnAvx512<Width>(&width);
+    CHECK_EQ(width, widest);
+  }
+#endif
+  RunOnThisCpu<Width>(&width);
+  CHECK_EQ(width, widest);
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  using namespace tpu_embedding;
+  TestElements<Lanes16>();
+  TestElements<Lanes8>();
+  TestElements<Lanes4>();
+  TestLevels();
+}
