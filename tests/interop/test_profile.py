@@ -72,8 +72,6 @@ def test_the_planner_takes_a_profile(tmp_path: pathlib.Path):
         options = StackingOptions(2, 1, shard_loads=given)
         layout = make_layout(plan, [(4,), (4,)], options)
         assert [t.sparse_core_shard_rotation for t in layout.tables] == turns
-        (stack,) = layout.stacks
-        stack.storage  # noqa: B018 - checks that no rows overlap.
     for shards, wrong, text in (
         (3, loads, "Table 't': `shard_loads` has 2 numbers, but there are 3"),
         (

@@ -5,35 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def stack_shape(
-    tables: Sequence[str], got: Sequence[int], wanted: Sequence[int]
-) -> ValueError:
-    """For storage of a stack that has another shape than its layout says."""
-    return ValueError(
-        f"The stack of tables {', '.join(tables)} has shape {tuple(got)}, but its "
-        f"layout says {tuple(wanted)} (one column for a slot per row). Use the "
-        "layout that it was stored with."
-    )
-
-
-def stack_without_table(tables: Sequence[str], missing: str) -> ValueError:
-    """For a stack whose tables are not all given."""
-    return ValueError(
-        f"The stack of tables {', '.join(tables)} needs a value for table {missing!r}; "
-        "give all of them."
-    )
-
-
-def stacked_table_shape(
-    table: str, got: Sequence[int], wanted: Sequence[int]
-) -> ValueError:
-    """For a table or slot of another shape than its layout says."""
-    return ValueError(
-        f"Table {table!r} has a value of shape {tuple(got)}, but its layout says "
-        f"{tuple(wanted)}, or one column for a slot per row. Give it without padding."
-    )
-
-
 def layout_kind(table: str, got: object) -> ValueError:
     """For a TableConfig.layout that is no layout."""
     return ValueError(
@@ -165,14 +136,6 @@ def custom_function(table: str, what: str) -> NotImplementedError:
     return NotImplementedError(
         f"Table {table!r}: only TPUEmbeddingV2 takes a {what}, as in TensorFlow. Use "
         "TPUEmbeddingV2, or one of the named optimizers and combiners."
-    )
-
-
-def combiner_with_sequence(path: str, length: int) -> ValueError:
-    """For a CustomCombiner where nothing is combined."""
-    return ValueError(
-        f"Feature {path}: max_sequence_length={length} leaves its table's "
-        "CustomCombiner nothing to combine. Use another combiner, or no sequence."
     )
 
 

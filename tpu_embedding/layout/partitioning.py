@@ -80,7 +80,7 @@ def make_partitioning(
         tables=tuple(
             PartitionedTable(
                 name=stack.name,
-                rows=stack.storage.rows,
+                rows=stack.rows,
                 samples=stack.samples,
                 features=stack.features,
                 max_ids_per_partition=(ids or {}).get(

@@ -7,7 +7,6 @@ subclass. Checkpoints know tables and slots only in this form.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,22 +91,3 @@ class MutableRows(Rows):
     @abc.abstractmethod
     def write(self, start: int, values: np.ndarray) -> None:
         """Replaces the rows from `start` on."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ArrayRows(Rows):
-    """Rows of an array, which may be one that NumPy maps from a file."""
-
-    array: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.array.shape
-        return rows, columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.array.dtype
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return np.array(self.array[start:stop])

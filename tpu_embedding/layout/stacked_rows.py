@@ -1,7 +1,4 @@
-"""Tables of a stack as rows, and stacks of tables as rows: both directions, by slices.
-
-`Storage.stack` and `unstack` do the same for arrays that fit into memory.
-"""
+"""Tables of a stack as rows, and stacks of tables as rows, in slices."""
 
 from __future__ import annotations
 
@@ -193,7 +190,7 @@ def _runs(
         yield _Run(
             first=first,
             step=sharding.num_shards,
-            place=sharding.shard_of(first) * rows_per_shard + sharding.local_row(first),
+            place=sharding.stack_row(first, rows_per_shard),
             count=len(range(first, stop, sharding.num_shards)),
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tpu_embedding.layout import errors
 from tpu_embedding.layout.rotation import check_loads, rotations
-from tpu_embedding.layout.sharding import ModSharding, StackedTable, Storage
+from tpu_embedding.layout.sharding import ModSharding
 from tpu_embedding.layout.tables import Plan, TableSpec, stacking_kind
 
 # TensorFlow's own limits: a stack stays below each of them.
@@ -96,8 +96,7 @@ class TableLayout:
     def sharding(self) -> ModSharding:
         """Where the rows go."""
         return ModSharding(
-            num_devices=self.num_partitions,
-            sparse_cores_per_device=self.num_sparse_cores // self.num_partitions,
+            num_shards=self.num_sparse_cores,
             rotation=self.sparse_core_shard_rotation,
             row_offset=self.sparse_core_shard_row_offset,
         )
@@ -132,23 +131,19 @@ class Stack:
     width: int
 
     @property
-    def storage(self) -> Storage:
-        """How tables turn into the stack and back."""
-        first = self.layouts[0].sharding
-        return Storage(
-            tables=tuple(
-                StackedTable(
-                    layout.table_name,
-                    (layout.unsharded_shape[0], layout.unsharded_shape[1]),
-                    layout.sharding,
-                )
-                for layout in self.layouts
-            ),
-            rows_per_shard=self.rows_per_shard,
-            width=self.width,
-            num_devices=first.num_devices,
-            sparse_cores_per_device=first.sparse_cores_per_device,
-        )
+    def num_devices(self) -> int:
+        """Devices that hold the shards."""
+        return self.layouts[0].num_partitions
+
+    @property
+    def rows(self) -> int:
+        """Rows of all shards."""
+        return self.rows_per_shard * self.layouts[0].num_sparse_cores
+
+    @property
+    def rows_per_device(self) -> int:
+        """Rows of the shards of one device."""
+        return self.rows // self.num_devices
 
 
 @dataclasses.dataclass(frozen=True)

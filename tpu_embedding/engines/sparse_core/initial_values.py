@@ -96,9 +96,8 @@ def _fill_at_once(options: EngineOptions, stacks: Sequence[MutableRows]) -> None
     """Whole parts by the initializer of the first table of each stack."""
     for stack, rows in zip(options.layout.stacks, stacks, strict=True):
         initializer = initializer_of(options.plan.tables[stack.tables[0]])
-        storage = stack.storage
-        shape = (storage.rows // storage.num_devices, storage.width)
-        for device in range(storage.num_devices):
+        shape = (stack.rows_per_device, stack.width)
+        for device in range(stack.num_devices):
             part = initial_value(
                 stack.name,
                 shape,

@@ -88,7 +88,7 @@ class StackState:
         sharding, height = layout.sharding, self.stack.rows_per_shard
         return ShardedReader(
             self.parameters.values,
-            lambda ids: sharding.shard_of(ids) * height + sharding.local_row(ids),
+            lambda ids: sharding.stack_row(ids, height),
             layout.unsharded_shape[1],
         )
 
@@ -96,12 +96,14 @@ class StackState:
         """For one table of the plan (device, rows there) of each part."""
         layout = self.stack.layouts[self.stack.tables.index(index)]
         vocabulary, dim = layout.unsharded_shape
-        places = layout.sharding.place_of(np.arange(vocabulary))
-        local = places.sparse_core * self.stack.rows_per_shard + places.row
+        rows = layout.sharding.stack_row(
+            np.arange(vocabulary), self.stack.rows_per_shard
+        )
+        devices, local = np.divmod(rows, self.stack.rows_per_device)
         return [
             (
                 part.device,
-                tf.gather(part.read_value(), local[places.device == device])[:, :dim],
+                tf.gather(part.read_value(), local[devices == device])[:, :dim],
             )
             for device, part in enumerate(self.parameters.values)
         ]
@@ -148,10 +150,8 @@ def create_local(
 def _create_stack(options: EngineOptions, stack: Stack) -> StackState:
     optimizer = options.plan.tables[stack.tables[0]].optimizer
     assert optimizer is not None
-    storage = stack.storage
-    rows = storage.rows // storage.num_devices
     combiner = options.plan.tables[stack.tables[0]].config.custom_combiner
-    shape = (rows, storage.width)
+    shape = (stack.rows_per_device, stack.width)
     return StackState(
         stack=stack,
         parameters=create_local(stack.name, lambda: tf.zeros(shape)),
