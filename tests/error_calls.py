@@ -240,7 +240,14 @@ CALLS = [
         lambda: Structure({"a": [0]}).flatten("weights", {"a": (0,)}),
         TypeError,
         "The structure of `weights` differs from `feature_config` at a: expected a "
-        "list, got a tuple.",
+        "list, got one of type tuple.",
+    ),
+    Case(
+        "structure_type",
+        lambda: Structure({"a": 0}).flatten("features", {"a": [0]}),
+        TypeError,
+        "The structure of `features` differs from `feature_config` at a: expected a "
+        "single value, got one of type list.",
     ),
     Case(
         "structure_size",
@@ -260,8 +267,8 @@ CALLS = [
         "structure_mixed_keys",
         lambda: adapters.adapt_features({"a": {1: FEATURE, "b": FEATURE}}),
         TypeError,
-        "The keys of the structure at a cannot be sorted: [\"'b'\", '1']. Use keys "
-        "of one type, such as strings.",
+        "The keys of the dict at a cannot be sorted: 1, 'b'. Use keys of one type, "
+        "such as strings.",
     ),
     Case(
         "feature_kind",

@@ -47,7 +47,7 @@ def train_once(embedding: te.TPUEmbedding) -> None:
 
 
 BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
-    "list": ([IDS], TypeError, "expected a dict, got a list"),
+    "list": ([IDS], TypeError, "expected a dict, got one of type list"),
     "missing": ({}, ValueError, "missing keys ['film']"),
     "extra": ({"film": IDS, "user": IDS}, ValueError, "unknown keys ['user']"),
     "nested": ({"film": [IDS]}, TypeError, "at film"),

@@ -7,7 +7,7 @@ package pass through as they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ from tpu_embedding.config import (
     TableConfig,
     check_invalid_ids,
 )
+from tpu_embedding.structures import flatten_with_paths
 
 _stock = tf.tpu.experimental.embedding
 
@@ -30,8 +31,6 @@ _OPTIMIZERS: dict[type, Callable[..., optimizers.Optimizer]] = {
     _stock.FTRL: optimizers.FTRL,
     _stock.Adam: optimizers.Adam,
 }
-
-SINGLE_FEATURE_PATH = "feature"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,32 +201,6 @@ def adapt_features(
         raise errors.no_features()
     keys = {ours: passed for passed, ours in tables.items()}
     return AdaptedFeatures(tuple(paths), tuple(features), keys)
-
-
-def flatten_with_paths(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (path, leaf) in the order of tf.nest.flatten."""
-    if isinstance(structure, Mapping):
-        children = [(key, structure[key]) for key in sorted_keys(structure, path)]
-    elif isinstance(structure, (list, tuple)):
-        names = getattr(structure, "_fields", range(len(structure)))
-        children = list(zip(names, structure, strict=True))
-    else:
-        yield path or SINGLE_FEATURE_PATH, structure
-        return
-    for name, child in children:
-        yield from flatten_with_paths(child, f"{path}/{name}" if path else str(name))
-
-
-def sorted_keys(structure: Mapping[Any, Any], path: str) -> list[Any]:
-    """The keys of a dict in the order of tf.nest.
-
-    Raises:
-      TypeError: If they have none.
-    """
-    try:
-        return sorted(structure)
-    except TypeError as error:
-        raise errors.structure_mixed_keys(path, structure) from error
 
 
 def _adapt_table(table: Any, invalid_ids: str | None) -> TableConfig:

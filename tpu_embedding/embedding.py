@@ -282,9 +282,8 @@ class TPUEmbedding(CallEmbedding):
 
         Where there are several `cores` it is the batch of one of them.
         """
-        if weights is None:
-            weights = self._structure.pack([None] * len(self._plan.features))
         values = self._topology.split(features)
-        gains = self._topology.split(self._structure.flatten("weights", weights))
-        replicas = len(values) if replica is None else 1
-        return [self._read_replica(values[r], gains[r], cores) for r in range(replicas)]
+        flat_weights = self._topology.split(self._structure.flatten_weights(weights))
+        # A replica that calls for itself has been given its own part only.
+        wanted = range(len(values) if replica is None else 1)
+        return [self._read_replica(values[r], flat_weights[r], cores) for r in wanted]

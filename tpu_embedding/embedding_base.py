@@ -332,14 +332,12 @@ class CallEmbedding(EmbeddingBase):
         """
         engine = self._create_engine()
         _, replica = self._in_replica("lookup")
-        if weights is None:
-            weights = self._structure.pack([None] * len(self._plan.features))
         values = self._structure.flatten("features", features)
-        gains = self._structure.flatten("weights", weights)
+        flat_weights = self._structure.flatten_weights(weights)
         paths = [spec.path for spec in self._plan.features]
         engines.check_inputs(self._topology, paths, values)
         with self._output_shapes.forgets_refused():
-            batch = self._topology.on_host(self._read_replica, values, gains)
+            batch = self._topology.on_host(self._read_replica, values, flat_weights)
             result = engine.lookup(batch, replica, training=training)
         return self._structure.pack(result.activations), result.ticket
 

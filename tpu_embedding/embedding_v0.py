@@ -152,14 +152,12 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         self.build()
         specs = self._plan.features
         values = self._structure.flatten("features", features)
-        if weights is None:
-            weights = self._structure.pack([None] * len(specs))
         readers = {
             spec.index: VariableReader(self._variables[spec.name][PARAMETERS])
             for spec in self._plan.tables
         }
         lookup = FeatureLookup(self._plan, readers, check_numerics=self._check_numerics)
-        flat = self._structure.flatten("weights", weights)
+        flat = self._structure.flatten_weights(weights)
         if self._topology.program() is None:
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host

@@ -359,12 +359,10 @@ class TPUEmbeddingV2(EmbeddingBase):
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
     ) -> PreprocessedFeatures:
-        if weights is None:
-            weights = self._structure.pack([None] * len(self._plan.features))
         with self._output_shapes.forgets_refused():
             batch = self._read_replica(
                 self._structure.flatten("features", features),
-                self._structure.flatten("weights", weights),
+                self._structure.flatten_weights(weights),
             )
             stacks = engines.as_stacks(self._create_engine(), "preprocess_features")
             if place is None:

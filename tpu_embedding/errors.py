@@ -292,11 +292,11 @@ def unknown_generation(name: object, known: Iterable[str]) -> ValueError:
 # Features, weights and gradients as they come in. `what` says which of them.
 
 
-def structure_type(what: str, path: str, expected: object, actual: object) -> TypeError:
+def structure_type(what: str, path: str, expected: str, actual: object) -> TypeError:
     """A container of another type than in the feature configuration."""
     return TypeError(
         f"The structure of `{what}` differs from `feature_config` at {path or 'top'}: "
-        f"expected a {type(expected).__name__}, got a {type(actual).__name__}."
+        f"expected {expected}, got one of type {type_name(actual)}."
     )
 
 
@@ -322,8 +322,8 @@ def structure_keys(
 def structure_mixed_keys(path: str, keys: Iterable[object]) -> TypeError:
     """Keys of a dict that have no order: features are numbered by sorted key."""
     return TypeError(
-        f"The keys of the structure at {path or 'top'} cannot be sorted: "
-        f"{sorted(map(repr, keys))}. Use keys of one type, such as strings."
+        f"The keys of the dict at {path or 'top'} cannot be sorted: "
+        f"{', '.join(map(repr, keys))}. Use keys of one type, such as strings."
     )
 
 

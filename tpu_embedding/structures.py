@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tpu_embedding import errors
+
+SINGLE_LEAF_PATH = "feature"  # Of a configuration that is no container.
 
 
 class Structure:
@@ -26,9 +28,9 @@ class Structure:
         Raises:
           TypeError: If the keys of a dict cannot be sorted.
         """
-        _check_keys("", nested)
         # A copy: the user may change his own containers later.
-        self._nested = tf.nest.map_structure(lambda leaf: leaf, nested)
+        leaves = [leaf for _, leaf in flatten_with_paths(nested)]
+        self._nested = tf.nest.pack_sequence_as(nested, leaves)
 
     def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
         """The leaves of `value`, those of dicts by sorted key.
@@ -45,34 +47,32 @@ class Structure:
         leaves = []
         for path, expected, leaf in _walk(what, "", self._nested, value):
             if not container_leaves and _kind(leaf) is not object:
-                raise errors.structure_type(what, path, expected, leaf)
+                raise _wrong_type(what, path, expected, leaf)
             leaves.append(leaf)
         return leaves
+
+    def flatten_weights(self, weights: Any) -> list:
+        """As `flatten`; a None in place of the whole stands for None at each leaf."""
+        if weights is None:
+            weights = tf.nest.map_structure(lambda leaf: None, self._nested)
+        return self.flatten("weights", weights)
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The leaves, in the order of `flatten`, in this structure."""
         return tf.nest.pack_sequence_as(self._nested, list(leaves))
 
 
-def _check_keys(path: str, nested: Any) -> None:
-    """Raises a TypeError for keys that cannot be sorted, as TensorFlow does."""
-    children = enumerate(nested) if isinstance(nested, (list, tuple)) else ()
-    if isinstance(nested, Mapping):
-        try:
-            sorted(nested)
-        except TypeError as error:
-            raise _mixed_keys(path, nested) from error
-        children = nested.items()
-    for key, child in children:
-        _check_keys(f"{path}/{key}" if path else str(key), child)
+def flatten_with_paths(nested: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (path, leaf) in the order of tf.nest.
 
-
-def _mixed_keys(path: str, keys: Iterable[Any]) -> TypeError:
-    """Keys of several types in one dict."""
-    return TypeError(
-        f"The keys of the dict at {path or 'top'} cannot be sorted: "
-        f"{', '.join(map(repr, keys))}. Use keys of one type."
-    )
+    Raises:
+      TypeError: If the keys of a dict cannot be sorted.
+    """
+    if _kind(nested) is object:
+        yield path or SINGLE_LEAF_PATH, nested
+        return
+    for key, name in _children(nested, path):
+        yield from flatten_with_paths(nested[key], _below(path, name))
 
 
 def _kind(value: Any) -> type:
@@ -95,17 +95,33 @@ def _walk(
         yield path, expected, actual
         return
     if kind is not _kind(actual):
-        raise errors.structure_type(what, path, expected, actual)
+        raise _wrong_type(what, path, expected, actual)
     if kind is dict:
         missing, unknown = set(expected) - set(actual), set(actual) - set(expected)
         if missing or unknown:
             raise errors.structure_keys(what, path, missing, unknown)
-        keys = sorted(expected)
-    else:
-        if len(expected) != len(actual):
-            raise errors.structure_size(what, path, len(expected), len(actual))
-        keys = range(len(expected))
-    names = getattr(expected, "_fields", keys)
-    for key, name in zip(keys, names, strict=True):
-        inner = f"{path}/{name}" if path else str(name)
-        yield from _walk(what, inner, expected[key], actual[key])
+    elif len(expected) != len(actual):
+        raise errors.structure_size(what, path, len(expected), len(actual))
+    for key, name in _children(expected, path):
+        yield from _walk(what, _below(path, name), expected[key], actual[key])
+
+
+def _children(container: Any, path: str) -> list[tuple[Any, Any]]:
+    """(key, name in paths) of each child, in the order of tf.nest."""
+    if isinstance(container, Mapping):
+        try:
+            return [(key, key) for key in sorted(container)]
+        except TypeError as error:
+            raise errors.structure_mixed_keys(path, container) from error
+    return list(enumerate(getattr(container, "_fields", range(len(container)))))
+
+
+def _below(path: str, name: Any) -> str:
+    return f"{path}/{name}" if path else str(name)
+
+
+def _wrong_type(what: str, path: str, expected: Any, actual: Any) -> TypeError:
+    wanted = "a single value"
+    if _kind(expected) is not object:
+        wanted = f"a {type(expected).__name__}"
+    return errors.structure_type(what, path, wanted, actual)

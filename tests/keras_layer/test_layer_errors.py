@@ -131,7 +131,7 @@ def test_exported_graphs_take_any_batch_size():
     ("features", "error", "text"),
     [
         ({"b": tf.constant([1])}, ValueError, "missing keys \\['a'\\]"),
-        ([tf.constant([1])], TypeError, "expected a dict, got a list"),
+        ([tf.constant([1])], TypeError, "expected a dict, got one of type list"),
         ({"a": tf.constant([1.0])}, TypeError, "must be int32 or int64"),
         ({"a": tf.constant(1)}, ValueError, "rank"),
     ],

@@ -49,7 +49,11 @@ def test_shapes_from_shapes():
     ("shapes", "error", "text"),
     [
         ({"a": (3,)}, ValueError, "missing keys \\['b'\\]"),
-        ([(3,), (3,)], TypeError, "`input_shape` .* expected a dict, got a list"),
+        (
+            [(3,), (3,)],
+            TypeError,
+            "`input_shape` .* expected a dict, got one of type list",
+        ),
         ({"a": (3,), "b": ()}, ValueError, "Feature b: the rank of a dense input"),
         ({"a": (3,), "b": None}, ValueError, "must hold the shape of feature b"),
         ({"a": (3,), "b": "x"}, ValueError, "must hold the shape of feature b"),
@@ -81,7 +85,11 @@ def test_symbolic_ids_that_are_wrong(options: Any, error: Any, text: str):
     ("weights", "error", "text"),
     [
         (lambda: {"b": keras.Input((3,))}, ValueError, "`weights` .* keys \\['b'\\]"),
-        (lambda: [keras.Input((3,))], TypeError, "`weights` .* dict, got a list"),
+        (
+            lambda: [keras.Input((3,))],
+            TypeError,
+            "`weights` .* dict, got one of type list",
+        ),
         (lambda: keras.Input((3,)), TypeError, "`weights` .* expected a dict"),
         (
             lambda: {"a": keras.Input((3,), dtype="int64")},

@@ -104,7 +104,11 @@ def check_refused(own: Subject, call: Call, cases: Iterable[Bad]) -> None:
 NESTINGS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
     (lambda given: {"bad": given["bad"]}, ValueError, "missing keys ['good']"),
     (lambda given: {**given, "more": GOOD}, ValueError, "unknown keys ['more']"),
-    (lambda given: list(given.values()), TypeError, "expected a dict, got a list"),
+    (
+        lambda given: list(given.values()),
+        TypeError,
+        "expected a dict, got one of type list",
+    ),
     (lambda given: {**given, "bad": [given["bad"]]}, TypeError, "at bad"),
 ]
 

@@ -204,15 +204,13 @@ class TPUEmbedding(keras.layers.Layer):
         resolved = self._resolve(serving_config)
         structure = resolved.structure
         values = specs.with_integer_ids(structure.flatten("features", features))
-        gains = [None] * len(values)
-        if weights is not None:
-            gains = structure.flatten("weights", weights)
+        flat_weights = structure.flatten_weights(weights)
         tables = self._parts.tables
         if serving_config is None:
-            activations = tables.look_up(values, gains, trainable=self.trainable)
+            activations = tables.look_up(values, flat_weights, trainable=self.trainable)
         else:
             activations = tables.serve(
-                resolved, values, gains, trainable=self.trainable
+                resolved, values, flat_weights, trainable=self.trainable
             )
         return structure.pack([tf.cast(a, self.compute_dtype) for a in activations])
 

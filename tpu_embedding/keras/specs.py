@@ -49,17 +49,15 @@ def output_spec(resolved: Resolved, features: Any, weights: Any, dtype: str) -> 
     plan = resolved.plan
     shapes = OutputShapes(plan.features)
     values = resolved.structure.flatten("features", features)
-    gains = [None] * len(values)
-    if weights is not None:
-        gains = resolved.structure.flatten("weights", weights)
+    flat_weights = resolved.structure.flatten_weights(weights)
     outputs = []
-    for spec, value, gain in zip(plan.features, values, gains, strict=True):
+    for spec, value, weight in zip(plan.features, values, flat_weights, strict=True):
         symbol = _Symbol.of(spec.path, value)
         shapes.check_input(
             spec.index, symbol.shape, ragged=symbol.kind is InputKind.RAGGED
         )
-        if gain is not None:
-            symbol.check_weights(spec.path, gain)
+        if weight is not None:
+            symbol.check_weights(spec.path, weight)
         if spec.config.output_shape is not None:
             rows = spec.config.output_shape
         else:
