@@ -14,7 +14,7 @@ from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.table_errors import partitioned
-from tpu_embedding.layout.rows import PARAMETERS
+from tpu_embedding.layout.rows import PARAMETERS, by_checkpoint_name
 from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
@@ -103,11 +103,9 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         scope = contextlib.nullcontext() if inside else strategy.scope()
         with tf.init_scope(), scope:
             made = {spec.name: _create_table(spec) for spec in self._plan.tables}
-        for table, arrays in made.items():
-            for name, variable in arrays.items():
-                whole = table if name == PARAMETERS else f"{table}/{name}"
-                # All replicas of a MirroredStrategy come, with the same variables.
-                self._track_trackable(variable, whole, overwrite=True)
+        for name, variable in by_checkpoint_name(made).items():
+            # All replicas of a MirroredStrategy come, with the same variables.
+            self._track_trackable(variable, name, overwrite=True)
         self._variables = made
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from tpu_embedding.layout.rows import PARAMETERS, Rows
+from tpu_embedding.layout.rows import PARAMETERS, Rows, by_checkpoint_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,11 +37,7 @@ def without_slots(tables: Mapping[str, LogicalTable]) -> dict[str, LogicalTable]
 
 def named_matrices(tables: Mapping[str, LogicalTable]) -> dict[str, Rows]:
     """All matrices as `<table>` and `<table>/<slot>`."""
-    matrices: dict[str, Rows] = {}
-    for name, table in tables.items():
-        matrices[name] = table.parameters
-        matrices.update({f"{name}/{slot}": rows for slot, rows in table.slots.items()})
-    return matrices
+    return by_checkpoint_name({name: table.arrays for name, table in tables.items()})
 
 
 class LogicalCheckpoint(Mapping[str, LogicalTable]):

@@ -18,7 +18,7 @@ from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.logical import LogicalTable
-from tpu_embedding.layout.rows import PARAMETERS, Rows
+from tpu_embedding.layout.rows import Rows, checkpoint_name
 from tpu_embedding.layout.stacked_rows import StackedRows, UnstackedRows
 from tpu_embedding.layout.stacking import TableLayout
 
@@ -97,8 +97,7 @@ def stack(
             raise errors.stack_of_two_kinds(name, [list(a) for a in arrays])
         for array in arrays[0]:
             own = {la.table_name: tables[la.table_name].arrays[array] for la in members}
-            key = name if array == PARAMETERS else f"{name}/{array}"
-            matrices[key] = StackedRows(own, members)
+            matrices[checkpoint_name(name, array)] = StackedRows(own, members)
     return matrices, {LAYOUTS: tf.constant(_to_record(layouts))}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines import errors
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.rows import MutableRows, by_checkpoint_name
 from tpu_embedding.layout.tables import UPDATES
 from tpu_embedding.lookup.combine import StoredReader
 
@@ -110,11 +110,7 @@ def logical_rows(
 
         return LogicalVariable(name, rows, read, write)
 
-    named = {
-        name if array == PARAMETERS else f"{name}/{array}": rows
-        for name, arrays in tables.items()
-        for array, rows in arrays.items()
-    }
+    named = by_checkpoint_name(tables)
     return {name: variable(name, rows) for name, rows in named.items()}
 
 

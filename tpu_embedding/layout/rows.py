@@ -7,13 +7,37 @@ subclass. Checkpoints know tables and slots only in this form.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 PARAMETERS = "parameters"  # The name of the table itself among its slots.
 SLICE_BYTES = 4 << 20  # What is held in memory of a matrix at a time.
+
+_T = TypeVar("_T")
+
+
+def checkpoint_name(table: str, array: str) -> str:
+    """What a table, or a slot of it, is called in checkpoints.
+
+    >>> checkpoint_name("films", PARAMETERS), checkpoint_name("films", "accumulators")
+    ('films', 'films/accumulators')
+    """
+    return table if array == PARAMETERS else f"{table}/{array}"
+
+
+def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
+    """All arrays by what they are called in checkpoints.
+
+    Args:
+      tables: By name of the table what is kept by "parameters" and slots.
+    """
+    return {
+        checkpoint_name(table, array): value
+        for table, arrays in tables.items()
+        for array, value in arrays.items()
+    }
 
 
 class Rows(abc.ABC):

@@ -42,7 +42,7 @@ from tpu_embedding.layout.partitioning import (
     stacking_options,
 )
 from tpu_embedding.layout.partitions import PartitionedTable
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.rows import MutableRows, checkpoint_name
 from tpu_embedding.layout.stacking import (
     Layout,
     StackingOptions,
@@ -140,9 +140,8 @@ class SparseCoreEngine(Engine, Stacks):
         saved: dict[str, Any] = {}
         for stack in self._stacks:
             for array, variable in stack.arrays.items():
-                name = stack.stack.name
-                key = name if array == PARAMETERS else f"{name}/{array}"
-                saved[key] = SavedStack(variable.values)
+                name = checkpoint_name(stack.stack.name, array)
+                saved[name] = SavedStack(variable.values)
             if stack.combiner_weights is not None:
                 saved[f"{stack.stack.name}/{CustomCombiner.NAME}"] = (
                     stack.combiner_weights

@@ -35,7 +35,7 @@ from tpu_embedding.engines.tpu_v1.rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v1.tables import StandInTable
 from tpu_embedding.hardware import NAME_ATTRIBUTE
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows, by_checkpoint_name
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import UPDATES, Plan
 from tpu_embedding.lookup.checks import require
@@ -134,11 +134,11 @@ class TPUv1Engine(Engine, Queue):
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
-        objects: dict[str, Any] = {}
-        for spec, table in zip(self._plan.tables, self._tables, strict=True):
-            for name, array in table.arrays.items():
-                whole = spec.name if name == PARAMETERS else f"{spec.name}/{name}"
-                objects[whole] = array
+        arrays = {
+            spec.name: table.arrays
+            for spec, table in zip(self._plan.tables, self._tables, strict=True)
+        }
+        objects: dict[str, Any] = {**by_checkpoint_name(arrays)}
         if self._rates.updates is not None:
             objects[UPDATES] = self._rates.updates
         return objects

@@ -22,7 +22,7 @@ from tpu_embedding.engines.initial_values import (
 )
 from tpu_embedding.engines.tpu_v1 import errors
 from tpu_embedding.engines.variables import VariableRows, create_state
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.rows import PARAMETERS, MutableRows, checkpoint_name
 from tpu_embedding.layout.stacked_rows import JoinedRows
 from tpu_embedding.layout.tables import TableSpec
 from tpu_embedding.topology import TPUSystem
@@ -129,7 +129,7 @@ class StandInTable:
             arrays[slot.name] = (values, slot.initial_value)
         self.arrays: dict[str, StandIn] = {}
         for name, (values, initial) in arrays.items():
-            full_name = spec.name if name == PARAMETERS else f"{spec.name}/{name}"
+            full_name = checkpoint_name(spec.name, name)
             shards = []
             for host, value in zip(tpu.hosts, values, strict=False):
                 with tf.device(host):
