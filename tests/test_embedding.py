@@ -259,6 +259,30 @@ def test_batch_size(arguments: Any, options: Any) -> None:
         open_size(IDS)
 
 
+@pytest.mark.parametrize("size", [0, -1, True, 2.5, "4"])
+def test_build_takes_no_size_but_an_int_from_1_on(size: Any) -> None:
+    embedding = make()
+    with pytest.raises(ValueError, match=r"`per_replica_batch_size` must be an int >="):
+        embedding.build(per_replica_batch_size=size)
+    if isinstance(size, int):
+        with pytest.raises(ValueError, match="`per_replica_input_shapes` must be an i"):
+            embedding.build(size)
+    with pytest.raises(ValueError, match="of 3 per replica was given before"):
+        embedding.build(2, 3)
+    embedding.build(2, 2)
+
+
+@pytest.mark.parametrize("shape", [None, "a", -3, [1.5], [], [-1, 2]])
+def test_build_takes_no_shape_but_that_of_ids(shape: Any) -> None:
+    embedding = make()
+    text = (
+        r"^The input shape of feature film given to build\(\) must be one of at least"
+    )
+    with pytest.raises(ValueError, match=text):
+        embedding.build({"film": shape})
+    embedding.build({"film": [None]})
+
+
 def test_constructor_refuses() -> None:
     with pytest.raises(ValueError, match="holds no FeatureConfig"):
         te.TPUEmbedding({}, te.SGD(0.1))
@@ -276,6 +300,8 @@ def test_constructor_refuses() -> None:
         make(batch_size=True)
     with pytest.raises(TypeError, match="`check_numerics` must be a bool"):
         make(check_numerics=1)
+    with pytest.raises(TypeError, match="`profile_data_directory` must be a str or"):
+        make(profile_data_directory=3)
     with pytest.raises(ValueError, match="`batch_size` must be an int >= 1"):
         make(batch_size=0)
 

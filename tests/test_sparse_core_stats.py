@@ -145,6 +145,14 @@ def test_tables_are_rotated_by_their_loads() -> None:
     assert needs == [4, 8]
 
 
+@pytest.mark.parametrize("number", [0, -1, True, "2", None])
+@pytest.mark.parametrize("argument", ["num_tpu_chips", "num_sc_per_chip"])
+def test_hardware_is_counted_from_one(argument: str, number: Any) -> None:
+    counts: dict[str, Any] = {"num_tpu_chips": 2, argument: number}
+    with pytest.raises(ValueError, match=f"`{argument}` must be an int >= 1"):
+        te.TPUEmbeddingV2.compute_sparse_core_stats({}, configure(te), **counts)
+
+
 def test_the_limits_are_enough_and_no_more(batch: Any):
     configuration = configure(te)
     needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(

@@ -100,13 +100,13 @@ class ConstructorArguments:
         ):
             if not isinstance(value, bool):
                 raise errors.argument_type(argument, value, "a bool")
-        check_batch_size(self.batch_size)
+        check_batch_size("batch_size", self.batch_size)
 
 
-def check_batch_size(size: Any) -> None:
+def check_batch_size(argument: str, size: Any) -> None:
     """Raises ValueError unless a batch size is None or an int >= 1."""
     if size is not None and (type(size) is not int or size < 1):
-        raise errors.argument_int("batch_size", size, smallest=1)
+        raise errors.argument_int(argument, size, smallest=1)
 
 
 def adapt_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:

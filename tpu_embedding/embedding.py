@@ -8,10 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import engines, errors, topology
-from tpu_embedding.adapters import ConstructorArguments
+from tpu_embedding.adapters import ConstructorArguments, check_batch_size
 from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, as_written
 from tpu_embedding.engines import Engine
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout import errors as layout_errors
 
 
 class TPUEmbedding(CallEmbedding):
@@ -92,6 +93,10 @@ class TPUEmbedding(CallEmbedding):
             batch_size,
             initialize_tpu_embedding,
         ).in_order(older)
+        if not isinstance(profile_data_directory, (str, type(None))):
+            raise errors.argument_type(
+                "profile_data_directory", profile_data_directory, "a str or None"
+            )
         engines.require_queue(topology.current(), "TPUEmbedding")
         super().__init__(
             feature_config,
@@ -122,17 +127,23 @@ class TPUEmbedding(CallEmbedding):
           per_replica_batch_size: The same as that int.
 
         Raises:
-          ValueError: If a shape contradicts `FeatureConfig.output_shape`.
+          ValueError: If a shape contradicts `FeatureConfig.output_shape` or is none, or
+            a batch size is no int >= 1 or contradicts another.
           TypeError: If the structure differs.
         """
         if self._engine is not None:
             return
-        if isinstance(per_replica_input_shapes, int):
-            per_replica_batch_size = per_replica_input_shapes
-        elif per_replica_input_shapes is not None:
-            self._declare_inputs(per_replica_input_shapes)
-        if per_replica_batch_size is not None:
-            self._output_shapes.set_batch_size(per_replica_batch_size)
+        shapes, size = per_replica_input_shapes, per_replica_batch_size
+        check_batch_size("per_replica_batch_size", size)
+        if isinstance(shapes, int):
+            check_batch_size("per_replica_input_shapes", shapes)
+            if size not in (None, shapes):
+                raise errors.batch_size_conflict(size, shapes)
+            shapes, size = None, shapes
+        if shapes is not None:
+            self._declare_inputs(shapes)
+        if size is not None:
+            self._output_shapes.set_batch_size(size)
         self._create_engine()
 
     @as_written
@@ -253,8 +264,9 @@ class TPUEmbedding(CallEmbedding):
         leaves = self._structure.flatten(
             "per_replica_input_shapes", shapes, container_leaves=True
         )
+        paths = [spec.path for spec in self._plan.features]
         self._output_shapes.declare_inputs(
-            [tuple(tf.TensorShape(leaf).as_list()) for leaf in leaves], "build()"
+            [_input_shape(*pair) for pair in zip(paths, leaves, strict=True)], "build()"
         )
 
     def _place(self, device: str | tf.Tensor | None) -> str | tf.Tensor | None:
@@ -287,3 +299,14 @@ class TPUEmbedding(CallEmbedding):
         # A replica that calls for itself has been given its own part only.
         wanted = range(len(values) if replica is None else 1)
         return [self._read_replica(values[r], flat_weights[r], cores) for r in wanted]
+
+
+def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:
+    """What build() was given for one feature, as a tuple."""
+    try:
+        read = tf.TensorShape(shape)
+    except (TypeError, ValueError) as error:
+        raise layout_errors.input_shape(path, shape) from error
+    if not read.rank:  # Unknown, or a scalar's.
+        raise layout_errors.input_shape(path, shape)
+    return tuple(read.as_list())

@@ -369,7 +369,7 @@ def per_replica(batch_size: int | None, where: Topology) -> int | None:
     Raises:
       ValueError: If it is no int >= 1, or the number of replicas does not divide it.
     """
-    check_batch_size(batch_size)
+    check_batch_size("batch_size", batch_size)
     if batch_size is None:
         return None
     if batch_size % where.num_replicas:

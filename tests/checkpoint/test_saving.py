@@ -154,6 +154,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "Tables of another dim cannot be restored",
     ),
     "root": ({"root": "model"}, ValueError, "Objects that do: 'embedding'"),
+    "one table": ({"tables": "films"}, TypeError, "`tables` must be a collection of s"),
+    "pairs": ({"rename": [("films", "x")]}, TypeError, "`rename` must be a dict of s"),
+    "no name": ({"rename": {"films": 3}}, TypeError, "`rename` must be a dict of str"),
+    "resize": ({"resize": "yes"}, TypeError, "`resize` must be a bool."),
+    "slots": ({"slots": None}, TypeError, "`slots` must be a bool."),
 }
 
 
@@ -240,6 +245,15 @@ def test_other_objects_are_refused(saved: Saved, tmp_path: pathlib.Path) -> None
         checkpoint.restore(serving, saved[0])
     with pytest.raises(TypeError, match="take a TPUEmbedding or a TPUEmbeddingV2"):
         checkpoint.save(serving, tmp_path / "x")
+
+
+@pytest.mark.parametrize("bad", [{"slots": "no"}, {"layouts": 3}, {"layouts": ["x"]}])
+def test_save_refuses_arguments_of_other_types(
+    bad: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(TypeError, match=r"`(slots|layouts)` must be a "):
+        checkpoint.save(models.make(te.SGD(0.1)), tmp_path / "x", **bad)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_path_without_a_name(tmp_path: pathlib.Path) -> None:

@@ -219,6 +219,11 @@ def test_tables_go_into_the_engines_of_tpus(tmp_path: pathlib.Path, version: str
         imported.assign({})  # type: ignore[arg-type]
 
 
+def test_a_spec_is_needed(tmp_path: pathlib.Path):
+    with pytest.raises(TypeError, match="`spec` must be an EmbeddingConfigSpec"):
+        read(save(tmp_path, {"t": A}), {"t": A})
+
+
 def test_names_that_the_rules_do_not_find(tmp_path: pathlib.Path):
     path = save(tmp_path, {"one": A, "two": A + 1, TABLE_A: A, "b/" + TABLE_A: A})
     made = spec(parameters=interop.AdagradParameters(0.1))

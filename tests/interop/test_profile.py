@@ -244,6 +244,8 @@ def test_bad_arguments(tmp_path: pathlib.Path):
         profiler(file)
     with pytest.raises(ValueError, match="needs a spec with `profile_data_directory`"):
         interop.EmbeddingProfiler(dict_spec())
+    with pytest.raises(TypeError, match="`spec` must be an EmbeddingConfigSpec"):
+        interop.EmbeddingProfiler(3)
     with pytest.raises(ValueError, match="`num_shards` must be an int >= 1"):
         Options(num_shards=0)
     for share in (1.5, 0, float("nan"), "x", None):

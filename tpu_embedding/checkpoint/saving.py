@@ -10,6 +10,11 @@ from typing import Any
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
+from tpu_embedding.checkpoint.arguments import (
+    check_layouts,
+    check_rename,
+    check_tables,
+)
 from tpu_embedding.checkpoint.logical import (
     LogicalCheckpoint,
     LogicalTable,
@@ -21,6 +26,7 @@ from tpu_embedding.checkpoint.writing import WriteOptions, write_tensorflow
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows, Rows
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.optimizers.checks import check_flag
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -54,11 +60,13 @@ def save(  # noqa: PLR0913 - keyword-only, each on its own.
       The path.
 
     Raises:
-      TypeError: If `embedding` is none.
+      TypeError: If `embedding` is none, or another argument of the wrong type.
       tf.errors.AlreadyExistsError: If a checkpoint is there.
       ValueError: If `layouts` are of other tables, shapes or mixed slots.
     """
     _require_tables(embedding)
+    check_flag("slots", slots)
+    check_layouts(layouts)
     tables = {
         name: LogicalTable(
             name,
@@ -114,12 +122,16 @@ def restore(  # noqa: PLR0913 - keyword-only, each on its own.
       KeyError: If the checkpoint lacks a table.
       ValueError: If a table has another shape; the text names both. If `tables` or
         `rename` has names that the embedding lacks.
-      TypeError: If a stored value is of no floating point dtype, or `embedding` is no
-        embedding.
+      TypeError: If a stored value is of no floating point dtype, `embedding` is no
+        embedding, or another argument is of the wrong type.
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
     _require_tables(embedding)
+    check_tables(tables)
+    check_rename(rename)
+    check_flag("resize", resize)
+    check_flag("slots", slots)
     live = embedding.checkpoint_rows()
     names = _names(live, tables, rename or {})
     source = formats.read(path, root=root, tables=list(names.values()))

@@ -17,6 +17,7 @@ from tpu_embedding import errors
 from tpu_embedding.checkpoint.errors import not_an_embedding
 from tpu_embedding.checkpoint.tracking import SavedTables
 from tpu_embedding.interop import checkpoint_errors, columns, spec_errors
+from tpu_embedding.interop.embedding_config_spec import require_spec
 from tpu_embedding.interop.slot_names import SlotSource, slot_sources
 from tpu_embedding.interop.table_config import TableConfig
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
@@ -134,7 +135,9 @@ def import_estimator_checkpoint(
       NotImplementedError: If the spec has columns of the tensor core.
       ValueError: If there is no checkpoint, it cannot be read, a table has no
         variable or more than one, a shape does not fit, or an argument is wrong.
+      TypeError: If `spec` is no EmbeddingConfigSpec.
     """
+    require_spec(spec)
     if type(num_hosts) is not int or num_hosts < 1:
         raise errors.argument_value("num_hosts", num_hosts, "an int >= 1")
     strategy = partition_strategy

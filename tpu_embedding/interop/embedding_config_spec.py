@@ -285,3 +285,9 @@ def _check_options(pipelined: Any, multiplier: Any, directory: Any) -> None:
         raise errors.argument_type(
             "profile_data_directory", directory, "a path or None"
         )
+
+
+def require_spec(spec: object) -> None:
+    """Raises TypeError unless an argument `spec` is an EmbeddingConfigSpec."""
+    if not isinstance(spec, EmbeddingConfigSpec):
+        raise errors.argument_type("spec", spec, "an EmbeddingConfigSpec")

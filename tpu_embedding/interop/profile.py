@@ -22,6 +22,7 @@ from absl import logging
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.interop import spec_errors
+from tpu_embedding.interop.embedding_config_spec import require_spec
 
 VERSION = 1
 SAMPLE_FRACTION = 0.03
@@ -117,8 +118,10 @@ class EmbeddingProfiler:
           options: How.
 
         Raises:
+          TypeError: If `spec` is no EmbeddingConfigSpec.
           ValueError: If the spec has no folder, or its folder is a file.
         """
+        require_spec(spec)
         folder = spec.profile_data_directory
         if not folder:
             raise spec_errors.no_profile_directory()

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def input_shape(path: str, got: object) -> ValueError:
+    """For what build() was given and is no shape of ids."""
+    return ValueError(
+        f"The input shape of feature {path} given to build() must be one of at least "
+        f"one axis, with None for axes that are not known. Received: {got!r}."
+    )
+
+
 def layout_kind(table: str, got: object) -> ValueError:
     """For a TableConfig.layout that is no layout."""
     return ValueError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tpu_embedding import errors
 from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.inputs import InputKind, to_id_batch
@@ -53,10 +54,21 @@ class Hardware:
     Attributes:
       num_devices: Devices that share the tables, TensorFlow's chips.
       sparse_cores_per_device: Of each.
+
+    Raises:
+      ValueError: If one is no int >= 1, by the names that TPUEmbeddingV2 gives them.
     """
 
     num_devices: int
     sparse_cores_per_device: int
+
+    def __post_init__(self) -> None:
+        for argument, number in (
+            ("num_tpu_chips", self.num_devices),
+            ("num_sc_per_chip", self.sparse_cores_per_device),
+        ):
+            if type(number) is not int or number < 1:
+                raise errors.argument_int(argument, number, smallest=1)
 
 
 @tf.autograph.experimental.do_not_convert  # It would only cost time.
