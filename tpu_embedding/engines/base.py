@@ -53,7 +53,7 @@ class EngineOptions:
     pipelined: bool
     check_numerics: bool
     layout: Layout
-    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009
+    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
     initialize: bool = True
     profile_data_directory: str | None = None
 

@@ -16,7 +16,7 @@ from tpu_embedding.keras.configs import Resolved
 from tpu_embedding.keras.tables import LayerTables
 from tpu_embedding.keras.weights import flat_name
 from tpu_embedding.lookup.combine import VariableReader
-from tpu_embedding.serving.lookup import FeatureLookup
+from tpu_embedding.lookup.features import FeatureLookup
 
 
 class TrainableTables(LayerTables):

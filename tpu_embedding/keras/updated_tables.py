@@ -18,7 +18,7 @@ from tpu_embedding.keras.configs import Resolved
 from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
 from tpu_embedding.keras.tables import LayerTables
 from tpu_embedding.keras.weights import as_weight
-from tpu_embedding.serving.lookup import FeatureLookup
+from tpu_embedding.lookup.features import FeatureLookup
 
 # Where TensorFlow makes the gradients of tf.cond and of loops.
 _CONTROL_FLOW = (".cond_v2", ".while_v2")

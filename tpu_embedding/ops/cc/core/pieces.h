@@ -19,7 +19,7 @@ struct Piece {
 };
 
 // What there is to do for one table or feature.
-struct Load {
+struct Work {
   int64_t units;   // samples or rows
   int64_t cycles;  // for all of them, roughly
 };
@@ -28,10 +28,10 @@ struct Load {
 constexpr int64_t kCyclesPerPiece = 50000;
 
 // Cuts each owner's units into pieces of about kCyclesPerPiece.
-inline std::vector<Piece> CutPieces(const std::vector<Load>& loads) {
+inline std::vector<Piece> CutPieces(const std::vector<Work>& works) {
   std::vector<Piece> pieces;
-  for (size_t owner = 0; owner < loads.size(); ++owner) {
-    const auto [units, cycles] = loads[owner];
+  for (size_t owner = 0; owner < works.size(); ++owner) {
+    const auto [units, cycles] = works[owner];
     const int64_t count = std::clamp<int64_t>(cycles / kCyclesPerPiece, 1,
                                               std::max<int64_t>(units, 1));
     for (int64_t p = 0; p < count && units; ++p) {
@@ -42,15 +42,15 @@ inline std::vector<Piece> CutPieces(const std::vector<Load>& loads) {
   return pieces;
 }
 
-// Runs body(piece) for all of the loads' pieces. Pieces of one loop can take
+// Runs body(piece) for all pieces of the works. Pieces of one loop can take
 // very different times, so whichever thread is free takes the next.
 inline void ForEachPiece(const ParallelFor& parallel_for,
-                         const std::vector<Load>& loads,
+                         const std::vector<Work>& works,
                          const std::function<void(const Piece&)>& body) {
-  const auto pieces = CutPieces(loads);
+  const auto pieces = CutPieces(works);
   if (pieces.empty()) return;
   int64_t cycles = 0;
-  for (const Load& load : loads) cycles += load.cycles;
+  for (const Work& work : works) cycles += work.cycles;
   const int64_t num_pieces = pieces.size();
   ForEachItem(parallel_for, num_pieces, cycles / num_pieces,
               [&](int64_t p) { body(pieces[p]); });

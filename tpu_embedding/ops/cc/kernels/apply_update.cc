@@ -294,14 +294,14 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
 
   void Run(const ParallelFor& parallel_for,
            const std::vector<TableWork>& work) const {
-    std::vector<Load> loads;
+    std::vector<Work> works;
     for (int t = 0; t < NumTables(); ++t) {
       const int64_t rows = rules_[t].options.all_rows
                                ? work[t].view.num_rows
                                : work[t].gradients.groups->num_rows();
-      loads.push_back({rows, Cycles(work[t], rows)});
+      works.push_back({rows, Cycles(work[t], rows)});
     }
-    ForEachPiece(parallel_for, loads, [&](const Piece& piece) {
+    ForEachPiece(parallel_for, works, [&](const Piece& piece) {
       const int64_t t = piece.owner;
       const UpdateFn update =
           rules_[t].entry->UpdateOf(work[t].view.parameters);

@@ -28,7 +28,7 @@ REGISTER_OP("TpuEmbeddingDequeue")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
-    .SetShapeFn(ActivationShapes)
+    .SetShapeFn(ActivationShapesThenScalar)
     .Doc(R"doc(
 Takes the next batch of a replica and looks it up.
 

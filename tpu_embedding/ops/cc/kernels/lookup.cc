@@ -30,7 +30,7 @@ REGISTER_OP("TpuEmbeddingLookup")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
-    .SetShapeFn(ActivationShapes)
+    .SetShapeFn(ActivationShapesThenScalar)
     .Doc(R"doc(
 Looks a batch up at once. Its gradients may or may not follow by
 TpuEmbeddingSubmit, so that any number of lookups can share a step.

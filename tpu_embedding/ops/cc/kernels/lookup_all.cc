@@ -55,7 +55,7 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
     huge_pages_->Advise(t, *tables[t]->tensor());
   }
   std::vector<float*> outputs;
-  std::vector<Load> loads;
+  std::vector<Work> works;
   for (size_t f = 0; f < batch.features.size(); ++f) {
     const Tensor& table = *tables[feature_tables_[f]]->tensor();
     tensorflow::TensorShape shape;
@@ -64,10 +64,10 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
     outputs.push_back(output->flat<float>().data());
-    loads.push_back({batch.features[f].num_samples(),
+    works.push_back({batch.features[f].num_samples(),
                      Cycles(batch.features[f], table.dim_size(1))});
   }
-  ForEachPiece(WorkerPool(context), loads, [&](const Piece& piece) {
+  ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
     const int64_t f = piece.owner;
     const int table = feature_tables_[f];
     const Tensor& value = *tables[table]->tensor();
@@ -77,7 +77,7 @@ absl::Status BatchLookup::Run(OpKernelContext* context,
   return absl::OkStatus();
 }
 
-absl::Status SetActivationShapes(
+absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
@@ -93,9 +93,9 @@ absl::Status SetActivationShapes(
   return absl::OkStatus();
 }
 
-absl::Status ActivationShapes(
+absl::Status ActivationShapesThenScalar(
     tensorflow::shape_inference::InferenceContext* context) {
-  TF_RETURN_IF_ERROR(SetActivationShapes(context));
+  TF_RETURN_IF_ERROR(ActivationShapes(context));
   context->set_output(context->num_outputs() - 1, context->Scalar());
   return absl::OkStatus();
 }

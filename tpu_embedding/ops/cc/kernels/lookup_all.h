@@ -36,11 +36,11 @@ class BatchLookup {
 };
 
 // The shapes of the attribute `output_shapes`.
-absl::Status SetActivationShapes(
+absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context);
 
 // The same, then one scalar.
-absl::Status ActivationShapes(
+absl::Status ActivationShapesThenScalar(
     tensorflow::shape_inference::InferenceContext* context);
 
 }  // namespace tpu_embedding

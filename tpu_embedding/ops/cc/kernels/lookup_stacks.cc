@@ -39,7 +39,7 @@ REGISTER_OP("TpuEmbeddingLookupStacks")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
-    .SetShapeFn(SetActivationShapes)
+    .SetShapeFn(ActivationShapes)
     .Doc(R"doc(
 Looks up what TpuEmbeddingPreprocess gives.
 

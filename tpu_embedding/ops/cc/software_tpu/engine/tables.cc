@@ -69,12 +69,12 @@ Error EngineTables::CheckLoaded() const {
 void EngineTables::LookUp(const CoreBatch& batch,
                           const std::vector<float*>& outputs,
                           const ParallelFor& parallel_for) const {
-  std::vector<tpu_embedding::Load> loads;
+  std::vector<Work> works;
   for (const EngineOutput& output : config_.outputs) {
-    loads.push_back(
+    works.push_back(
         {output.num_samples(), output.num_samples() * kCyclesPerRow});
   }
-  ForEachPiece(parallel_for, loads, [&](const Piece& piece) {
+  ForEachPiece(parallel_for, works, [&](const Piece& piece) {
     const int64_t o = piece.owner;
     const int table = config_.outputs[o].table;
     Lookup(batch.prepared.features[o], storage_[table].values[0].data(),
