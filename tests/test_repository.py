@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import importlib.util
 import itertools
 import pathlib
 import re
@@ -58,6 +59,33 @@ def tracked_text() -> list[pathlib.Path]:
         for path in tracked_files()
         if path.suffix == ".md" or golden not in path.parents
     ]
+
+
+def test_the_readme_names_every_page_and_example():
+    text = (ROOT / "README.md").read_text()
+    pages = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
+    examples = [path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")]
+    assert pages
+    assert examples
+    assert [name for name in (*pages, *examples) if name not in text] == []
+
+
+def test_what_is_used_of_private_tensorflow_is_listed():
+    """Apart from what interop/private_tensorflow.py checks itself."""
+    private = re.compile(r"^from (tensorflow\.python\.\S+) import (\w+)", re.MULTILINE)
+    used = set()
+    for name in sources(".py"):
+        if name.startswith("tpu_embedding/"):
+            for module, part in private.findall((ROOT / name).read_text()):
+                found = importlib.util.find_spec(module)
+                assert found is not None
+                package = found.submodule_search_locations is not None
+                used.add(f"{module}.{part}" if package else module)
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("| in `tensorflow.python` |")[2].partition("\n\n")[0]
+    names = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    listed = [name for row in names for name in re.findall(r"`([\w.]+)`", row)]
+    assert sorted(used) == [f"tensorflow.python.{name}" for name in listed]
 
 
 def test_the_sources_are_found():
