@@ -42,9 +42,9 @@ SAID: list[tuple[str, tuple, type[Exception], str]] = [
         ("Thing",),
         NotImplementedError,
         "Thing is not supported by this release. Supported are the default strategy, "
-        "OneDeviceStrategy and MirroredStrategy on CPU or GPU. Code written for "
-        "TPUStrategy runs on this machine's CPU when it is built outside the "
-        "strategy's scope, or under one of these.",
+        "OneDeviceStrategy and MirroredStrategy on CPU or GPU, TPUStrategy and "
+        "testing.SoftwareTPUStrategy; under every strategy there is TPUEmbeddingV0, "
+        "whose tables are ordinary weights.",
     ),
     (
         "no_profiles",

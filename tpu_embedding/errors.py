@@ -259,10 +259,10 @@ def refused_by_engine(
 def unsupported_strategy(name: str) -> NotImplementedError:
     """A tf.distribute strategy without an engine."""
     return NotImplementedError(
-        f"{name} is not supported by this release. Supported are "
-        "the default strategy, OneDeviceStrategy and MirroredStrategy on CPU or GPU. "
-        "Code written for TPUStrategy runs on this machine's CPU when it is built "
-        "outside the strategy's scope, or under one of these."
+        f"{name} is not supported by this release. Supported are the default "
+        "strategy, OneDeviceStrategy and MirroredStrategy on CPU or GPU, TPUStrategy "
+        "and testing.SoftwareTPUStrategy; under every strategy there is "
+        "TPUEmbeddingV0, whose tables are ordinary weights."
     )
 
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
-from tpu_embedding.engines.stacked import (
-    StackedBatches,
-    lay_out_whole,
-    refuse_tpu_options,
-)
 from tpu_embedding.engines.whole import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import (
@@ -25,7 +19,6 @@ from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.tables import Plan
 from tpu_embedding.ops import library
 from tpu_embedding.optimizers import Optimizer
-from tpu_embedding.topology import Topology
 
 
 class HostEngine(WholeTablesEngine):
@@ -43,23 +36,13 @@ class HostEngine(WholeTablesEngine):
             slot.handle for table in self.tables for slot in table.slots.values()
         ]
         self._prepare_attributes = _prepare_attributes(options)
-        self._stacks = StackedBatches(options.plan, options.layout)
         self._update_attributes = _update_attributes(options.plan)
         with tf.device(self._device):
             self._queue = self._ops.tpu_embedding_step_queue(
-                num_replicas=options.topology.num_replicas,
+                num_replicas=self._num_replicas,
                 capacity=QUEUE_CAPACITY,
-                pipelined=options.pipelined,
+                pipelined=self._pipelined,
             )
-
-    @classmethod
-    def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
-    ) -> Layout:
-        """See `Engine.lay_out`."""
-        del topology
-        refuse_tpu_options(cls.name, plan)
-        return lay_out_whole(plan, config)
 
     def enqueue(
         self,
@@ -73,7 +56,7 @@ class HostEngine(WholeTablesEngine):
             prepared = [
                 self._prepare(batch, replica, training=training) for batch in batches
             ]
-            if self._options.pipelined and not training:
+            if self._pipelined and not training:
                 self.flush()
             self._ops.tpu_embedding_enqueue(
                 queue=self._queue,
@@ -85,7 +68,7 @@ class HostEngine(WholeTablesEngine):
     def dequeue(self, replica: int) -> list[tf.Tensor]:
         """See `Queue.dequeue`."""
         with tf.device(self._device):
-            if self._options.pipelined:
+            if self._pipelined:
                 self._apply_if(self._pending(replica).before_evaluation)
             result = self._ops.tpu_embedding_dequeue(
                 queue=self._queue,
@@ -93,7 +76,7 @@ class HostEngine(WholeTablesEngine):
                 num_features=len(self._plan.features),
                 **self._lookup_arguments(),
             )
-            if self._options.pipelined:
+            if self._pipelined:
                 self._apply_if(result.apply_now)
         return result.activations
 
@@ -110,7 +93,7 @@ class HostEngine(WholeTablesEngine):
                     **self._gradient_arguments(gradients, replica),
                 )
             self._rates.count_update(completes, after=apply_now)
-            if not self._options.pipelined:
+            if not self._pipelined:
                 self._apply_if(apply_now)
 
     def lookup(
@@ -185,13 +168,9 @@ class HostEngine(WholeTablesEngine):
         """See `Stacks.update_stacked`."""
         with tf.device(self._device):
             rates, completes = self._evaluate_rates(replica, submitting=True)
-            flat = [
-                None if gradient is None else tf.reshape(gradient, [-1, dim])
-                for gradient, dim in zip(gradients, _dims(self._plan), strict=True)
-            ]
             arguments = {
                 **self._stack_arguments(tables),
-                **self._gradient_arguments(flat, replica),
+                **self._gradient_arguments(self._by_sample(gradients), replica),
             }
             with tf.control_dependencies([rates]):
                 apply_now = self._ops.tpu_embedding_submit_stacks(
@@ -205,7 +184,7 @@ class HostEngine(WholeTablesEngine):
 
     def flush(self) -> None:
         """See `Engine.flush`."""
-        if self._options.pipelined:
+        if self._pipelined:
             with tf.device(self._device):
                 self._apply_if(self._pending(replica=0).ready)
 
@@ -222,21 +201,6 @@ class HostEngine(WholeTablesEngine):
     def _pending(self, replica: int) -> Any:
         return self._ops.tpu_embedding_pending(queue=self._queue, replica=replica)
 
-    def _apply_if(self, condition: tf.Tensor) -> None:
-        """Applies the ready update where `condition` holds."""
-        if not self._update_attributes:
-            return  # lookup only: no update can be pending
-        single = self._options.topology.num_replicas == 1
-        if single and not self._options.pipelined:
-            self._apply_update()  # the condition always holds
-            return
-
-        def apply_update() -> bool:
-            self._apply_update()
-            return True
-
-        tf.cond(condition, apply_update, lambda: False)
-
     def _apply_update(self) -> None:
         self._ops.tpu_embedding_apply_update(
             queue=self._queue,
@@ -251,7 +215,7 @@ class HostEngine(WholeTablesEngine):
     ) -> tf.Tensor:
         """Checks one replica's batch; a variant that the queue takes."""
         # A failure in one replica among several must be known to the others.
-        told = replica is not None and self._options.topology.num_replicas > 1
+        told = replica is not None and self._num_replicas > 1
         return self._ops.tpu_embedding_prepare(
             queue=[self._queue] if told else [],
             training=training,
@@ -304,7 +268,7 @@ class HostEngine(WholeTablesEngine):
             "gradients": [g for g in gradients if g is not None],
             "has_gradient": [g is not None for g in gradients],
             "paths": self._prepare_attributes["paths"],
-            "dims": _dims(self._plan),
+            "dims": self._plan.dims,
             "check_numerics": self._options.check_numerics,
             "replica": replica,
         }
@@ -322,12 +286,8 @@ class HostEngine(WholeTablesEngine):
         shapes = self._options.output_shapes
         return [
             tf.TensorShape((*shapes.activation(f.index), dim))
-            for f, dim in zip(self._plan.features, _dims(self._plan), strict=True)
+            for f, dim in zip(self._plan.features, self._plan.dims, strict=True)
         ]
-
-
-def _dims(plan: Plan) -> list[int]:
-    return [plan.tables[feature.table].config.dim for feature in plan.features]
 
 
 def _prepare_attributes(options: EngineOptions) -> dict[str, Any]:
@@ -378,10 +338,8 @@ def _row_options(optimizer: Optimizer) -> list[float]:
 
 
 def _update_attributes(plan: Plan) -> dict[str, Any]:
-    """What the update op needs; empty where a table has no optimizer."""
+    """What the update op needs; it is not called where a table has no optimizer."""
     optimizers = [spec.optimizer for spec in plan.tables if spec.optimizer]
-    if len(optimizers) < len(plan.tables):
-        return {}
     return {
         "feature_tables": [spec.table for spec in plan.features],
         "rules": [o.rule for o in optimizers],

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.config import DTYPES
+from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks
 from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.stacked import (
+    StackedBatches,
+    lay_out_whole,
+    refuse_tpu_options,
+)
 from tpu_embedding.engines.variables import (
     TableVariables,
     create_counter,
@@ -18,8 +24,10 @@ from tpu_embedding.engines.variables import (
     variable_rows,
 )
 from tpu_embedding.layout.rows import PARAMETERS, MutableRows
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.tables import UPDATES, Plan
 from tpu_embedding.lookup.combine import StoredReader, VariableReader
+from tpu_embedding.topology import Topology
 
 
 class WholeTablesEngine(Engine, Queue, Stacks):
@@ -30,10 +38,49 @@ class WholeTablesEngine(Engine, Queue, Stacks):
     def __init__(self, options: EngineOptions) -> None:
         """Makes the variables; see `Engine`."""
         super().__init__(options)
+        self._pipelined = options.pipelined
+        self._num_replicas = options.topology.num_replicas
+        self._stacks = StackedBatches(options.plan, options.layout)
         self.tables: list[TableVariables] = create_variables(options.plan, self._device)
         self._rates = Rates(
             options.plan, lambda: create_counter("updates", self._device)
         )
+
+    @classmethod
+    def lay_out(
+        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+    ) -> Layout:
+        """See `Engine.lay_out`."""
+        del topology
+        refuse_tpu_options(cls.name, plan)
+        return lay_out_whole(plan, config)
+
+    @abc.abstractmethod
+    def _apply_update(self) -> None:
+        """Applies the update that is ready; only where every table has an optimizer."""
+
+    def _apply_if(self, condition: tf.Tensor) -> None:
+        """Applies the ready update where `condition` holds."""
+        if any(table.optimizer is None for table in self._plan.tables):
+            return  # Lookup only: no update can be pending.
+        if self._num_replicas == 1 and not self._pipelined:
+            self._apply_update()  # The condition always holds.
+            return
+
+        def apply_update() -> bool:
+            self._apply_update()
+            return True
+
+        tf.cond(condition, apply_update, lambda: False)
+
+    def _by_sample(
+        self, gradients: Sequence[tf.Tensor | None]
+    ) -> list[tf.Tensor | None]:
+        """Gradients of activations as [samples, D]."""
+        return [
+            None if gradient is None else tf.reshape(gradient, [-1, dim])
+            for gradient, dim in zip(gradients, self._plan.dims, strict=True)
+        ]
 
     @abc.abstractmethod
     def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
@@ -48,7 +95,7 @@ class WholeTablesEngine(Engine, Queue, Stacks):
         before the gradients are handed in: a rate that fails then changes nothing,
         and a pipelined update has the rate of its own step.
         """
-        if self._options.topology.num_replicas == 1:
+        if self._num_replicas == 1:
             return self._rates.evaluate(), tf.constant(True)
         completes = self._completes(replica, submitting=submitting)
         return self._rates.evaluate_if(completes), completes

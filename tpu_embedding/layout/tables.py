@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,6 +73,11 @@ class Plan:
 
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...]
+
+    @functools.cached_property
+    def dims(self) -> tuple[int, ...]:
+        """For each feature the width of its table."""
+        return tuple(self.tables[spec.table].config.dim for spec in self.features)
 
 
 def make_plan(

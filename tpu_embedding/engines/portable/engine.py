@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
 from tpu_embedding.engines.portable.cells import pack, unpack
 from tpu_embedding.engines.portable.combiners import Combiners, Found
@@ -31,24 +30,16 @@ from tpu_embedding.engines.portable.tables import (
     update,
 )
 from tpu_embedding.engines.portable.turns import in_turn
-from tpu_embedding.engines.stacked import (
-    StackedBatches,
-    lay_out_whole,
-    refuse_tpu_options,
-)
 from tpu_embedding.engines.whole import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.batches import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import Plan
 from tpu_embedding.lookup.checks import Change, no_change, require
 from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.rows import FeatureInput
-from tpu_embedding.topology import Topology
 
 
 class PortableEngine(WholeTablesEngine):
@@ -61,28 +52,13 @@ class PortableEngine(WholeTablesEngine):
         check_functions(options.plan)
         super().__init__(options)
         self._turn = threading.RLock()
-        self._pipelined = options.pipelined
-        self._num_replicas = options.topology.num_replicas
         self._host = _host_of(self._device)
-        self._dims = [
-            self._plan.tables[f.table].config.dim for f in self._plan.features
-        ]
-        self._stacks = StackedBatches(options.plan, options.layout)
         with tf.device(self._device):
             self._combiners = Combiners(self._plan, options.layout)
         with tf.device(self._host):
             self._steps = StepQueue(
                 self._num_replicas, QUEUE_CAPACITY, pipelined=self._pipelined
             )
-
-    @classmethod
-    def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
-    ) -> Layout:
-        """See `Engine.lay_out`."""
-        del topology
-        refuse_tpu_options(cls.name, plan)
-        return lay_out_whole(plan, config)
 
     def variables(self) -> list[dict[str, Any]]:
         """See `Engine.variables`."""
@@ -213,11 +189,8 @@ class PortableEngine(WholeTablesEngine):
         replica: int,
     ) -> None:
         """See `Stacks.update_stacked`."""
-        flat = [
-            None if gradient is None else tf.reshape(gradient, [-1, dim])
-            for gradient, dim in zip(gradients, self._dims, strict=True)
-        ]
         with tf.device(self._host):
+            flat = self._by_sample(gradients)
             rates, completes = self._evaluate_rates(replica, submitting=True)
             with tf.control_dependencies([rates]):
                 counts = self._stacks.samples(tables)
@@ -245,20 +218,6 @@ class PortableEngine(WholeTablesEngine):
         if self._pipelined:
             with tf.device(self._host):
                 self._apply_if(self._steps.is_ready())
-
-    def _apply_if(self, condition: tf.Tensor) -> None:
-        """Applies the ready update where `condition` holds."""
-        if any(table.optimizer is None for table in self._plan.tables):
-            return  # Lookup only: no update can be pending.
-        if self._num_replicas == 1 and not self._pipelined:
-            self._apply_update()  # The condition always holds.
-            return
-
-        def apply_update() -> bool:
-            self._apply_update()
-            return True
-
-        tf.cond(condition, apply_update, lambda: False)
 
     def _apply_update(self) -> None:
         spec = [
@@ -317,7 +276,7 @@ class PortableEngine(WholeTablesEngine):
         activations = []
         with tf.device(self._device):
             for feature, entry, dim in zip(
-                self._plan.features, entries, self._dims, strict=True
+                self._plan.features, entries, self._plan.dims, strict=True
             ):
                 config = self._plan.tables[feature.table].config
                 table = VariableReader(self.tables[feature.table].parameters)
@@ -357,7 +316,7 @@ class PortableEngine(WholeTablesEngine):
             for check in gradient_checks(
                 self._plan.features[feature].path,
                 gradient,
-                tf.concat([entries[feature].shape, [self._dims[feature]]], 0),
+                tf.concat([entries[feature].shape, [self._plan.dims[feature]]], 0),
                 check_numerics=self._options.check_numerics,
             )
         ]
@@ -381,7 +340,7 @@ class PortableEngine(WholeTablesEngine):
     def _entry_gradients(
         self, feature: int, gradient: tf.Tensor | None, entries: Entries
     ) -> tf.Tensor:
-        dim = self._dims[feature]
+        dim = self._plan.dims[feature]
         if gradient is None:
             return tf.zeros([tf.size(entries.rows), dim])
         if feature in self._combiners.of_features:

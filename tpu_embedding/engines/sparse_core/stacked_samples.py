@@ -28,7 +28,7 @@ class StackedSamples:
         """
         self._layout = layout
         self._cores = sparse_cores
-        self._dims = [plan.tables[f.table].config.dim for f in plan.features]
+        self._dims = plan.dims
         self._shapes = [f.config.output_shape for f in plan.features]
 
     def split(self, stacks: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:

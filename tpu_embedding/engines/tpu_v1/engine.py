@@ -238,7 +238,7 @@ class TPUv1Engine(Engine, Queue):
         return [
             tf.ensure_shape(activation, (*shape, dim))
             for activation, shape, dim in zip(
-                activations, self._output_shapes, self._dims(), strict=True
+                activations, self._output_shapes, self._plan.dims, strict=True
             )
         ]
 
@@ -250,7 +250,7 @@ class TPUv1Engine(Engine, Queue):
         whole = [
             tf.zeros((*shape, dim)) if gradient is None else gradient
             for gradient, shape, dim in zip(
-                gradients, self._output_shapes, self._dims(), strict=True
+                gradients, self._output_shapes, self._plan.dims, strict=True
             )
         ]
         checks = []
@@ -307,9 +307,6 @@ class TPUv1Engine(Engine, Queue):
                 tf.raw_ops.ConfigureTPUEmbedding(config=self._config)
             elif not initialized:
                 raise errors.not_configured()
-
-    def _dims(self) -> list[int]:
-        return [self._plan.tables[f.table].config.dim for f in self._plan.features]
 
     def _output_shape(self, feature: int) -> tuple[int, ...]:
         """Of one replica."""
