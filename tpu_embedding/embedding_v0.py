@@ -10,6 +10,8 @@ from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding import errors, topology
 from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding.checkpoint import errors as checkpoint_errors
+from tpu_embedding.embedding_base import as_written
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
@@ -19,9 +21,6 @@ from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.structures import Structure
-
-# The methods trace fine as they are; converting them would only cost time.
-_as_written = tf.autograph.experimental.do_not_convert
 
 
 class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
@@ -92,7 +91,7 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         self._topology = topology.without_engine()
         self._variables: dict[str, dict[str, Any]] = {}
 
-    @_as_written
+    @as_written
     def build(self) -> None:
         """Makes the tables and slots; called by the first lookup if not before."""
         if self._variables:
@@ -122,12 +121,12 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         self.build()
         return {spec.key: self._variables[spec.name] for spec in self._plan.tables}
 
-    @_as_written
+    @as_written
     def __call__(self, features: Any, weights: Any = None) -> Any:
         """See `embedding_lookup`."""
         return self.embedding_lookup(features, weights)
 
-    @_as_written
+    @as_written
     def embedding_lookup(self, features: Any, weights: Any = None) -> Any:
         """Looks features up, in the caller's own replica.
 
@@ -160,6 +159,10 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host
         return self._structure.pack(lookup.in_program(specs, values, flat, on_host))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raises TypeError: the strategy that holds the tables cannot be copied."""
+        raise checkpoint_errors.deep_copy(type(self).__name__)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # The last moment for tables that are to be saved or restored, as in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pathlib
 from typing import Any
@@ -260,3 +261,10 @@ def test_a_path_without_a_name(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="must not be empty or end in a slash"):
         checkpoint.save(models.make(te.SGD(0.1)), f"{tmp_path}/")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cls", [te.TPUEmbedding, te.TPUEmbeddingV2, te.TPUEmbeddingV0])
+def test_a_deep_copy_is_refused_with_the_way_out(cls: Any) -> None:
+    embedding = cls(te.FeatureConfig(te.TableConfig(4, 2)), te.SGD(0.1))
+    with pytest.raises(TypeError, match=rf"^A {cls.__name__} cannot be copied deeply"):
+        copy.deepcopy({"embedding": embedding})

@@ -118,7 +118,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({"path": path, "tables": list(tables)})
     else:
-        print(f"Wrote {len(tables)} tables to {path}")
+        print(f"Wrote to {path}: {', '.join(tables)}")
     return 0
 
 

@@ -61,6 +61,15 @@ def not_an_embedding(value: object) -> TypeError:
     )
 
 
+def deep_copy(what: str) -> TypeError:
+    """A deep copy of tables, which are variables of this process and strategy."""
+    return TypeError(
+        f"A {what} cannot be copied deeply. Make another one of the same configuration "
+        "and bring the tables over: tpu_embedding.checkpoint.save and restore, or "
+        "tf.train.Checkpoint."
+    )
+
+
 def no_prefix(path: str) -> ValueError:
     """A prefix without a name: the files would be hidden ones, `.index` and others."""
     return ValueError(
@@ -264,14 +273,6 @@ def new_root_of_arrays() -> ValueError:
     return ValueError("`--new-root` is not for `--to numpy`: arrays have no object.")
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(str(axis) for axis in shape) + "]"
-
-
 def other_stacks(path: str) -> ValueError:
     """A checkpoint whose stacks are not those of an embedding on SparseCores."""
     return ValueError(
@@ -288,3 +289,11 @@ def other_dtype(path: str, table: str, stored: str, own: str) -> TypeError:
         "tf.train.Checkpoint does not convert. Use "
         "tpu_embedding.checkpoint.restore(embedding, path), which does."
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(str(axis) for axis in shape) + "]"

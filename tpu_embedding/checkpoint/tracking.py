@@ -55,6 +55,10 @@ class SavedTables(tf.__internal__.tracking.AutoTrackable):
     def _retrieve(self) -> None:
         """Brings what is saved up to date, if there is an engine."""
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raises TypeError: the strategy that holds the tables cannot be copied."""
+        raise errors.deep_copy(type(self).__name__)
+
     def checkpoint_variables(self) -> dict[str, Any]:
         """Tables, slots and counters by their names in checkpoints."""
         engine = self._create_engine()
