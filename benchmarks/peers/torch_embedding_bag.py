@@ -28,7 +28,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         for rows in scenario.rows
     )
     rule = _OPTIMIZERS[optimizer](list(bags.parameters()))
-    gradient = torch.ones(scenario.batch_size, scenario.dim)
+    gradients = [torch.ones(scenario.batch_size, scenario.dim) for _ in bags]
     batches = itertools.cycle(
         [torch.from_numpy(ids).long() for ids in batch] for batch in scenario.batches(4)
     )
@@ -38,8 +38,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 
     def step() -> None:
         rule.zero_grad()
-        outputs = forward()
-        torch.autograd.backward(outputs, [gradient] * len(outputs))
+        torch.autograd.backward(forward(), gradients)
         rule.step()
 
     def lookup() -> None:

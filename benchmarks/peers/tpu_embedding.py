@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
@@ -23,9 +24,9 @@ _OPTIMIZERS = {
 
 
 def prepare(
-    scenario: Scenario, optimizer: str, dtype: str = "float32"
+    scenario: Scenario, optimizer: str, dtype: str = "float32", ids: str = "int32"
 ) -> dict[str, Callable[[], float]]:
-    """Makes the tables, stored as `dtype`, and traces the steps."""
+    """Makes the tables, stored as `dtype`, and traces the steps for `ids`."""
     features = [
         te.FeatureConfig(
             te.TableConfig(rows, scenario.dim, combiner="sum", dtype=dtype)
@@ -34,8 +35,10 @@ def prepare(
     ]
     embedding = te.TPUEmbedding(features, _OPTIMIZERS[optimizer])
     embedding.build()
-    gradients = [tf.ones([scenario.batch_size, scenario.dim])] * len(features)
-    next_batch = feed.dense(scenario.batches(4))
+    # One for each feature: a shared one would stay in the caches.
+    gradients = [tf.ones([scenario.batch_size, scenario.dim]) for _ in features]
+    batches = scenario.batches(4)
+    next_batch = feed.dense([[x.astype(np.dtype(ids)) for x in b] for b in batches])
 
     @tf.function
     def step() -> None:
