@@ -5,6 +5,9 @@ from __future__ import annotations
 BANDWIDTH = 0.6
 """Of a copy's bandwidth in the same run, for the step of "dlrm" with Adagrad."""
 
+PREPROCESSING = 2.0
+"""How many times faster than each peer, for SparseCores, at each number of devices."""
+
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 
 # By scenario, optimizer and function ("step" or "lookup"), then by peer.
@@ -14,6 +17,7 @@ _STEPS = {
         "tfrs": 10.0,
         "keras_rs": 40.0,
         "tensorflow_nn": 40.0,
+        "keras_fit": 5.0,
     },
     ("dlrm", "sgd", "step"): {"fbgemm": 2.5},
     ("dlrm", "rowwise_adagrad", "step"): {"fbgemm": 1.3},

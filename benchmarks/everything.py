@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
+import traceback
 from collections.abc import Sequence
 
-from benchmarks import measures, overview, preprocessing, run, vocabulary
+from benchmarks import measures, out, overview, preprocessing, run, vocabulary
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 # Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
@@ -71,11 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs all and writes build/bench/everything.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    out.add_option(parser)
     flags = parser.parse_args(arguments)
-    for module, options in commands(quick=flags.quick):
-        MAINS[module]([*options, "--out", str(flags.out)])
+    parts = commands(quick=flags.quick)
+    failed = []
+    for index, (module, options) in enumerate(parts):
+        print(f"[{index + 1}/{len(parts)}] {module}", *options, flush=True)
+        try:
+            MAINS[module]([*options, "--out", str(flags.out)])
+        except Exception:  # The others take hours: they go on.
+            traceback.print_exc()
+            failed.append(" ".join(["benchmarks." + module, *options]))
     print(join(flags.out))
+    if failed:
+        sys.exit("Failed, see above:\n" + "\n".join(failed))
 
 
 if __name__ == "__main__":

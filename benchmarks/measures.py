@@ -21,12 +21,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from benchmarks import out
 from benchmarks.run import OURS, python_of
 from benchmarks.scenarios import SCENARIOS, Scenario
 
 _WARM_UP, _TIMED = 5, 30
 # Widths that no register divides, each with the nearest that one does.
 _WIDTHS = ((3, 4), (7, 8), (10, 8), (100, 96))
+# The widest there are, beside a quarter, on tables of few rows.
+_WIDEST = ((1024, 256),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +59,12 @@ def _in_process(
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _step_of(workload: Scenario, dtype: str = "float32") -> Callable[[], float]:
+def _step_of(
+    workload: Scenario, dtype: str = "float32", ids: str = "int32"
+) -> Callable[[], float]:
     from benchmarks.peers import tpu_embedding  # TensorFlow only in the children
 
-    return tpu_embedding.prepare(workload, "adagrad", dtype)["step"]
+    return tpu_embedding.prepare(workload, "adagrad", dtype, ids)["step"]
 
 
 def _median(step: Callable[[], float]) -> dict[str, float]:
@@ -79,6 +84,11 @@ def child_width(scenario: str, dim: str, dtype: str) -> dict[str, float]:
     """The median seconds of a training step over tables of another width."""
     workload = dataclasses.replace(SCENARIOS[scenario], dim=int(dim))
     return _median(_step_of(workload, dtype))
+
+
+def child_ids(scenario: str, ids: str) -> dict[str, float]:
+    """The median seconds of a training step with ids of a dtype."""
+    return _median(_step_of(SCENARIOS[scenario], ids=ids))
 
 
 def child_memory(scenario: str, steps: str) -> dict[str, float]:
@@ -122,6 +132,7 @@ def _peak() -> float:
 CHILDREN = {
     "step": child_step,
     "width": child_width,
+    "ids": child_ids,
     "memory": child_memory,
     "import": child_import,
     "first_step": child_first_step,
@@ -140,13 +151,15 @@ def threads(scenario: str) -> Measure:
     )
 
 
-def widths(scenario: str, dtype: str) -> list[Measure]:
+def widths(
+    scenario: str, dtype: str, pairs: Sequence[tuple[int, int]] = _WIDTHS
+) -> list[Measure]:
     """The time of a step for each byte, at odd widths over the nearest even ones.
 
     All that a step moves grows with the width, so that its bytes cancel but for it.
     """
     measures = []
-    for odd, even in _WIDTHS:
+    for odd, even in pairs:
         seconds = {dim: [] for dim in (odd, even)}
         for _ in range(3):  # A B A B
             for dim, times in seconds.items():
@@ -156,6 +169,17 @@ def widths(scenario: str, dtype: str) -> list[Measure]:
         name = f"{dtype} step per byte at dim {odd} over that at dim {even}"
         measures.append(Measure(name, ours / nearest, 1.3, False))
     return measures
+
+
+def wide_ids(scenario: str) -> Measure:
+    """The time of a step with ids of int64 over that with int32, A B A B."""
+    seconds = {ids: [] for ids in ("int32", "int64")}
+    for _ in range(3):
+        for ids, times in seconds.items():
+            times.append(_in_process("ids", scenario, ids)["seconds"])
+    narrow, wide = (statistics.median(times) for times in seconds.values())
+    name = "step with int64 ids over that with int32"
+    return Measure(name, wide / narrow, 1.3, False)
 
 
 def memory(scenario: str, steps: int) -> list[Measure]:
@@ -211,23 +235,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    out.add_option(parser)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
     if flags.child:
         name, *values = flags.child
         print(json.dumps(CHILDREN[name](*values)))
         return
-    measures = [importing(), tracing(), threads(flags.scenario)]
+    measures: list[Measure] = []
+    for name, part in _parts(flags.scenario, flags.steps).items():
+        print(f"  {name} ...", flush=True)
+        measures += part()
+        _write(flags.out / f"measures-{flags.scenario}", measures)
+    print(markdown(measures))
+
+
+def _parts(scenario: str, steps: int) -> dict[str, Callable[[], list[Measure]]]:
+    """What is measured, by what is said of it while it runs."""
+    parts: dict[str, Callable[[], list[Measure]]] = {
+        "import": lambda: [importing()],
+        "first step": lambda: [tracing()],
+        "threads": lambda: [threads(scenario)],
+        "int64 ids": lambda: [wide_ids(scenario)],
+    }
     for dtype in ("float32", "bfloat16"):
-        measures += widths(flags.scenario, dtype)
-    measures += memory(flags.scenario, flags.steps)
-    flags.out.mkdir(parents=True, exist_ok=True)
-    file = flags.out / f"measures-{flags.scenario}"
+        parts[f"widest rows, {dtype}"] = lambda d=dtype: widths("wide", d, _WIDEST)
+        parts[f"odd widths, {dtype}"] = lambda d=dtype: widths(scenario, d)
+    parts[f"{steps:,} steps"] = lambda: memory(scenario, steps)
+    return parts
+
+
+def _write(file: pathlib.Path, measures: Sequence[Measure]) -> None:
     written = [{**dataclasses.asdict(m), "missed": m.missed} for m in measures]
     file.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n")
     file.with_suffix(".md").write_text(markdown(measures))
-    print(markdown(measures))
 
 
 if __name__ == "__main__":

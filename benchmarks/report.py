@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -125,8 +126,18 @@ def _time(times: dict[str, float] | None) -> str:
     return f"{times['median']:.2f} ({times['min']:.2f}-{times['max']:.2f})"
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is there; a run without it still has its numbers."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print("  no picture: matplotlib is not installed")
+    return found
+
+
 def _draw(path: pathlib.Path, run: Run) -> None:
-    import matplotlib as mpl  # an extra; a run without it still has its numbers
+    if not can_draw():
+        return
+    import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt

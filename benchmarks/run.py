@@ -6,15 +6,18 @@ python -m benchmarks.run --scenario dlrm --optimizer adagrad
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from benchmarks import report
+from benchmarks import out, report
 from benchmarks.scenarios import SCENARIOS
 
 OURS = "tpu_embedding"
@@ -67,27 +70,44 @@ class Worker:
             text=True,
         )
         worker = cls(peer, process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        ready = json.loads(line) if line else {"missing": "its process ended early"}
+        ready = worker._answer()
         worker.missing = ready.get("missing")
         worker.rule = ready.get("rule", "")
         worker.seconds = {name: [] for name in ready.get("functions", [])}
         return worker
 
     def measure(self, function: str) -> None:
-        """Runs one function some times in a row."""
+        """Runs one function some times in a row; a failure makes it `missing`."""
         assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It ended: so says the answer.
+            self.process.stdin.write(function + "\n")
+            self.process.stdin.flush()
+        answer = self._answer()
+        if "missing" in answer:
+            self.missing = answer["missing"]
+            self.seconds = {}  # What it did before is not comparable.
+        else:
+            self.seconds[function] += answer["seconds"]
+
+    def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        self.process.stdin.write(function + "\n")
-        self.process.stdin.flush()
-        self.seconds[function] += json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self.process.wait()
+        if code < 0:
+            name = signal.Signals(-code).name
+            return {"missing": f"its process was killed by {name} (out of memory?)"}
+        return {"missing": f"its process ended early, with code {code}"}
 
     def stop(self) -> None:
         """Ends the process."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 def python_of(peer: str) -> str:
@@ -118,19 +138,22 @@ def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
         worker.stop()
     return {
         "rule": theirs.rule,
-        "missing": theirs.missing or ours.missing,
+        "missing": theirs.missing or (ours.missing and f"ours: {ours.missing}"),
         "milliseconds": summary(theirs),
         "ours": summary(ours),
     }
 
 
 def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
-    """Runs all functions of both, in turn."""
+    """Runs all functions of both, in turn, until one of them fails."""
     for index in range(rounds):
         print(f"\r  {theirs.peer}: round {index + 1} of {rounds}", end="", flush=True)
         for worker in (ours, theirs):
-            for function in worker.seconds:
+            for function in list(worker.seconds):
                 worker.measure(function)
+                if worker.missing:
+                    print(f"\n  {worker.peer}: {worker.missing}", flush=True)
+                    return
     print()
 
 
@@ -155,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--optimizer", choices=sorted(SLOTS), default="adagrad")
     parser.add_argument("--peers", nargs="*", default=PEERS)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    out.add_option(parser)
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, {flags.optimizer}")
     scenario = SCENARIOS[flags.scenario]

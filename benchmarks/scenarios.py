@@ -91,6 +91,8 @@ _ONE_HOT = (1,) * len(_CAPPED)
 # The dlrm batch's ids in one table. The largest and its slot take 13 GB.
 VOCABULARIES = (10_000, 100_000, 1_000_000, 2_500_000, 10_000_000, 25_000_000)
 _POSITIONS = 50
+# Rows of 4 KiB: dlrm's tables and slots would take 50 GB.
+_WIDE_DIM, _MOST_WIDE_ROWS = 1024, 10_000
 
 SCENARIOS = {
     scenario.name: scenario
@@ -102,6 +104,13 @@ SCENARIOS = {
         # Every position of a sequence is a sample of one id, for ours and all peers.
         Scenario("sequence", 2048 * _POSITIONS, 64, (1_000_000,), (1,)),
         Scenario("small_tables", 32, 64, (1000,) * len(_ONE_HOT), _ONE_HOT),
+        Scenario(
+            "wide",
+            512,
+            _WIDE_DIM,
+            tuple(min(rows, _MOST_WIDE_ROWS) for rows in _CRITEO_ROWS),
+            _ONE_HOT,
+        ),
         Scenario("tiny", 64, 16, (1000, 50), (3, 1)),
         *(
             Scenario(f"vocabulary_{rows}", 2048, 64, (rows,), (sum(_MULTI_HOT),))

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
+from benchmarks import out
 from tpu_embedding import serving
 
 BATCHES = (1, 32, 1024)
@@ -213,13 +214,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS))
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    out.add_option(parser)
     flags = parser.parse_args(arguments)
     results = {}
     for name in flags.scenarios:
         results[name] = measure(SCENARIOS[name], flags.rounds)
         print(table(SCENARIOS[name], results[name]), "\n")
-    flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "serving.json").write_text(json.dumps(results, indent=2) + "\n")
 
 

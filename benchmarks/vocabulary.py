@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import run
+from benchmarks import out, report, run
 from benchmarks.scenarios import SCENARIOS, VOCABULARIES, Scenario
 
 BASE_ROWS = 100_000
@@ -111,6 +111,7 @@ def measure(scenario: Scenario, peers: Sequence[str], rounds: int) -> Size:
     missing = ours.missing or ours_on_base.missing
     if not missing:
         run.take_turns(ours, ours_on_base, rounds)
+        missing = ours.missing or ours_on_base.missing
     for worker in (ours, ours_on_base):
         worker.stop()
     if missing:
@@ -183,7 +184,9 @@ def _peer(size: Size, peer: str) -> str:
 
 def draw(path: pathlib.Path, sizes: Sequence[Size]) -> None:
     """The time for each distinct row over the size, and the aim as a line."""
-    import matplotlib as mpl  # an extra; a run without it still has its numbers
+    if not report.can_draw():
+        return
+    import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
@@ -212,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--most-rows", type=int, default=max(VOCABULARIES))
     parser.add_argument("--peers", nargs="*", default=PEERS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    out.add_option(parser)
     flags = parser.parse_args(arguments)
     sizes: list[Size] = []
     for rows in VOCABULARIES:
@@ -224,7 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _write(folder: pathlib.Path, sizes: Sequence[Size]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     written = json.dumps([dataclasses.asdict(size) for size in sizes], indent=2)
     (folder / "vocabulary.json").write_text(written + "\n")
     (folder / "vocabulary.md").write_text(markdown(sizes))

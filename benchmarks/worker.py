@@ -6,7 +6,7 @@
 `prepare(scenario, optimizer)` that returns a dict of functions, "lookup" and
 "step" or some of them; each runs once and returns the seconds of one step. The
 worker says which are there, then answers each line "lookup" or "step" with the
-seconds of some runs.
+seconds of some runs. What goes wrong is an answer too: {"missing": why}.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import importlib
 import json
 import os
 import sys
+from typing import Any
 
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.timing import burst
+
+_LONGEST = 200  # characters of a reason
 
 
 def main() -> None:
@@ -26,18 +29,31 @@ def main() -> None:
     # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+
+    def answer(what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+
     try:
         peer = importlib.import_module(f"benchmarks.peers.{peer_name}")
         functions = peer.prepare(SCENARIOS[scenario_name], optimizer)
-    except (ImportError, NotImplementedError) as error:
-        answers.write(json.dumps({"missing": str(error)}) + "\n")
-        return
-    for function in functions.values():
-        function()  # the first call traces and touches memory
-    ready = {"functions": list(functions), "rule": peer.RULE}
-    answers.write(json.dumps(ready) + "\n")
-    for line in sys.stdin:
-        answers.write(json.dumps(burst(functions[line.strip()])) + "\n")
+        for function in functions.values():
+            function()  # the first call traces and touches memory
+        answer({"functions": list(functions), "rule": peer.RULE})
+        for line in sys.stdin:
+            answer({"seconds": burst(functions[line.strip()])})
+    except Exception as error:  # A library may fail in any way.
+        answer({"missing": why(error)})
+
+
+def why(error: Exception) -> str:
+    """The reason in one line, as it stands in a table."""
+    lines = str(error).replace("|", "/").splitlines() or [""]
+    text = lines[0][:_LONGEST]
+    if isinstance(error, ImportError):
+        return f"not installed: {text} (make bench-peers)"
+    if isinstance(error, NotImplementedError):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 if __name__ == "__main__":

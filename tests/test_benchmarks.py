@@ -50,11 +50,11 @@ def test_run_writes_its_three_files(root: pathlib.Path) -> None:
     for side in ("milliseconds", "ours"):
         assert set(results["tensorflow_nn"][side]) == {"lookup", "step"}
     assert set(results["memory_copy"]["milliseconds"]) == {"copy"}
-    assert "No module named" in results["no"]["missing"]
+    assert results["no"]["missing"].startswith("not installed: No module named")
     table = (out / "tiny-adagrad.md").read_text()
     report = importlib.import_module("benchmarks.report")
     assert table == report.markdown(report.Run(**written))
-    assert "| no | not measured: No module named" in table
+    assert "| no | not measured: not installed: No module named" in table
     assert "of a copy's" in table
     assert (out / "tiny-adagrad.png").stat().st_size > 0
 
@@ -71,6 +71,79 @@ def test_a_run_that_is_broken_off_keeps_what_it_has(
         run.main(options)
     written = json.loads((tmp_path / "tiny-adagrad.json").read_text())
     assert written["peers"] == {"one": worker}
+
+
+_KILLED = "import os; input(); os.kill(os.getpid(), 9)"
+_OUT_OF_MEMORY = 'input(); print(\'{"missing": "MemoryError: no room"}\')'
+_ENDED = "import sys; sys.exit(3)"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (_KILLED, "its process was killed by SIGKILL (out of memory?)"),
+        (_OUT_OF_MEMORY, "MemoryError: no room"),
+        (_ENDED, "its process ended early, with code 3"),
+    ],
+    ids=["killed", "answers", "ended"],
+)
+def test_a_peer_that_fails_in_the_middle_is_missing(script: str, why: str) -> None:
+    run = importlib.import_module("benchmarks.run")
+
+    def worker(script: str) -> Any:
+        command = [sys.executable, "-c", script]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, **pipes)
+        return run.Worker("peer", process, seconds={"step": [], "lookup": [0.5]})
+
+    fine = "\nwhile True: input(); print('{\"seconds\": [0.5]}', flush=True)"
+    ours, theirs = worker(fine), worker(script)
+    run.take_turns(ours, theirs, rounds=3)
+    assert theirs.missing == why
+    assert run.summary(theirs) == {}
+    assert ours.missing is None
+    assert ours.seconds["step"] == [0.5]
+    for side in (ours, theirs):
+        side.stop()
+
+
+def test_why_a_peer_is_missing() -> None:
+    why = importlib.import_module("benchmarks.worker").why
+    missing = ModuleNotFoundError("No module named 'torch'")
+    expected = "not installed: No module named 'torch' (make bench-peers)"
+    assert why(missing) == expected
+    assert why(NotImplementedError("Refused.")) == "Refused."
+    assert why(RuntimeError("[a | b]\nbelow")) == "RuntimeError: [a / b]"
+    assert why(MemoryError()) == "MemoryError: "
+
+
+def test_out_is_tried_before_anything_runs(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = importlib.import_module("benchmarks.run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        run.main(["--scenario", "tiny", "--out", str(tmp_path / "file" / "out")])
+    assert "--out: cannot write into" in capsys.readouterr().err
+
+
+def test_everything_goes_on_after_a_part_that_failed(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    everything = importlib.import_module("benchmarks.everything")
+    done = []
+
+    def fail(options: list[str]) -> None:
+        raise OSError(options[0])
+
+    mains = dict.fromkeys(everything.MAINS, done.append) | {"vocabulary": fail}
+    monkeypatch.setattr(everything, "MAINS", mains)
+    with pytest.raises(SystemExit, match=r"above:\nbenchmarks\.vocabulary --rounds"):
+        everything.main(["--quick", "--out", str(tmp_path)])
+    assert len(done) == len(everything.commands(quick=True)) - 1
+    assert "[1/" in capsys.readouterr().out
 
 
 def test_what_comes_right_after_another_process_does_not_count() -> None:
@@ -129,6 +202,7 @@ def test_both_sides_of_fit(peer: str) -> None:
 def test_tables_of_bfloat16_are_measured_beside_ours() -> None:
     measures = importlib.import_module("benchmarks.measures")
     assert measures.child_width("tiny", "3", "bfloat16")["seconds"] > 0
+    assert measures.child_ids("tiny", "int64")["seconds"] > 0
     scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
     beside = importlib.import_module("benchmarks.peers.tpu_embedding_bfloat16")
     assert beside.prepare(scenario, "adagrad")["lookup"]() > 0
@@ -143,6 +217,32 @@ def test_measures_mark_what_they_miss() -> None:
     table = measures.markdown(rows)
     assert "| faster | 1.5 | at least 1.7, **missed** |" in table
     assert "| larger | 1.05 | at most 1.1 |" in table
+
+
+def test_all_measures_are_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    peaks = {"tensorflow": 0.0, "early": 1e9, "late": 1e9}
+    asked = []
+
+    def in_process(function: str, *arguments: object, python: str = "") -> dict:
+        del python
+        asked.append((function, *arguments))
+        return peaks if function == "memory" else {"seconds": 1.0}
+
+    monkeypatch.setattr(measures, "_in_process", in_process)
+    measures.main(["--out", str(tmp_path)])
+    written = json.loads((tmp_path / "measures-dlrm.json").read_text())
+    names = {row["name"] for row in written}
+    assert "step with int64 ids over that with int32" in names
+    for dtype in ("float32", "bfloat16"):
+        for pair in ((3, 4), (7, 8), (10, 8), (100, 96), (1024, 256)):
+            name = f"{dtype} step per byte at dim {pair[0]} over that at dim {pair[1]}"
+            assert name in names
+    assert ("width", "wide", 1024, "float32") in asked
+    assert ("memory", "dlrm", 10_000) in asked
+    assert {row["aim"] for row in written} == {1.0, 1.01, 1.1, 1.3, 1.7}
 
 
 def test_measures_that_were_not_taken() -> None:

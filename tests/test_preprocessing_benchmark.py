@@ -65,3 +65,6 @@ def test_table():
         "| peer | 8 | 6.00 (5.00-9.00) | 2.00 (1.00-3.00) | 3.00 x | 3.00 x | 219.1 M |"
     )
     assert row in table
+    for times in results["peer"]["milliseconds"].values():
+        times["median"] = 3.9
+    assert "| 1.95 x, **missed** | 1.95 x |" in benchmark.markdown("dlrm", results)
