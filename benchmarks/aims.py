@@ -5,8 +5,8 @@ from __future__ import annotations
 BANDWIDTH = 0.6
 """Of a copy's bandwidth in the same run, for the step of "dlrm" with Adagrad."""
 
-PREPROCESSING = 2.0
-"""How many times faster than each peer, for SparseCores, at each number of devices."""
+PREPROCESSING = {"dlrm": 2.0}
+"""By scenario how many times faster than each peer, at each number of devices."""
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 
