@@ -170,6 +170,11 @@ HOSTILE = {
         [[0, 0], [1, 0], [3, 0]],
         "sparse entry 2 has an",
     ),
+    "index_wraps": (  # 2^31 times 2^33 is 0 in 64 bits.
+        "film_indices",
+        [[0, 0], [1, 0], [2**33 + 2, 0]],
+        "sparse entry 2 has an",
+    ),
     "index_negative": ("film_indices", [[0, 0], [-1, 0], [2, 0]], "sparse entry 1 has"),
     "out_of_order": ("film_indices", [[0, 0], [2, 0], [1, 0]], "entry 2 is out of ord"),
     "twice": ("film_indices", [[0, 0], [1, 0], [1, 0]], "sparse entry 2 is out of ord"),
@@ -194,6 +199,14 @@ def test_hostile_sparse_input_is_refused(case: str, served: Any) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         served["sparse"](**inputs)
     assert message in raised.value.message
+
+
+def test_shapes_that_the_quick_test_does_not_take(served: Any) -> None:
+    inputs = exported.requests()["sparse"]
+    wanted = served["sparse"](**inputs)
+    inputs["film_dense_shape"] = tf.constant([3, 2**40], tf.int64)
+    for name, value in served["sparse"](**inputs).items():
+        np.testing.assert_array_equal(value, wanted[name])
 
 
 @pytest.mark.parametrize(

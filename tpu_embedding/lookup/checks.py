@@ -92,37 +92,37 @@ def require(
         with tf.control_dependencies(_failing_ops(checks, on_failure)):
             return tf.constant(False)
 
-    return [tf.cond(_all_hold(checks), lambda: True, fail)]
+    return [tf.cond(all_hold(checks), lambda: True, fail)]
 
 
 def guard(
-    checks: Sequence[Check | Bound],
+    holds: tf.Tensor,
+    checks: Callable[[], Sequence[Check | Bound]],
     tensors: Sequence[tf.Tensor],
     on_failure: Change = no_change,
 ) -> list[tf.Tensor]:
-    """As `require`; gives the tensors back for all that must not happen before.
+    """As `require` unless `holds`; gives the tensors back for all that has to wait.
 
-    Unlike with tf.cond the failing branch stays a function that is called or not: its
-    many ops would else be part of the graph, and each run would have to pass them by.
+    Unlike with tf.cond the branch that checks stays a function that is called or not:
+    its many ops would else be part of the graph, and each run would pass them by. The
+    tensors go through it, lest TensorFlow infer the shapes that are checked from what
+    is done with the tensors afterwards, and leave the checks out.
 
     Args:
-      checks: As for `require`.
+      holds: Bool scalar of a graph; only where it is false is anything checked.
+      checks: Makes the checks, in that branch: so that it takes what they are made
+        of, and not each of their many parts.
       tensors: Of integers, for which no gradient is needed.
       on_failure: As for `require`.
     """
-    if tf.executing_eagerly():
-        _require_now(checks, on_failure)
-        return list(tensors)
-    if not checks:
-        return list(tensors)
     tensors = [t if tf.is_symbolic_tensor(t) else tf.identity(t) for t in tensors]
 
-    def fail() -> list[tf.Tensor]:
-        with tf.control_dependencies(_failing_ops(checks, on_failure)):
+    def check() -> list[tf.Tensor]:
+        with tf.control_dependencies(require(checks(), on_failure)):
             return [tf.identity(tensor) for tensor in tensors]
 
-    failing: Any = tf.function(fail, autograph=False).get_concrete_function()
-    inputs = failing.captured_inputs
+    checking: Any = tf.function(check, autograph=False).get_concrete_function()
+    inputs = checking.captured_inputs
     places = {id(tensor): place for place, tensor in enumerate(inputs)}
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
 
@@ -131,11 +131,11 @@ def guard(
 
     passing: Any = tf.function(go_on, input_signature=specs, autograph=False)
     return tf.raw_ops.If(
-        cond=_all_hold(checks),
+        cond=holds,
         input=inputs,
         Tout=[tensor.dtype for tensor in tensors],
         then_branch=passing.get_concrete_function(),
-        else_branch=failing,
+        else_branch=checking,
         output_shapes=[tensor.shape for tensor in tensors],
     )
 
@@ -148,19 +148,29 @@ def _require_now(checks: Sequence[Check | Bound], on_failure: Change) -> None:
             raise tf.errors.InvalidArgumentError(None, None, message)
 
 
-def _all_hold(checks: Sequence[Check | Bound]) -> tf.Tensor:
-    """Whether all do, a bool scalar in as few ops as it takes."""
+def all_hold(
+    checks: Sequence[Check | Bound], masks: Sequence[tf.Tensor] = ()
+) -> tf.Tensor:
+    """Whether all do and the masks are true, a bool scalar in as few ops as it takes.
+
+    Args:
+      checks: In a graph; with `masks` at least one.
+      masks: Bool vectors.
+    """
     bounds = [check for check in checks if isinstance(check, Bound)]
-    parts = [check.ok for check in checks if isinstance(check, Check)]
-    scalars = [ok for ok in parts if ok.shape.rank == 0]
-    masks = [ok for ok in parts if ok.shape.rank != 0]
-    parts = [ok if ok.shape.rank == 1 else tf.reshape(ok, [-1]) for ok in masks]
+    oks = [check.ok for check in checks if isinstance(check, Check)]
+    scalars = [ok for ok in oks if ok.shape.rank == 0]
+    parts = [*masks, *(_flat(ok) for ok in oks if ok.shape.rank != 0)]
     if scalars:
         parts.append(tf.stack(scalars))
     if bounds:
         lows = tf.stack([bound.low for bound in bounds])
         parts.append(lows <= tf.stack([bound.high for bound in bounds]))
     return tf.reduce_all(parts[0] if len(parts) == 1 else tf.concat(parts, 0))
+
+
+def _flat(mask: tf.Tensor) -> tf.Tensor:
+    return mask if mask.shape.rank == 1 else tf.reshape(mask, [-1])
 
 
 def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[Any]:

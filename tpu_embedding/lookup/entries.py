@@ -17,17 +17,24 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tpu_embedding.inputs import InputKind
+from tpu_embedding.lookup import quick
 from tpu_embedding.lookup.checks import (
     Bound,
     Change,
     Check,
+    all_hold,
     guard,
     no_change,
+    require,
     text,
 )
+from tpu_embedding.lookup.quick import Plain
 from tpu_embedding.lookup.rows import (
+    Checks,
     FeatureInput,
+    Rows,
     first,
+    ids_in_range,
     output_axes,
     rows_of,
     with_sizes,
@@ -121,10 +128,27 @@ def select(
     Raises:
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
     """
-    drafts = [_draft(feature) for feature in with_sizes(inputs)]
-    checks = [check for draft in drafts for check in draft.checks]
-    guarded = guard(checks, [draft.ids for draft in drafts], on_failure)
-    return [draft.finish(ids) for draft, ids in zip(drafts, guarded, strict=True)]
+    if tf.executing_eagerly():
+        drafts = [_draft(feature) for feature in with_sizes(inputs)]
+        require([check for draft in drafts for check in draft.checks()], on_failure)
+        return [draft.finish(draft.ids) for draft in drafts]
+    plain = [feature for feature in inputs if quick.covers(feature)]
+    others = iter(with_sizes([f for f in inputs if not quick.covers(f)]))
+    drafts = [_draft(f if quick.covers(f) else next(others)) for f in inputs]
+    known = [None if quick.covers(d.feature) else d.checks() for d in drafts]
+
+    def checks() -> list[Check | Bound]:
+        exact = (_draft(feature).checks() for feature in with_sizes(plain))
+        each = (next(exact) if own is None else own for own in known)
+        return [check for own in each for check in own]
+
+    quickly = [d for d in drafts if quick.covers(d.feature)]
+    masks = quick.masks_of([Plain(d.feature, d.rows, d.ids) for d in quickly])
+    ids = [draft.ids for draft in drafts]
+    exact = [check for own in known if own is not None for check in own]
+    if exact or masks:
+        ids = guard(all_hold(exact, masks), checks, ids, on_failure)
+    return [draft.finish(own) for draft, own in zip(drafts, ids, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +156,17 @@ class _Draft:
     """A selection that holds if the checks do.
 
     Attributes:
-      checks: Of the feature.
+      feature: The feature.
+      rows: Its rows.
       ids: int64 [n].
-      finish: Makes the selection of them, as they are after the checks.
+      checks: Of the feature.
+      finish: Makes the selection of the ids, as they are after the checks.
     """
 
-    checks: list[Check | Bound]
+    feature: FeatureInput
+    rows: Rows
     ids: tf.Tensor
+    checks: Checks
     finish: Callable[[tf.Tensor], Selection]
 
 
@@ -195,7 +223,7 @@ def _draft(feature: FeatureInput) -> _Draft:
     weights = None if batch.weights is None else _flat(batch.weights)
     kept = []  # Masks of the entries that are to stay.
     if config.invalid_ids == "drop":
-        kept.append(_in_range(ids, config.vocabulary_size))
+        kept.append(ids_in_range(ids, config.vocabulary_size))
     sample = rows.row
     if positions is not None:
         is_sequence = positions > 0
@@ -220,23 +248,16 @@ def _draft(feature: FeatureInput) -> _Draft:
             one_each=rows.one_each and not kept,
         )
 
-    checks = [
-        *_check_sizes(feature),
-        *rows.checks,
-        *_check_weight_structure(feature),
-        *shape_checks,
-        *_check_entries(feature, rows.row, ids, weights),
-    ]
-    return _Draft(checks, ids, finish)
+    def checks() -> list[Check | Bound]:
+        structure = [*_check_sizes(feature), *rows.checks()]
+        structure += [*_check_weight_structure(feature), *shape_checks()]
+        return [*structure, *_check_entries(feature, rows.row, ids, weights)]
+
+    return _Draft(feature, rows, ids, checks, finish)
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
-
-
-def _in_range(ids: tf.Tensor, vocabulary_size: int) -> tf.Tensor:
-    """Bool [n]. Without a sign, negative ids are the largest: one comparison."""
-    return tf.bitcast(ids, tf.uint64) < vocabulary_size
 
 
 def _check_weight_structure(feature: FeatureInput) -> list[Check]:
@@ -267,7 +288,7 @@ def _check_entries(
     if feature.check_numerics and weights is not None:
         finite = tf.math.is_finite(weights)
     if config.invalid_ids == "error":
-        valid = _in_range(ids, config.vocabulary_size)
+        valid = ids_in_range(ids, config.vocabulary_size)
     masks = [mask for mask in (finite, valid) if mask is not None]
 
     def message() -> tf.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +19,9 @@ from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.tables import FeatureSpec, TableSpec
 from tpu_embedding.lookup.checks import Bound, Check, text
+
+# Makes the checks of something: in a graph each costs ops.
+Checks = Callable[[], list[Check | Bound]]
 
 MOST_SAMPLES = 2**31  # More than any batch has; a hostile shape may say so.
 # A shape is only a claim. Above the first of these it must be backed by ids: each
@@ -82,7 +85,7 @@ class Rows:
     axes: list[tf.Tensor]
     row: tf.Tensor
     position: tf.Tensor
-    checks: Sequence[Check | Bound]
+    checks: Checks
     one_each: bool = False
 
 
@@ -112,6 +115,11 @@ def rows_of(feature: FeatureInput) -> Rows:
     return _READERS[feature.batch.kind](feature)
 
 
+def ids_in_range(ids: tf.Tensor, vocabulary_size: int) -> tf.Tensor:
+    """Bool [n]. Without a sign, negative ids are the largest: one comparison."""
+    return tf.bitcast(ids, tf.uint64) < vocabulary_size
+
+
 def first(mask: tf.Tensor) -> tf.Tensor:
     """int64 scalar, the first index at which `mask` is true."""
     return tf.where(mask)[0, 0]
@@ -119,27 +127,31 @@ def first(mask: tf.Tensor) -> tf.Tensor:
 
 def output_axes(
     feature: FeatureInput, rows: Rows
-) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check | Bound]]:
-    """The axes of the output and the number of positions per row.
+) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
+    """The axes of the output, the number of positions per row, and what makes checks.
 
     Positions are None where a row is always one sample; where they are 0 it is one
     in this batch; else each position of a row is a sample of its own.
     """
-    length = feature.spec.config.max_sequence_length
+    length, declared = feature.spec.config.max_sequence_length, feature.declared
+    if not length and declared and feature.batch.kind is InputKind.RAGGED:
+        (count,) = rows.axes
+        return _filled(feature, declared, count)
     axes, positions = rows.axes, None
-    checks: list[Check | Bound] = []
     if length:
         positions = tf.constant(length, tf.int64)
         axes = [*axes, positions]
-    elif feature.declared is not None and feature.batch.kind is InputKind.RAGGED:
-        (count,) = rows.axes
-        return _filled(feature, feature.declared, count)
-    if feature.claims:
-        checks += _check_size(feature, rows.axes, feature.most_rows)
-    if feature.declared is not None:
-        checks.append(_check_declared(feature, feature.declared, axes))
-    if length:
-        checks += _check_size(feature, axes, feature.most_samples)
+
+    def checks() -> list[Check | Bound]:
+        made: list[Check | Bound] = []
+        if feature.claims:
+            made += _check_size(feature, rows.axes, feature.most_rows)
+        if declared is not None:
+            made.append(_check_declared(feature, declared, axes))
+        if length:
+            made += _check_size(feature, axes, feature.most_samples)
+        return made
+
     return axes, positions, checks
 
 
@@ -169,7 +181,7 @@ def _check_size(
 
 def _filled(
     feature: FeatureInput, declared: Declared, count: tf.Tensor
-) -> tuple[list[tf.Tensor], tf.Tensor | None, list[Check | Bound]]:
+) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
     """How `count` ragged rows fill the declared shape.
 
     They do if its product is `count`, where one open axis may take up what the
@@ -199,7 +211,7 @@ def _filled(
             f" rows does not fill the output shape {_declared_text(declared)}.",
         ),
     )
-    return axes, positions, [check]
+    return axes, positions, lambda: [check]
 
 
 def _check_declared(
@@ -224,10 +236,10 @@ def _dense_rows(feature: FeatureInput) -> Rows:
     index = tf.range(tf.size(batch.ids, tf.int64))
     if batch.static_shape.rank == 1:
         count = tf.unstack(batch.shape, num=1)
-        return Rows(count, index, tf.zeros_like(index), [], one_each=True)
+        return Rows(count, index, tf.zeros_like(index), list, one_each=True)
     *axes, length = tf.unstack(batch.shape, num=batch.static_shape.rank)
     length = tf.maximum(length, 1)  # Without ids nothing is divided.
-    return Rows(axes, index // length, index % length, [])
+    return Rows(axes, index // length, index % length, list)
 
 
 def _ragged_rows(feature: FeatureInput) -> Rows:
@@ -249,7 +261,7 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
         )
 
     start = functools.partial(text, f"{name}: row_splits must start at 0.")
-    checks = [
+    checks: list[Check | Bound] = [
         Check(tf.size(splits) > 0, start),
         Check(tf.equal(splits[:1], 0), start),
         Check(rises, falling),
@@ -269,23 +281,29 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
     # The extra split and the maximum are for splits that fail the checks.
     starts = tf.gather(tf.concat([splits, [0]], 0), tf.maximum(row, 0))
     count = tf.size(splits, tf.int64) - 1
-    return Rows([count], row, index - starts, checks)
+    return Rows([count], row, index - starts, lambda: checks)
 
 
 def _sparse_rows(feature: FeatureInput) -> Rows:
-    batch, name = feature.batch, feature.name
-    shape, indices = batch.shape, batch.structure
+    batch = feature.batch
     rank = batch.static_shape.rank
-    axes = tf.unstack(shape, num=rank)
-    row, *middle, column = tf.unstack(indices, num=rank, axis=1)
+    axes = tf.unstack(batch.shape, num=rank)
+    row, *middle, column = tf.unstack(batch.structure, num=rank, axis=1)
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
+    checks = functools.partial(_check_indices, feature, axes)
+    return Rows(axes[:-1], row, column, checks)
+
+
+def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check | Bound]:
+    """That the indices of sparse input are inside of its shape, and ascend."""
+    shape, indices = feature.batch.shape, feature.batch.structure
     # Without a sign, negative indices are the largest: one comparison.
     limits = tf.bitcast(tf.maximum(shape, 0), tf.uint64)
     inside = tf.bitcast(indices, tf.uint64) < limits
     # An index comes after the one before if its last axis grows and no other falls;
     # each axis that does not suffice wants a step of 1 from the one before it.
-    first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=rank, axis=1)
+    first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=len(axes), axis=1)
     wanted = tf.constant(1, tf.int64)
     for step in reversed(steps):
         wanted = tf.cast(step < wanted, tf.int64)
@@ -295,7 +313,7 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         entry_inside = tf.reduce_all(inside, axis=1)
         bad = ~(entry_inside & tf.concat([entry_inside[:1], ascends], 0))
         entry = first(bad)
-        start = text(f"{name}: sparse entry ", entry)
+        start = text(f"{feature.name}: sparse entry ", entry)
         outside = text(
             start,
             " has an index outside of dense_shape ",
@@ -309,8 +327,7 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
         )
         return tf.where(entry_inside[entry], unordered, outside)
 
-    checks = [Check(inside, message), Check(ascends, message)]
-    return Rows(axes[:-1], row, column, checks)
+    return [Check(inside, message), Check(ascends, message)]
 
 
 _READERS = {
