@@ -186,6 +186,7 @@ HOSTILE = {
     "shape_too_large": ("film_dense_shape", [2**50, 4], "has a negative axis or more "),
     "shape_overflows": ("film_dense_shape", [2**62, 4], "has a negative axis or more "),
     "shape_negative": ("film_dense_shape", [-3, 4], "outside of dense_shape (None"),
+    "shape_of_another_rank": ("film_dense_shape", [3], "dense_shape_of_film"),
     "no_columns": ("film_dense_shape", [3, -4], "outside of dense_shape (3, None"),
     "weights_missing": ("more_0_weights", [1.0], "1 weights for 4 ids"),
 }

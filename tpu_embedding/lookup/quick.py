@@ -17,6 +17,7 @@ from tpu_embedding.lookup.rows import (
     MOST_UNBACKED_ROWS,
     FeatureInput,
     Rows,
+    axes_of,
     ids_in_range,
 )
 
@@ -56,7 +57,8 @@ def masks_of(features: Sequence[Plain]) -> list[tf.Tensor]:
     """Bool vectors; where they are true everywhere, the features are valid."""
     if not features:
         return []
-    shapes = tf.bitcast(_joined([f.feature.batch.shape for f in features]), tf.uint64)
+    axes = [axis for f in features for axis in axes_of(f.feature)]
+    shapes = tf.bitcast(tf.stack(axes), tf.uint64)
     most = [_most(f.feature) for f in features]
     masks = [shapes <= tf.constant(list(itertools.chain(*most)), tf.uint64)]
     bounds = tf.unstack(shapes, num=2 * len(features))

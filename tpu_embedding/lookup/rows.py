@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,17 @@ def rows_of(feature: FeatureInput) -> Rows:
 def ids_in_range(ids: tf.Tensor, vocabulary_size: int) -> tf.Tensor:
     """Bool [n]. Without a sign, negative ids are the largest: one comparison."""
     return tf.bitcast(ids, tf.uint64) < vocabulary_size
+
+
+def axes_of(feature: FeatureInput) -> list[tf.Tensor]:
+    """The axes of sparse input, int64 scalars.
+
+    A shape of another rank, which no check sees, fails by the name of this op.
+    """
+    name = "dense_shape_of_" + re.sub(r"\W", "_", feature.spec.path, flags=re.ASCII)
+    return tf.unstack(
+        feature.batch.shape, num=feature.batch.static_shape.rank, name=name
+    )
 
 
 def first(mask: tf.Tensor) -> tf.Tensor:
@@ -287,7 +299,7 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
 def _sparse_rows(feature: FeatureInput) -> Rows:
     batch = feature.batch
     rank = batch.static_shape.rank
-    axes = tf.unstack(batch.shape, num=rank)
+    axes = axes_of(feature)
     row, *middle, column = tf.unstack(batch.structure, num=rank, axis=1)
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
