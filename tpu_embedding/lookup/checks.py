@@ -7,10 +7,13 @@ check must take the control inputs that the check returns.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+_MOST_BRANCHES = 8  # Of one switch; a feature has up to eight checks.
 
 # Makes the ops of a change that an error brings with it.
 Change = Callable[[], list[Any]]
@@ -177,11 +180,27 @@ def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[An
     """Fails with the message of the first check that does not hold."""
     holds = tf.stack([tf.reduce_all(check.ok) for check in checks])
     first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
-    message = tf.switch_case(first, [check.message for check in checks])
+    message = _one_of([check.message for check in checks], first)
     with tf.control_dependencies(on_failure()):
         failure = tf.strings.to_number(message, name="invalid_argument")
     # To be stateful, lest the branch be optimised away.
     return [tf.raw_ops.Assert(condition=False, data=[failure])]
+
+
+def _one_of(makers: Sequence[Callable[[], tf.Tensor]], index: tf.Tensor) -> tf.Tensor:
+    """What `makers[index]` makes.
+
+    Each branch of a switch takes the inputs of all: with hundreds of branches that is
+    most of the time of tracing, so that many go in two levels.
+    """
+    if len(makers) <= _MOST_BRANCHES:
+        return tf.switch_case(index, list(makers))
+    inner = index % _MOST_BRANCHES
+    parts = [
+        functools.partial(_one_of, makers[start : start + _MOST_BRANCHES], inner)
+        for start in range(0, len(makers), _MOST_BRANCHES)
+    ]
+    return tf.switch_case(index // _MOST_BRANCHES, parts)
 
 
 def refuse(
