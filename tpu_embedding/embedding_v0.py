@@ -16,7 +16,7 @@ from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.table_errors import partitioned
-from tpu_embedding.layout.rows import PARAMETERS, by_checkpoint_name
+from tpu_embedding.layout.rows import PARAMETERS, by_checkpoint_name, checkpoint_name
 from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
@@ -201,7 +201,7 @@ def _create_slots(spec: TableSpec, parameters: Any) -> dict[str, Any]:
         slot.name: tf.Variable(
             tf.fill([rows, 1 if slot.per_row else dim], float(slot.initial_value)),
             trainable=False,
-            name=f"{spec.name}/{slot.name}",
+            name=checkpoint_name(spec.name, slot.name),
         )
         for slot in slots
     }

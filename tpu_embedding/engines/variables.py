@@ -20,7 +20,12 @@ from tpu_embedding.engines.initial_values import (
     initializer_of,
     slot_initializer,
 )
-from tpu_embedding.layout.rows import PARAMETERS, InitialValue, MutableRows
+from tpu_embedding.layout.rows import (
+    PARAMETERS,
+    InitialValue,
+    MutableRows,
+    checkpoint_name,
+)
 from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
 
@@ -124,7 +129,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
         sizes[spec.name] = math.prod(shape) * tf.as_dtype(spec.config.dtype).size
         for slot in spec.optimizer.slots if spec.optimizer else ():
             number = math.prod(_slot_shape(slot, shape))
-            sizes[f"{spec.name}/{slot.name}"] = number * tf.float32.size
+            sizes[checkpoint_name(spec.name, slot.name)] = number * tf.float32.size
     return sizes
 
 
@@ -135,7 +140,7 @@ def named_variables(
     for spec, table in zip(plan.tables, variables, strict=True):
         yield spec.name, table.parameters
         for name, slot in table.slots.items():
-            yield f"{spec.name}/{name}", slot
+            yield checkpoint_name(spec.name, name), slot
 
 
 def _create_parameters(spec: TableSpec) -> tf.Variable:
@@ -153,7 +158,7 @@ def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Vari
         return _user_slots(spec, parameters, create_slots)
     return {
         slot.name: _create_variable(
-            f"{spec.name}/{slot.name}",
+            checkpoint_name(spec.name, slot.name),
             _slot_shape(slot, parameters.shape),
             slot_initializer(slot),
         )

@@ -42,11 +42,10 @@ class Plain:
 
 
 def covers(feature: FeatureInput) -> bool:
-    """Whether there is a quick test: in a graph, of a sparse matrix without weights."""
+    """Whether there is a quick test: of a sparse matrix without weights."""
     batch = feature.batch
     return (
-        not tf.executing_eagerly()
-        and batch.kind is InputKind.SPARSE
+        batch.kind is InputKind.SPARSE
         and batch.static_shape.rank == 2
         and batch.weights is None
         and feature.declared is None

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import topology
-from tpu_embedding.adapters import adapt_features, adapt_optimizer, flatten_with_paths
+from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.engines.variables import (
     TableVariables,
     create_variables,
@@ -23,7 +23,7 @@ from tpu_embedding.serving.lookup import (
     look_up_structure,
     plan_of,
 )
-from tpu_embedding.structures import Structure
+from tpu_embedding.structures import Structure, flatten_with_paths
 
 _as_written = tf.autograph.experimental.do_not_convert
 

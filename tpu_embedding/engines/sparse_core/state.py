@@ -21,7 +21,12 @@ from tpu_embedding.engines.initial_values import (
 from tpu_embedding.engines.logical import ShardedReader
 from tpu_embedding.engines.sparse_core.initial_values import fill_tables
 from tpu_embedding.engines.variables import VariableRows, variable_name
-from tpu_embedding.layout.rows import PARAMETERS, InitialValue, MutableRows
+from tpu_embedding.layout.rows import (
+    PARAMETERS,
+    InitialValue,
+    MutableRows,
+    checkpoint_name,
+)
 from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
 from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import Slot
@@ -157,7 +162,8 @@ def _create_stack(options: EngineOptions, stack: Stack) -> StackState:
         parameters=create_local(stack.name, lambda: tf.zeros(shape)),
         slots={
             slot.name: create_local(
-                f"{stack.name}/{slot.name}", functools.partial(_start, slot, shape)
+                checkpoint_name(stack.name, slot.name),
+                functools.partial(_start, slot, shape),
             )
             for slot in optimizer.slots
         },
@@ -191,7 +197,7 @@ def _fill_slots(options: EngineOptions, state: StackState) -> None:
         for slot in spec.optimizer.slots:
             if callable(slot.initial_value):
                 rows = arrays[slot.name]
-                name = f"{spec.name}/{slot.name}"
+                name = checkpoint_name(spec.name, slot.name)
                 value = initial_value(
                     name,
                     rows.shape,
