@@ -1,8 +1,8 @@
-"""Batches for the TensorFlow sides: taken from an iterator inside the tf.function.
+"""Batches, taken from an iterator inside the tf.function, and gradients.
 
 A tf.function that is called with 26 tensors costs a millisecond of Python, whatever it
 does with them; training loops take the batch from a tf.data iterator inside instead.
-Ours and all TensorFlow peers are fed alike.
+Ours and all TensorFlow peers are fed alike, and given their gradients alike.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
+
+from benchmarks.scenarios import Scenario
 
 
 def dense(batches: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[tf.Tensor]]:
@@ -36,6 +38,15 @@ def sparse(
         return [tf.SparseTensor(*pair) for pair in pairs]
 
     return get_next
+
+
+def gradients(scenario: Scenario) -> list[tf.Tensor]:
+    """What each feature's activations are given in backward, by no dense part.
+
+    One for each feature: a shared one would stay in the caches.
+    """
+    shape = [scenario.batch_size, scenario.dim]
+    return [tf.ones(shape) for _ in scenario.rows]
 
 
 def _parts(ids: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:

@@ -31,6 +31,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         raise NotImplementedError(f"Keras has no {optimizer}.")
     features = _features(scenario)
     layer = keras_rs.layers.DistributedEmbedding(features)
+    given = feed.gradients(scenario)
     next_batch = feed.dense(scenario.batches(4))
 
     def named() -> dict[str, tf.Tensor]:
@@ -47,9 +48,11 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     @tf.function
     def step() -> None:
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(x) for x in layer(named()).values()])
+            found = layer(named())
+            activations = [found[name] for name in features]
         values = [variable.value for variable in layer.trainable_variables]
-        rule.apply(tape.gradient(loss, values), layer.trainable_variables)
+        gradients = tape.gradient(activations, values, given)
+        rule.apply(gradients, layer.trainable_variables)
 
     return {"step": timed(step), "lookup": timed(lookup)}
 

@@ -11,6 +11,7 @@ import tpu_embedding as te
 from benchmarks.peers import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
+from tpu_embedding.ops import library
 
 RULE = "each touched row once, gradients summed first"
 
@@ -27,6 +28,7 @@ def prepare(
     scenario: Scenario, optimizer: str, dtype: str = "float32", ids: str = "int32"
 ) -> dict[str, Callable[[], float]]:
     """Makes the tables, stored as `dtype`, and traces the steps for `ids`."""
+    library.load()  # Without it the portable engine would be measured.
     features = [
         te.FeatureConfig(
             te.TableConfig(rows, scenario.dim, combiner="sum", dtype=dtype)
@@ -35,8 +37,7 @@ def prepare(
     ]
     embedding = te.TPUEmbedding(features, _OPTIMIZERS[optimizer])
     embedding.build()
-    # One for each feature: a shared one would stay in the caches.
-    gradients = [tf.ones([scenario.batch_size, scenario.dim]) for _ in features]
+    gradients = feed.gradients(scenario)
     batches = scenario.batches(4)
     next_batch = feed.dense([[x.astype(np.dtype(ids)) for x in b] for b in batches])
 
