@@ -15,16 +15,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from benchmarks import measures, out, overview, preprocessing, run, vocabulary
+from benchmarks import measures, options, overview, preprocessing, run, vocabulary
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 # Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
 # most of it for its tables.
 RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dlrm", "adagrad", run.PEERS),
-    ("dlrm", "sgd", ("fbgemm", "torch_embedding_bag")),
+    ("dlrm", "sgd", ("fbgemm", "torch_embedding_bag", "tensorflow_nn")),
     ("dlrm", "rowwise_adagrad", ("fbgemm",)),
-    ("dlrm", "adam", ("torch_embedding_bag", "tensorflow_nn")),
+    ("dlrm", "adam", ("fbgemm", "torch_embedding_bag", "tensorflow_nn")),
     ("dlrm", "ftrl", ("tfrs", "tensorflow_nn")),
     ("small_batch", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
     ("one_hot", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
@@ -47,7 +47,14 @@ def commands(*, quick: bool) -> list[tuple[str, list[str]]]:
     result.append(("vocabulary", [*rounds, *most_rows]))
     result.append(("preprocessing", rounds))
     result.append(("measures", ["--steps", "500"] if quick else []))
+    result.append(("serving", ["--rounds", "50"] if quick else []))
     return result
+
+
+def _serving(arguments: Sequence[str]) -> None:
+    from benchmarks import serving  # TensorFlow, only when all others are done
+
+    serving.main(arguments)
 
 
 MAINS = {
@@ -55,6 +62,7 @@ MAINS = {
     "vocabulary": vocabulary.main,
     "preprocessing": preprocessing.main,
     "measures": measures.main,
+    "serving": _serving,
 }
 
 
@@ -73,20 +81,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs all and writes build/bench/everything.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    out.add_option(parser)
+    options.add_out(parser)
     flags = parser.parse_args(arguments)
-    parts = commands(quick=flags.quick)
-    failed = []
-    for index, (module, options) in enumerate(parts):
-        print(f"[{index + 1}/{len(parts)}] {module}", *options, flush=True)
+    with options.alone(flags.out):
         try:
-            MAINS[module]([*options, "--out", str(flags.out)])
-        except Exception:  # The others take hours: they go on.
-            traceback.print_exc()
-            failed.append(" ".join(["benchmarks." + module, *options]))
-    print(join(flags.out))
+            failed = _run(commands(quick=flags.quick), flags.out)
+        finally:  # Should it be broken off, what is there is joined.
+            print(join(flags.out))
     if failed:
         sys.exit("Failed, see above:\n" + "\n".join(failed))
+
+
+def _run(parts: Sequence[tuple[str, list[str]]], folder: pathlib.Path) -> list[str]:
+    """Runs the parts; gives those that failed."""
+    failed = []
+    for index, (module, asked) in enumerate(parts):
+        print(f"[{index + 1}/{len(parts)}] {module}", *asked, flush=True)
+        try:
+            MAINS[module]([*asked, "--out", str(folder)])
+        except Exception:  # The others take hours: they go on.
+            traceback.print_exc()
+            failed.append(" ".join(["benchmarks." + module, *asked]))
+    return failed
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 Threads, widths of rows, memory, import and tracing.
 
-python -m benchmarks.measures [--scenario dlrm] [--steps 10000]
+python -m benchmarks.measures [--scenario dlrm] [--steps 10000] [--only memory import]
 
-Each runs in processes of its own. Writes build/bench/measures-<scenario>.{json,md}.
+Each runs in processes of its own. Writes build/bench/measures-<scenario>.{json,md,png},
+with --only a file of another name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks import out
+from benchmarks import options, picture
 from benchmarks.run import OURS, python_of
 from benchmarks.scenarios import SCENARIOS, Scenario
 
@@ -34,28 +35,48 @@ _WIDEST = ((1024, 256),)
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number and the limit that it should keep to; None where it was not measured."""
+    """A number and the limit that it should keep to.
+
+    Attributes:
+      name: What was measured.
+      value: The number, or None.
+      aim: The limit.
+      at_least: Whether the number should be larger than the limit, not smaller.
+      missing: Why there is no number.
+    """
 
     name: str
     value: float | None
-    aim: float
-    at_least: bool
+    aim: float = 0.0
+    at_least: bool = False
+    missing: str | None = None
+
+    @property
+    def reached(self) -> float | None:
+        """Above 1 where the number is better than its aim, below 1 where it misses."""
+        if not (self.value and self.aim):
+            return None
+        return self.value / self.aim if self.at_least else self.aim / self.value
 
     @property
     def missed(self) -> bool:
         """Whether the number is on the wrong side of its aim."""
-        if self.value is None:
-            return False
-        return self.value < self.aim if self.at_least else self.value > self.aim
+        return self.reached is not None and self.reached < 1.0
+
+
+class ChildError(Exception):
+    """A process that measures has failed."""
 
 
 def _in_process(
     function: str, *arguments: object, python: str = sys.executable
 ) -> dict[str, float]:
     command = [python, "-m", "benchmarks.measures", "--child", function]
-    ran = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, check=True
-    )
+    command += map(str, arguments)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        why = (ran.stderr.strip() or "nothing was printed").splitlines()[-1]
+        raise ChildError(f"{function} ended with code {ran.returncode}: {why}")
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -210,7 +231,7 @@ def tracing() -> Measure:
     name = "first step of 26 tables, over TFRS's"
     seconds = {peer: [] for peer in ("tfrs", OURS)}
     if python_of("tfrs") == sys.executable:
-        return Measure(f"{name} (not installed: make bench-peers)", None, 1.0, False)
+        return Measure(name, None, 1.0, missing="not installed (make bench-peers)")
     for _ in range(3):
         for peer, times in seconds.items():
             ran = _in_process("first_step", peer, python=python_of(peer))
@@ -223,9 +244,12 @@ def markdown(measures: Sequence[Measure]) -> str:
     """One row for each."""
     lines = ["### measures", "", "| measure | value | aim |", "|---|---|---|"]
     for measure in measures:
+        if measure.value is None:
+            lines.append(f"| {measure.name} | not measured: {measure.missing} |")
+            continue
         bound = "at least" if measure.at_least else "at most"
         mark = ", **missed**" if measure.missed else ""
-        value = "-" if measure.value is None else f"{measure.value:.3g}"
+        value = f"{measure.value:.4g}"
         lines.append(f"| {measure.name} | {value} | {bound} {measure.aim:g}{mark} |")
     return "\n".join(lines) + "\n"
 
@@ -234,8 +258,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes, or does the part of a child."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
-    parser.add_argument("--steps", type=int, default=10_000)
-    out.add_option(parser)
+    parser.add_argument("--steps", type=options.positive, default=10_000)
+    parser.add_argument("--only", nargs="+", choices=list(_parts("dlrm", 1)))
+    options.add_out(parser)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
     if flags.child:
@@ -243,32 +268,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(CHILDREN[name](*values)))
         return
     measures: list[Measure] = []
-    for name, part in _parts(flags.scenario, flags.steps).items():
-        print(f"  {name} ...", flush=True)
-        measures += part()
-        _write(flags.out / f"measures-{flags.scenario}", measures)
+    parts = _parts(flags.scenario, flags.steps)
+    title = "-".join(["measures", flags.scenario, *(flags.only or ())])
+    with options.alone(flags.out):
+        for name in flags.only or parts:
+            print(f"  {name} ...", flush=True)
+            try:
+                measures += parts[name]()
+            except ChildError as error:  # The others can be measured still.
+                measures.append(Measure(name, None, missing=str(error)))
+            _write(flags.out, title, measures)
     print(markdown(measures))
 
 
 def _parts(scenario: str, steps: int) -> dict[str, Callable[[], list[Measure]]]:
-    """What is measured, by what is said of it while it runs."""
-    parts: dict[str, Callable[[], list[Measure]]] = {
+    """What is measured, by what --only calls it."""
+    return {
         "import": lambda: [importing()],
-        "first step": lambda: [tracing()],
+        "first_step": lambda: [tracing()],
         "threads": lambda: [threads(scenario)],
-        "int64 ids": lambda: [wide_ids(scenario)],
+        "int64": lambda: [wide_ids(scenario)],
+        "dim1024": lambda: widths("wide", "float32", _WIDEST),
+        "dim1024_bfloat16": lambda: widths("wide", "bfloat16", _WIDEST),
+        "widths": lambda: widths(scenario, "float32"),
+        "widths_bfloat16": lambda: widths(scenario, "bfloat16"),
+        "memory": lambda: memory(scenario, steps),
     }
-    for dtype in ("float32", "bfloat16"):
-        parts[f"widest rows, {dtype}"] = lambda d=dtype: widths("wide", d, _WIDEST)
-        parts[f"odd widths, {dtype}"] = lambda d=dtype: widths(scenario, d)
-    parts[f"{steps:,} steps"] = lambda: memory(scenario, steps)
-    return parts
 
 
-def _write(file: pathlib.Path, measures: Sequence[Measure]) -> None:
+def _write(folder: pathlib.Path, title: str, measures: Sequence[Measure]) -> None:
     written = [{**dataclasses.asdict(m), "missed": m.missed} for m in measures]
-    file.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n")
-    file.with_suffix(".md").write_text(markdown(measures))
+    (folder / f"{title}.json").write_text(json.dumps(written, indent=2) + "\n")
+    (folder / f"{title}.md").write_text(markdown(measures))
+    rows = {
+        measure.name: {"": picture.Bar(measure.reached, measure.missed)}
+        for measure in measures
+        if measure.reached is not None
+    }
+    axis = "how far within the aim (1: just so)"
+    picture.bars(folder / f"{title}.png", title, axis, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import dataclasses
 
 from benchmarks.scenarios import Scenario
 
-CORES = 4  # SparseCores of a device, as a v5p has them
+TPU = "v5p"
+CORES = 4  # SparseCores of a device
 DEVICES = {"one_device": 1, "eight_devices": 8}  # by name of the function
 IDS_PER_SAMPLE = 64  # the id buffer, times the samples of the stack
 NO_LIMIT = 1 << 30

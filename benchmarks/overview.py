@@ -41,7 +41,14 @@ def markdown(runs: Sequence[Run]) -> str:
     head += [f"{one.optimizer} step" for one in runs]
     lines = [head, ["---"] * len(head), *rows]
     title = f"### {runs[0].scenario}, all peers\n\n"
-    return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    missing = "".join(
+        f"\nNot measured with {one.optimizer}: {peer}, {result['missing']}\n"
+        for one in runs
+        for peer, result in one.peers.items()
+        if result["missing"]
+    )
+    return title + table + missing
 
 
 def _function(column: str) -> str:

@@ -3,17 +3,20 @@
 python -m benchmarks.preprocessing [--scenario dlrm] [--rounds 12]
 
 One device's batch is partitioned for 1 and for 8 devices, all tables in one stack.
-Each peer runs in a process of its own, in turn with ours.
+Each peer runs in a process of its own, in turn with ours, which is
+TPUEmbeddingV2.preprocess_features as a training step in a tf.function calls it.
+Writes build/bench/<scenario>-preprocessing.{json,md,png}.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import aims, one_stack, out, run
+from benchmarks import aims, one_stack, options, picture, report, run
 from benchmarks.scenarios import SCENARIOS
 
 PEERS = ("tensorflow_tpu_host_ops", "jax_tpu_embedding")
@@ -29,8 +32,9 @@ def markdown(scenario: str, results: Mapping[str, Mapping[str, Any]]) -> str:
         f"{ids:,} ids a batch; milliseconds, median (min-max)."
         + (f" Aim: at least {aim:g} times faster." if aim else ""),
         "",
-        "| peer | devices | time | ours | times faster | of CPU time | ours, ids/s |",
-        "|---|---|---|---|---|---|---|",
+        "| peer | what it runs | devices | time | ours | times faster | of CPU time "
+        "| ours, ids/s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for peer, result in results.items():
         if result["missing"]:
@@ -38,10 +42,11 @@ def markdown(scenario: str, results: Mapping[str, Mapping[str, Any]]) -> str:
             continue
         theirs, ours = result["milliseconds"], result["ours"]
         for name, devices in one_stack.DEVICES.items():
-            missed = ratio(result, name) < aim
+            bar = _bar(result, name, aim)
             cells = [
-                *(peer, str(devices), _time(theirs[name]), _time(ours[name])),
-                f"{ratio(result, name):.2f} x" + (", **missed**" if missed else ""),
+                *(peer, result["rule"], str(devices)),
+                *(_time(theirs[name]), _time(ours[name])),
+                f"{bar.value:.2f} x" + (", **missed**" if bar.missed else ""),
                 f"{ratio(result, f'{name}_cpu'):.2f} x",
                 f"{ids / ours[name]['median'] / 1e3:.1f} M",
             ]
@@ -55,25 +60,48 @@ def ratio(result: Mapping[str, Any], function: str) -> float:
     return theirs["median"] / ours["median"]
 
 
+def _bar(result: Mapping[str, Any], function: str, aim: float) -> picture.Bar:
+    value = ratio(result, function)
+    return picture.Bar(value, value < aim)
+
+
 def _time(times: Mapping[str, float]) -> str:
     return f"{times['median']:.2f} ({times['min']:.2f}-{times['max']:.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes build/bench/<scenario>-preprocessing.{json,md}."""
+    """Measures and writes build/bench/<scenario>-preprocessing.{json,md,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
-    parser.add_argument("--peers", nargs="*", default=PEERS)
-    parser.add_argument("--rounds", type=int, default=12)
-    out.add_option(parser)
+    options.add_peers(parser, PEERS)
+    options.add_rounds(parser, 12)
+    options.add_out(parser)
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, preprocessing")
-    results = run.measure(flags.peers, flags.scenario, "none", flags.rounds)
-    title = f"{flags.scenario}-preprocessing"
-    (flags.out / f"{title}.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = markdown(flags.scenario, results)
-    (flags.out / f"{title}.md").write_text(table)
-    print(table)
+    results: dict[str, dict[str, Any]] = {}
+    with options.alone(flags.out):
+        for peer in flags.peers:
+            results[peer] = run.beside(peer, flags.scenario, "none", flags.rounds)
+            _write(flags.out, flags.scenario, results)
+    print(markdown(flags.scenario, results))
+
+
+def _write(
+    folder: pathlib.Path, scenario: str, results: Mapping[str, Mapping[str, Any]]
+) -> None:
+    title = f"{scenario}-preprocessing"
+    (folder / f"{title}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / f"{title}.md").write_text(markdown(scenario, results))
+    aim = aims.PREPROCESSING.get(scenario, 0.0)
+    rows = {
+        peer: {
+            name.replace("_", " "): _bar(result, name, aim)
+            for name in one_stack.DEVICES
+        }
+        for peer, result in results.items()
+        if not result["missing"]
+    }
+    picture.bars(folder / f"{title}.png", title, report.FASTER, rows)
 
 
 if __name__ == "__main__":

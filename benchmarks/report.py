@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 from typing import Any
 
-from benchmarks import aims
+from benchmarks import aims, picture
 
 FUNCTIONS = ("lookup", "step")
+FASTER = "how many times faster tpu_embedding is (median over median)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,39 +126,12 @@ def _time(times: dict[str, float] | None) -> str:
     return f"{times['median']:.2f} ({times['min']:.2f}-{times['max']:.2f})"
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is there; a run without it still has its numbers."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
-        print("  no picture: matplotlib is not installed")
-    return found
-
-
 def _draw(path: pathlib.Path, run: Run) -> None:
-    if not can_draw():
-        return
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    shown = [p for p in run.peers if any(run.ratio(p, f) for f in FUNCTIONS)]
-    figure, axes = plt.subplots(figsize=(8, 1.5 + 0.6 * len(shown)))
-    for offset, function in enumerate(FUNCTIONS):
-        ratios = [run.ratio(peer, function) or 0.0 for peer in shown]
-        places = [index + 0.4 * offset for index in range(len(shown))]
-        bars = axes.barh(places, ratios, height=0.38, label=function)
-        labels = [
-            f"{ratio:.1f} x" + (" missed" if run.missed(peer, function) else "")
-            for peer, ratio in zip(shown, ratios, strict=True)
-        ]
-        axes.bar_label(bars, labels, padding=3)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks([index + 0.2 for index in range(len(shown))], shown)
-    axes.invert_yaxis()
-    axes.set_xlabel("how many times faster tpu_embedding is (median over median)")
-    axes.set_title(run.title)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    rows: dict[str, dict[str, picture.Bar]] = {}
+    for peer in run.peers:
+        for function in FUNCTIONS:
+            ratio = run.ratio(peer, function)
+            if ratio is not None:
+                missed = run.missed(peer, function) is not None
+                rows.setdefault(peer, {})[function] = picture.Bar(ratio, missed)
+    picture.bars(path, run.title, FASTER, rows)

@@ -17,14 +17,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import out, report
+from benchmarks import options, report
 from benchmarks.scenarios import SCENARIOS
 
 OURS = "tpu_embedding"
 OURS_BESIDE = {  # Other forms of ours, by peer.
     "keras_fit": "layer_fit",
-    "tensorflow_tpu_host_ops": "tpu_embedding_partition",
-    "jax_tpu_embedding": "tpu_embedding_partition",
+    "tensorflow_tpu_host_ops": "tpu_embedding_v2",
+    "jax_tpu_embedding": "tpu_embedding_v2",
 }
 PEERS = (
     "memory_copy",
@@ -116,28 +116,26 @@ def python_of(peer: str) -> str:
     return str(own) if own.exists() else sys.executable
 
 
-def measure(
-    peers: Sequence[str], scenario: str, optimizer: str, rounds: int
-) -> dict[str, dict]:
-    """What `beside` gives, by peer.
+def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
+    """What a peer does, why it is missing, its times, and ours beside it.
 
     Peers come one by one, each in turn with ours, A B A B: all tables of all peers
     at once would not fit into the memory of a small machine.
     """
-    return {peer: beside(peer, scenario, optimizer, rounds) for peer in peers}
-
-
-def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
-    """What a peer does, why it is missing, its times, and ours beside it."""
     print(f"  {peer}: preparing ...", flush=True)
-    ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
     theirs = Worker.start(peer, scenario, optimizer)
-    if not (ours.missing or theirs.missing):
+    result = {"rule": theirs.rule, "missing": theirs.missing}
+    if theirs.missing:
+        print(f"  {peer}: {theirs.missing}", flush=True)
+        theirs.stop()
+        return {**result, "milliseconds": {}, "ours": {}}
+    ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
+    if not ours.missing:
         take_turns(ours, theirs, rounds)
     for worker in (ours, theirs):
         worker.stop()
     return {
-        "rule": theirs.rule,
+        **result,
         "missing": theirs.missing or (ours.missing and f"ours: {ours.missing}"),
         "milliseconds": summary(theirs),
         "ours": summary(ours),
@@ -176,9 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
     parser.add_argument("--optimizer", choices=sorted(SLOTS), default="adagrad")
-    parser.add_argument("--peers", nargs="*", default=PEERS)
-    parser.add_argument("--rounds", type=int, default=8)
-    out.add_option(parser)
+    options.add_peers(parser, PEERS)
+    options.add_rounds(parser, 8)
+    options.add_out(parser)
     flags = parser.parse_args(arguments)
     print(f"{flags.scenario}, {flags.optimizer}")
     scenario = SCENARIOS[flags.scenario]
@@ -189,9 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         distinct_rows=scenario.distinct_rows(),
         peers={},
     )
-    for peer in flags.peers:
-        run.peers[peer] = beside(peer, flags.scenario, flags.optimizer, flags.rounds)
-        report.write(flags.out, run)  # What is there, should the rest be broken off.
+    with options.alone(flags.out):
+        for peer in flags.peers:
+            what = (peer, flags.scenario, flags.optimizer)
+            run.peers[peer] = beside(*what, flags.rounds)
+            report.write(flags.out, run)  # What is there, should the rest break off.
     print(report.markdown(run))
 
 

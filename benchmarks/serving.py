@@ -2,6 +2,8 @@
 
 python -m benchmarks.serving [--rounds 300]
 
+Writes build/bench/serving.{json,md,png}.
+
 Both sides are SavedModels with a signature of sparse tensors, loaded into sessions as
 a server does, and asked the same in one process, A B A B. Each of a scenario's features
 has a table of its own. The last line of a scenario takes our dense or ragged signature,
@@ -24,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
-from benchmarks import out
+from benchmarks import aims, options, picture, report
 from tpu_embedding import serving
 
 BATCHES = (1, 32, 1024)
@@ -196,31 +198,59 @@ def measure(scenario: Scenario, rounds: int) -> dict[int, dict[str, float]]:
 
 
 def table(scenario: Scenario, found: dict[int, dict[str, float]]) -> str:
-    """The medians, and ours as a multiple of the peer's."""
-    heads = "".join(f"{f'batch {batch}':>20}" for batch in found)
-    lines = [f"{scenario.name}, {scenario.features} x {scenario.ids} ids".ljust(36)]
-    lines[0] += heads
+    """The medians, and ours as a multiple of the peer's; what misses its aim."""
+    title = f"{scenario.name}, {scenario.features} x {scenario.ids} ids, microseconds"
+    heads = [title, *(f"batch {batch}" for batch in found)]
+    lines = [heads, ["---"] * len(heads)]
     for name in next(iter(found.values())):
-        cells = (
-            f"{times[name]:9.0f} us ({times[name] / times[PEER]:5.2f})"
-            for times in found.values()
-        )
-        lines.append(f"{name:36}" + "".join(f"{cell:>20}" for cell in cells))
-    return "\n".join(lines)
+        cells = (_cell(name, times) for times in found.values())
+        lines.append([name, *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(name: str, times: dict[str, float]) -> str:
+    ratio = times[name] / times[PEER]
+    mark = f", aim {aims.SERVING:g} **missed**" if missed(name, times) else ""
+    return f"{times[name]:.0f} ({ratio:.2f}{mark})"
+
+
+def missed(name: str, times: dict[str, float]) -> bool:
+    """Whether a row of ours takes longer than the aim allows."""
+    return name != PEER and times[name] > aims.SERVING * times[PEER]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and prints; writes build/bench/serving.json."""
+    """Measures and prints; writes build/bench/serving.{json,md,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS))
-    parser.add_argument("--rounds", type=int, default=300)
-    out.add_option(parser)
+    known = list(SCENARIOS)
+    parser.add_argument("--scenarios", nargs="+", choices=known, default=known)
+    options.add_rounds(parser, 300)
+    options.add_out(parser)
     flags = parser.parse_args(arguments)
     results = {}
-    for name in flags.scenarios:
-        results[name] = measure(SCENARIOS[name], flags.rounds)
-        print(table(SCENARIOS[name], results[name]), "\n")
-    (flags.out / "serving.json").write_text(json.dumps(results, indent=2) + "\n")
+    with options.alone(flags.out):
+        for name in flags.scenarios:
+            print(f"  {name} ...", flush=True)
+            results[name] = measure(SCENARIOS[name], flags.rounds)
+            _write(flags.out, results)
+    print((flags.out / "serving.md").read_text())
+
+
+def _write(folder: pathlib.Path, results: dict[str, dict]) -> None:
+    (folder / "serving.json").write_text(json.dumps(results, indent=2) + "\n")
+    tables = [table(SCENARIOS[name], found) for name, found in results.items()]
+    text = "### serving\n\nAn exported lookup, the median (over the peer's).\n"
+    (folder / "serving.md").write_text("\n".join([text, *tables]))
+    rows = {
+        f"{scenario}, batch {batch}": {
+            name: picture.Bar(times[PEER] / times[name], missed(name, times))
+            for name in times
+            if name != PEER
+        }
+        for scenario, found in results.items()
+        for batch, times in found.items()
+    }
+    picture.bars(folder / "serving.png", "serving", report.FASTER, rows)
 
 
 if __name__ == "__main__":

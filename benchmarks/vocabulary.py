@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import out, report, run
+from benchmarks import options, picture, run
 from benchmarks.scenarios import SCENARIOS, VOCABULARIES, Scenario
 
 BASE_ROWS = 100_000
@@ -184,7 +184,7 @@ def _peer(size: Size, peer: str) -> str:
 
 def draw(path: pathlib.Path, sizes: Sequence[Size]) -> None:
     """The time for each distinct row over the size, and the aim as a line."""
-    if not report.can_draw():
+    if not picture.can_draw():
         return
     import matplotlib as mpl
 
@@ -212,18 +212,27 @@ def draw(path: pathlib.Path, sizes: Sequence[Size]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes build/bench/vocabulary.{json,md,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--most-rows", type=int, default=max(VOCABULARIES))
-    parser.add_argument("--peers", nargs="*", default=PEERS)
-    parser.add_argument("--rounds", type=int, default=5)
-    out.add_option(parser)
+    parser.add_argument("--most-rows", type=_most_rows, default=max(VOCABULARIES))
+    options.add_peers(parser, PEERS)
+    options.add_rounds(parser, 5)
+    options.add_out(parser)
     flags = parser.parse_args(arguments)
     sizes: list[Size] = []
-    for rows in VOCABULARIES:
-        if rows <= flags.most_rows:
-            scenario = SCENARIOS[f"vocabulary_{rows}"]
-            sizes.append(measure(scenario, flags.peers, flags.rounds))
-            _write(flags.out, sizes)  # What is there, should the rest be broken off.
+    with options.alone(flags.out):
+        for rows in VOCABULARIES:
+            if rows <= flags.most_rows:
+                scenario = SCENARIOS[f"vocabulary_{rows}"]
+                sizes.append(measure(scenario, flags.peers, flags.rounds))
+                _write(flags.out, sizes)  # What is there, should the rest break off.
     print(markdown(sizes))
+
+
+def _most_rows(text: str) -> int:
+    """At least the smallest size."""
+    value, least = options.positive(text), min(VOCABULARIES)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than the smallest, {least}")
+    return value
 
 
 def _write(folder: pathlib.Path, sizes: Sequence[Size]) -> None:

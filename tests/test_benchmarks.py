@@ -40,21 +40,22 @@ def test_run_writes_its_three_files(root: pathlib.Path) -> None:
     out = root / "out"
     command = [sys.executable, "-m", "benchmarks.run", "--scenario", "tiny"]
     options = ["--rounds", "2", "--out", str(out), "--peers"]
-    options += ["memory_copy", "tensorflow_nn", "no"]
+    options += ["memory_copy", "tensorflow_nn", "fbgemm"]
     package = pathlib.Path(tpu_embedding.__file__).parents[1]
     path = os.pathsep.join([str(root), str(package)])
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
-    subprocess.run([*command, *options], env=environment, check=True)
+    # Not in the checkout, whose build/peers may have it.
+    subprocess.run([*command, *options], env=environment, cwd=root, check=True)
     written = json.loads((out / "tiny-adagrad.json").read_text())
     results = written["peers"]
     for side in ("milliseconds", "ours"):
         assert set(results["tensorflow_nn"][side]) == {"lookup", "step"}
     assert set(results["memory_copy"]["milliseconds"]) == {"copy"}
-    assert results["no"]["missing"].startswith("not installed: No module named")
+    assert results["fbgemm"]["missing"].startswith("not installed: No module")
     table = (out / "tiny-adagrad.md").read_text()
     report = importlib.import_module("benchmarks.report")
     assert table == report.markdown(report.Run(**written))
-    assert "| no | not measured: not installed: No module named" in table
+    assert "| fbgemm | not measured: not installed: No module named" in table
     assert "of a copy's" in table
     assert (out / "tiny-adagrad.png").stat().st_size > 0
 
@@ -66,11 +67,12 @@ def test_a_run_that_is_broken_off_keeps_what_it_has(
     worker = {"rule": "", "missing": "why", "milliseconds": {}, "ours": {}}
     results = iter([worker])
     monkeypatch.setattr(run, "beside", lambda *_: next(results))
-    options = ["--scenario", "tiny", "--out", str(tmp_path), "--peers", "one", "two"]
+    options = ["--scenario", "tiny", "--out", str(tmp_path), "--peers"]
+    options += ["fbgemm", "tfrs"]
     with pytest.raises(StopIteration):
         run.main(options)
     written = json.loads((tmp_path / "tiny-adagrad.json").read_text())
-    assert written["peers"] == {"one": worker}
+    assert written["peers"] == {"fbgemm": worker}
 
 
 _KILLED = "import os; input(); os.kill(os.getpid(), 9)"
@@ -117,14 +119,39 @@ def test_why_a_peer_is_missing() -> None:
     assert why(MemoryError()) == "MemoryError: "
 
 
-def test_out_is_tried_before_anything_runs(
+def test_options_are_tried_before_anything_runs(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:
     run = importlib.import_module("benchmarks.run")
     (tmp_path / "file").write_text("")
+    for options, why in (
+        (["--out", str(tmp_path / "file" / "out")], "--out: cannot write into"),
+        (["--out", str(tmp_path / "file")], "--out: cannot write into"),
+        (["--rounds", "0"], "--rounds: '0' is no whole number of at least 1"),
+        (["--rounds", "x"], "--rounds: 'x' is no whole number"),
+        (["--peers", "no"], "--peers: invalid choice: 'no' (choose from"),
+        (["--peers"], "--peers: expected at least one argument"),
+    ):
+        with pytest.raises(SystemExit):
+            run.main(["--scenario", "tiny", *options])
+        assert why in capsys.readouterr().err
+    vocabulary = importlib.import_module("benchmarks.vocabulary")
     with pytest.raises(SystemExit):
-        run.main(["--scenario", "tiny", "--out", str(tmp_path / "file" / "out")])
-    assert "--out: cannot write into" in capsys.readouterr().err
+        vocabulary.main(["--most-rows", "9999"])
+    assert "9999 is less than the smallest, 10000" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_disturb_each_other(tmp_path: pathlib.Path) -> None:
+    options = importlib.import_module("benchmarks.options")
+    script = "import pathlib, sys\nfrom benchmarks import options\n"
+    script += "with options.alone(pathlib.Path(sys.argv[1])): pass"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with options.alone(tmp_path), options.alone(tmp_path):  # A part of a whole.
+        options_of_run = {"cwd": tmp_path, "capture_output": True, "text": True}
+        ran = subprocess.run(command, check=False, **options_of_run)
+    assert ran.returncode == 1, ran.stderr
+    assert f"Another benchmark runs and writes into {tmp_path}" in ran.stderr
+    subprocess.run(command, cwd=tmp_path, check=True)
 
 
 def test_everything_goes_on_after_a_part_that_failed(
@@ -144,6 +171,15 @@ def test_everything_goes_on_after_a_part_that_failed(
         everything.main(["--quick", "--out", str(tmp_path)])
     assert len(done) == len(everything.commands(quick=True)) - 1
     assert "[1/" in capsys.readouterr().out
+
+    def stop(options: list[str]) -> None:
+        raise KeyboardInterrupt(options[0])
+
+    monkeypatch.setattr(everything, "MAINS", mains | {"run": stop})
+    (tmp_path / "done.md").write_text("done\n")
+    with pytest.raises(KeyboardInterrupt):
+        everything.main(["--quick", "--out", str(tmp_path)])
+    assert (tmp_path / "everything.md").read_text() == "done\n"
 
 
 def test_what_comes_right_after_another_process_does_not_count() -> None:
@@ -243,12 +279,32 @@ def test_all_measures_are_written(
     assert ("width", "wide", 1024, "float32") in asked
     assert ("memory", "dlrm", 10_000) in asked
     assert {row["aim"] for row in written} == {1.0, 1.01, 1.1, 1.3, 1.7}
+    assert (tmp_path / "measures-dlrm.png").stat().st_size > 0
 
 
 def test_measures_that_were_not_taken() -> None:
     measures = importlib.import_module("benchmarks.measures")
-    row = measures.Measure("tracing", None, 1.0, at_least=False)
-    assert "| tracing | - | at most 1 |" in measures.markdown([row])
+    row = measures.Measure("tracing", None, 1.0, missing="not installed")
+    assert "| tracing | not measured: not installed |" in measures.markdown([row])
+    with pytest.raises(measures.ChildError, match=r"ids ended with code 1: KeyError"):
+        measures._in_process("ids", "no", "int64")
+
+
+def test_one_measure_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures = importlib.import_module("benchmarks.measures")
+
+    def in_process(function: str, *_: object) -> dict:
+        if function == "ids":
+            raise measures.ChildError("ids ended with code 1: MemoryError")
+        return {"tensorflow": 0.0, "early": 1e9, "late": 2e9}
+
+    monkeypatch.setattr(measures, "_in_process", in_process)
+    measures.main(["--only", "int64", "memory", "--out", str(tmp_path)])
+    table = (tmp_path / "measures-dlrm-int64-memory.md").read_text()
+    assert "| int64 | not measured: ids ended with code 1: MemoryError |" in table
+    assert "after a tenth | 2 | at most 1.01, **missed** |" in table
 
 
 def test_vocabulary_marks_its_aim() -> None:
@@ -317,6 +373,8 @@ def test_one_table_of_all_peers(tmp_path: pathlib.Path) -> None:
         return {"rule": "r", "missing": None, **times}
 
     peers = {"memory_copy": result(None, 2.5), "fbgemm": result(8.0, 2.0)}
+    none = {"missing": "not installed", "milliseconds": {}, "ours": {}}
+    peers["keras_rs"] = result(None, 2.5) | none
     for optimizer, of in (("sgd", {"tfrs": result(9.0, 3.0)}), ("adagrad", peers)):
         one = report.Run("dlrm", optimizer, 10, 5e4, of)
         (tmp_path / f"{one.title}.json").write_text(json.dumps(dataclasses.asdict(one)))
@@ -329,6 +387,7 @@ def test_one_table_of_all_peers(tmp_path: pathlib.Path) -> None:
     assert f"| tfrs | {missed} | 9.00 (3.00 x) | - |" in table
     assert "| **ours** | 2.00 to 3.00 | 3.00 to 3.00 | 2.00 to 2.50 |" in table
     assert "memory_copy" not in table
+    assert table.endswith("\nNot measured with adagrad: keras_rs, not installed\n")
     assert overview.write(tmp_path, "one_hot") == ""
     everything = importlib.import_module("benchmarks.everything")
     assert everything.join(tmp_path).startswith(table)

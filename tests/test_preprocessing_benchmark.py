@@ -8,7 +8,6 @@ import pathlib
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tpu_embedding.testing import library as software_tpu
 
@@ -23,25 +22,30 @@ def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a peer adds to it
 
 
-def test_the_stock_ops_get_the_same_batch_and_give_the_same():
+def test_the_stock_ops_get_the_same_batch_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     software_tpu.load()
     scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
     one_stack = importlib.import_module("benchmarks.one_stack")
+    # As many devices as the tests have.
+    monkeypatch.setattr(one_stack, "DEVICES", {"one_device": 1, "more_devices": 4})
+    feed = importlib.import_module("benchmarks.peers.feed")
     ours, stock = (
         importlib.import_module(f"benchmarks.peers.{name}")
-        for name in ("tpu_embedding_partition", "tensorflow_tpu_host_ops")
+        for name in ("tpu_embedding_v2", "tensorflow_tpu_host_ops")
     )
-    (batch,) = scenario.batches(1)
     for devices in one_stack.DEVICES.values():
         stack = one_stack.Stack.of(scenario, devices)
-        own = ours._step(scenario, stack)([tf.constant(ids) for ids in batch])
-        other = stock._step(scenario, stack)(
-            [tf.constant(i.reshape(-1)) for i in batch]
-        )
-        size = int(own.ids_sizes["stack"])
+        batches = scenario.batches(1)
+        embedding = ours.embedding(scenario, devices)
+        own = ours.step(embedding, feed.dense(batches))()
+        other = stock.step(scenario, stack, batches)()
+        ((name, table),) = own.tables.items()
+        size = int(own.sizes[name].ids)
         assert size == other.ids_unpadded_size > 0
         for key in ("sorted_sample_ids", "sorted_token_ids", "sorted_gains"):
-            found = getattr(own.tables["stack"], key)[:size]
+            found = getattr(table, key)[:size]
             np.testing.assert_array_equal(found, getattr(other, key)[:size])
     functions = ours.prepare(scenario, "none")
     expected = [f"{name}{end}" for name in one_stack.DEVICES for end in ("", "_cpu")]
@@ -49,23 +53,24 @@ def test_the_stock_ops_get_the_same_batch_and_give_the_same():
     assert all(function() > 0 for function in functions.values())
 
 
-def test_table():
+def test_table(tmp_path: pathlib.Path) -> None:
     benchmark = importlib.import_module("benchmarks.preprocessing")
     names = ["one_device", "eight_devices"]
     names += [f"{name}_cpu" for name in names]
     results = {"other": {"missing": "No module named 'other'"}}
     results["peer"] = {
         "missing": None,
+        "rule": "r",
         "milliseconds": {n: {"median": 6.0, "min": 5.0, "max": 9.0} for n in names},
         "ours": {n: {"median": 2.0, "min": 1.0, "max": 3.0} for n in names},
     }
     table = benchmark.markdown("dlrm", results)
     assert "| other | not measured: No module named 'other' |" in table
-    row = (
-        "| peer | 8 | 6.00 (5.00-9.00) | 2.00 (1.00-3.00) | 3.00 x | 3.00 x | 219.1 M |"
-    )
-    assert row in table
+    row = "| peer | r | 8 | 6.00 (5.00-9.00) | 2.00 (1.00-3.00) | 3.00 x | 3.00 x | "
+    assert f"{row}219.1 M |" in table
     slow = {n: {"median": 3.9, "min": 3.0, "max": 4.0} for n in names}
     results["peer"] |= {"milliseconds": slow}
     assert "| 1.95 x, **missed** | 1.95 x |" in benchmark.markdown("dlrm", results)
     assert "**missed**" not in benchmark.markdown("tiny", results)
+    benchmark._write(tmp_path, "dlrm", results)
+    assert (tmp_path / "dlrm-preprocessing.png").stat().st_size > 0

@@ -8,6 +8,7 @@ import tpu_embedding as te
 import tpu_embedding.keras
 from benchmarks.peers import fit
 from benchmarks.scenarios import Scenario
+from tpu_embedding.ops import library
 
 RULE = "each touched row once, gradients summed first"
 
@@ -23,6 +24,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     """Makes the model."""
     if optimizer not in _OPTIMIZERS:
         raise NotImplementedError(f"Keras has no {optimizer} for the dense part.")
+    library.load()  # Without it the portable engine would be measured.
     features = [
         te.FeatureConfig(te.TableConfig(rows, scenario.dim, combiner="sum"))
         for rows in scenario.rows

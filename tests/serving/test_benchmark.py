@@ -46,5 +46,10 @@ def test_times_ours_and_the_peer_in_turn(
         "1": names,
         "4": names,
     }
-    lines = capsys.readouterr().out.splitlines()
-    assert "( 1.00)" in lines[1]
+    table = (tmp_path / "serving.md").read_text()
+    assert capsys.readouterr().out.endswith(f"{table}\n")
+    assert "| one_feature, 1 x 1 ids, microseconds | batch 1 | batch 4 |" in table
+    assert (tmp_path / "serving.png").stat().st_size > 0
+    times = {serving.PEER: 100.0, "ours, sparse": 101.0, "ours, dense": 99.0}
+    assert serving._cell("ours, sparse", times) == "101 (1.01, aim 1 **missed**)"
+    assert serving._cell("ours, dense", times) == "99 (0.99)"

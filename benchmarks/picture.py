@@ -1,0 +1,66 @@
+"""Pictures of what was measured, where matplotlib is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A number, and whether it misses its aim."""
+
+    value: float
+    missed: bool = False
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there; a run without it still has its numbers."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print("  no picture: matplotlib is not installed")
+    return found
+
+
+def bars(
+    path: pathlib.Path, title: str, axis: str, rows: Mapping[str, Mapping[str, Bar]]
+) -> None:
+    """Draws a group of bars for each row, beside a line at 1.
+
+    Args:
+      path: The file to write.
+      title: Above.
+      axis: What the numbers are.
+      rows: By what stands beside a group its bars, by what stands in the legend.
+    """
+    if not can_draw():
+        return
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(name for group in rows.values() for name in group))
+    height = 0.8 / max(len(names), 1)
+    figure, axes = plt.subplots(figsize=(8, 1.5 + 0.3 * len(rows) * len(names)))
+    for index, name in enumerate(names):
+        there = [(at, row[name]) for at, row in enumerate(rows.values()) if name in row]
+        places = [at + height * index for at, _ in there]
+        values = [bar.value for _, bar in there]
+        drawn = axes.barh(places, values, height=0.95 * height, label=name)
+        labels = [f"{b.value:.3g}" + " missed" * b.missed for _, b in there]
+        axes.bar_label(drawn, labels, padding=3)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    middle = height * (len(names) - 1) / 2
+    axes.set_yticks([at + middle for at in range(len(rows))], list(rows))
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel(axis)
+    axes.set_title(title)
+    if len(names) > 1:
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
