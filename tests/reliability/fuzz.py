@@ -104,7 +104,7 @@ def main() -> None:
             program = compile_libfuzzer(arguments.clang, folder)
             run_libfuzzer(program, seconds, folder)
             return
-        for build, share in (("address", 0.25), ("thread", 0.15)):
+        for build, share in (("fast_address", 0.25), ("thread", 0.15)):
             printed = run_driver(build, share * seconds, arguments.seed, folder)
             for line in printed.splitlines():
                 print(f"{build}: {line}", flush=True)

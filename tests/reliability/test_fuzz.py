@@ -152,4 +152,4 @@ def test_a_machine_without_clang_is_told_so(tmp_path: pathlib.Path) -> None:
 
 def test_the_core_under_sanitizers(seed: int, tmp_path: pathlib.Path) -> None:
     """Mutated features and batches, from another seed than `make fuzz`."""
-    print(fuzz.run_driver("address", seconds=3, seed=seed, folder=tmp_path))
+    print(fuzz.run_driver("address", seconds=5, seed=seed, folder=tmp_path))
