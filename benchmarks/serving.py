@@ -211,7 +211,7 @@ def table(scenario: Scenario, found: dict[int, dict[str, float]]) -> str:
 def _cell(name: str, times: dict[str, float]) -> str:
     ratio = times[name] / times[PEER]
     mark = f", aim {aims.SERVING:g} **missed**" if missed(name, times) else ""
-    return f"{times[name]:.0f} ({ratio:.2f}{mark})"
+    return f"{times[name]:.0f} ({ratio:.3f}{mark})"
 
 
 def missed(name: str, times: dict[str, float]) -> bool:

@@ -3,10 +3,10 @@
     python -m benchmarks.worker PEER SCENARIO OPTIMIZER
 
 `benchmarks.peers.PEER` has a RULE (what its update computes), and
-`prepare(scenario, optimizer)` that returns a dict of functions, "lookup" and
-"step" or some of them; each runs once and returns the seconds of one step. The
-worker says which are there, then answers each line "lookup" or "step" with the
-seconds of some runs. What goes wrong is an answer too: {"missing": why}.
+`prepare(scenario, optimizer)` that returns a dict of functions, most often "lookup"
+and "step"; each runs once and returns the seconds of one step. The worker says which
+are there, then answers each line with the name of one by the seconds of some runs.
+What goes wrong is an answer too: {"missing": why}.
 """
 
 from __future__ import annotations

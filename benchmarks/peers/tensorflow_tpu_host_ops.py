@@ -37,7 +37,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     del optimizer
     op = "ConvertToListOfSparseCoreCooTensors"
     if not kernels.get_registered_kernels_for_op(op).kernel:
-        raise NotImplementedError("tensorflow-tpu is not installed here.")
+        raise NotImplementedError("not installed: tensorflow-tpu (make bench-peers)")
     functions: dict[str, Callable[[], float]] = {}
     for name, devices in one_stack.DEVICES.items():
         stack = one_stack.Stack.of(scenario, devices)

@@ -51,5 +51,5 @@ def test_times_ours_and_the_peer_in_turn(
     assert "| one_feature, 1 x 1 ids, microseconds | batch 1 | batch 4 |" in table
     assert (tmp_path / "serving.png").stat().st_size > 0
     times = {serving.PEER: 100.0, "ours, sparse": 101.0, "ours, dense": 99.0}
-    assert serving._cell("ours, sparse", times) == "101 (1.01, aim 1 **missed**)"
-    assert serving._cell("ours, dense", times) == "99 (0.99)"
+    assert serving._cell("ours, sparse", times) == "101 (1.010, aim 1 **missed**)"
+    assert serving._cell("ours, dense", times) == "99 (0.990)"

@@ -1,0 +1,127 @@
+"""The measures that are no race of steps, and the growing table: tests on tiny ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pathlib
+
+import pytest
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the path with `benchmarks`, but not the checkout's package."""
+    (tmp_path / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_tables_of_bfloat16_are_measured_beside_ours() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    assert measures.child_width("tiny", "3", "bfloat16")["seconds"] > 0
+    assert measures.child_ids("tiny", "int64")["seconds"] > 0
+    scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
+    beside = importlib.import_module("benchmarks.peers.tpu_embedding_bfloat16")
+    assert beside.prepare(scenario, "adagrad")["lookup"]() > 0
+
+
+def test_measures_mark_what_they_miss() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    rows = [
+        measures.Measure("faster", 1.5, 1.7, at_least=True),
+        measures.Measure("larger", 1.05, 1.1, at_least=False),
+    ]
+    table = measures.markdown(rows)
+    assert "| faster | 1.5 | at least 1.7, **missed** |" in table
+    assert "| larger | 1.05 | at most 1.1 |" in table
+
+
+def test_all_measures_are_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    peaks = {"tensorflow": 0.0, "early": 1e9, "late": 1e9}
+    asked = []
+
+    def in_process(function: str, *arguments: object, python: str = "") -> dict:
+        del python
+        asked.append((function, *arguments))
+        return peaks if function == "memory" else {"seconds": 1.0}
+
+    monkeypatch.setattr(measures, "_in_process", in_process)
+    monkeypatch.setattr(measures.picture, "bars", lambda *_: None)  # Drawn below.
+    measures.main(["--out", str(tmp_path)])
+    written = json.loads((tmp_path / "measures-dlrm.json").read_text())
+    names = {row["name"] for row in written}
+    assert "step with int64 ids over that with int32" in names
+    for dtype in ("float32", "bfloat16"):
+        for pair in ((3, 4), (7, 8), (10, 8), (100, 96), (1024, 256)):
+            name = f"{dtype} step per byte at dim {pair[0]} over that at dim {pair[1]}"
+            assert name in names
+    assert ("width", "wide", 1024, "float32") in asked
+    assert ("memory", "dlrm", 10_000) in asked
+    assert {row["aim"] for row in written} == {1.0, 1.01, 1.1, 1.3, 1.7}
+
+
+def test_measures_that_were_not_taken() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    row = measures.Measure("tracing", None, 1.0, missing="not installed")
+    assert "| tracing | not measured: not installed |" in measures.markdown([row])
+    with pytest.raises(measures.ChildError, match=r"ids ended with code 1: KeyError"):
+        measures._in_process("ids", "no", "int64")
+
+
+def test_one_measure_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures = importlib.import_module("benchmarks.measures")
+
+    def in_process(function: str, *_: object) -> dict:
+        if function == "ids":
+            raise measures.ChildError("ids ended with code 1: MemoryError")
+        return {"tensorflow": 0.0, "early": 1e9, "late": 2e9}
+
+    monkeypatch.setattr(measures, "_in_process", in_process)
+    measures.main(["--only", "int64", "memory", "--out", str(tmp_path)])
+    table = (tmp_path / "measures-dlrm-int64-memory.md").read_text()
+    assert "| int64 | not measured: ids ended with code 1: MemoryError |" in table
+    assert "after a tenth | 2 | at most 1.01, **missed** |" in table
+    assert (tmp_path / "measures-dlrm-int64-memory.png").stat().st_size > 0
+
+
+def test_vocabulary_marks_its_aim() -> None:
+    vocabulary = importlib.import_module("benchmarks.vocabulary")
+    times = [{"median": t, "min": t, "max": t} for t in (8.0, 2.0, 30.0)]
+    peers = {
+        "fast": {"missing": None, "milliseconds": {"step": times[2]}},
+        "large": {"missing": "needs 33 GB, 20 GB are free"},
+    }
+    peers["fast"]["ours"] = {"step": times[0]}
+    ours, base = times[:2]
+    slow = vocabulary.Size(200_000, 4e4, None, ours, base, 4e4, peers)
+    assert (slow.row_nanoseconds, slow.growth, slow.slower) == (200.0, 4.0, 4.0)
+    more_rows = vocabulary.Size(200_000, 8e4, None, ours, base, 4e4)
+    assert more_rows.growth == 2.0
+    assert vocabulary.missed(slow)
+    assert not vocabulary.missed(dataclasses.replace(slow, rows=10_000))
+    assert not vocabulary.missed(more_rows)
+    missing = vocabulary.Size(5000, 1.0, "needs 17 GB, 9 GB are free")
+    table = vocabulary.markdown([slow, more_rows, missing])
+    assert "| 200 | 4.00 x, **missed** | 4.00 x |" in table
+    assert "| 100 | 2.00 x | 4.00 x |" in table
+    assert "not measured: needs 17 GB, 9 GB are free |" in table
+    assert "| 200,000 | fast | 30.00 | 8.00 | 3.75 x |" in table
+    assert "| 200,000 | large | not measured: needs 33 GB" in table
+
+
+def test_what_fits_into_memory() -> None:
+    vocabulary = importlib.import_module("benchmarks.vocabulary")
+    largest = vocabulary.SCENARIOS["vocabulary_25000000"]
+    assert vocabulary.needed(largest) > 12.8e9
+    assert vocabulary.does_not_fit([largest], int(24e9)) is None
+    refused = vocabulary.does_not_fit([largest, largest], int(24e9))
+    assert refused == "needs 33 GB, 24 GB are free"
+    assert vocabulary.available_bytes() > 0
