@@ -1,5 +1,6 @@
 // Lookup and update against naive loops, over dims around the vector width,
-// with NaN around every buffer; and the same bits for any split over threads.
+// with NaN around every buffer; and the same bits for any split over threads,
+// whether the compiler knows the dim or not.
 
 #include <algorithm>
 #include <cmath>
@@ -140,12 +141,20 @@ struct State {
         slots(num_slots, Matrix(kRows, width, 2)) {}
 
   TableView View() {
-    TableView view{table.data(), kRows, dim, {}, {}};
+    TableView view{table.data(), kRows, dim, {}};
     for (Matrix& slot : slots) {
       view.slots.push_back(slot.data());
-      view.slot_widths.push_back(dim);
     }
     return view;
+  }
+
+  void CheckSame(const State& other) const {
+    table.CheckPadding();
+    CHECK_TRUE(table.SameBits(other.table));
+    for (size_t k = 0; k < slots.size(); ++k) {
+      slots[k].CheckPadding();
+      CHECK_TRUE(slots[k].SameBits(other.slots[k]));
+    }
   }
 
   int64_t dim;
@@ -180,21 +189,30 @@ void Run(const RuleArguments& arguments, const RowOptions& options,
   for (std::thread& thread : pool) thread.join();
 }
 
+// All rows by one thread, of a dim that the compiler does not know.
 template <class Rule>
-void TestThreads(const std::vector<float>& hyperparameters, int64_t dim) {
+void RunAnyDim(const RuleArguments& arguments, const RowOptions& options,
+               const Gradients& gradients, State* state) {
+  const TableView view = state->View();
+  const TableGradients given{&gradients.groups, gradients.samples.data()};
+  const int64_t size = options.all_rows ? kRows : gradients.groups.num_rows();
+  RunOnThisCpu<RowLoop<Rule, float, AnyDim>>(arguments, options, given, view,
+                                             int64_t{0}, size);
+}
+
+template <class Rule>
+void TestBits(const std::vector<float>& hyperparameters, int64_t dim) {
   const RuleArguments arguments{hyperparameters, 0.1f};
   for (bool all_rows : {false, true}) {
     const Gradients gradients(dim);
     State one(dim, Rule::kNumSlots);
     State many = one;
+    State any = one;
     Run<Rule>(arguments, Options(all_rows), gradients, 1, &one);
     Run<Rule>(arguments, Options(all_rows), gradients, 4, &many);
-    one.table.CheckPadding();
-    CHECK_TRUE(one.table.SameBits(many.table));
-    for (int k = 0; k < Rule::kNumSlots; ++k) {
-      one.slots[k].CheckPadding();
-      CHECK_TRUE(one.slots[k].SameBits(many.slots[k]));
-    }
+    RunAnyDim<Rule>(arguments, Options(all_rows), gradients, &any);
+    one.CheckSame(many);
+    one.CheckSame(any);
   }
 }
 
@@ -228,23 +246,23 @@ void TestFrame(int64_t dim, Gains gains) {
 
 int main() {
   using namespace tpu_embedding;
-  for (int64_t dim : {1, 3, 4, 7, 8, 10, 15, 16, 17, 33, 64, 100, 130}) {
+  for (int64_t dim : {1, 3, 4, 7, 8, 10, 15, 16, 17, 32, 33, 64, 100, 128}) {
     for (Gains gains : {Gains::kOnes, Gains::kOfSamples, Gains::kOfEntries}) {
       TestLookup(dim, gains);
       TestFrame(dim, gains);
     }
-    TestThreads<Sgd>({}, dim);
-    TestThreads<Adagrad>({}, dim);
-    TestThreads<RowwiseAdagrad>({}, dim);
-    TestThreads<AdagradMomentum>({0.9f, 1, 2, 0.9f, 0.1f, 1e-10f}, dim);
-    TestThreads<Ftrl>({-0.5f, 0.1f, 0.1f, 0.1f, 0, 0}, dim);
-    TestThreads<Adam>({0.9f, 0.1f, 0.99f, 0.01f, 1e-7f, 1}, dim);
-    TestThreads<Momentum>({0.9f, 1}, dim);
-    TestThreads<RmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
-    TestThreads<CenteredRmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
-    TestThreads<Adadelta>({0.9f, 0.1f, 1e-3f}, dim);
-    TestThreads<ProximalAdagrad>({0.1f, 0.2f}, dim);
-    TestThreads<ProximalYogi>({0.9f, 0.1f, 0.01f, 1e-3f, 0.1f, 0.2f}, dim);
-    TestThreads<FrequencyEstimator>({0.1f, 0.9f, 9, 2}, dim);
+    TestBits<Sgd>({}, dim);
+    TestBits<Adagrad>({}, dim);
+    TestBits<RowwiseAdagrad>({}, dim);
+    TestBits<AdagradMomentum>({0.9f, 1, 2, 0.9f, 0.1f, 1e-10f}, dim);
+    TestBits<Ftrl>({-0.5f, 0.1f, 0.1f, 0.1f, 0, 0}, dim);
+    TestBits<Adam>({0.9f, 0.1f, 0.99f, 0.01f, 1e-7f, 1}, dim);
+    TestBits<Momentum>({0.9f, 1}, dim);
+    TestBits<RmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
+    TestBits<CenteredRmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
+    TestBits<Adadelta>({0.9f, 0.1f, 1e-3f}, dim);
+    TestBits<ProximalAdagrad>({0.1f, 0.2f}, dim);
+    TestBits<ProximalYogi>({0.9f, 0.1f, 0.01f, 1e-3f, 0.1f, 0.2f}, dim);
+    TestBits<FrequencyEstimator>({0.1f, 0.9f, 9, 2}, dim);
   }
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <variant>
 
+#include "core/dims.h"
 #include "core/lanes.h"
 #include "core/simd.h"
 #include "core/weighted_sum-inl.h"
@@ -36,12 +37,13 @@ struct RowTerms {
   }
 };
 
-template <class Element, Gains kGains>
+template <class Element, Gains kGains, class Dim>
 struct PlainLookup {
   template <class Lanes>
   TPU_EMBEDDING_INLINE static void Run(const FeatureCsr& csr,
-                                       const Element* table, int64_t dim,
+                                       const Element* table, int64_t any_dim,
                                        int64_t begin, int64_t end, float* out) {
+    const int64_t dim = Dim::Of(any_dim);
     const int64_t* offsets = csr.offsets.data();
     RowTerms<Element, kGains> terms{table, dim, csr.rows.data(),
                                     csr.gains.data(), csr.rows.size() - 1};
@@ -85,16 +87,19 @@ void LookupIn(const Element* table, const FeatureCsr& csr, int64_t dim,
   if (quantization.num_buckets) {
     QuantizedLookup(csr, table, dim, quantization, begin, end, out);
   } else {
-    const auto run = [&](auto body) {
-      RunOnThisCpu<decltype(body)>(csr, table, dim, begin, end, out);
-    };
-    if (csr.gains.size()) {
-      run(PlainLookup<Element, Gains::kOfEntries>());
-    } else if (csr.sample_gains.size()) {
-      run(PlainLookup<Element, Gains::kOfSamples>());
-    } else {
-      run(PlainLookup<Element, Gains::kOnes>());
-    }
+    RunForDim(dim, [&](auto fixed) {
+      using Dim = decltype(fixed);
+      const auto run = [&](auto body) {
+        RunOnThisCpu<decltype(body)>(csr, table, dim, begin, end, out);
+      };
+      if (csr.gains.size()) {
+        run(PlainLookup<Element, Gains::kOfEntries, Dim>());
+      } else if (csr.sample_gains.size()) {
+        run(PlainLookup<Element, Gains::kOfSamples, Dim>());
+      } else {
+        run(PlainLookup<Element, Gains::kOnes, Dim>());
+      }
+    });
   }
 }
 

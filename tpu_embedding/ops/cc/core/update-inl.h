@@ -4,10 +4,12 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_
 
 #include <algorithm>
+#include <array>
 #include <variant>
 #include <vector>
 
 #include "core/bfloat16.h"
+#include "core/dims.h"
 #include "core/lanes.h"
 #include "core/simd.h"
 #include "core/update.h"
@@ -19,15 +21,21 @@ namespace tpu_embedding {
 constexpr int64_t kRowsAhead = 4;
 constexpr int64_t kGradientsAhead = 8;
 
-template <class Element>
+template <class Rule>
+constexpr int64_t SlotWidth(int64_t dim) {
+  return Rule::kSlotsPerRow ? 1 : dim;
+}
+
+template <class Rule, class Element>
 TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
                                         const Element* parameters,
-                                        const TableView& table, int64_t group) {
+                                        const TableView& table, int64_t dim,
+                                        int64_t group) {
   if (group >= gradients.groups->num_rows()) return;
   const int64_t row = gradients.groups->rows[group];
-  Prefetch(parameters + row * table.dim, table.dim);
-  for (size_t k = 0; k < table.slots.size(); ++k) {
-    const int64_t width = table.slot_widths[k];
+  Prefetch(parameters + row * dim, dim);
+  for (int k = 0; k < Rule::kNumSlots; ++k) {
+    const int64_t width = SlotWidth<Rule>(dim);
     Prefetch(table.slots[k] + row * width, width);
   }
 }
@@ -90,8 +98,8 @@ class TableRows;
 template <>
 class TableRows<float> {
  public:
-  TableRows(const TableView& table, const RuleArguments&)
-      : data_(std::get<float*>(table.parameters)), dim_(table.dim) {}
+  TableRows(const TableView& table, int64_t dim, const RuleArguments&)
+      : data_(std::get<float*>(table.parameters)), dim_(dim) {}
 
   const float* data() const { return data_; }
 
@@ -107,11 +115,11 @@ class TableRows<float> {
 template <>
 class TableRows<BFloat16> {
  public:
-  TableRows(const TableView& table, const RuleArguments& arguments)
+  TableRows(const TableView& table, int64_t dim, const RuleArguments& arguments)
       : data_(std::get<BFloat16*>(table.parameters)),
-        dim_(table.dim),
+        dim_(dim),
         rounding_(arguments.rounding),
-        row_(table.dim) {}
+        row_(dim) {}
 
   const BFloat16* data() const { return data_; }
 
@@ -132,12 +140,13 @@ class TableRows<BFloat16> {
 
 template <class Rule>
 TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
-                                    const TableView& table, int64_t row,
-                                    float decay, float* __restrict gradient,
-                                    float* __restrict weights, float** slots) {
-  const int64_t dim = table.dim;
-  for (size_t k = 0; k < table.slots.size(); ++k) {
-    slots[k] = table.slots[k] + row * table.slot_widths[k];
+                                    const TableView& table, int64_t dim,
+                                    int64_t row, float decay,
+                                    float* __restrict gradient,
+                                    float* __restrict weights) {
+  std::array<float*, Rule::kNumSlots> slots;
+  for (int k = 0; k < Rule::kNumSlots; ++k) {
+    slots[k] = table.slots[k] + row * SlotWidth<Rule>(dim);
   }
   if (options.clips_gradient()) {
     for (int64_t d = 0; d < dim; ++d) {
@@ -148,7 +157,7 @@ TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
   if (decay != 0.0f) {
     for (int64_t d = 0; d < dim; ++d) weights[d] -= decay * weights[d];
   }
-  rule.Apply(gradient, weights, slots, dim);
+  rule.Apply(gradient, weights, slots.data(), dim);
   if (options.clips_weight()) {
     for (int64_t d = 0; d < dim; ++d) {
       weights[d] = std::min(std::max(weights[d], options.clip_weight_min),
@@ -158,7 +167,7 @@ TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
 }
 
 // The loop over rows, whose sums are made of `Lanes`.
-template <class Rule, class Element>
+template <class Rule, class Element, class Dim>
 struct RowLoop {
   template <class Lanes>
   TPU_EMBEDDING_INLINE static void Run(const RuleArguments& arguments,
@@ -170,9 +179,9 @@ struct RowLoop {
     const float decay =
         options.weight_decay_factor *
         (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
-    TableRows<Element> parameters(table, arguments);
-    std::vector<float> gradient(table.dim);
-    std::vector<float*> slots(table.slots.size());
+    const int64_t dim = Dim::Of(table.dim);
+    TableRows<Element> parameters(table, dim, arguments);
+    std::vector<float> gradient(dim);
     const Buffer<int32_t>& rows = gradients.groups->rows;
     const int64_t num_groups = rows.size();
     int64_t group = begin;
@@ -183,13 +192,14 @@ struct RowLoop {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = options.all_rows ? i : rows[i];
       if (group < num_groups && rows[group] == row) {
-        PrefetchGroup(gradients, parameters.data(), table, group + kRowsAhead);
-        SumGradients<Lanes>(gradients, group++, table.dim, gradient.data());
+        PrefetchGroup<Rule>(gradients, parameters.data(), table, dim,
+                            group + kRowsAhead);
+        SumGradients<Lanes>(gradients, group++, dim, gradient.data());
       } else {
         std::fill(gradient.begin(), gradient.end(), 0.0f);
       }
-      UpdateRow(rule, options, table, row, decay, gradient.data(),
-                parameters.Open(row), slots.data());
+      UpdateRow(rule, options, table, dim, row, decay, gradient.data(),
+                parameters.Open(row));
       parameters.Close(row);
     }
   }
@@ -201,8 +211,10 @@ template <class Rule, class Element = float>
 void Update(const RuleArguments& arguments, const RowOptions& options,
             const TableGradients& gradients, const TableView& table,
             int64_t begin, int64_t end) {
-  RunOnThisCpu<RowLoop<Rule, Element>>(arguments, options, gradients, table,
-                                       begin, end);
+  RunForDim(table.dim, [&](auto dim) {
+    RunOnThisCpu<RowLoop<Rule, Element, decltype(dim)>>(
+        arguments, options, gradients, table, begin, end);
+  });
 }
 
 }  // namespace tpu_embedding

@@ -40,8 +40,8 @@ struct TableView {
   TableData parameters;  // [num_rows, dim]
   int64_t num_rows = 0;
   int64_t dim = 0;
-  std::vector<float*> slots;         // each [num_rows, width]
-  std::vector<int64_t> slot_widths;  // dim, or 1 for a slot per row
+  std::vector<float*> slots;  // each [num_rows, dim], or of width 1 for a
+                              // rule with a slot per row
 };
 
 // One step's gradients for a table.

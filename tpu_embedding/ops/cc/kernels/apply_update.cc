@@ -236,9 +236,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
               "Table ", t, ": a slot is missing or is not of shape ",
               shape.DebugString(), ". Do not change the shape of a slot."));
         }
-        Tensor* slot = slots[next]->tensor();
-        view.slots.push_back(slot->flat<float>().data());
-        view.slot_widths.push_back(slot->dim_size(1));
+        view.slots.push_back(slots[next]->tensor()->flat<float>().data());
       }
     }
     return absl::OkStatus();
@@ -284,9 +282,10 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     GroupByRow(tables, parallel_for);
   }
 
-  static int64_t Cycles(const TableWork& work, int64_t rows) {
-    int64_t width = work.view.dim;
-    for (const int64_t slot : work.view.slot_widths) width += slot;
+  static int64_t Cycles(const RuleEntry& rule, const TableWork& work,
+                        int64_t rows) {
+    const int64_t slots = rule.slots_per_row ? 0 : rule.num_slots;
+    const int64_t width = work.view.dim * (1 + slots);
     return work.gradients.groups->samples.size() *
                (kCyclesPerEntry + work.view.dim / 4) +
            rows * (kCyclesPerRow + width);
@@ -299,7 +298,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       const int64_t rows = rules_[t].options.all_rows
                                ? work[t].view.num_rows
                                : work[t].gradients.groups->num_rows();
-      works.push_back({rows, Cycles(work[t], rows)});
+      works.push_back({rows, Cycles(*rules_[t].entry, work[t], rows)});
     }
     ForEachPiece(parallel_for, works, [&](const Piece& piece) {
       const int64_t t = piece.owner;

@@ -98,7 +98,6 @@ class UpdateOp : public SparseCoreOp {
       view.slots.emplace_back();
       TF_RETURN_IF_ERROR(
           Copy(context, rule_->slots[k], k + 1, &view.slots.back(), &view));
-      view.slot_widths.push_back(view.dim);
     }
     const Tensor* rate;
     TF_RETURN_IF_ERROR(context->input("learning_rate", &rate));

@@ -138,7 +138,6 @@ void EngineTables::Apply(int table, float rate, const RowGroups& groups,
   view.dim = shape.dim;
   for (size_t k = 1; k < values.size(); ++k) {
     view.slots.push_back(values[k].data());
-    view.slot_widths.push_back(shape.dim);
   }
   const RuleArguments arguments = {shape.hyperparameters, rate};
   const TableGradients gradients = {&groups, samples.data()};
