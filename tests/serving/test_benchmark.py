@@ -22,8 +22,11 @@ def serving(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_runs_no_more_ops_than_the_peer(serving: Any, tmp_path: pathlib.Path) -> None:
-    scenario = serving.Scenario("few", features=4, ids=2, other="ragged")
+@pytest.mark.parametrize("features", [1, 4])
+def test_runs_no_more_ops_than_the_peer(
+    features: int, serving: Any, tmp_path: pathlib.Path
+) -> None:
+    scenario = serving.Scenario("few", features=features, ids=2, other="ragged")
     sessions = serving.export(scenario, tmp_path)
     inputs = serving.make_inputs(scenario, 3)["sparse"]
     ours, most = (sessions[side].num_ops("sparse", inputs) for side in ("ours", "peer"))

@@ -187,6 +187,7 @@ HOSTILE = {
     "shape_overflows": ("film_dense_shape", [2**62, 4], "has a negative axis or more "),
     "shape_negative": ("film_dense_shape", [-3, 4], "outside of dense_shape (None"),
     "shape_of_another_rank": ("film_dense_shape", [3], "dense_shape_of_film"),
+    "indices_of_another_rank": ("film_indices", [[0]] * 3, "indices_of_film"),
     "no_columns": ("film_dense_shape", [3, -4], "outside of dense_shape (3, None"),
     "weights_missing": ("more_0_weights", [1.0], "1 weights for 4 ids"),
 }

@@ -23,7 +23,7 @@ from tpu_embedding.lookup.rows import (
 
 # Entries are ordered by row * _MOST_COLUMNS + column, which no shape overflows.
 _MOST_COLUMNS = 2**31
-_FIRST, _LAST = [[-1, 0]], [[_MOST_COLUMNS, 0]]  # Before and after all indices.
+_FIRST, _LAST = -1, 2**63 - 1  # Before and after all entries.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +83,19 @@ def _most(feature: FeatureInput) -> list[int]:
 
 
 def _same_sizes(features: Sequence[Plain]) -> tf.Tensor:
-    """Whether indices are [n, 2] for n ids, bool [2 features]."""
-    ids = tf.shape_n([f.ids for f in features], tf.int64)
-    indices = tf.shape_n([f.feature.batch.structure for f in features], tf.int64)
-    rank = tf.constant([2], tf.int64)
-    wanted = tf.concat([part for size in ids for part in (size, rank)], 0)
-    return tf.equal(_joined(indices), wanted)
+    """Whether there is an index for each id, bool [features]."""
+    ids = tf.shape_n([f.ids for f in features])
+    indices = tf.shape_n([f.rows.row for f in features])
+    return tf.equal(_joined(ids), _joined(indices))
 
 
 def _ascend(features: Sequence[Plain]) -> tf.Tensor:
     """Whether indices that are inside of their shapes ascend, bool [entries]."""
-    first, last = (tf.constant(index, tf.int64) for index in (_FIRST, _LAST))
-    indices = [f.feature.batch.structure for f in features]
-    before = tf.concat([part for own in indices for part in (first, own)], 0)
-    after = tf.concat([part for own in indices for part in (own, last)], 0)
-    weights = tf.constant([[_MOST_COLUMNS], [1]], tf.int64)
-    return tf.reshape(tf.linalg.matmul(after - before, weights), [-1]) > 0
+    first, last = (tf.constant([key], tf.int64) for key in (_FIRST, _LAST))
+    keys = [f.rows.row * _MOST_COLUMNS + f.rows.position for f in features]
+    before = tf.concat([part for own in keys for part in (first, own)], 0)
+    after = tf.concat([part for own in keys for part in (own, last)], 0)
+    return before < after
 
 
 def _joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:

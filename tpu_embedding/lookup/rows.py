@@ -90,9 +90,21 @@ class Rows:
     one_each: bool = False
 
 
-def with_sizes(features: Sequence[FeatureInput]) -> list[FeatureInput]:
-    """The same, with what follows from the numbers of ids: for all at once."""
-    claiming = [feature for feature in features if feature.claims]
+def with_sizes(
+    features: Sequence[FeatureInput],
+    unless: Callable[[FeatureInput], bool] = lambda _: False,
+) -> list[FeatureInput]:
+    """The same, with what follows from the numbers of ids: for all at once.
+
+    Args:
+      features: Of one call.
+      unless: Of which features nothing is needed.
+    """
+
+    def claims(feature: FeatureInput) -> bool:
+        return feature.claims and not unless(feature)
+
+    claiming = [feature for feature in features if claims(feature)]
     if not claiming:
         return list(features)
     num_ids = tf.stack([tf.size(f.batch.ids, tf.int64) for f in claiming])
@@ -105,7 +117,7 @@ def with_sizes(features: Sequence[FeatureInput]) -> list[FeatureInput]:
         dataclasses.replace(
             feature, most_rows=next(most_rows), num_indices=next(num_indices)
         )
-        if feature.claims
+        if claims(feature)
         else feature
         for feature in features
     ]
@@ -126,10 +138,17 @@ def axes_of(feature: FeatureInput) -> list[tf.Tensor]:
 
     A shape of another rank, which no check sees, fails by the name of this op.
     """
-    name = "dense_shape_of_" + re.sub(r"\W", "_", feature.spec.path, flags=re.ASCII)
     return tf.unstack(
-        feature.batch.shape, num=feature.batch.static_shape.rank, name=name
+        feature.batch.shape,
+        num=feature.batch.static_shape.rank,
+        name=_op_name("dense_shape", feature),
     )
+
+
+def _op_name(part: str, feature: FeatureInput) -> str:
+    """A name that says in TensorFlow's own errors what was wrong."""
+    path = re.sub(r"\W", "_", feature.spec.path, flags=re.ASCII)
+    return f"{part}_of_{path}"
 
 
 def first(mask: tf.Tensor) -> tf.Tensor:
@@ -298,9 +317,10 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
 
 def _sparse_rows(feature: FeatureInput) -> Rows:
     batch = feature.batch
-    rank = batch.static_shape.rank
+    rank, name = batch.static_shape.rank, _op_name("indices", feature)
     axes = axes_of(feature)
-    row, *middle, column = tf.unstack(batch.structure, num=rank, axis=1)
+    # As with the axes: indices of another rank fail by the name of this op.
+    row, *middle, column = tf.unstack(batch.structure, num=rank, axis=1, name=name)
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
     checks = functools.partial(_check_indices, feature, axes)
