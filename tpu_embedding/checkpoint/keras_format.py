@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.array_rows import ArrayRows
 from tpu_embedding.checkpoint.grouping import group_tables
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.roots import choose_root
@@ -51,7 +52,7 @@ def read_keras(
         if table == UPDATES:
             updates[layer] = int(item.value)
         elif table and len(item.shape) == 2:
-            rows = _DatasetRows(weights, name, item.shape, item.dtype)
+            rows = _DatasetRows(item.shape, item.dtype, weights, name)
             holders.setdefault(layer, {})[table] = rows
     if not holders:
         raise errors.no_keras_tables(path)
@@ -139,20 +140,11 @@ def _place(name: str, item: _Dataset) -> tuple[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _DatasetRows(Rows):
+class _DatasetRows(ArrayRows):
+    """A dataset of an HDF5 file."""
+
     weights: _Weights
     name: str
-    whole: tuple[int, ...]
-    kind: np.dtype[Any]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.whole
-        return rows, columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.kind
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with self.weights.opened() as file:

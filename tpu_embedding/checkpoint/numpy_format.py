@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.array_rows import ArrayRows
 from tpu_embedding.checkpoint.grouping import group_tables
 from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.checkpoint.logical import LogicalCheckpoint
@@ -56,7 +57,7 @@ def read_numpy(
         if array.ndim == 2:
             if not _is_floating(array.dtype) or array.dtype.itemsize > _WIDEST:
                 raise errors.stored_dtype(path, name, str(array.dtype))
-            matrices[name] = _LoadedRows(where, load, array.shape, array.dtype)
+            matrices[name] = _LoadedRows(array.shape, array.dtype, where, load)
     if not matrices:
         raise errors.no_tables(path)
     return LogicalCheckpoint(path, "NumPy", group_tables(matrices, tables))
@@ -115,28 +116,17 @@ def _refuse_names(path: str, matrices: Mapping[str, Rows]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LoadedRows(Rows):
+class _LoadedRows(ArrayRows):
     """An array that is opened for each read, so that none of it stays in memory."""
 
     path: str
     load: Callable[[], np.ndarray]
-    whole: tuple[int, ...]
-    kind: np.dtype[Any]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.whole
-        return rows, columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.kind
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.array(_loaded(self.path, self.load)[start:stop])
 
     def verify(self) -> None:
-        if _loaded(self.path, self.load).shape != self.whole:
+        if _loaded(self.path, self.load).shape != self.array_shape:
             raise errors.corrupted(self.path, "its shape has changed")
 
 
