@@ -258,8 +258,6 @@ class _Served:
     @tf.autograph.experimental.do_not_convert
     def _look_up(self, features: Any, weights: Any) -> Any:
         structure, specs = self.exported.structure, self.exported.plan.features
-        if weights is None:
-            weights = structure.pack([None] * len(specs))
         values = structure.flatten("features", features)
-        flat = structure.flatten("weights", weights)
+        flat = structure.flatten_weights(weights)
         return structure.pack(self.lookup(specs, values, flat))

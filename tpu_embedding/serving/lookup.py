@@ -121,7 +121,5 @@ def look_up_structure(
 ) -> Any:
     """Looks up the leaves of `inputs`; activations in the same structure."""
     structure = Structure(inputs)
-    if weights is None:
-        weights = structure.pack([None] * len(specs))
-    flat = structure.flatten("weights", weights)
-    return structure.pack(lookup(specs, structure.flatten("inputs", inputs), flat))
+    values = structure.flatten("inputs", inputs)
+    return structure.pack(lookup(specs, values, structure.flatten_weights(weights)))
