@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 
-DIM = 16
+DIM = 64  # So wide that int8, with four bytes for each row, is about a quarter.
 NUM_DENSE = 3
 DROPOUT = 0.2
 
