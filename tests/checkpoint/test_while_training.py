@@ -32,11 +32,31 @@ def make_pair() -> tuple[te.TPUEmbedding, te.TPUEmbedding]:
     return pair[0], pair[1]
 
 
-def read(path: str | pathlib.Path) -> models.Values:
+def read(path: str | pathlib.Path, root: str | None = "embedding") -> models.Values:
     return {
         name: {array: rows.numpy() for array, rows in table.arrays.items()}
-        for name, table in checkpoint.read(path, root="embedding").items()
+        for name, table in checkpoint.read(path, root=root).items()
     }
+
+
+def test_save_and_restore_come_after_what_is_pending(tmp_path: pathlib.Path) -> None:
+    pipelined, twin = make_pair()
+    for embedding in (pipelined, twin):
+        models.train(embedding)
+    path = checkpoint.save(pipelined, tmp_path / "saved")
+    models.assert_same(read(path, root=None), models.values(twin))
+    models.train(pipelined)
+    checkpoint.restore(pipelined, path)
+    models.assert_same(models.values(pipelined), models.values(twin))
+
+
+def test_what_is_exported_comes_after_what_is_pending() -> None:
+    pipelined, twin = make_pair()
+    for embedding in (pipelined, twin):
+        models.train(embedding)
+    tables = {name: rows.numpy() for name, rows in pipelined.table_rows().items()}
+    for name, arrays in models.values(twin).items():
+        np.testing.assert_array_equal(tables[name], arrays["parameters"])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -69,13 +89,18 @@ def test_an_asynchronous_save_leaves_the_pipeline_alone(
     tracked = tf.train.Checkpoint(embedding=pipelined)
     models.train(pipelined)
     threads: set[int] = set()
-    flush = te.TPUEmbedding.flush
 
-    def noted(embedding: te.TPUEmbedding) -> None:
-        threads.add(threading.get_ident())
-        flush(embedding)
+    def note(method: str) -> None:
+        original = getattr(te.TPUEmbedding, method)
 
-    monkeypatch.setattr(te.TPUEmbedding, "flush", noted)
+        def noted(embedding: te.TPUEmbedding) -> None:
+            threads.add(threading.get_ident())
+            original(embedding)
+
+        monkeypatch.setattr(te.TPUEmbedding, method, noted)
+
+    for method in ("flush", "_retrieve"):
+        note(method)
     tracked.save(tmp_path / "a", options=options)
     tracked.sync()
     assert threads == {threading.get_ident()}

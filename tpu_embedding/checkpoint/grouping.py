@@ -7,21 +7,28 @@ from collections.abc import Collection, Mapping
 from tpu_embedding.checkpoint.logical import LogicalTable
 from tpu_embedding.layout.rows import PARAMETERS, Rows
 
+_SUFFIX = f"/{PARAMETERS}"
+
 
 def group_tables(
     matrices: Mapping[str, Rows], tables: Collection[str] = ()
 ) -> dict[str, LogicalTable]:
     """Tables with their slots, from matrices called `<table>` and `<table>/<slot>`.
 
-    `<table>/parameters` is a table too. A name with a slash is a table of its own
-    unless what stands before it is a table with as many rows.
+    `<table>/parameters` is a table too, of that very name where `<table>` is another.
+    A name with a slash is a table of its own unless what stands before it is a table
+    with as many rows.
 
     Args:
       matrices: By name.
       tables: Names known to be tables.
     """
-    suffix = "/" + PARAMETERS
-    plain = {name.removesuffix(suffix): rows for name, rows in matrices.items()}
+
+    def plain_name(name: str) -> str:
+        table = name.removesuffix(_SUFFIX)
+        return name if name in tables or table in matrices else table
+
+    plain = {plain_name(name): rows for name, rows in matrices.items()}
     owners = {name: _owner(name, plain, tables) for name in plain}
     grouped: dict[str, LogicalTable] = {}
     for name, owner in owners.items():
@@ -40,7 +47,8 @@ def _owner(
 ) -> str | None:
     """The table that `name` is a slot of, or None if it is a table."""
     before, slash, _ = name.rpartition("/")
-    if not slash or name in tables or before not in matrices:
+    is_table = name in tables or name.endswith(_SUFFIX)
+    if is_table or not slash or before not in matrices:
         return None
     same_rows = matrices[before].shape[0] == matrices[name].shape[0]
     return before if before in tables or same_rows else None
