@@ -93,10 +93,12 @@ TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
     SumRest<Widest, 8>(terms, begin, end, offset, dim, out);
   } else if (dim >= 4) {
     SumRest<Widest, 4>(terms, begin, end, offset, dim, out);
-  } else {
-    for (; offset < dim; ++offset) {
-      SumBlocks<Widest, 1>(terms, begin, end, {offset}, out);
-    }
+  } else if (dim == 3) {
+    SumBlocks<Widest, 1>(terms, begin, end, {0, 1, 2}, out);
+  } else if (dim == 2) {
+    SumBlocks<Widest, 1>(terms, begin, end, {0, 1}, out);
+  } else if (dim == 1) {
+    SumBlocks<Widest, 1>(terms, begin, end, {0}, out);
   }
 }
 
