@@ -9,7 +9,7 @@ PREPROCESSING = {"dlrm": 2.0}
 """By scenario how many times faster than each peer, at each number of devices."""
 
 SERVING = 1.0
-"""At most so many times the peer's latency: by sparse signature, at each batch size."""
+"""At most so many times the peer's latency, by any signature, at each batch size."""
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 

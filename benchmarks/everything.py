@@ -70,7 +70,7 @@ def join(folder: pathlib.Path) -> str:
     """All tables of a folder in one: all peers, then those with missed aims."""
     target = folder / "everything.md"
     first = overview.write(folder, "dlrm")
-    done = (target, folder / "overview.md")
+    done = {target, folder / "overview.md", *folder.glob("measures-*-*.md")}
     tables = [p.read_text() for p in sorted(folder.glob("*.md")) if p not in done]
     tables.sort(key=lambda table: "**missed**" not in table)
     target.write_text("\n".join([first, *tables] if first else tables))

@@ -54,8 +54,10 @@ class Measure:
     @property
     def reached(self) -> float | None:
         """Above 1 where the number is better than its aim, below 1 where it misses."""
-        if not (self.value and self.aim):
+        if self.value is None or not self.aim:
             return None
+        if self.value == 0:
+            return 0.0 if self.at_least else None
         return self.value / self.aim if self.at_least else self.aim / self.value
 
     @property
@@ -256,17 +258,17 @@ def markdown(measures: Sequence[Measure]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes, or does the part of a child."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--child"]:
+        name, *values = arguments[1:]
+        print(json.dumps(CHILDREN[name](*values)))
+        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
     parser.add_argument("--steps", type=options.positive, default=10_000)
     parser.add_argument("--only", nargs="+", choices=list(_parts("dlrm", 1)))
     options.add_out(parser)
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
-    if flags.child:
-        name, *values = flags.child
-        print(json.dumps(CHILDREN[name](*values)))
-        return
     measures: list[Measure] = []
     parts = _parts(flags.scenario, flags.steps)
     title = "-".join(["measures", flags.scenario, *(flags.only or ())])

@@ -44,7 +44,7 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def alone(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other runs from the folder: they would disturb each other's times.
+    """Keeps other runs from the folder: they would write over each other's files.
 
     A run may start another one of the same process.
     """

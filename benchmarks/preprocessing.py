@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes build/bench/<scenario>-preprocessing.{json,md,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="dlrm")
-    options.add_peers(parser, PEERS)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     options.add_rounds(parser, 12)
     options.add_out(parser)
     flags = parser.parse_args(arguments)

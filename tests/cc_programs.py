@@ -38,7 +38,7 @@ BUILDS = {
     "fast_address": ["-O1", *ADDRESS],
     "thread": ["-O1", "-fsanitize=thread"],
 }
-# The table of all rules: update_test takes each of them itself.
+# The table of all rules: update_test takes each of them itself, for float32.
 NOT_LINKED = ("rules.cc",)
 TIMEOUT_SECONDS = 300
 

@@ -234,13 +234,28 @@ def test_refuses_input(refused: Refused, mode: str) -> None:
         engine.dequeue(0)
 
 
-def test_names_the_first_bad_feature() -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [dense([1, 8]), ragged([2, 0], [9])],
+        [sparse([[0, 5]], [2, 2]), ragged([2, 0], [9])],
+    ],
+    ids=["dense", "sparse"],  # The second is checked by itself in graphs.
+)
+def test_names_the_first_bad_feature(batch: list[IdBatch], mode: str) -> None:
+    name, function = MODES[mode]
     table = films()
     features = [te.FeatureConfig(table), te.FeatureConfig(table)]
-    engine = make_engine("portable", features, (1, 1))
-    batch = [dense([1, 8]), ragged([2, 0], [9])]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="Feature f0, table films"):
-        engine.enqueue([batch], 0, training=True)
+    engine = make_engine(name, features, (1, 1))
+
+    @function
+    def enqueue() -> None:
+        given = batch if tf.executing_eagerly() else list(map(forget_shapes, batch))
+        engine.enqueue([given], 0, training=True)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Feature f0"):
+        enqueue()
 
 
 ACCEPTED = {

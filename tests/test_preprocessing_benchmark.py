@@ -30,7 +30,7 @@ def test_the_stock_ops_get_the_same_batch_and_give_the_same(
     one_stack = importlib.import_module("benchmarks.one_stack")
     # As many devices as the tests have.
     monkeypatch.setattr(one_stack, "DEVICES", {"one_device": 1, "more_devices": 4})
-    feed = importlib.import_module("benchmarks.peers.feed")
+    feed = importlib.import_module("benchmarks.feed")
     ours, stock = (
         importlib.import_module(f"benchmarks.peers.{name}")
         for name in ("tpu_embedding_v2", "tensorflow_tpu_host_ops")

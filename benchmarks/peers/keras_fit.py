@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from benchmarks.peers import fit
+from benchmarks import fit
 from benchmarks.scenarios import Scenario
 
 RULE = "model.fit with keras.layers.Embedding and the model's optimizer"

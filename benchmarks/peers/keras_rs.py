@@ -11,7 +11,7 @@ import keras
 import keras_rs
 import tensorflow as tf
 
-from benchmarks.peers import feed
+from benchmarks import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 

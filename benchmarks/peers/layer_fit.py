@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tpu_embedding as te
 import tpu_embedding.keras
-from benchmarks.peers import fit
+from benchmarks import fit
 from benchmarks.scenarios import Scenario
 from tpu_embedding.ops import library
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from benchmarks.peers import feed
+from benchmarks import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 

@@ -23,8 +23,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
-from benchmarks import one_stack
-from benchmarks.peers import feed
+from benchmarks import feed, one_stack
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed_both
 

@@ -10,7 +10,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Read when TensorFlow is imported.
 import tensorflow as tf
 import tensorflow_recommenders as tfrs
 
-from benchmarks.peers import feed
+from benchmarks import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
-from benchmarks.peers import feed
+from benchmarks import feed
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 from tpu_embedding.ops import library

@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 import tpu_embedding as te
-from benchmarks import one_stack
-from benchmarks.peers import feed
+from benchmarks import feed, one_stack
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed_both
 from tpu_embedding.ops import library

@@ -135,10 +135,10 @@ struct Gradients {
 
 // A table and its slots.
 struct State {
-  State(int64_t width, int num_slots)
+  State(int64_t width, int num_slots, int64_t slot_width)
       : dim(width),
         table(kRows, width, 0),
-        slots(num_slots, Matrix(kRows, width, 2)) {}
+        slots(num_slots, Matrix(kRows, slot_width, 2)) {}
 
   TableView View() {
     TableView view{table.data(), kRows, dim, {}};
@@ -205,7 +205,7 @@ void TestBits(const std::vector<float>& hyperparameters, int64_t dim) {
   const RuleArguments arguments{hyperparameters, 0.1f};
   for (bool all_rows : {false, true}) {
     const Gradients gradients(dim);
-    State one(dim, Rule::kNumSlots);
+    State one(dim, Rule::kNumSlots, SlotWidth<Rule>(dim));
     State many = one;
     State any = one;
     Run<Rule>(arguments, Options(all_rows), gradients, 1, &one);
@@ -221,7 +221,7 @@ void TestFrame(int64_t dim, Gains gains) {
   const RuleArguments arguments{{}, 0.1f};
   const Gradients gradients(dim, gains);
   const RowGroups& groups = gradients.groups;
-  State state(dim, 0);
+  State state(dim, 0, dim);
   Matrix expected = state.table;
   for (int64_t g = 0; g < groups.num_rows(); ++g) {
     float* row = expected.data() + groups.rows[g] * dim;
@@ -246,7 +246,8 @@ void TestFrame(int64_t dim, Gains gains) {
 
 int main() {
   using namespace tpu_embedding;
-  for (int64_t dim : {1, 3, 4, 7, 8, 10, 15, 16, 17, 32, 33, 64, 100, 128}) {
+  for (int64_t dim :
+       {1, 2, 3, 4, 7, 8, 10, 15, 16, 17, 32, 33, 64, 100, 128, 130}) {
     for (Gains gains : {Gains::kOnes, Gains::kOfSamples, Gains::kOfEntries}) {
       TestLookup(dim, gains);
       TestFrame(dim, gains);

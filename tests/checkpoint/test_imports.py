@@ -125,6 +125,20 @@ def test_numpy(form: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> N
     models.assert_same(models.values(target), models.values(source))
 
 
+def test_a_table_called_parameters(tmp_path: pathlib.Path) -> None:
+    names = (
+        "g/parameters",
+        "g/parameters/accumulators",
+        "h/parameters",
+        "i",
+        "i/linears",
+    )
+    np.savez(tmp_path / "tables.npz", **{name: np.zeros((3, 2)) for name in names})
+    tables = checkpoint.read(tmp_path / "tables.npz")
+    slots = {name: sorted(table.slots) for name, table in tables.items()}
+    assert slots == {"g/parameters": ["accumulators"], "h": [], "i": ["linears"]}
+
+
 def test_one_array_and_a_cast(tmp_path: pathlib.Path) -> None:
     values = np.arange(22.0).reshape(11, 2)  # float64
     np.save(tmp_path / "films.npy", values)

@@ -21,7 +21,7 @@ from reference import rounding
 import tpu_embedding as te
 
 RATE = 0.25
-DIMS = (3, 7, 10, 100, 1024)
+DIMS = (3, 7, 10, 64, 100, 1024)
 KIND = cases.INPUT_BY_NAME["ragged"]
 SEED = 2**40 + 5
 

@@ -15,8 +15,8 @@ from conformance.twin import Feature, Table, Twin
 import tpu_embedding as te
 
 RATE = 0.25
-# Widths around those of vector registers.
-DIMS = (1, 3, 4, 8, 17)
+# Widths around those of vector registers, and those that kernels know.
+DIMS = (1, 3, 4, 8, 17, 32, 64, 128)
 
 # Every optimizer with every combiner; its variants, which know no combiner, take turns.
 each_variant = pytest.mark.parametrize(

@@ -15,7 +15,8 @@ def group_tables(
 ) -> dict[str, LogicalTable]:
     """Tables with their slots, from matrices called `<table>` and `<table>/<slot>`.
 
-    `<table>/parameters` is a table too, of that very name where `<table>` is another.
+    `<table>/parameters` is a table too, of that very name where `<table>` is another or
+    where it has slots of its own.
     A name with a slash is a table of its own unless what stands before it is a table
     with as many rows.
 
@@ -23,10 +24,12 @@ def group_tables(
       matrices: By name.
       tables: Names known to be tables.
     """
+    holders = {name.rpartition("/")[0] for name in matrices}
 
     def plain_name(name: str) -> str:
         table = name.removesuffix(_SUFFIX)
-        return name if name in tables or table in matrices else table
+        own = name in tables or name in holders or table in matrices
+        return name if own else table
 
     plain = {plain_name(name): rows for name, rows in matrices.items()}
     owners = {name: _owner(name, plain, tables) for name in plain}

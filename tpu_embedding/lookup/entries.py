@@ -130,22 +130,25 @@ def select(
     """
     if tf.executing_eagerly():
         drafts = [_draft(feature) for feature in with_sizes(inputs)]
-        require(_checks_of(drafts), on_failure)
+        require([check for draft in drafts for check in draft.checks()], on_failure)
         return [draft.finish(draft.ids) for draft in drafts]
     plain = [feature for feature in inputs if quick.covers(feature)]
     drafts = [_draft(feature) for feature in with_sizes(inputs, quick.covers)]
-    exact = _checks_of([d for d in drafts if not quick.covers(d.feature)])
+    exact = [None if quick.covers(d.feature) else d.checks() for d in drafts]
     masks = quick.masks_of(
         [Plain(d.feature, d.rows, d.ids) for d in drafts if quick.covers(d.feature)]
     )
 
     def checks() -> list[Check | Bound]:
         # Those of plain features are made where they are needed, of the inputs alone.
-        return [*exact, *_checks_of([_draft(f) for f in with_sizes(plain)])]
+        anew = (_draft(feature).checks() for feature in with_sizes(plain))
+        each = (next(anew) if own is None else own for own in exact)
+        return [check for own in each for check in own]
 
     ids = [draft.ids for draft in drafts]
-    if exact or masks:
-        ids = guard(all_hold(exact, masks), checks, ids, on_failure)
+    known = [check for own in exact if own is not None for check in own]
+    if known or masks:
+        ids = guard(all_hold(known, masks), checks, ids, on_failure)
     return [draft.finish(own) for draft, own in zip(drafts, ids, strict=True)]
 
 
@@ -166,10 +169,6 @@ class _Draft:
     ids: tf.Tensor
     checks: Checks
     finish: Callable[[tf.Tensor], Selection]
-
-
-def _checks_of(drafts: Sequence[_Draft]) -> list[Check | Bound]:
-    return [check for draft in drafts for check in draft.checks()]
 
 
 def _check_sizes(feature: FeatureInput) -> list[Bound]:

@@ -84,8 +84,8 @@ def _most(feature: FeatureInput) -> list[int]:
 
 def _same_sizes(features: Sequence[Plain]) -> tf.Tensor:
     """Whether there is an index for each id, bool [features]."""
-    ids = tf.shape_n([f.ids for f in features])
-    indices = tf.shape_n([f.rows.row for f in features])
+    ids = tf.shape_n([f.ids for f in features], tf.int64)
+    indices = tf.shape_n([f.rows.row for f in features], tf.int64)
     return tf.equal(_joined(ids), _joined(indices))
 
 

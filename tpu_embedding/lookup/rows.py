@@ -1,8 +1,9 @@
 """Where the entries of a feature stand: rows, positions and the output shape.
 
 A row is what the last axis of the input runs over. These are the rules and messages
-of ops/cc/core/feature.cc, in stock ops; nothing here fails on input of any sort, so
-that all checks can be computed before the first one is made.
+of ops/cc/core/feature.cc, in stock ops; nothing here fails on input of any sort but
+a shape or indices of another rank, so that all checks can be computed before the
+first one is made.
 """
 
 from __future__ import annotations
