@@ -10,11 +10,11 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import Engine, EngineOptions, create_engine, lay_out
 from tpu_embedding.inputs import IdBatch, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.tables import make_plan
-from tpu_embedding.topology import Topology
+from tpu_embedding.layout.plan import make_plan
 
 Call = Callable[[], Any]
 # Ways to make a call: the engine and what wraps the call.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding import adapters, combiners, hardware, inputs, optimizers
+from tpu_embedding import combiners, inputs, optimizers, tf_configs, tpu_generations
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.layout.tables import make_plan
-from tpu_embedding.structures import Structure
+from tpu_embedding.layout.plan import make_plan
+from tpu_embedding.nest_utils import Structure
 
 stock = tf.tpu.experimental.embedding
 
@@ -178,21 +178,21 @@ CALLS = [
     ),
     Case(
         "no_features",
-        lambda: adapters.adapt_features({}),
+        lambda: tf_configs.adapt_features({}),
         ValueError,
         "`feature_config` holds no FeatureConfig. Pass one, or a dict, list or tuple "
         "of them.",
     ),
     Case(
         "not_a_feature_config",
-        lambda: adapters.adapt_features({"user": [3]}),
+        lambda: tf_configs.adapt_features({"user": [3]}),
         ValueError,
         "Feature user/0: each leaf of `feature_config` must be a FeatureConfig, of "
         "this package or of tf.tpu.experimental.embedding. Received: 3 of type int.",
     ),
     Case(
         "located",
-        lambda: adapters.adapt_features(
+        lambda: tf_configs.adapt_features(
             [stock.FeatureConfig(stock.TableConfig(8, 4, name=""))]
         ),
         ValueError,
@@ -215,7 +215,7 @@ CALLS = [
     ),
     Case(
         "unsupported_optimizer",
-        lambda: adapters.adapt_optimizer("adagrad"),
+        lambda: tf_configs.adapt_optimizer("adagrad"),
         ValueError,
         "Unsupported optimizer for the whole embedding: 'adagrad' of type str. "
         "Supported are SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad, "
@@ -231,7 +231,7 @@ CALLS = [
     ),
     Case(
         "unknown_generation",
-        lambda: hardware.generation("v1"),
+        lambda: tpu_generations.generation("v1"),
         ValueError,
         "Unknown TPU generation 'v1'. Known are v2, v3, v4, v5e, v5p, v6e, 7x.",
     ),
@@ -265,7 +265,7 @@ CALLS = [
     ),
     Case(
         "structure_mixed_keys",
-        lambda: adapters.adapt_features({"a": {1: FEATURE, "b": FEATURE}}),
+        lambda: tf_configs.adapt_features({"a": {1: FEATURE, "b": FEATURE}}),
         TypeError,
         "The keys of the dict at a cannot be sorted: 1, 'b'. Use keys of one type, "
         "such as strings.",

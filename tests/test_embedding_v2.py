@@ -11,16 +11,16 @@ import tensorflow as tf
 from v2_calls import BATCH, films, table, two_tables
 
 import tpu_embedding as te
-from tpu_embedding import topology
-from tpu_embedding.layout.batches import PreprocessedFeatures
+from tpu_embedding import distribution
+from tpu_embedding.layout.csr import PreprocessedFeatures
 
 stock = tf.tpu.experimental.embedding
-ENGINES = topology.CPU_ENGINES
+ENGINES = distribution.CPU_ENGINES
 
 
 @pytest.fixture(params=ENGINES, autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
     return request.param
 
 

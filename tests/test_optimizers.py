@@ -25,7 +25,7 @@ from optimizer_cases import (
 from reference import optimizers as reference
 
 from tpu_embedding import optimizers
-from tpu_embedding.keras import encoding
+from tpu_embedding.keras import serialization
 from tpu_embedding.optimizers import base
 
 
@@ -198,5 +198,5 @@ def test_takes_step(rate: Any, expected: bool) -> None:
 def test_the_keras_layer_writes_it_down(case: Case) -> None:
     argument, value = case.other
     for optimizer in (case.cls(), case.cls(**{argument: value})):
-        written = json.loads(json.dumps(encoding.encode_optimizer(optimizer, "a")))
-        assert encoding.decode_optimizer(written) == optimizer
+        written = json.loads(json.dumps(serialization.encode_optimizer(optimizer, "a")))
+        assert serialization.decode_optimizer(written) == optimizer

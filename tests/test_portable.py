@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tpu_embedding.engines.portable.cells import Cells, pack, unpack
 from tpu_embedding.engines.portable.engine import _host_of
-from tpu_embedding.lookup.checks import Check, refuse, require, text
+from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 
 
 def test_cells_hold_any_tensors() -> None:

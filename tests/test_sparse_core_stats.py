@@ -10,13 +10,13 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.inputs import to_id_batch
 from tpu_embedding.layout.partitioning import full_output_shapes
+from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
-from tpu_embedding.layout.tables import Plan, make_plan
 from tpu_embedding.preprocessing import HOST_OPS_VARIABLE, partition, statistics
 from tpu_embedding.testing import library as software_tpu
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 STOCK = tf.tpu.experimental.embedding
 CHIPS, CORES = 2, 4

@@ -21,6 +21,7 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     refuse_for_sparse_cores,
 )
+from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import (
     Layout,
     Shape,
@@ -28,7 +29,6 @@ from tpu_embedding.layout.stacking import (
     TableLayout,
     make_layout,
 )
-from tpu_embedding.layout.tables import Plan, make_plan
 
 OPTIMIZERS = (te.SGD(0.1), te.SGD(0.2), te.Adagrad(0.1))
 

@@ -11,7 +11,7 @@ from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.embedding_v2 import TPUEmbeddingV2
 from tpu_embedding.initializers import RowIdInitializer
-from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.optimizers import (
     FTRL,
     SGD,

@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import engines, errors, topology
-from tpu_embedding.adapters import ConstructorArguments, check_batch_size
-from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, as_written
+from tpu_embedding import distribution, engines, errors
+from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, do_not_convert
 from tpu_embedding.engines import Engine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import errors as layout_errors
+from tpu_embedding.tf_configs import ConstructorArguments, check_batch_size
 
 
 class TPUEmbedding(CallEmbedding):
@@ -97,7 +97,7 @@ class TPUEmbedding(CallEmbedding):
             raise errors.argument_type(
                 "profile_data_directory", profile_data_directory, "a str or None"
             )
-        engines.require_queue(topology.current(), "TPUEmbedding")
+        engines.require_queue(distribution.current(), "TPUEmbedding")
         super().__init__(
             feature_config,
             arguments.optimizer,
@@ -113,7 +113,7 @@ class TPUEmbedding(CallEmbedding):
         if profile_data_directory and not engines.takes_profiles(self._topology):
             raise errors.no_profiles(self._topology.engine, profile_data_directory)
 
-    @as_written
+    @do_not_convert
     def build(
         self,
         per_replica_input_shapes: Any = None,
@@ -146,7 +146,7 @@ class TPUEmbedding(CallEmbedding):
             self._output_shapes.set_batch_size(size)
         self._create_engine()
 
-    @as_written
+    @do_not_convert
     def enqueue(
         self,
         features: Any,
@@ -208,7 +208,7 @@ class TPUEmbedding(CallEmbedding):
 
         self._topology.on_host(enqueue)
 
-    @as_written
+    @do_not_convert
     def dequeue(self, name: str | None = None) -> Any:
         """Looks up the oldest batch in the queue.
 
@@ -231,7 +231,7 @@ class TPUEmbedding(CallEmbedding):
         with queue.tagged(name), tf.name_scope(name or "embedding_dequeue"):
             return self._structure.pack(queue.dequeue(replica))
 
-    @as_written
+    @do_not_convert
     def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
         """Updates the tables with the gradients of the batch dequeued last.
 

@@ -8,26 +8,26 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tpu_embedding import engines, errors, topology
-from tpu_embedding.adapters import (
+from tpu_embedding import distribution, engines, errors
+from tpu_embedding.checkpoint.trackable import TrackableTables
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
+from tpu_embedding.engines import Engine, EngineOptions
+from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.plan import Plan, make_plan
+from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
+from tpu_embedding.lookup.combine import StoredReader
+from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tf_configs import (
     adapt_features,
     adapt_optimizer,
     check_batch_size,
 )
-from tpu_embedding.checkpoint.tracking import SavedTables
-from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.engines import Engine, EngineOptions
-from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.rows import PARAMETERS, Rows
-from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.tables import Plan, make_plan
-from tpu_embedding.lookup.combine import StoredReader
-from tpu_embedding.structures import Structure
-from tpu_embedding.topology import Topology
 
 # The methods trace fine as they are; converting them would only cost time.
-as_written = tf.autograph.experimental.do_not_convert
+do_not_convert = tf.autograph.experimental.do_not_convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EmbeddingOptions:
     profile_data_directory: str | None = None
 
 
-class EmbeddingBase(SavedTables):
+class EmbeddingBase(TrackableTables):
     """Tables, slots and what is done to them outside of steps; abstract."""
 
     # Whether tables may have a CustomOptimizer or a CustomCombiner.
@@ -85,7 +85,7 @@ class EmbeddingBase(SavedTables):
             adapt_optimizer(optimizer),
             custom=self._takes_custom,
         )
-        self._topology = topology.current()
+        self._topology = distribution.current()
         self._output_shapes = OutputShapes(self._plan.features)
         self._options = options
         self._layout = engines.lay_out(self._plan, self._topology, options.sparse_core)
@@ -126,7 +126,7 @@ class EmbeddingBase(SavedTables):
     def _stored_dtypes(self) -> dict[str, tf.DType]:
         return {t.name: tf.as_dtype(t.config.dtype) for t in self._plan.tables}
 
-    @as_written
+    @do_not_convert
     def retrieve(self) -> None:
         """Makes variables that stand in for tables in a TPU hold what they hold now."""
         with tf.init_scope():
@@ -153,7 +153,7 @@ class EmbeddingBase(SavedTables):
         engine.retrieve()
         return {name: arrays[PARAMETERS] for name, arrays in engine.rows().items()}
 
-    @as_written
+    @do_not_convert
     def flush(self) -> None:
         """Applies the update that pipelining left pending, if there is one."""
         if self._engine is not None:
@@ -163,7 +163,7 @@ class EmbeddingBase(SavedTables):
         if self._engine is not None:
             self._engine.retrieve()
 
-    @as_written
+    @do_not_convert
     def reset(self) -> None:
         """Forgets every batch that is queued, owed or pending; keeps the tables.
 
@@ -304,7 +304,7 @@ class CallEmbedding(EmbeddingBase):
         """For each table of the plan what stock ops read of it, in any graph."""
         return self._create_engine().readers()
 
-    @as_written
+    @do_not_convert
     def lookup(
         self, features: Any, weights: Any = None, *, training: bool = True
     ) -> tuple[Any, Any]:
@@ -341,7 +341,7 @@ class CallEmbedding(EmbeddingBase):
             result = engine.lookup(batch, replica, training=training)
         return self._structure.pack(result.activations), result.ticket
 
-    @as_written
+    @do_not_convert
     def submit(self, ticket: Any, gradients: Any) -> None:
         """Updates the tables with the gradients of one `lookup`.
 

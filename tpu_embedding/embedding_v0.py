@@ -8,19 +8,23 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_context
 
-from tpu_embedding import errors, topology
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint import errors as checkpoint_errors
-from tpu_embedding.embedding_base import as_written
+from tpu_embedding.embedding_base import do_not_convert
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.table_errors import partitioned
-from tpu_embedding.layout.rows import PARAMETERS, by_checkpoint_name, checkpoint_name
-from tpu_embedding.layout.tables import Plan, TableSpec, make_plan
+from tpu_embedding.layout.plan import Plan, TableSpec, make_plan
+from tpu_embedding.layout.table_arrays import (
+    PARAMETERS,
+    by_checkpoint_name,
+    checkpoint_name,
+)
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
-from tpu_embedding.structures import Structure
+from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 
 class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
@@ -88,10 +92,10 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
         self._check_numerics = check_numerics
-        self._topology = topology.without_engine()
+        self._topology = distribution.without_engine()
         self._variables: dict[str, dict[str, Any]] = {}
 
-    @as_written
+    @do_not_convert
     def build(self) -> None:
         """Makes the tables and slots; called by the first lookup if not before."""
         if self._variables:
@@ -121,12 +125,12 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
         self.build()
         return {spec.key: self._variables[spec.name] for spec in self._plan.tables}
 
-    @as_written
+    @do_not_convert
     def __call__(self, features: Any, weights: Any = None) -> Any:
         """See `embedding_lookup`."""
         return self.embedding_lookup(features, weights)
 
-    @as_written
+    @do_not_convert
     def embedding_lookup(self, features: Any, weights: Any = None) -> Any:
         """Looks features up, in the caller's own replica.
 

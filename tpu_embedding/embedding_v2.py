@@ -8,11 +8,10 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
-from tpu_embedding import engines, errors, topology
-from tpu_embedding.adapters import adapt_sparse_core
-from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, as_written
+from tpu_embedding import distribution, engines, errors
+from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, do_not_convert
 from tpu_embedding.layout import errors as layout_errors
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
@@ -23,6 +22,7 @@ from tpu_embedding.layout.partitioning import (
 )
 from tpu_embedding.layout.stacking import layout_fields
 from tpu_embedding.preprocessing import statistics
+from tpu_embedding.tf_configs import adapt_sparse_core
 
 # The module makes its classes when it is imported; type checkers cannot know them.
 _SparseCoreTableLayout: Any = vars(sparse_core_layout_pb2)["SparseCoreTableLayout"]
@@ -112,22 +112,22 @@ class TPUEmbeddingV2(EmbeddingBase):
             check_numerics,
             adapt_sparse_core(sparse_core_embedding_config),
         )
-        engines.require_stacks(topology.current(), "TPUEmbeddingV2")
+        engines.require_stacks(distribution.current(), "TPUEmbeddingV2")
         super().__init__(feature_config, optimizer, options)
 
-    @as_written
+    @do_not_convert
     def build(self) -> None:
         """Makes the tables and slots; called by the first lookup if not before."""
         self._create_engine()
 
-    @as_written
+    @do_not_convert
     def __call__(
         self, features: Any, weights: Any = None
     ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
         """See `embedding_lookup`."""
         return self.embedding_lookup(features, weights)
 
-    @as_written
+    @do_not_convert
     def embedding_lookup(
         self, features: Any, weights: Any = None
     ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
@@ -155,7 +155,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         self._in_replica("embedding_lookup")
         return self.dequeue(self.enqueue(features, weights))
 
-    @as_written
+    @do_not_convert
     def preprocess_features(
         self, features: Any, weights: Any = None
     ) -> PreprocessedFeatures:
@@ -175,7 +175,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         """
         return self._preprocess(features, weights, None)
 
-    @as_written
+    @do_not_convert
     def enqueue(
         self, features: Any, weights: Any = None, device: str | None = None
     ) -> PreprocessedFeatures:
@@ -197,7 +197,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             raise layout_errors.weights_of_preprocessed()
         return features
 
-    @as_written
+    @do_not_convert
     def dequeue(
         self, partitioned_tensors: PreprocessedFeatures
     ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
@@ -224,7 +224,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             found = stacks.lookup_stacked(batch, replica)
         return self._structure.pack(found.activations), found.ticket
 
-    @as_written
+    @do_not_convert
     def apply_gradients(
         self,
         gradients: Any,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
-ENGINES = topology.CPU_ENGINES
+ENGINES = distribution.CPU_ENGINES
 STRATEGIES = {
     "one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
     "mirrored2": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
@@ -18,7 +18,7 @@ STRATEGIES = {
 @pytest.fixture(params=ENGINES, autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test of this folder runs on every engine that the package has."""
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
     return request.param
 
 

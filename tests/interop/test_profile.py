@@ -18,8 +18,8 @@ from interop.spec_cases import SGD, dict_spec, embedding, shared, spec
 import tpu_embedding as te
 from tpu_embedding import interop
 from tpu_embedding.interop import profile
+from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
-from tpu_embedding.layout.tables import make_plan
 
 ALL = interop.ProfileOptions(sample_fraction=1.0, min_samples=1, num_shards=2)
 Options = interop.ProfileOptions

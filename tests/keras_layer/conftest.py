@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import keras
 import pytest
 
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
 
 @pytest.fixture(autouse=True)
@@ -22,5 +22,5 @@ def fresh_keras(seed: int) -> Iterator[None]:
 @pytest.fixture(params=["host", "portable"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """For the tests of what the layer asks of an engine."""
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, request.param)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
     return request.param

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_layer import models
 
 import tpu_embedding as te
-from tpu_embedding import topology
+from tpu_embedding import distribution
 from tpu_embedding.keras import TPUEmbedding
 
 
@@ -266,7 +266,7 @@ def test_mirrored_strategy_sums_the_replicas(
     The last batch is of 3 and 2 samples. Keras takes the mean of each replica's, so
     those of the second one count for more.
     """
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, name)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, name)
     ids = np.random.default_rng(1).integers(0, 8, (17, 2))
     labels = np.random.default_rng(2).normal(size=(17, 1)).astype(np.float32)
     uneven = np.array([1] * 12 + [5 / 6] * 3 + [5 / 4] * 2, np.float32)

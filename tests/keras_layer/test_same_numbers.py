@@ -16,7 +16,7 @@ from keras_layer import models
 from reference import embedding as reference
 
 import tpu_embedding as te
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
 DENSE_RATE = 0.05
 OPTIMIZERS = {
@@ -168,7 +168,7 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
 def test_fit_agrees_on_the_portable_engine(seed: int, monkeypatch: pytest.MonkeyPatch):
     steps = models.batches(seed, 12)
     expected = by_numpy(["Adagrad"], steps)
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, "portable")
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, "portable")
     assert_same(by_fit(["Adagrad"], steps), expected)
 
 

@@ -20,7 +20,7 @@ from keras_layer.trained import (
 )
 
 import tpu_embedding as te
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
@@ -108,7 +108,7 @@ def test_an_interrupted_fit_is_resumed_to_the_same_bits(
 def test_the_portable_engine_continues_to_the_same_bits(
     tmp_path: pathlib.Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, "portable")
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, "portable")
     steps = models.batches(seed, 2)
     model = make_model()
     fit(model, steps)

@@ -18,7 +18,7 @@ from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS
 
 import tpu_embedding as te
 import tpu_embedding.keras
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
 ENGINES = ("host", "portable")
 
@@ -29,7 +29,7 @@ class Subject(bad_calls.Subject):
     def __init__(self, engine: str) -> None:
         super().__init__()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(topology.ENGINE_VARIABLE, engine)
+            patch.setenv(distribution.ENGINE_VARIABLE, engine)
             self.films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
             self.features = {
                 "bad": te.FeatureConfig(self.films),

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from reliability import fuzz
 
 import tpu_embedding as te
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
 RATE = 0.25
 RULES = [
@@ -120,7 +120,7 @@ def train(problem: Problem) -> None:
 
 @pytest.mark.parametrize("engine", ["host", "portable"])
 def test_against_the_reference(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, engine)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, engine)
     # The portable engine's calls take longer; the host's are drawn more often.
     few = {"host": 1, "portable": 4}[engine]
     default = hypothesis.settings.default

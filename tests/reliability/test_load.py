@@ -11,7 +11,7 @@ import tensorflow as tf
 from reliability import load
 
 import tpu_embedding as te
-from tpu_embedding import topology
+from tpu_embedding import distribution
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 THREADS = 8
@@ -23,7 +23,7 @@ MOST_GROWTH = 8 << 20
 
 
 def test_steps_of_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, "host")
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, "host")
     figures = load.run(600, seed)
     assert figures.traces == 3  # one for each kind of input
     assert figures.differences == 0
@@ -31,7 +31,7 @@ def test_steps_of_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def make(engine: str, monkeypatch: pytest.MonkeyPatch) -> te.TPUEmbedding:
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, engine)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, engine)
     films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
     embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(1.0))
     embedding.build()
@@ -85,7 +85,7 @@ def make_v2(engine: str, monkeypatch: pytest.MonkeyPatch) -> te.TPUEmbeddingV2:
     if engine == "v6e":
         with SoftwareTPUStrategy(engine, 1).scope():
             return te.TPUEmbeddingV2({"film": feature}, te.SGD(1.0))
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, engine)
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, engine)
     return te.TPUEmbeddingV2({"film": feature}, te.SGD(1.0))
 
 

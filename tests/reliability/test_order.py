@@ -13,7 +13,7 @@ import tensorflow as tf
 from reliability.order_model import CAPACITY, Model
 
 import tpu_embedding as te
-from tpu_embedding import topology
+from tpu_embedding import distribution
 
 BATCH = {"film": tf.constant([1, 2])}
 GRADIENTS = {"film": tf.ones([2, 2])}
@@ -31,7 +31,7 @@ def no_hang() -> Iterator[None]:
 
 def make(engine: str, *, pipelined: bool) -> te.TPUEmbedding:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(topology.ENGINE_VARIABLE, engine)
+        patch.setenv(distribution.ENGINE_VARIABLE, engine)
         films = te.TableConfig(4, 2, te.RowIdInitializer(), name="films")
         embedding = te.TPUEmbedding(
             {"film": te.FeatureConfig(films)}, te.SGD(0.5), pipelined

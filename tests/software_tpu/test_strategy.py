@@ -266,12 +266,12 @@ def test_methods_that_autograph_leaves_alone(strategy: SoftwareTPUStrategy):
 
     class Counter:
         @tf.autograph.experimental.do_not_convert
-        def as_written(self) -> tf.Tensor:
+        def do_not_convert(self) -> tf.Tensor:
             return tf.constant(1)
 
         def converted(self) -> tf.Tensor:
             return tf.constant(2)
 
     counter = Counter()
-    for method, expected in ((counter.as_written, 1), (counter.converted, 2)):
+    for method, expected in ((counter.do_not_convert, 1), (counter.converted, 2)):
         assert values(strategy, strategy.run(method)) == [expected] * 2

@@ -13,7 +13,7 @@ from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
-from tpu_embedding.layout.rows import MutableRows
+from tpu_embedding.layout.table_arrays import MutableRows
 
 SIZES = {"films": (37, 3), "genres": (5, 8), "users": (70, 6)}
 WHERE: list[Any] = [None, ("v5p", 1), ("v6e", 2), ("v6e", 4)]

@@ -12,7 +12,7 @@ from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
 from sparse_core.twins import run
 
 import tpu_embedding as te
-from tpu_embedding.layout.batches import PreprocessedFeatures
+from tpu_embedding.layout.csr import PreprocessedFeatures
 
 ONES = {name: tf.ones([2, 2]) for name in "abc"}
 STRATEGY = strategy_of(*SYSTEM)

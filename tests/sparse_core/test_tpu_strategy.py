@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from sparse_core import custom_models
-from test_topology import TOPOLOGY, Described
+from test_distribution import TOPOLOGY, Described
 
 import tpu_embedding as te
 from tpu_embedding.engines.sparse_core import pending, state

@@ -13,8 +13,8 @@
 ['accumulators']
 """
 
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.formats import read, read_layouts
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.saving import restore, save
 
 __all__ = [

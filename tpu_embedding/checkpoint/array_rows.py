@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.table_arrays import Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from tpu_embedding.checkpoint import crc32c, errors
 from tpu_embedding.checkpoint.index_file import read_index
-from tpu_embedding.layout.rows import SLICE_BYTES, Rows
+from tpu_embedding.layout.table_arrays import SLICE_BYTES, Rows
 
 _HEADER_KEY = b""
 _SLICE_MARK = b"\0"  # Keys of slices begin with it, keys of tensors never.

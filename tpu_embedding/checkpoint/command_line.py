@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.checkpoint import errors, report
-from tpu_embedding.checkpoint.formats import read, read_layouts
-from tpu_embedding.checkpoint.logical import (
+from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalTable,
     named_matrices,
     without_slots,
 )
+from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.progress import TextProgress
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
 from tpu_embedding.checkpoint.tensorflow_format import (
     read_all_layouts,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from tpu_embedding.checkpoint.logical import LogicalTable
-from tpu_embedding.layout.rows import PARAMETERS, Rows
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
+from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
 
 _SUFFIX = f"/{PARAMETERS}"
 

@@ -22,11 +22,11 @@ import numpy as np
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.array_rows import ArrayRows
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.grouping import group_tables
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.roots import choose_root
-from tpu_embedding.layout.rows import Rows
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.layout.table_arrays import Rows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
 _WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.

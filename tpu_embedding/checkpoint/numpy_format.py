@@ -19,12 +19,12 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.array_rows import ArrayRows
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.grouping import group_tables
 from tpu_embedding.checkpoint.locks import one_writer
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint
 from tpu_embedding.checkpoint.progress import Progress
 from tpu_embedding.checkpoint.writing import SCRATCH
-from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.table_arrays import Rows
 
 _FILE, _ARCHIVE = ".npy", ".npz"
 _MOST_FILES = 100_000  # Below a folder; in more no one keeps tables, as in "/".

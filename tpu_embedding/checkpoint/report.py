@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.progress import Progress
-from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.table_arrays import Rows
 
 SAME = "same"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.logical import LogicalTable
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 
 
 def choose_root(

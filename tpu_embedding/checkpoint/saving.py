@@ -15,17 +15,17 @@ from tpu_embedding.checkpoint.arguments import (
     check_rename,
     check_tables,
 )
-from tpu_embedding.checkpoint.logical import (
+from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
     without_slots,
 )
 from tpu_embedding.checkpoint.progress import NoProgress, Progress
-from tpu_embedding.checkpoint.tracking import SavedTables
+from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.checkpoint.writing import WriteOptions, write_tensorflow
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows, Rows
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows, Rows
 from tpu_embedding.optimizers.checks import check_flag
 
 DEFAULT_ROOT = "embedding"
@@ -33,7 +33,7 @@ _SILENT = NoProgress()
 
 
 def save(  # noqa: PLR0913 - keyword-only, each on its own.
-    embedding: SavedTables,
+    embedding: TrackableTables,
     path: str | os.PathLike[str],
     *,
     root: str = DEFAULT_ROOT,
@@ -87,7 +87,7 @@ def save(  # noqa: PLR0913 - keyword-only, each on its own.
 
 
 def restore(  # noqa: PLR0913 - keyword-only, each on its own.
-    embedding: SavedTables,
+    embedding: TrackableTables,
     path: str | os.PathLike[str],
     *,
     root: str | None = None,
@@ -160,7 +160,7 @@ def restore(  # noqa: PLR0913 - keyword-only, each on its own.
 
 
 def _require_tables(embedding: object) -> None:
-    if not isinstance(embedding, SavedTables):
+    if not isinstance(embedding, TrackableTables):
         raise errors.not_an_embedding(embedding)
 
 

@@ -17,10 +17,10 @@ from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.logical import LogicalTable
-from tpu_embedding.layout.rows import Rows, checkpoint_name
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 from tpu_embedding.layout.stacked_rows import StackedRows, UnstackedRows
 from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.table_arrays import Rows, checkpoint_name
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
 VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # It does not see exported names.
@@ -112,7 +112,7 @@ class LayoutRecord(base.Trackable):
         return {VALUE_KEY: tf.constant(_to_record(self._layouts))}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        # `SavedTables` looked before anything was restored, but cannot tell which
+        # `TrackableTables` looked before anything was restored, but cannot tell which
         # record of several would be its own.
         record: Any = restored_tensors[VALUE_KEY].numpy()
         if not same_layouts(self._layouts, parse_layouts("the checkpoint", record)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tpu_embedding.checkpoint.bundle import Bundle, BundleRows
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.grouping import group_tables
-from tpu_embedding.checkpoint.logical import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.object_graph import (
     SavedObject,
     SavedSlot,
@@ -18,9 +18,9 @@ from tpu_embedding.checkpoint.sparse_core_format import (
     parse_layouts,
     unstack,
 )
-from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.table_arrays import Rows
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
 

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, named_matrices
 from tpu_embedding.checkpoint.locks import one_writer
-from tpu_embedding.checkpoint.logical import LogicalTable, named_matrices
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.parts import Piece, merge, write_parts, write_values
 from tpu_embedding.checkpoint.progress import Progress
 from tpu_embedding.checkpoint.sparse_core_format import stack
-from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.table_arrays import Rows
 
 # A folder beside what is written, emptied first: no user may have one so called.
 SCRATCH = ".tpu_embedding_unfinished"

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
 from tpu_embedding.engines.table_dtypes import require_dtypes
-from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
+from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, TableLayout
-from tpu_embedding.layout.tables import Plan
-from tpu_embedding.topology import Topology
 
 __all__ = [
     "Engine",
@@ -35,13 +35,13 @@ __all__ = [
 
 _ENGINES: dict[str, type[Engine]] = {
     engine.name: engine
-    for engine in (HostEngine, PortableEngine, SparseCoreEngine, TPUv1Engine)
+    for engine in (HostEngine, PortableEngine, SparseCoreEngine, TPUV2V4Engine)
 }
 
 
 def create_engine(options: EngineOptions) -> Engine:
     """Makes the engine that the topology names, or the one that stands in for it."""
-    return _carrier(options.topology, options.plan)(options)
+    return _engine_for_plan(options.topology, options.plan)(options)
 
 
 def lay_out(
@@ -52,7 +52,7 @@ def lay_out(
     Raises:
       NotImplementedError: If the engine cannot store the dtype of a table.
     """
-    engine = _carrier(topology, plan)
+    engine = _engine_for_plan(topology, plan)
     require_dtypes(plan, engine.table_dtypes, f"the {engine.name} engine")
     return engine.lay_out(plan, topology, config)
 
@@ -120,7 +120,7 @@ def needs_shapes(topology: Topology) -> bool:
     return _engine_of(topology).needs_shapes
 
 
-def _carrier(topology: Topology, plan: Plan) -> type[Engine]:
+def _engine_for_plan(topology: Topology, plan: Plan) -> type[Engine]:
     """The engine for a plan: kernels of ours cannot call functions of the user's."""
     engine = _engine_of(topology)
     custom = any(

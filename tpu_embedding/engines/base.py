@@ -15,18 +15,18 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
 from tpu_embedding.layout.errors import combiner_weights_saved
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.rows import MutableRows
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import Plan
+from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.lookup.combine import StoredReader
-from tpu_embedding.topology import Topology
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 

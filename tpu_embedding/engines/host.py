@@ -9,14 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
-from tpu_embedding.engines.whole import WholeTablesEngine
+from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import Plan
 from tpu_embedding.ops import library
 from tpu_embedding.optimizers import Optimizer
 

@@ -13,8 +13,8 @@ from tpu_embedding import errors
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines import table_errors
 from tpu_embedding.initializers import default_initializer
-from tpu_embedding.layout.rows import InitialValue
-from tpu_embedding.layout.tables import TableSpec
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.layout.table_arrays import InitialValue
 from tpu_embedding.optimizers import Slot
 
 # What an initializer that takes `shard_info` is told of its part of a table.

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
-from tpu_embedding.layout.tables import Plan
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.errors import unpublished_rule
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpu_embedding.engines import table_errors
-from tpu_embedding.layout.tables import Plan
+from tpu_embedding.layout.plan import Plan
 
 
 def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:

@@ -20,13 +20,13 @@ from tpu_embedding.engines.initial_values import (
     initializer_of,
     slot_initializer,
 )
-from tpu_embedding.layout.rows import (
+from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     InitialValue,
     MutableRows,
     checkpoint_name,
 )
-from tpu_embedding.layout.tables import Plan, TableSpec
 from tpu_embedding.optimizers import Slot
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is

@@ -1,7 +1,7 @@
 """From an EmbeddingConfigSpec to the classes of this library.
 
-Every option of the spec is carried or refused by name. `carried.py` holds the
-table of optimizers.
+Every option of the spec is carried or refused by name. The table of optimizers is in
+`optimizer_conversion.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.engines.rates import returned_number
-from tpu_embedding.interop import carried, columns, spec_errors
+from tpu_embedding.interop import columns, optimizer_conversion, spec_errors
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
@@ -257,16 +257,18 @@ class _Optimizers:
             raise spec_errors.parameters_missing(key)
         if table.learning_rate_fn is not None:
             rate = self._rate(table.learning_rate_fn)
-            return carried.with_rate(f"Table {key!r}", own, rate)
+            return optimizer_conversion.with_rate(f"Table {key!r}", own, rate)
         if table.learning_rate is not None:
-            return carried.with_rate(f"Table {key!r}", own, table.learning_rate)
+            return optimizer_conversion.with_rate(
+                f"Table {key!r}", own, table.learning_rate
+            )
         return None if own is self.common else own
 
     def _carried(self, where: str, parameters: Any) -> Optimizer:
-        optimizer = carried.to_optimizer(where, parameters, self._limit)
+        optimizer = optimizer_conversion.to_optimizer(where, parameters, self._limit)
         if optimizer.learning_rate is updates_so_far and self._step is not None:
             rate = self._rate(updates_so_far)
-            return carried.with_rate(where, optimizer, rate)
+            return optimizer_conversion.with_rate(where, optimizer, rate)
         return optimizer
 
     def _rate(self, function: Callable[[Any], Any]) -> StepRate | VariableRate:

@@ -15,12 +15,12 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.errors import not_an_embedding
-from tpu_embedding.checkpoint.tracking import SavedTables
+from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.interop import checkpoint_errors, columns, spec_errors
 from tpu_embedding.interop.embedding_config_spec import require_spec
 from tpu_embedding.interop.slot_names import SlotSource, slot_sources
 from tpu_embedding.interop.table_config import TableConfig
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 
 _GLOBAL_STEP = "global_step"
 
@@ -67,7 +67,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
 
     global_step: int | None = None
 
-    def assign(self, embedding: SavedTables) -> None:
+    def assign(self, embedding: TrackableTables) -> None:
         """Puts the tables and slots into an embedding of any engine, all or none.
 
         The embedding's tables must have the names of these, as those of
@@ -79,7 +79,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
           TypeError: If `embedding` is none.
           ValueError: If a table, slot or shape has no counterpart.
         """
-        if not isinstance(embedding, SavedTables):
+        if not isinstance(embedding, TrackableTables):
             raise not_an_embedding(embedding)
         ours = embedding.checkpoint_rows()
         if set(ours) != set(self):

@@ -17,8 +17,8 @@ from tpu_embedding import errors
 from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.columns import SEQUENCE_LENGTH_SUFFIX
 from tpu_embedding.interop.table_config import FeatureConfig
-from tpu_embedding.lookup.checks import Check, require, text
-from tpu_embedding.lookup.rows import MOST_ROWS_PER_ID, MOST_UNBACKED_ROWS, first
+from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.lookup.input_rows import MOST_ROWS_PER_ID, MOST_UNBACKED_ROWS, first
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import topology
+from tpu_embedding import distribution
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.errors import argument_type
 from tpu_embedding.keras import errors
@@ -52,7 +52,7 @@ def check_hints(arguments: Arguments) -> None:
         value = getattr(arguments, option)
         if value is not None and not isinstance(value, classes):
             raise argument_type(option, value, f"None or {words}")
-    hint, where = arguments.embedding_feature, topology.current()
+    hint, where = arguments.embedding_feature, distribution.current()
     if hint is not None and not where.has_feature(hint.name):
         assert where.tpu is not None
         raise errors.embedding_feature(hint.name, where.tpu.generation.name)

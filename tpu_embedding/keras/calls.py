@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tpu_embedding.engines.variables import create_counter, create_state
 from tpu_embedding.keras import errors
-from tpu_embedding.lookup.checks import refuse
+from tpu_embedding.lookup.graph_checks import refuse
 
 MEMORY = 1024  # Calls that may lie between a call and its gradient.
 

@@ -9,18 +9,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding.engines.logical import LogicalVariable
-from tpu_embedding.keras import encoding, errors, running, saving, specs
+from tpu_embedding.engines.full_table_view import LogicalVariable
+from tpu_embedding.keras import errors, running, saving, serialization, symbolic
 from tpu_embedding.keras.arguments import (
     Arguments,
     EmbeddingFeature,
     check_hints,
 )
-from tpu_embedding.keras.configs import Resolved, resolve, resolve_serving
+from tpu_embedding.keras.engine_trained import UpdatedTables
+from tpu_embedding.keras.keras_trained import TrainableTables
 from tpu_embedding.keras.loss_scale import check_loss_scale, encode_loss_scale
+from tpu_embedding.keras.resolve import Resolved, resolve, resolve_serving
 from tpu_embedding.keras.tables import LayerTables
-from tpu_embedding.keras.trainable_tables import TrainableTables
-from tpu_embedding.keras.updated_tables import UpdatedTables
 from tpu_embedding.optimizers.checks import check_flag
 
 
@@ -168,10 +168,10 @@ class TPUEmbedding(keras.layers.Layer):
         """See `call`; Keras keeps the arguments of symbolic calls, to save them."""
         leaves = keras.tree.flatten((features, weights))
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
-        kept = (type(None), encoding.ServingFeatures)
+        kept = (type(None), serialization.ServingFeatures)
         if symbolic and not isinstance(serving_config, kept):
             self._resolve(serving_config)  # Has errors for what cannot be kept.
-            serving_config = encoding.ServingFeatures.of(
+            serving_config = serialization.ServingFeatures.of(
                 serving_config, self._table_keys()
             )
         return super().__call__(
@@ -203,7 +203,7 @@ class TPUEmbedding(keras.layers.Layer):
             raise errors.stateless_call()
         resolved = self._resolve(serving_config)
         structure = resolved.structure
-        values = specs.with_integer_ids(structure.flatten("features", features))
+        values = symbolic.with_integer_ids(structure.flatten("features", features))
         flat_weights = structure.flatten_weights(weights)
         tables = self._parts.tables
         if serving_config is None:
@@ -219,7 +219,7 @@ class TPUEmbedding(keras.layers.Layer):
     ) -> Any:
         """The KerasTensors of a symbolic call, whose arguments it checks."""
         resolved = self._resolve(serving_config)
-        return specs.output_spec(resolved, features, weights, self.compute_dtype)
+        return symbolic.output_spec(resolved, features, weights, self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """The shapes of the activations.
@@ -228,7 +228,7 @@ class TPUEmbedding(keras.layers.Layer):
           input_shape: In the structure of `feature_config` the shape of each feature,
             with its batch axis.
         """
-        return specs.output_shape(self._parts.resolved, input_shape)
+        return symbolic.output_shape(self._parts.resolved, input_shape)
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
@@ -268,17 +268,19 @@ class TPUEmbedding(keras.layers.Layer):
             configuration is no object that Keras can serialise, or a namedtuple.
         """
         arguments = self._parts.arguments
-        features = encoding.encode_features(
+        features = serialization.encode_features(
             arguments.feature_config, arguments.invalid_ids
         )
         hint = arguments.embedding_feature
         return {
             **super().get_config(),
             "feature_config": features,
-            "optimizer": encoding.encode_optimizer(arguments.optimizer, "the layer"),
+            "optimizer": serialization.encode_optimizer(
+                arguments.optimizer, "the layer"
+            ),
             "batch_size": arguments.batch_size,
             "embedding_feature": None if hint is None else hint.name,
-            "sparse_core_embedding_config": encoding.encode_sparse_core(
+            "sparse_core_embedding_config": serialization.encode_sparse_core(
                 arguments.sparse_core_embedding_config
             ),
             "trainable_tables": arguments.trainable_tables,
@@ -291,12 +293,14 @@ class TPUEmbedding(keras.layers.Layer):
     def from_config(cls, config: Mapping[str, Any]) -> TPUEmbedding:
         """A layer as `get_config` described it, with TableConfigs of its own."""
         arguments = dict(config)
-        arguments["feature_config"] = encoding.decode_features(config["feature_config"])
-        arguments["optimizer"] = encoding.decode_optimizer(config["optimizer"])
-        arguments["loss_scale"] = encoding.decode_object(config["loss_scale"])
+        arguments["feature_config"] = serialization.decode_features(
+            config["feature_config"]
+        )
+        arguments["optimizer"] = serialization.decode_optimizer(config["optimizer"])
+        arguments["loss_scale"] = serialization.decode_object(config["loss_scale"])
         hint = config["embedding_feature"]
         arguments["embedding_feature"] = hint and EmbeddingFeature[hint]
-        arguments["sparse_core_embedding_config"] = encoding.decode_sparse_core(
+        arguments["sparse_core_embedding_config"] = serialization.decode_sparse_core(
             config["sparse_core_embedding_config"]
         )
         return cls(**arguments)
@@ -355,7 +359,7 @@ class TPUEmbedding(keras.layers.Layer):
     def _resolve(self, serving_config: Any) -> Resolved:
         if serving_config is None:
             return self._parts.resolved
-        if isinstance(serving_config, encoding.ServingFeatures):
+        if isinstance(serving_config, serialization.ServingFeatures):
             serving_config = serving_config.over(self._table_keys())
         return resolve_serving(serving_config, self._parts.resolved)
 

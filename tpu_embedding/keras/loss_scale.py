@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding.keras import encoding, errors, running
+from tpu_embedding.keras import errors, running, serialization
 from tpu_embedding.optimizers.checks import check_positive, is_number
 
 
@@ -30,7 +30,7 @@ def encode_loss_scale(value: Any) -> Any:
         raise errors.saved_loss_scale(type(value).__name__)
     if is_number(value):
         return float(value)
-    return encoding.encode_object("`loss_scale`", value)
+    return serialization.encode_object("`loss_scale`", value)
 
 
 def check_scale_is_known(loss_scale: Any) -> None:

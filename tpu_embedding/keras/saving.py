@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.keras import errors
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.plan import UPDATES
 
 
 def save_state(variables: Mapping[str, Any], store: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding.keras.configs import Resolved
+from tpu_embedding.keras.resolve import Resolved
 
 
 class LayerTables(abc.ABC):

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding.engines.logical import LogicalVariable
+from tpu_embedding.engines.full_table_view import LogicalVariable
 
 
 def as_weight(variable: Any, name: str) -> keras.Variable:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig
-from tpu_embedding.layout.tables import FeatureSpec
+from tpu_embedding.layout.plan import FeatureSpec
 
 Shape = tuple[int | None, ...]
 

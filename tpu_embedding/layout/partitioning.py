@@ -12,8 +12,8 @@ from tpu_embedding.layout.partitions import (
     PartitionedTable,
     Partitioning,
 )
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions
-from tpu_embedding.layout.tables import Plan
 
 # TensorFlow's own, for stacks that no limit is given for.
 DEFAULT_MAX_IDS_PER_TABLE = 256

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embedding.layout.rows import InitialValue, MutableRows, Rows
 from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.table_arrays import InitialValue, MutableRows, Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.layout import errors
+from tpu_embedding.layout.plan import Plan, TableSpec, stacking_kind
 from tpu_embedding.layout.rotation import check_loads, rotations
 from tpu_embedding.layout.sharding import ModSharding
-from tpu_embedding.layout.tables import Plan, TableSpec, stacking_kind
 
 # TensorFlow's own limits: a stack stays below each of them.
 ACTIVATION_BYTES_LIMIT = 2**21  # of one SparseCore

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.lookup import quick
-from tpu_embedding.lookup.checks import (
+from tpu_embedding.lookup.graph_checks import (
     Bound,
     Change,
     Check,
@@ -28,8 +28,7 @@ from tpu_embedding.lookup.checks import (
     require,
     text,
 )
-from tpu_embedding.lookup.quick import Plain
-from tpu_embedding.lookup.rows import (
+from tpu_embedding.lookup.input_rows import (
     Checks,
     FeatureInput,
     Rows,
@@ -39,6 +38,7 @@ from tpu_embedding.lookup.rows import (
     rows_of,
     with_sizes,
 )
+from tpu_embedding.lookup.quick import Plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
-from tpu_embedding.layout.tables import FeatureSpec, Plan, refuse_custom
+from tpu_embedding.layout.plan import FeatureSpec, Plan, refuse_custom
 from tpu_embedding.lookup.combine import TableReader, combine, reader_of
 from tpu_embedding.lookup.entries import Selection, select
+from tpu_embedding.lookup.input_rows import MOST_SAMPLES, FeatureInput
 from tpu_embedding.lookup.padded import combine_padded, pad
-from tpu_embedding.lookup.rows import MOST_SAMPLES, FeatureInput
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tpu_embedding.inputs import InputKind
-from tpu_embedding.lookup.rows import (
+from tpu_embedding.lookup.input_rows import (
     MOST_UNBACKED_ROWS,
     FeatureInput,
     Rows,

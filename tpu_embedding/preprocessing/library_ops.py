@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.layout.partitions import Partitioning
 from tpu_embedding.ops import library
 from tpu_embedding.preprocessing.records import PartitionedBatch, PartitionOptions

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 
 
 class PartitionedBatch(NamedTuple):

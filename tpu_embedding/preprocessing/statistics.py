@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.inputs import InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
@@ -19,10 +18,11 @@ from tpu_embedding.layout.partitioning import (
     stacking_options,
 )
 from tpu_embedding.layout.partitions import Partitioning
+from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import make_layout
-from tpu_embedding.layout.tables import Plan, make_plan
+from tpu_embedding.nest_utils import Structure
 from tpu_embedding.preprocessing import PartitionOptions, partition
-from tpu_embedding.structures import Structure
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 _NO_LIMIT = 2**31 - 1
 # The smallest id buffer of any number of samples; what it drops is not looked at.

@@ -7,15 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import topology
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
+from tpu_embedding import distribution
 from tpu_embedding.engines.variables import (
     TableVariables,
     create_variables,
     named_variables,
 )
-from tpu_embedding.layout.tables import Plan
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.combine import VariableReader
+from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.lookup import (
     FeatureLookup,
@@ -23,7 +23,7 @@ from tpu_embedding.serving.lookup import (
     look_up_structure,
     plan_of,
 )
-from tpu_embedding.structures import Structure, flatten_with_paths
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 _as_written = tf.autograph.experimental.do_not_convert
 
@@ -77,7 +77,7 @@ class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
           ValueError: If the configuration is wrong.
           NotImplementedError: If an option is not supported here.
         """
-        if topology.is_tpu():
+        if distribution.is_tpu():
             raise errors.under_tpu_strategy()
         if experimental_sparsecore_restore_info is not None:
             raise errors.sparse_core_restore_info(experimental_sparsecore_restore_info)

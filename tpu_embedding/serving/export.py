@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.adapters import adapt_features
 from tpu_embedding.embedding_base import EmbeddingBase
-from tpu_embedding.layout.tables import Plan
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
-from tpu_embedding.lookup.rows import MOST_SAMPLES
+from tpu_embedding.lookup.input_rows import MOST_SAMPLES
+from tpu_embedding.nest_utils import Structure
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import find_table, plan_of
@@ -29,7 +29,7 @@ from tpu_embedding.serving.signatures import (
     make_signature,
 )
 from tpu_embedding.serving.sources import GatheredRows, Source
-from tpu_embedding.structures import Structure
+from tpu_embedding.tf_configs import adapt_features
 
 _SERVING_DEFAULT = "serving_default"
 

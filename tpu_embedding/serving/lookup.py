@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.adapters import AdaptedFeatures, adapt_features
-from tpu_embedding.layout.tables import FeatureSpec, Plan, TableSpec, make_plan
+from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.serving import errors
-from tpu_embedding.structures import Structure, flatten_with_paths
+from tpu_embedding.tf_configs import AdaptedFeatures, adapt_features
 
 # The functions trace fine as they are; converting them would only cost time.
 _as_written = tf.autograph.experimental.do_not_convert

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.layout.tables import FeatureSpec
+from tpu_embedding.layout.plan import FeatureSpec
 from tpu_embedding.serving import errors
 
 Tensors = dict[str, tf.Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.layout.rows import Rows
+from tpu_embedding.layout.table_arrays import Rows
 
 SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.hardware import NAME_ATTRIBUTE
+from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 
 _SEND = "SendTPUEmbeddingGradients"
 _ENQUEUE = "EnqueueTPUEmbedding"

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
-from tpu_embedding import hardware
+from tpu_embedding import tpu_generations
 from tpu_embedding.testing import errors, library, replicas
 
 
@@ -47,7 +47,7 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         """Takes the first `num_devices` logical CPU devices; makes them if it can.
 
         Args:
-          generation: Name of the TPU generation, a key of `hardware.GENERATIONS`.
+          generation: TPU generation, a key of `tpu_generations.GENERATIONS`.
           num_devices: Devices, each of which is a core.
           cores_per_replica: On v2, v3 and v4 the neighbouring cores that work on one
             replica, whose program runs on the first, as with a TPU's device
@@ -60,7 +60,7 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
           RuntimeError: If TensorFlow has started with fewer devices, the kernels
             cannot be loaded, or for v2, v3 and v4 TensorFlow has its own.
         """
-        chosen = hardware.generation(generation)
+        chosen = tpu_generations.generation(generation)
         if type(num_devices) is not int or num_devices < 1:
             raise errors.number_of_devices(num_devices)
         if not (0 < meeting_timeout < math.inf):
@@ -100,7 +100,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
         strategy: SoftwareTPUStrategy,
         devices: list[str],
         cores_per_replica: int | None,
-        generation: hardware.Generation,
+        generation: tpu_generations.Generation,
         meeting_timeout: float,
     ):
         # Not the default, collectives: they wait for each other as barriers do.
@@ -181,7 +181,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
 
 
 def _check_cores(
-    cores_per_replica: int, num_devices: int, generation: hardware.Generation
+    cores_per_replica: int, num_devices: int, generation: tpu_generations.Generation
 ) -> None:
     if generation.embedding != "v1":
         raise errors.cores_of_generation(generation.name)

@@ -16,14 +16,14 @@ from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.initial_values import combiner_weights
 from tpu_embedding.engines.variables import create_state, variable_name
 from tpu_embedding.layout import errors
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
 )
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, Stack
-from tpu_embedding.layout.tables import Plan
-from tpu_embedding.lookup.checks import Check, require, text
 from tpu_embedding.lookup.entries import Entries
+from tpu_embedding.lookup.graph_checks import Check, require, text
 
 
 @dataclasses.dataclass(frozen=True)

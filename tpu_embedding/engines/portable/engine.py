@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
+from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.engines.portable.cells import pack, unpack
 from tpu_embedding.engines.portable.combiners import Combiners, Found
 from tpu_embedding.engines.portable.functions import check_functions
@@ -30,16 +31,15 @@ from tpu_embedding.engines.portable.tables import (
     update,
 )
 from tpu_embedding.engines.portable.turns import in_turn
-from tpu_embedding.engines.whole import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.lookup.checks import Change, no_change, require
 from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
-from tpu_embedding.lookup.rows import FeatureInput
+from tpu_embedding.lookup.graph_checks import Change, no_change, require
+from tpu_embedding.lookup.input_rows import FeatureInput
 
 
 class PortableEngine(WholeTablesEngine):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tpu_embedding.lookup.checks import Check, text
-from tpu_embedding.lookup.rows import first
+from tpu_embedding.lookup.graph_checks import Check, text
+from tpu_embedding.lookup.input_rows import first
 
 
 def gradient_checks(

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tpu_embedding.engines.portable.cells import pack, unpack
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.tables import Plan
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.entries import Entries
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.layout.batches import PartitionedCsrFormatTensor
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, Stack
-from tpu_embedding.layout.tables import Plan
-from tpu_embedding.lookup.checks import Check, no_change, require, text
 from tpu_embedding.lookup.entries import Entries
+from tpu_embedding.lookup.graph_checks import Check, no_change, require, text
 
 
 def write_stack(

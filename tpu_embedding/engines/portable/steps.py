@@ -23,7 +23,7 @@ from tpu_embedding.engines.portable.refusals import (
     messages,
 )
 from tpu_embedding.engines.variables import create_state
-from tpu_embedding.lookup.checks import no_change, refuse
+from tpu_embedding.lookup.graph_checks import no_change, refuse
 
 
 class StepQueue:

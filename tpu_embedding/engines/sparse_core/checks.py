@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.layout.tables import Plan
-from tpu_embedding.lookup.checks import Check, require, text
-from tpu_embedding.lookup.rows import first
+from tpu_embedding.layout.plan import Plan
+from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.lookup.input_rows import first
 
 
 def check_gradients(

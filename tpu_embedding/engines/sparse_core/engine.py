@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Stacks
-from tpu_embedding.engines.logical import logical_counter, logical_rows
+from tpu_embedding.engines.full_table_view import logical_counter, logical_rows
 from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import minibatches, ops
@@ -29,7 +30,7 @@ from tpu_embedding.engines.sparse_core.transfer import check_shapes, copy_to_dev
 from tpu_embedding.engines.tickets import TracedTicket
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import errors as layout_errors
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     BufferSizes,
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
@@ -42,16 +43,15 @@ from tpu_embedding.layout.partitioning import (
     stacking_options,
 )
 from tpu_embedding.layout.partitions import PartitionedTable
-from tpu_embedding.layout.rows import MutableRows, checkpoint_name
+from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import (
     Layout,
     StackingOptions,
     make_layout,
 )
-from tpu_embedding.layout.tables import UPDATES, Plan
+from tpu_embedding.layout.table_arrays import MutableRows, checkpoint_name
 from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.preprocessing import PartitionOptions, partition
-from tpu_embedding.topology import Topology
 
 
 class SparseCoreEngine(Engine, Stacks):

@@ -14,9 +14,9 @@ from tpu_embedding.engines.initial_values import (
     initializer_of,
     takes_shard_info,
 )
-from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.stacked_rows import MutableUnstackedRows
 from tpu_embedding.layout.stacking import Stack, TableLayout
+from tpu_embedding.layout.table_arrays import MutableRows
 
 
 def fill_tables(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:

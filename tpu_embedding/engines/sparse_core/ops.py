@@ -11,7 +11,7 @@ from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.sparse_core.custom import CombinerFunctions, CustomFunctions
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
 )

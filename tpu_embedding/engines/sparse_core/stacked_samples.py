@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import Plan
 
 
 class StackedSamples:

@@ -12,23 +12,23 @@ import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.full_table_view import ShardedReader
 from tpu_embedding.engines.initial_values import (
     combiner_weights,
     initial_rows,
     initial_value,
     slot_initializer,
 )
-from tpu_embedding.engines.logical import ShardedReader
 from tpu_embedding.engines.sparse_core.initial_values import fill_tables
 from tpu_embedding.engines.variables import VariableRows, variable_name
-from tpu_embedding.layout.rows import (
+from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
+from tpu_embedding.layout.stacking import Stack
+from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     InitialValue,
     MutableRows,
     checkpoint_name,
 )
-from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
-from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import Slot
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.layout import errors
-from tpu_embedding.layout.batches import (
+from tpu_embedding.layout.csr import (
     BufferSizes,
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
 from tpu_embedding.layout.partitions import Partitioning
-from tpu_embedding.lookup.checks import Check, require, text
+from tpu_embedding.lookup.graph_checks import Check, require, text
 
 
 def copy_to_device(

@@ -11,7 +11,7 @@ using tensorflow::Tensor;
 namespace {
 
 // Float32 values that a SparseCore handles at once, on all generations that
-// have one (hardware.py).
+// have one (tpu_generations.py).
 constexpr int64_t kLaneWidth = 8;
 
 }  // namespace

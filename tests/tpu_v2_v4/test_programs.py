@@ -13,8 +13,8 @@ from described_tpu import LOCAL_TOPOLOGY, PER_HOST, Described, local_tpu
 from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
 
 import tpu_embedding as te
-from tpu_embedding.engines.tpu_v1.engine import TPUv1Engine
-from tpu_embedding.engines.tpu_v1.tables import StandInTable
+from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
+from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
 from tpu_embedding.keras import TPUEmbedding as TPUEmbeddingLayer
 
 stock: Any = tf.tpu.experimental.embedding
@@ -29,7 +29,7 @@ RAGGED = tf.RaggedTensorSpec([B, None], tf.int32)
 @pytest.fixture(autouse=True)
 def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what is run when an embedding is built."""
-    monkeypatch.setattr(TPUv1Engine, "_configure", lambda engine: None)
+    monkeypatch.setattr(TPUV2V4Engine, "_configure", lambda engine: None)
     monkeypatch.setattr(StandInTable, "load", lambda table, config: None)
     monkeypatch.setattr(StandInTable, "retrieve", lambda table, config: None)
 

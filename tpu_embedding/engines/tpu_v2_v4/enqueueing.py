@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.tpu_v1 import errors
-from tpu_embedding.engines.tpu_v1.batches import CoreBatch
-from tpu_embedding.lookup.checks import Check, require, text
-from tpu_embedding.topology import Topology, TPUSystem
+from tpu_embedding.distribution import Topology, TPUSystem
+from tpu_embedding.engines.tpu_v2_v4 import errors
+from tpu_embedding.engines.tpu_v2_v4.batches import CoreBatch
+from tpu_embedding.lookup.graph_checks import Check, require, text
 
 
 class CoreQueues:

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.inputs import InputKind, kind_of
 from tpu_embedding.keras import errors as keras_errors
-from tpu_embedding.keras.configs import Resolved
+from tpu_embedding.keras.resolve import Resolved
 from tpu_embedding.keras.running import is_tracing_shapes
 from tpu_embedding.layout.output_shapes import OutputShapes, from_input
-from tpu_embedding.layout.tables import FeatureSpec
+from tpu_embedding.layout.plan import FeatureSpec
 
 # The ranks that each kind may have.
 _RANKS: dict[InputKind, tuple[int, float, str]] = {

@@ -15,13 +15,13 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.tpu import tpu_replication
 
-from tpu_embedding import errors, hardware
+from tpu_embedding import errors, tpu_generations
 from tpu_embedding.ops import library
 
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
 CPU_ENGINES = ("host", "portable")
 # By what a generation has for embeddings.
-TPU_ENGINES = {"v1": "tpu_v1", "sparse_core": "sparse_core", "none": "none"}
+TPU_ENGINES = {"v1": "tpu_v2_v4", "sparse_core": "sparse_core", "none": "none"}
 # By public name, which is not always that of the class.
 _TPU_STRATEGIES: tuple[Any, ...] = (
     tf.distribute.TPUStrategy,
@@ -55,7 +55,7 @@ class TPUSystem:
         anew. A real TPU cannot tell.
     """
 
-    generation: hardware.Generation
+    generation: tpu_generations.Generation
     devices: tuple[tuple[str, ...], ...]
     hosts: tuple[str, ...]
     assigned: bool
@@ -103,7 +103,7 @@ class Topology:
     """One embedding's place in the world.
 
     Attributes:
-      engine: "host", "portable", "sparse_core", "tpu_v1", or "none" for a TPU that
+      engine: "host", "portable", "sparse_core", "tpu_v2_v4", or "none" for a TPU that
         has no hardware for embeddings and for tables that need none.
       num_replicas: Replicas that share the tables, R.
       device: Where the tables live, or for TPUs the first host.
@@ -144,7 +144,7 @@ class Topology:
 
     def has_feature(self, feature: str) -> bool:
         """Whether its TPUs, if it has any, are those of an EmbeddingFeature."""
-        kind = hardware.embedding_hardware(feature)
+        kind = tpu_generations.embedding_hardware(feature)
         return self.tpu is None or self.tpu.generation.embedding == kind
 
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -274,7 +274,7 @@ def _tpu_system(strategy: Any) -> TPUSystem:
     # No public property has the devices of all cores.
     devices = tuple(tuple(cores) for cores in extended._tpu_devices)
     return TPUSystem(
-        generation=hardware.reported(
+        generation=tpu_generations.reported(
             feature.embedding_feature.value, feature.num_embedding_devices_per_chip
         ),
         devices=devices,

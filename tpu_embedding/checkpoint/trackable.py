@@ -18,11 +18,11 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 )
 from tpu_embedding.checkpoint.tensorflow_format import read_all_layouts
 from tpu_embedding.engines import Engine
-from tpu_embedding.layout.rows import MutableRows
 from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.table_arrays import MutableRows
 
 
-class SavedTables(tf.__internal__.tracking.AutoTrackable):
+class TrackableTables(tf.__internal__.tracking.AutoTrackable):
     """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
 
     Nothing saved is half an update: what pipelining left pending is applied before

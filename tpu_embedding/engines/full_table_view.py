@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines import errors
-from tpu_embedding.layout.rows import MutableRows, by_checkpoint_name
-from tpu_embedding.layout.tables import UPDATES
+from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.layout.table_arrays import MutableRows, by_checkpoint_name
 from tpu_embedding.lookup.combine import StoredReader
 
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.

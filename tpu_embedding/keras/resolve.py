@@ -7,11 +7,11 @@ import dataclasses
 from typing import Any
 
 from tpu_embedding import optimizers as rules
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
 from tpu_embedding.keras import errors
 from tpu_embedding.keras.optimizers import is_keras_optimizer, translate_keras_optimizer
-from tpu_embedding.layout.tables import Plan, make_plan
-from tpu_embedding.structures import Structure
+from tpu_embedding.layout.plan import Plan, make_plan
+from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 _NAMES = {
     "sgd": rules.SGD,

@@ -7,7 +7,7 @@ import pytest
 
 from tpu_embedding import optimizers
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.layout.tables import Plan, make_plan
+from tpu_embedding.layout.plan import Plan, make_plan
 
 
 def _plan(

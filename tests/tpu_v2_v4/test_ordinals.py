@@ -16,11 +16,11 @@ import pytest
 import tensorflow as tf
 from described_tpu import Described
 from tensorflow.python.distribute import distribute_utils
-from tpu_v1.test_conformance import KINDS, Readable, make_strategy, make_twin
+from tpu_v2_v4.test_conformance import KINDS, Readable, make_strategy, make_twin
 
 import tpu_embedding as te
-from tpu_embedding import topology
-from tpu_embedding.engines.tpu_v1.enqueueing import CoreQueues
+from tpu_embedding import distribution
+from tpu_embedding.engines.tpu_v2_v4.enqueueing import CoreQueues
 
 ENQUEUE = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 INPUTS = "%s, %i, %w, %m"
@@ -174,6 +174,6 @@ def test_cores_of_a_replica_one_by_one() -> None:
 
 def test_a_number_is_of_one_host() -> None:
     with tf.distribute.TPUStrategy(Described()).scope():
-        queues = CoreQueues(topology.current(), ["sum"])
+        queues = CoreQueues(distribution.current(), ["sum"])
     with pytest.raises(ValueError, match="a device of one host, but this TPU has 2"):
         queues.check(tf.constant(0))

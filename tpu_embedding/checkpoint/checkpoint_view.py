@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from tpu_embedding.layout.rows import PARAMETERS, Rows, by_checkpoint_name
+from tpu_embedding.layout.table_arrays import PARAMETERS, Rows, by_checkpoint_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

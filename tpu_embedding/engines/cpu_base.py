@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.stacked import (
@@ -23,11 +24,10 @@ from tpu_embedding.engines.variables import (
     named_variables,
     variable_rows,
 )
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows
+from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import UPDATES, Plan
+from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 from tpu_embedding.lookup.combine import StoredReader, VariableReader
-from tpu_embedding.topology import Topology
 
 
 class WholeTablesEngine(Engine, Queue, Stacks):

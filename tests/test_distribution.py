@@ -9,19 +9,19 @@ import tensorflow as tf
 from described_tpu import HOSTS, PER_HOST, TOPOLOGY, Described, host, tpu
 
 import tpu_embedding as te
-from tpu_embedding import hardware, topology
+from tpu_embedding import distribution, tpu_generations
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 
-def read(strategy: Any) -> topology.Topology:
+def read(strategy: Any) -> distribution.Topology:
     with strategy.scope():
-        assert topology.is_tpu()
-        return topology.current()
+        assert distribution.is_tpu()
+        return distribution.current()
 
 
 def test_tpu_strategy() -> None:
     found = read(tf.distribute.TPUStrategy(Described("V1")))
-    assert found.engine == "tpu_v1"
+    assert found.engine == "tpu_v2_v4"
     assert found.num_replicas == 8
     assert found.device == host(0)
     assert found.tpu is not None
@@ -79,7 +79,7 @@ def test_part_of_the_system() -> None:
 
 @pytest.mark.parametrize(
     ("feature", "sparse_cores", "engine"),
-    [("V1", 0, "tpu_v1"), ("V2", 4, "sparse_core"), ("UNSUPPORTED", 0, "none")],
+    [("V1", 0, "tpu_v2_v4"), ("V2", 4, "sparse_core"), ("UNSUPPORTED", 0, "none")],
 )
 def test_hardware_feature(feature: str, sparse_cores: int, engine: str) -> None:
     found = read(tf.distribute.TPUStrategy(Described(feature, sparse_cores)))
@@ -95,7 +95,7 @@ def test_tpu_that_is_not_initialized() -> None:
         strategy.scope(),
         pytest.raises(RuntimeError, match="initialize_tpu_system"),
     ):
-        topology.current()
+        distribution.current()
 
 
 def test_software_tpu_of_several_cores_for_each_replica() -> None:
@@ -110,14 +110,16 @@ def test_software_tpu_of_several_cores_for_each_replica() -> None:
     assert strategy.extended.worker_devices == (names[0], names[2])
 
 
-@pytest.mark.parametrize(("name", "engine"), [("v4", "tpu_v1"), ("v6e", "sparse_core")])
+@pytest.mark.parametrize(
+    ("name", "engine"), [("v4", "tpu_v2_v4"), ("v6e", "sparse_core")]
+)
 def test_software_tpu(name: str, engine: str) -> None:
     strategy = SoftwareTPUStrategy(name, 2)
     found = read(strategy)
     assert found.engine == engine
     assert found.num_replicas == 2
     assert found.tpu is not None
-    assert found.tpu.generation is hardware.generation(name)
+    assert found.tpu.generation is tpu_generations.generation(name)
     devices = strategy.extended.worker_devices
     assert found.tpu.devices == tuple((device,) for device in devices)
     assert found.tpu.hosts == (found.device,) == (devices[0],)
@@ -135,20 +137,20 @@ def test_software_tpu(name: str, engine: str) -> None:
 def test_one_device_is_a_replica_too() -> None:
     """Unlike on the host, where one replica needs no strategy.run."""
     assert read(SoftwareTPUStrategy("v6e", 1)).replica() is None
-    assert topology.current().replica() == 0
-    assert topology.current().tpu is None
-    assert not topology.is_tpu()
+    assert distribution.current().replica() == 0
+    assert distribution.current().tpu is None
+    assert not distribution.is_tpu()
 
 
 def test_engine_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = SoftwareTPUStrategy("v4", 1)
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, "tpu_v1")
-    assert read(strategy).engine == "tpu_v1"
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, "tpu_v2_v4")
+    assert read(strategy).engine == "tpu_v2_v4"
     with pytest.raises(ValueError, match="one of host, portable"):
-        topology.current()
-    monkeypatch.setenv(topology.ENGINE_VARIABLE, "portable")
-    with strategy.scope(), pytest.raises(ValueError, match="to one of tpu_v1"):
-        topology.current()
+        distribution.current()
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, "portable")
+    with strategy.scope(), pytest.raises(ValueError, match="to one of tpu_v2_v4"):
+        distribution.current()
 
 
 @pytest.mark.parametrize("embedding", [te.TPUEmbedding, te.TPUEmbeddingV2])

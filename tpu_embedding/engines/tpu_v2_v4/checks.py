@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.engines.tpu_v1 import errors
-from tpu_embedding.layout.tables import TableSpec
-from tpu_embedding.lookup.checks import Check, text
-from tpu_embedding.lookup.rows import first
+from tpu_embedding.engines.tpu_v2_v4 import errors
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.lookup.graph_checks import Check, text
+from tpu_embedding.lookup.input_rows import first
 
 
 def check_table(table: TableSpec) -> None:

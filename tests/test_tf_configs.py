@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from optimizer_cases import STOCK, Case
 
-from tpu_embedding import adapters, optimizers
+from tpu_embedding import optimizers, tf_configs
 from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
 
 stock = tf.tpu.experimental.embedding
@@ -27,7 +27,7 @@ def _stock_table(**options: Any) -> Any:
 
 
 def _adapt_one(feature: Any, **options: Any) -> FeatureConfig:
-    (adapted,) = adapters.adapt_features(feature, **options).features
+    (adapted,) = tf_configs.adapt_features(feature, **options).features
     return adapted
 
 
@@ -58,7 +58,7 @@ def _other_value(name: str, default: Any) -> Any:
 def test_every_option_of_an_optimizer_is_carried(case: Case, field: Any) -> None:
     options = {field.name: _other_value(field.name, field.default)}
     assert case.stock is not None
-    adapted = adapters.adapt_optimizer(case.stock(**options))
+    adapted = tf_configs.adapt_optimizer(case.stock(**options))
     assert adapted == case.cls(**options)
     assert adapted != case.cls()
 
@@ -66,19 +66,19 @@ def test_every_option_of_an_optimizer_is_carried(case: Case, field: Any) -> None
 @pytest.mark.parametrize("case", STOCK_OPTIMIZERS, ids=lambda case: case.name)
 def test_defaults_of_an_optimizer_are_carried(case: Case) -> None:
     assert case.stock is not None
-    assert adapters.adapt_optimizer(case.stock()) == case.cls()
+    assert tf_configs.adapt_optimizer(case.stock()) == case.cls()
 
 
 @pytest.mark.parametrize("clipvalue", [None, 0.5, (-0.5, 0.25), (None, 1.0)])
 def test_clipvalue_is_carried(clipvalue: Any) -> None:
-    adapted = adapters.adapt_optimizer(stock.SGD(clipvalue=clipvalue))
+    adapted = tf_configs.adapt_optimizer(stock.SGD(clipvalue=clipvalue))
     assert adapted == optimizers.SGD(clipvalue=clipvalue)
 
 
 def test_our_optimizers_and_none_pass_through() -> None:
     optimizer = optimizers.RowwiseAdagrad()
-    assert adapters.adapt_optimizer(optimizer) is optimizer
-    assert adapters.adapt_optimizer(None) is None
+    assert tf_configs.adapt_optimizer(optimizer) is optimizer
+    assert tf_configs.adapt_optimizer(None) is None
 
 
 class _MyAdagrad(stock.Adagrad):
@@ -92,10 +92,10 @@ class _MyAdagrad(stock.Adagrad):
 )
 def test_other_optimizers_are_refused(optimizer: Any) -> None:
     with pytest.raises(ValueError, match="Unsupported optimizer for the whole"):
-        adapters.adapt_optimizer(optimizer)
+        tf_configs.adapt_optimizer(optimizer)
     feature = stock.FeatureConfig(_stock_table(optimizer=optimizer))
     with pytest.raises(ValueError, match="Feature a: Unsupported optimizer for table"):
-        adapters.adapt_features({"a": feature})
+        tf_configs.adapt_features({"a": feature})
 
 
 # Option of a table -> (what TensorFlow is given, what ours then holds).
@@ -141,7 +141,7 @@ def test_tensorflow_s_default_initializer_is_used_as_it_is() -> None:
 def test_what_this_release_lacks_is_refused_by_name(option: str, value: Any) -> None:
     feature = stock.FeatureConfig(_stock_table(**{option: value}))
     with pytest.raises(NotImplementedError, match=rf"^Feature a/0: .*{option}"):
-        adapters.adapt_features({"a": [feature]})
+        tf_configs.adapt_features({"a": [feature]})
 
 
 def test_every_option_of_a_feature_is_carried() -> None:
@@ -164,7 +164,7 @@ def test_every_option_of_a_feature_is_carried() -> None:
 def test_a_sequence_with_an_output_shape_is_refused_with_its_path() -> None:
     feature = stock.FeatureConfig(_stock_table(), 5, output_shape=[3])
     with pytest.raises(ValueError, match=r"^Feature a: .*`max_sequence_length`"):
-        adapters.adapt_features({"a": feature})
+        tf_configs.adapt_features({"a": feature})
 
 
 @pytest.mark.parametrize(
@@ -175,18 +175,18 @@ def test_invalid_ids_is_for_tensorflow_s_tables(
 ) -> None:
     theirs = stock.FeatureConfig(_stock_table())
     ours = FeatureConfig(TableConfig(8, 4, invalid_ids="error"))
-    adapted = adapters.adapt_features([theirs, ours], invalid_ids=argument)
+    adapted = tf_configs.adapt_features([theirs, ours], invalid_ids=argument)
     assert [f.table.invalid_ids for f in adapted.features] == [expected, "error"]
 
 
 def test_a_wrong_invalid_ids_is_refused_even_if_no_table_needs_it() -> None:
     with pytest.raises(ValueError, match="invalid_ids"):
-        adapters.adapt_features(FeatureConfig(TableConfig(8, 4)), invalid_ids="skip")
+        tf_configs.adapt_features(FeatureConfig(TableConfig(8, 4)), invalid_ids="skip")
 
 
 def test_our_objects_pass_through() -> None:
     feature = FeatureConfig(TableConfig(8, 4, optimizer=optimizers.SGD()))
-    adapted = adapters.adapt_features(feature)
+    adapted = tf_configs.adapt_features(feature)
     assert adapted.features == (feature,)
     assert adapted.keys == {feature.table: feature.table}
 
@@ -194,7 +194,7 @@ def test_our_objects_pass_through() -> None:
 def test_ours_and_theirs_mix() -> None:
     theirs = _stock_table()
     ours = TableConfig(8, 4, optimizer=stock.SGD(0.25))
-    adapted = adapters.adapt_features(
+    adapted = tf_configs.adapt_features(
         [FeatureConfig(theirs, 3), stock.FeatureConfig(theirs), FeatureConfig(ours)]
     )
     first, second, third = adapted.features
@@ -205,7 +205,7 @@ def test_ours_and_theirs_mix() -> None:
 
 
 def test_equal_tables_stay_two_tables() -> None:
-    adapted = adapters.adapt_features(
+    adapted = tf_configs.adapt_features(
         [stock.FeatureConfig(_stock_table()), stock.FeatureConfig(_stock_table())]
     )
     assert len(adapted.keys) == 2
@@ -226,7 +226,7 @@ def test_equal_tables_stay_two_tables() -> None:
 def test_paths_and_order_are_those_of_tf_nest(structure: Any, paths: list[str]) -> None:
     table = TableConfig(8, 4)
     features = tf.nest.map_structure(lambda _: FeatureConfig(table), structure)
-    adapted = adapters.adapt_features(features)
+    adapted = tf_configs.adapt_features(features)
     assert list(adapted.paths) == paths
     assert list(adapted.features) == tf.nest.flatten(features)
 
@@ -234,10 +234,10 @@ def test_paths_and_order_are_those_of_tf_nest(structure: Any, paths: list[str]) 
 @pytest.mark.parametrize("leaf", [None, "films", 3, TableConfig(8, 4), _stock_table()])
 def test_a_leaf_that_is_no_feature_is_refused_with_its_path(leaf: Any) -> None:
     with pytest.raises(ValueError, match=r"^Feature a/1: "):
-        adapters.adapt_features({"a": [FeatureConfig(TableConfig(8, 4)), leaf]})
+        tf_configs.adapt_features({"a": [FeatureConfig(TableConfig(8, 4)), leaf]})
 
 
 @pytest.mark.parametrize("structure", [{}, [], (), {"a": []}])
 def test_a_structure_without_features_is_refused(structure: Any) -> None:
     with pytest.raises(ValueError, match="holds no FeatureConfig"):
-        adapters.adapt_features(structure)
+        tf_configs.adapt_features(structure)

@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding import checkpoint, hardware
-from tpu_embedding.engines.tpu_v1.tables import StandInTable
-from tpu_embedding.layout.tables import make_plan
+from tpu_embedding import checkpoint, tpu_generations
+from tpu_embedding.distribution import TPUSystem
+from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
+from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.testing import SoftwareTPUStrategy
-from tpu_embedding.topology import TPUSystem
 
 B = 4
 
@@ -246,7 +246,7 @@ def test_rows_of_each_host(rows: int, tmp_path: pathlib.Path) -> None:
     feature = te.FeatureConfig(config)
     plan = make_plan(["f"], [feature], {config: config}, te.Adagrad(0.1))
     tpu = TPUSystem(
-        generation=hardware.generation("v4"),
+        generation=tpu_generations.generation("v4"),
         devices=(("/device:CPU:0",), ("/device:CPU:1",), ("/device:CPU:2",)),
         hosts=tuple(f"/device:CPU:{host}" for host in range(3)),
         assigned=False,

@@ -15,8 +15,8 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from conformance.twin import Feature, Table, Twin
-from tpu_v1.test_checkpoints import assert_same_bits
-from tpu_v1.test_conformance import Readable
+from tpu_v2_v4.test_checkpoints import assert_same_bits
+from tpu_v2_v4.test_conformance import Readable
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint

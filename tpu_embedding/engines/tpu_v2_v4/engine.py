@@ -12,45 +12,49 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines import errors as engine_errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Queue
-from tpu_embedding.engines.logical import (
+from tpu_embedding.engines.full_table_view import (
     ShardedReader,
     logical_counter,
     logical_rows,
 )
 from tpu_embedding.engines.stacked import lay_out_whole
 from tpu_embedding.engines.tickets import QueuedTickets
-from tpu_embedding.engines.tpu_v1 import errors
-from tpu_embedding.engines.tpu_v1.batches import core_batches
-from tpu_embedding.engines.tpu_v1.checks import (
+from tpu_embedding.engines.tpu_v2_v4 import errors
+from tpu_embedding.engines.tpu_v2_v4.batches import core_batches
+from tpu_embedding.engines.tpu_v2_v4.checks import (
     check_argument,
     check_finite,
     check_table,
     symbolic,
 )
-from tpu_embedding.engines.tpu_v1.configuration import make_configuration
-from tpu_embedding.engines.tpu_v1.enqueueing import CoreQueues
-from tpu_embedding.engines.tpu_v1.rates import ProgramRates, counts_updates
-from tpu_embedding.engines.tpu_v1.tables import StandInTable
-from tpu_embedding.hardware import NAME_ATTRIBUTE
+from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
+from tpu_embedding.engines.tpu_v2_v4.enqueueing import CoreQueues
+from tpu_embedding.engines.tpu_v2_v4.rates import ProgramRates, counts_updates
+from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows, by_checkpoint_name
+from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.tables import UPDATES, Plan
-from tpu_embedding.lookup.checks import require
+from tpu_embedding.layout.table_arrays import (
+    PARAMETERS,
+    MutableRows,
+    by_checkpoint_name,
+)
 from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.lookup.entries import Selection, select
-from tpu_embedding.lookup.rows import FeatureInput
-from tpu_embedding.topology import Topology, TPUSystem
+from tpu_embedding.lookup.graph_checks import require
+from tpu_embedding.lookup.input_rows import FeatureInput
+from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
 
 
-class TPUv1Engine(Engine, Queue):
+class TPUV2V4Engine(Engine, Queue):
     """The tables are in the TPU's memory; variables on the hosts stand in for them."""
 
-    name = "tpu_v1"
+    name = "tpu_v2_v4"
     takes_profiles = True
     needs_shapes = True
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers as rules
-from tpu_embedding.adapters import adapt_optimizer
 from tpu_embedding.config import (
     FeatureConfig,
     QuantizationConfig,
@@ -22,8 +21,9 @@ from tpu_embedding.config import (
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras import errors
 from tpu_embedding.keras.optimizers import is_keras_optimizer
+from tpu_embedding.nest_utils import Structure
 from tpu_embedding.optimizers.frequency_estimator import updates_so_far
-from tpu_embedding.structures import Structure
+from tpu_embedding.tf_configs import adapt_optimizer
 
 # The rate of FrequencyEstimator, whose module knows no Keras.
 keras.saving.register_keras_serializable("tpu_embedding")(updates_so_far)

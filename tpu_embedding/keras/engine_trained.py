@@ -9,16 +9,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding import engines, topology
-from tpu_embedding.adapters import adapt_sparse_core
+from tpu_embedding import distribution, engines
 from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, per_replica
-from tpu_embedding.keras import errors, gate, running
+from tpu_embedding.keras import errors, gradient_hook, running
 from tpu_embedding.keras.calls import Calls
-from tpu_embedding.keras.configs import Resolved
 from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
+from tpu_embedding.keras.resolve import Resolved
 from tpu_embedding.keras.tables import LayerTables
 from tpu_embedding.keras.weights import as_weight
 from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.tf_configs import adapt_sparse_core
 
 # Where TensorFlow makes the gradients of tf.cond and of loops.
 _CONTROL_FLOW = (".cond_v2", ".while_v2")
@@ -70,7 +70,7 @@ class UpdatedTables(LayerTables):
         ]
         self._loss_scale = loss_scale
         self._check_numerics = check_numerics
-        where = topology.current()
+        where = distribution.current()
         self._batch_size = per_replica(batch_size, where)
         options = EmbeddingOptions(
             pipelined=False, invalid_ids=None, check_numerics=check_numerics
@@ -142,7 +142,7 @@ class UpdatedTables(LayerTables):
             None if tf.executing_eagerly() or in_program else self._calls.number(),
         )
 
-        return gate.let_through(
+        return gradient_hook.let_through(
             self._virtual, flat, lambda gradients: self._backward(call, gradients)
         )
 
@@ -207,5 +207,9 @@ class UpdatedTables(LayerTables):
         activations = lookup(resolved.plan.features, values, weights)
         if not trainable or tf.executing_eagerly():
             return activations
-        why = gate.NO_TAPE if resolved is self._resolved else gate.FOR_SERVING
-        return gate.let_nothing_through(self._virtual, activations, why)
+        why = (
+            gradient_hook.NO_TAPE
+            if resolved is self._resolved
+            else gradient_hook.FOR_SERVING
+        )
+        return gradient_hook.let_nothing_through(self._virtual, activations, why)

@@ -14,18 +14,18 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object_util
 
+from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.engines.initial_values import (
     ShardInfo,
     initial_value,
     initializer_of,
     takes_shard_info,
 )
-from tpu_embedding.engines.tpu_v1 import errors
+from tpu_embedding.engines.tpu_v2_v4 import errors
 from tpu_embedding.engines.variables import VariableRows, create_state
-from tpu_embedding.layout.rows import PARAMETERS, MutableRows, checkpoint_name
+from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacked_rows import JoinedRows
-from tpu_embedding.layout.tables import TableSpec
-from tpu_embedding.topology import TPUSystem
+from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows, checkpoint_name
 
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 

@@ -14,10 +14,10 @@ from tensorflow.core.protobuf.tpu import (
 )
 
 from tpu_embedding.config import QuantizationConfig
+from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.layout.tables import Plan, TableSpec
+from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.optimizers import Optimizer
-from tpu_embedding.topology import TPUSystem
 
 # The modules make their classes when they are imported; type checkers cannot know them.
 _Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]

@@ -8,13 +8,13 @@ import pytest
 import tensorflow as tf
 from google.protobuf import text_format
 from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
-from tpu_v1.configurations import CASES, GOLDEN, Case, flat_shapes, stock_proto
+from tpu_v2_v4.configurations import CASES, GOLDEN, Case, flat_shapes, stock_proto
 
-from tpu_embedding import topology
-from tpu_embedding.adapters import adapt_features, adapt_optimizer
-from tpu_embedding.engines.tpu_v1.configuration import make_configuration
+from tpu_embedding import distribution
+from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.tables import make_plan
+from tpu_embedding.layout.plan import make_plan
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 _Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]
 
@@ -28,7 +28,7 @@ def own_proto(case: Case, **options: Any) -> Any:
     shapes = OutputShapes(plan.features)
     shapes.declare_inputs(flat_shapes(features, case.shapes), "build()")
     with case.strategy().scope():
-        tpu = topology.current().tpu
+        tpu = distribution.current().tpu
     assert tpu is not None
     return make_configuration(
         plan,

@@ -2,7 +2,7 @@
 
 Run as a script it makes the goldens anew, by TensorFlow's own TPUEmbedding:
 
-    PYTHONPATH=tests python tests/tpu_v1/configurations.py
+    PYTHONPATH=tests python tests/tpu_v2_v4/configurations.py
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import Declared
-from tpu_embedding.layout.tables import FeatureSpec, TableSpec
-from tpu_embedding.lookup.checks import Bound, Check, text
+from tpu_embedding.layout.plan import FeatureSpec, TableSpec
+from tpu_embedding.lookup.graph_checks import Bound, Check, text
 
 # Makes the checks of something: in a graph each costs ops.
 Checks = Callable[[], list[Check | Bound]]

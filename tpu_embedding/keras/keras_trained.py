@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpu_embedding import topology
+from tpu_embedding import distribution
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import errors
-from tpu_embedding.keras.configs import Resolved
+from tpu_embedding.keras.resolve import Resolved
 from tpu_embedding.keras.tables import LayerTables
 from tpu_embedding.keras.weights import flat_name
 from tpu_embedding.lookup.combine import VariableReader
@@ -30,7 +30,7 @@ class TrainableTables(LayerTables):
           NotImplementedError: Under a TPU strategy; or if a table is not float32, which
             the optimizer of the model would round to the nearest and so lose its steps.
         """
-        if topology.is_tpu():
+        if distribution.is_tpu():
             raise errors.trainable_tables_on_tpu()
         require_dtypes(resolved.plan, ("float32",), "trainable_tables=True")
         for spec in resolved.plan.tables:

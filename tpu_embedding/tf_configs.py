@@ -19,7 +19,7 @@ from tpu_embedding.config import (
     TableConfig,
     check_invalid_ids,
 )
-from tpu_embedding.structures import flatten_with_paths
+from tpu_embedding.nest_utils import flatten_with_paths
 
 _stock = tf.tpu.experimental.embedding
 
