@@ -38,15 +38,15 @@ demo: $(VENV)/demo.stamp $(VENV)/package.stamp
 
 test: lint $(VENV)/package.stamp
 	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal \
-	    --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
+	    --durations=10 --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
 
-lint: $(VENV)/dev.stamp $(VENV)/package.stamp ## format, style, types, layers, lengths
+lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pytest --quiet tests/test_repository.py
+	$(BIN)/python tools/lint_report.py
 
 format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff check --fix .

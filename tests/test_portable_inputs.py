@@ -17,7 +17,7 @@ from tpu_embedding.inputs import IdBatch, InputKind
 NO_STRUCTURE = np.zeros([0], np.int64)
 
 
-def id_batch(  # noqa: PLR0913 - the fields of an IdBatch, less what follows.
+def id_batch(
     kind: InputKind,
     ids: Any,
     structure: Any = NO_STRUCTURE,

@@ -1,7 +1,6 @@
-"""Holds the repository to its own rules: sizes, the facade, what git tracks.
+"""Holds the repository to its own rules: the facade, the pages, what Bazel builds.
 
-A function or file that must be longer says why, on its `def` line or on one of its
-first lines: `# length: the reason`.
+tools/lint_report.py, which `make lint` runs, has those on sizes and on what git tracks.
 """
 
 from __future__ import annotations
@@ -13,52 +12,15 @@ import importlib.util
 import itertools
 import pathlib
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
+import lint_report
+from lint_report import sources
 
 import tpu_embedding
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FOLDERS = ("tpu_embedding", "tests", "examples", "benchmarks")
-MAX_FILE_LINES = 400
-MAX_PYTHON_BODY_LINES = 40
-MAX_CPP_FUNCTION_LINES = 60
-EXEMPTION_LINES = 10
-EXEMPTION = re.compile(r"(#|//) length: \w+")
-
-
-def sources(*suffixes: str) -> list[str]:
-    found = [ROOT / "setup.py"] if ".py" in suffixes else []
-    for folder in FOLDERS:
-        found += [p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
-    return sorted(str(path.relative_to(ROOT)) for path in found)
-
-
-def tracked_files() -> list[pathlib.Path]:
-    """What git tracks or would after `git add`; without git, what must be there."""
-    # A clone by another user is fine here: nothing of it is run.
-    git = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
-    if (ROOT / ".git").exists() and shutil.which("git"):
-        options = ["--cached", "--others", "--exclude-standard"]
-        listed = subprocess.check_output([*git, *options], cwd=ROOT)
-        names = [name for name in listed.decode().split("\0") if name]
-    else:
-        names = ["BUILD", "Makefile", "README.md", *sources(".py", ".cc", ".h")]
-    return [ROOT / name for name in names if (ROOT / name).is_file()]
-
-
-def tracked_text() -> list[pathlib.Path]:
-    """All of them but the golden files, which are data."""
-    golden = ROOT / "tests" / "golden"
-    return [
-        path
-        for path in tracked_files()
-        if path.suffix == ".md" or golden not in path.parents
-    ]
 
 
 def test_the_readme_names_every_page_and_example():
@@ -93,51 +55,6 @@ def test_the_sources_are_found():
     assert "tests/cc/check.h" in sources(".h")
 
 
-@pytest.mark.parametrize("name", sources(".py", ".cc", ".h"))
-def test_files_are_short(name: str):
-    lines = (ROOT / name).read_text().splitlines()
-    count = len(lines)
-    exempt = any(EXEMPTION.search(line) for line in lines[:EXEMPTION_LINES])
-    assert count <= MAX_FILE_LINES or exempt
-
-
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    if not body:
-        return 0
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1
-
-
-@pytest.mark.parametrize("name", sources(".py"))
-def test_python_functions_are_short(name: str):
-    text = (ROOT / name).read_text()
-    lines = text.splitlines()
-    too_long = [
-        f"{name}:{node.lineno} {node.name}: {body_lines(node)} lines"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and body_lines(node) > MAX_PYTHON_BODY_LINES
-        and not EXEMPTION.search(lines[node.lineno - 1])
-    ]
-    assert not too_long
-
-
-def cpp_functions(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yields the first and last line of each block that a bare `}` ends.
-
-    clang-format puts that brace below the first line of the block. At column 0 it
-    ends a function, at column 2 a method or a part of a function; types end in `};`,
-    namespaces in a comment.
-    """
-    for last, line in enumerate(lines):
-        closing = re.fullmatch(r"( {0}| {2})}", line)
-        if closing is None:
-            continue
-        starts = re.compile(rf" {{0,{len(closing[1])}}}[^ #]")
-        first = next(n for n in range(last - 1, -1, -1) if starts.match(lines[n]))
-        yield first, last
-
-
 def test_cpp_functions_are_found():
     text = """
 namespace a {
@@ -155,19 +72,22 @@ struct S {
 };
 }  // namespace a
 """
-    assert list(cpp_functions(text.splitlines())) == [(4, 6), (2, 8), (10, 12)]
-
-
-@pytest.mark.parametrize("name", sources(".cc", ".h"))
-def test_cpp_functions_are_short(name: str):
-    lines = (ROOT / name).read_text().splitlines()
-    too_long = [
-        f"{name}:{first + 1}: {last - first + 1} lines"
-        for first, last in cpp_functions(lines)
-        if last - first + 1 > MAX_CPP_FUNCTION_LINES
-        and not EXEMPTION.search(lines[first])
+    assert list(lint_report.cpp_functions(text.splitlines())) == [
+        (4, 6),
+        (2, 8),
+        (10, 12),
     ]
-    assert not too_long
+
+
+def test_the_report_names_file_and_line():
+    long_body = ["def f(a, b, c, d, e, g, h):", *["    print()"] * 121]
+    found = [*lint_report.check_python_functions("x.py", long_body)]
+    assert [(str(finding)[:14], finding.error) for finding in found] == [
+        ("x.py:1: error:", True),
+        ("x.py:1: warnin", False),
+    ]
+    accepted = ["def f():  # length: a reason", *["    print()"] * 121]
+    assert [*lint_report.check_python_functions("x.py", accepted)] == []
 
 
 def test_the_facade_has_no_code():
@@ -188,25 +108,6 @@ def test_the_facade_exports_what_it_imports():
         for alias in node.names
     ]
     assert sorted(imported) == sorted(tpu_embedding.__all__)
-
-
-def test_git_tracks_only_text():
-    binary = [path.name for path in tracked_text() if b"\0" in path.read_bytes()]
-    assert not binary
-
-
-# The folders of a user, of temporary files, of a container's work tree.
-MACHINE_PATH = re.compile(r"/(home|root|tmp|work|usr/local)/")
-
-
-def test_git_tracks_no_path_of_one_machine():
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in tracked_text()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if MACHINE_PATH.search(line)
-    ]
-    assert not found
 
 
 class BazelTargets:

@@ -44,7 +44,7 @@ class TPUEmbedding(CallEmbedding):
     and slots.
     """
 
-    def __init__(  # noqa: PLR0913 - TensorFlow's arguments, of two generations.
+    def __init__(
         self,
         feature_config: Any,
         optimizer: Any,

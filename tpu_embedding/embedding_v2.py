@@ -69,7 +69,7 @@ class TPUEmbeddingV2(EmbeddingBase):
     DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
 
-    def __init__(  # noqa: PLR0913 - TensorFlow's arguments and two of ours.
+    def __init__(
         self,
         feature_config: Any,
         optimizer: Any = None,
@@ -258,7 +258,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             stacks.update_stacked(tables, checked, replica)
 
     @classmethod
-    def compute_sparse_core_stats(  # noqa: PLR0913 - TensorFlow's arguments.
+    def compute_sparse_core_stats(
         cls,
         features: Any,
         feature_config: Any,
@@ -295,7 +295,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         return found.max_ids, found.max_unique_ids
 
     @staticmethod
-    def compute_sparse_core_requirements(  # noqa: PLR0913 - as above.
+    def compute_sparse_core_requirements(
         features: Any,
         feature_config: Any,
         num_tpu_chips: int,

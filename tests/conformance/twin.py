@@ -116,7 +116,7 @@ class Twin:
       constructor: More arguments of `make`.
     """
 
-    def __init__(  # noqa: PLR0913 - what there is to vary.
+    def __init__(
         self,
         tables: Mapping[str, Table],
         features: Mapping[str, Feature],

@@ -66,7 +66,7 @@ def samples_of(
     )
 
 
-def to_samples(  # noqa: PLR0913 - the six things that say what is looked up.
+def to_samples(
     kind: str,
     ids: np.ndarray,
     structure: Any = None,

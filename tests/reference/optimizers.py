@@ -120,7 +120,7 @@ def initial_slots(
     }
 
 
-def apply(  # noqa: PLR0913 - all that an update depends on.
+def apply(
     name: str,
     hyper: Mapping[str, Any],
     table: np.ndarray,

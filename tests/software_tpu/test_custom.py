@@ -20,9 +20,7 @@ def row(*shape: int) -> tf.TensorSpec:
 
 
 @tf.function(input_signature=[row(1, D), row(1, D), row(1, D), row(1), row(), row()])
-def rule(  # noqa: PLR0913 - what the op calls it with.
-    gradient, table, history, count, rate, power
-) -> tuple:
+def rule(gradient, table, history, count, rate, power) -> tuple:
     """A slot as wide as the table, one per row, and two hyperparameters."""
     history = power * history + gradient
     return table - rate * history / (1.0 + count), history, count + 1.0

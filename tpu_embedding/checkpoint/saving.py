@@ -32,7 +32,7 @@ DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
 
 
-def save(  # noqa: PLR0913 - keyword-only, each on its own.
+def save(
     embedding: TrackableTables,
     path: str | os.PathLike[str],
     *,
@@ -86,7 +86,7 @@ def save(  # noqa: PLR0913 - keyword-only, each on its own.
     )
 
 
-def restore(  # noqa: PLR0913 - keyword-only, each on its own.
+def restore(
     embedding: TrackableTables,
     path: str | os.PathLike[str],
     *,

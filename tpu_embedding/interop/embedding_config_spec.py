@@ -77,7 +77,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 
     __slots__ = ()
 
-    def __new__(  # noqa: PLR0913 - TensorFlow's arguments.
+    def __new__(
         cls,
         feature_columns: Iterable[Any] | None = None,
         optimization_parameters: Any = None,

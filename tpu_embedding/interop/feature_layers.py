@@ -104,7 +104,7 @@ class _Variables(private_tensorflow.StateManager):
         self._variables: dict[tuple[Any, str], tf.Variable] = {}
         self._resources: dict[tuple[Any, str], Any] = {}
 
-    def create_variable(  # noqa: PLR0913 - TensorFlow's signature.
+    def create_variable(
         self,
         feature_column: Any,
         name: str,

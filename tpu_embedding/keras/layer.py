@@ -61,7 +61,7 @@ class TPUEmbedding(keras.layers.Layer):
     the scalar.
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of TFRS, and ours by keyword.
+    def __init__(
         self,
         feature_config: Any,
         optimizer: Any,

@@ -256,7 +256,7 @@ class KeywordOptimizer(Optimizer):
     low_dimensional_packing_status: bool = False
 
 
-def apply_rule(  # noqa: PLR0913 - `update` and the optimizer that it belongs to.
+def apply_rule(
     optimizer: Optimizer,
     ops: ArrayOps,
     gradient: Any,

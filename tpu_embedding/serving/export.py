@@ -34,7 +34,7 @@ from tpu_embedding.tf_configs import adapt_features
 _SERVING_DEFAULT = "serving_default"
 
 
-def export(  # noqa: PLR0913 - keywords, each with a default that does.
+def export(
     source: Any,
     path: str | os.PathLike[str],
     model: Callable[..., Any] | None = None,
