@@ -6,8 +6,10 @@
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-# More arguments for the demo, pytest and the benchmark: make demo DEMO=--resume
+# More arguments for a command: make demo DEMO=--resume, make structure STRUCTURE=--list
 DEMO ?=
+CHECK ?=
+STRUCTURE ?=
 PYTEST ?=
 BENCH ?=
 # How long `make fuzz` and `make fuzz-clang` go on.
@@ -25,7 +27,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint format ops bench bench-one bench-preprocessing \
+.PHONY: help demo test lint check structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-peers test-peers fuzz fuzz-clang sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -47,6 +49,12 @@ lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/lint_report.py
+
+check: $(VENV)/dev.stamp ops ## lint, and the tests of what changed: two minutes after a build
+	$(BIN)/python tools/check.py $(CHECK)
+
+structure: ops ## the counts of the package's structure, and their aims
+	$(BIN)/python tools/structure.py $(STRUCTURE)
 
 format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff check --fix .

@@ -15,7 +15,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import lint_report
 from lint_report import sources
 
 import tpu_embedding
@@ -48,46 +47,6 @@ def test_what_is_used_of_private_tensorflow_is_listed():
     names = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     listed = [name for row in names for name in re.findall(r"`([\w.]+)`", row)]
     assert sorted(used) == [f"tensorflow.python.{name}" for name in listed]
-
-
-def test_the_sources_are_found():
-    assert "tpu_embedding/__init__.py" in sources(".py")
-    assert "tests/cc/check.h" in sources(".h")
-
-
-def test_cpp_functions_are_found():
-    text = """
-namespace a {
-int F(int b,
-      int c) {
-  if (b) {
-    return c;
-  }
-  return b;
-}
-struct S {
-  int G() {
-    return 1;
-  }
-};
-}  // namespace a
-"""
-    assert list(lint_report.cpp_functions(text.splitlines())) == [
-        (4, 6),
-        (2, 8),
-        (10, 12),
-    ]
-
-
-def test_the_report_names_file_and_line():
-    long_body = ["def f(a, b, c, d, e, g, h):", *["    print()"] * 121]
-    found = [*lint_report.check_python_functions("x.py", long_body)]
-    assert [(str(finding)[:14], finding.error) for finding in found] == [
-        ("x.py:1: error:", True),
-        ("x.py:1: warnin", False),
-    ]
-    accepted = ["def f():  # length: a reason", *["    print()"] * 121]
-    assert [*lint_report.check_python_functions("x.py", accepted)] == []
 
 
 def test_the_facade_has_no_code():

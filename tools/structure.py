@@ -1,0 +1,212 @@
+"""Prints the counts that say whether newcomers can find their way in the package.
+
+    python tools/structure.py [--root CHECKOUT] [--static]
+
+The aim of each count stands beside it. The last three counts run a call on one table on
+the CPU and count the functions of this package that it passes through, so the library
+of the checkout must be built (`make ops`); `--static` leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGE = "tpu_embedding"
+SMALL_MODULE_LINES = 120
+AIMS = {
+    "Python lines": "about 20,000",
+    "Python files": "about 100",
+    "modules of at most 120 lines with one importer": "below 8",
+    "longest chain of imports": "14",
+    "functions that only make an error": "below 60",
+    "methods of the engine protocol": "12",
+    ".Attr lines of ops": "below 50",
+    "functions under one enqueue": "20",
+    "calls in one Keras forward pass": "50",
+    "calls in one checkpoint.save": "40",
+}
+
+
+def modules(root: pathlib.Path) -> dict[str, str]:
+    """The package's modules: dotted name -> source."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = path.read_text()
+    return found
+
+
+def imported_modules(source: str, known: Mapping[str, str]) -> set[str]:
+    """The modules of the package that a module imports, also within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                found.add(module if module in known else node.module)
+    return found & known.keys()
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module the modules that it imports."""
+    return {
+        name: imported_modules(source, sources) - {name}
+        for name, source in sources.items()
+    }
+
+
+def small_with_one_importer(
+    sources: Mapping[str, str], graph: Mapping[str, set[str]]
+) -> list[str]:
+    """Modules that might go into the only module that imports them."""
+    found = []
+    for name, source in sources.items():
+        importers = [n for n, imports in graph.items() if name in imports]
+        is_package = any(n.startswith(f"{name}.") for n in sources)
+        short = len(source.splitlines()) <= SMALL_MODULE_LINES
+        if short and len(importers) == 1 and not is_package:
+            found.append(f"{name} -> {importers[0]}")
+    return found
+
+
+def longest_chain(graph: Mapping[str, set[str]]) -> list[str]:
+    """The longest chain of modules each of which imports the next."""
+
+    @functools.cache
+    def chain(name: str) -> tuple[str, ...]:
+        return (name, *max((chain(n) for n in graph[name]), key=len, default=()))
+
+    return list(max((chain(name) for name in graph), key=len))
+
+
+def error_functions(sources: Mapping[str, str]) -> list[str]:
+    """Functions that are declared to return an exception."""
+    return [
+        f"{name}.{node.name}"
+        for name, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.returns is not None
+        if re.search(r"(Error|Exception)\W*$", ast.unparse(node.returns))
+    ]
+
+
+def engine_methods(source: str) -> list[str]:
+    """Public methods of the abstract classes in engines/base.py."""
+    return [
+        f"{node.name}.{method.name}"
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+        if any("ABC" in ast.unparse(base) for base in node.bases)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+    ]
+
+
+def attr_lines(root: pathlib.Path) -> int:
+    """Lines that declare an attribute of an op of ours."""
+    return sum(
+        len(re.findall(r"\.Attr\(", path.read_text()))
+        for path in (root / PACKAGE / "ops").rglob("kernels/**/*.cc")
+    )
+
+
+def calls_of(root: pathlib.Path, function: Callable[[], Any]) -> list[str]:
+    """The functions of the package that a call passes through, in order."""
+    folder = f"{root / PACKAGE}/"
+    found = []
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        # Comprehensions are part of the function around them.
+        ours = code.co_filename.startswith(folder) and "<" not in code.co_name
+        if event == "call" and ours:
+            found.append(f"{code.co_filename[len(folder) :]}:{code.co_qualname}")
+
+    sys.setprofile(record)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def running_counts(root: pathlib.Path) -> Iterator[tuple[str, list[str]]]:
+    """Counts of an enqueue, a Keras forward pass and a save, each the second time."""
+    sys.path.insert(0, str(root))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tensorflow as tf
+
+    import tpu_embedding as te
+    import tpu_embedding.checkpoint
+    import tpu_embedding.keras
+
+    ids = tf.constant([1, 2, 3])
+    features = {"feature": te.FeatureConfig(te.TableConfig(8, 4), name="feature")}
+    embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
+    embedding.enqueue({"feature": ids})
+    activations = embedding.dequeue()
+    embedding.apply_gradients(activations)
+    called = calls_of(root, lambda: embedding.enqueue({"feature": ids}))
+    yield "functions under one enqueue", sorted(set(called))
+    layer = tpu_embedding.keras.TPUEmbedding(features, te.Adagrad(0.1))
+    layer({"feature": ids})
+    yield (
+        "calls in one Keras forward pass",
+        calls_of(root, lambda: layer({"feature": ids})),
+    )
+    embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
+    embedding.build()
+    with tempfile.TemporaryDirectory() as folder:
+        tpu_embedding.checkpoint.save(embedding, f"{folder}/first")
+        save = functools.partial(tpu_embedding.checkpoint.save, embedding)
+        called = calls_of(root, lambda: save(f"{folder}/second"))
+    yield "calls in one checkpoint.save", called
+
+
+def static_counts(root: pathlib.Path) -> Iterator[tuple[str, int | list[str]]]:
+    """Counts that need no run of the package."""
+    sources = modules(root)
+    graph = import_graph(sources)
+    yield "Python lines", sum(len(text.splitlines()) for text in sources.values())
+    yield "Python files", len(sources)
+    one_importer = small_with_one_importer(sources, graph)
+    yield "modules of at most 120 lines with one importer", one_importer
+    yield "longest chain of imports", longest_chain(graph)
+    yield "functions that only make an error", error_functions(sources)
+    base = (root / PACKAGE / "engines" / "base.py").read_text()
+    yield "methods of the engine protocol", engine_methods(base)
+    yield ".Attr lines of ops", attr_lines(root)
+
+
+def main() -> None:
+    """Prints the counts."""
+    parser = argparse.ArgumentParser(description="Prints counts and aims.")
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT)
+    parser.add_argument("--static", action="store_true", help="run nothing")
+    parser.add_argument("--list", action="store_true", help="print what was counted")
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
+    running = iter(()) if arguments.static else running_counts(root)
+    for name, found in (*static_counts(root), *running):
+        count = found if isinstance(found, int) else len(found)
+        print(f"{count:8,}  {name} (aim: {AIMS[name]})")
+        if arguments.list and not isinstance(found, int):
+            print(*(f"{'':12}{item}" for item in found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
