@@ -53,8 +53,17 @@ BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
     "nested": ({"film": [IDS]}, TypeError, "at film"),
     "numpy": ({"film": np.array([1])}, ValueError, "Feature film must be a tf.Tensor"),
     "none": ({"film": None}, ValueError, "Feature film must be a tf.Tensor"),
-    "floats": ({"film": tf.constant([1.0])}, TypeError, "must be int32 or int64"),
-    "int16": ({"film": tf.constant([1], tf.int16)}, TypeError, "int32 or int64"),
+    "floats": (
+        {"film": tf.constant([1.0, 2.5])},
+        tf.errors.InvalidArgumentError,
+        "Feature film: sample 1 has id 2.5, but a floating point id must be a whole",
+    ),
+    "int16": (
+        {"film": tf.constant([1], tf.int16)},
+        TypeError,
+        "The ids of feature film must be int32, int64 or floating point. Received: "
+        "int16. Convert them with tf.cast.",
+    ),
     "scalar": ({"film": tf.constant(1)}, ValueError, "rank of a dense input"),
     "too large": (
         {"film": tf.constant([1, V])},

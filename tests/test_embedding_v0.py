@@ -14,8 +14,7 @@ from conformance import cases
 from described_tpu import Described
 
 import tpu_embedding as te
-from tpu_embedding.lookup.combine import VariableReader
-from tpu_embedding.lookup.padded import Padded, combine_padded
+from tpu_embedding.lookup.combine import Padded, VariableReader, combine_padded
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 V, D = 11, 4

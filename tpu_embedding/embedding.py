@@ -122,14 +122,15 @@ class TPUEmbedding(CallEmbedding):
         """Makes the tables and slots; called by the first enqueue if not before.
 
         Args:
-          per_replica_input_shapes: In the structure of the features their input
-            shapes; or an int, the batch size. None leaves them open.
+          per_replica_input_shapes: The input shapes of the features, in their
+            structure or in any nesting with as many shapes, in the order of tf.nest;
+            or an int, the batch size. None leaves them open.
           per_replica_batch_size: The same as that int.
 
         Raises:
           ValueError: If a shape contradicts `FeatureConfig.output_shape` or is none, or
             a batch size is no int >= 1 or contradicts another.
-          TypeError: If the structure differs.
+          TypeError, ValueError: If there are more or fewer shapes than features.
         """
         if self._engine is not None:
             return
@@ -260,10 +261,8 @@ class TPUEmbedding(CallEmbedding):
             queue.apply_gradients(checked, replica)
 
     def _declare_inputs(self, shapes: Any) -> None:
-        """Takes a nested structure whose leaves are shapes."""
-        leaves = self._structure.flatten(
-            "per_replica_input_shapes", shapes, container_leaves=True
-        )
+        """Takes the input shapes of all features, in any nesting."""
+        leaves = self._structure.flatten_shapes("per_replica_input_shapes", shapes)
         paths = [spec.path for spec in self._plan.features]
         self._output_shapes.declare_inputs(
             [_input_shape(*pair) for pair in zip(paths, leaves, strict=True)], "build()"

@@ -292,41 +292,6 @@ def unknown_generation(name: object, known: Iterable[str]) -> ValueError:
 # Features, weights and gradients as they come in. `what` says which of them.
 
 
-def structure_type(what: str, path: str, expected: str, actual: object) -> TypeError:
-    """A container of another type than in the feature configuration."""
-    return TypeError(
-        f"The structure of `{what}` differs from `feature_config` at {path or 'top'}: "
-        f"expected {expected}, got one of type {type_name(actual)}."
-    )
-
-
-def structure_size(what: str, path: str, expected: int, actual: int) -> ValueError:
-    """A sequence of another length than in the feature configuration."""
-    return ValueError(
-        f"The structure of `{what}` differs from `feature_config` at {path or 'top'}: "
-        f"expected {expected} elements, got {actual}."
-    )
-
-
-def structure_keys(
-    what: str, path: str, missing: Iterable[object], unknown: Iterable[object]
-) -> ValueError:
-    """A dict with other keys than in the feature configuration."""
-    return ValueError(
-        f"The structure of `{what}` differs from `feature_config` at {path or 'top'}: "
-        f"missing keys {sorted(map(str, missing))}, unknown keys "
-        f"{sorted(map(str, unknown))}."
-    )
-
-
-def structure_mixed_keys(path: str, keys: Iterable[object]) -> TypeError:
-    """Keys of a dict that have no order: features are numbered by sorted key."""
-    return TypeError(
-        f"The keys of the dict at {path or 'top'} cannot be sorted: "
-        f"{', '.join(map(repr, keys))}. Use keys of one type, such as strings."
-    )
-
-
 def feature_kind(path: str, value: object) -> ValueError:
     """A feature that is no tensor."""
     return ValueError(
@@ -340,14 +305,6 @@ def weights_kind(path: str, expected: str, value: object) -> ValueError:
     return ValueError(
         f"The weights of feature {path} must be None or, as the feature itself, a "
         f"{expected}. Received: {value!r} of type {type_name(value)}."
-    )
-
-
-def ids_dtype(path: str, dtype_name: str) -> TypeError:
-    """Ids that are no integers."""
-    return TypeError(
-        f"The ids of feature {path} must be int32 or int64. Received: {dtype_name}. "
-        "Convert them with tf.cast."
     )
 
 

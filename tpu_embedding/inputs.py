@@ -1,6 +1,6 @@
-"""One feature as it comes in: a tensor of ids, of any of the three kinds.
+"""The ids of one feature as they come in: a dense, sparse or ragged tensor.
 
-This is the only place that asks of what class an input is.
+No other module checks the class of an input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tpu_embedding import errors
 
 
 class InputKind(enum.Enum):
-    """How the ids of a feature are laid out. The values are the ops' own words."""
+    """The layout of the ids of a feature. The ops take the values as attributes."""
 
     DENSE = "dense"
     SPARSE = "sparse"
@@ -27,13 +27,13 @@ class IdBatch:
     """The ids of one feature for one replica.
 
     Attributes:
-      kind: What the fields below mean.
-      ids: int32 or int64; the dense tensor itself, else the values [n].
+      kind: The layout of the fields below.
+      ids: int32 or int64; the dense tensor itself, or the values [n].
       structure: int64; sparse: indices [n, rank]; ragged: row_splits; dense: [0].
       shape: int64 [rank], the input's shape; for ragged input [number of rows].
-      static_shape: What is known of the input's shape while tracing.
-      weights: float32, laid out as `ids`, or None where all weights are 1.
-      weight_structure: As `structure`, where the weights brought their own.
+      static_shape: The input's shape as far as it is known while tracing.
+      weights: float32, laid out as `ids`, or None if all weights are 1.
+      weight_structure: As `structure`, if the weights have a structure of their own.
     """
 
     kind: InputKind
@@ -58,19 +58,27 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     Args:
       path: The feature's place in the structure, for messages.
       value: A tf.Tensor of rank >= 1, a tf.SparseTensor of rank >= 2 or a
-        tf.RaggedTensor of rank 2, of dtype int32 or int64.
+        tf.RaggedTensor of rank 2, of dtype int32, int64 or floating point. Floating
+        point ids must be whole numbers.
       weights: None, or of the same class and layout, of a floating point dtype.
 
     Raises:
       ValueError: If the class or rank of either is not allowed.
       TypeError: If the dtype of either is not allowed.
+      tf.errors.InvalidArgumentError: If a floating point id is no whole number or
+        does not fit int64; in a graph when it runs.
     """
     kind = kind_of(value)
     if kind is None:
         raise errors.feature_kind(path, value)
-    if value.dtype not in (tf.int32, tf.int64):
-        raise errors.ids_dtype(path, value.dtype.name)
+    if value.dtype not in (tf.int32, tf.int64) and not value.dtype.is_floating:
+        raise TypeError(
+            f"The ids of feature {path} must be int32, int64 or floating point. "
+            f"Received: {value.dtype.name}. Convert them with tf.cast."
+        )
     batch = _READERS[kind](path, value)
+    if value.dtype.is_floating:
+        batch = dataclasses.replace(batch, ids=_whole_numbers(path, batch))
     if weights is None:
         return batch
     if kind_of(weights) is not kind:
@@ -80,8 +88,55 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     return _with_weights(batch, path, value, weights)
 
 
+def _whole_numbers(path: str, batch: IdBatch) -> tf.Tensor:
+    """Floating point ids as int64, after a check that each is a whole number."""
+    values = tf.cast(batch.ids, tf.float64)  # Exact for every floating point dtype.
+    limit = 2.0**63
+    fits = (values >= -limit) & (values < limit)  # False for a NaN.
+    valid = fits & tf.equal(values, tf.floor(values))
+
+    def message() -> tf.Tensor:
+        entry = tf.where(tf.reshape(~valid, [-1]))[0, 0]
+        words = [
+            f"Feature {path}: sample ",
+            tf.strings.as_string(_sample_of(batch, entry)),
+            " has id ",
+            tf.strings.as_string(tf.reshape(values, [-1])[entry], shortest=True),
+            ", but a floating point id must be a whole number that fits int64. Round "
+            "the ids, or pass integers.",
+        ]
+        return tf.strings.join(words)
+
+    if tf.executing_eagerly():
+        if not tf.reduce_all(valid):
+            text = tf.compat.as_str(message().numpy())
+            raise tf.errors.InvalidArgumentError(None, None, text)
+        checked: list[Any] = []
+    else:
+        checked = [
+            tf.cond(
+                tf.reduce_all(valid),
+                tf.no_op,
+                lambda: tf.debugging.Assert(False, [message()]),
+            )
+        ]
+    with tf.control_dependencies(checked):
+        return tf.cast(values, tf.int64)
+
+
+def _sample_of(batch: IdBatch, entry: tf.Tensor) -> tf.Tensor:
+    """The row of one entry: its index without the last axis, in row-major order."""
+    if batch.kind is InputKind.RAGGED:
+        return tf.searchsorted(batch.structure, entry[tf.newaxis], side="right")[0] - 1
+    if batch.kind is InputKind.DENSE:
+        return entry if batch.ids.shape.rank == 1 else entry // batch.shape[-1]
+    # The places of the axes in row-major order.
+    places = tf.math.cumprod(batch.shape[:-1], exclusive=True, reverse=True)
+    return tf.reduce_sum(batch.structure[entry][:-1] * places)
+
+
 def kind_of(value: Any) -> InputKind | None:
-    """How the ids in a value are laid out, or None if it is no tensor."""
+    """The layout of the ids in a value, or None if it is no tensor."""
     kinds = (kind for kind, of in _CLASSES.items() if isinstance(value, of))
     return next(kinds, None)
 

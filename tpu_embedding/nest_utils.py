@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors
+from tpu_embedding.errors import type_name
 
-SINGLE_LEAF_PATH = "feature"  # Of a configuration that is no container.
+SINGLE_LEAF_PATH = "feature"  # The path if the configuration is a single leaf.
 
 
 class Structure:
-    """A nested dict, list, tuple, namedtuple or single leaf to be followed.
+    """A nested dict, list, tuple, namedtuple or single leaf that values must follow.
 
     >>> structure = Structure({"b": 0, "a": (0, 0)})
     >>> structure.flatten("features", {"a": (1, 2), "b": 3})
@@ -23,22 +23,22 @@ class Structure:
     """
 
     def __init__(self, nested: Any) -> None:
-        """Keeps the containers of `nested`.
+        """Copies the containers of `nested`, which the user may change later.
 
         Raises:
           TypeError: If the keys of a dict cannot be sorted.
         """
-        # A copy: the user may change his own containers later.
         leaves = [leaf for _, leaf in flatten_with_paths(nested)]
         self._nested = tf.nest.pack_sequence_as(nested, leaves)
+        self._num_leaves = len(leaves)
 
     def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
-        """The leaves of `value`, those of dicts by sorted key.
+        """The leaves of `value`, in the order of tf.nest: dicts by sorted key.
 
         Args:
           what: The name of the argument, for messages.
-          value: Must have this structure; a composite tensor is one leaf.
-          container_leaves: Leaves may be lists, tuples or dicts themselves.
+          value: Must have this structure. A composite tensor is one leaf.
+          container_leaves: Whether leaves may be lists, tuples or dicts themselves.
 
         Raises:
           TypeError: If a container is of another type.
@@ -52,10 +52,31 @@ class Structure:
         return leaves
 
     def flatten_weights(self, weights: Any) -> list:
-        """As `flatten`; a None in place of the whole stands for None at each leaf."""
+        """As `flatten`; None in place of the whole structure is None for each leaf."""
         if weights is None:
-            weights = tf.nest.map_structure(lambda leaf: None, self._nested)
+            return [None] * self._num_leaves
         return self.flatten("weights", weights)
+
+    def flatten_shapes(self, what: str, shapes: Any) -> list:
+        """The shapes of all leaves, in the order of `flatten`.
+
+        Args:
+          what: The name of the argument, for messages.
+          shapes: This structure, or any other nesting with as many shapes, which are
+            then taken in the order of tf.nest. A shape is a tf.TensorShape, or a list
+            or tuple of int and None.
+
+        Raises:
+          TypeError, ValueError: If there are more or fewer shapes than leaves; as
+            `flatten`.
+        """
+        try:
+            return self.flatten(what, shapes, container_leaves=True)
+        except (TypeError, ValueError):
+            leaves = list(_shapes_in(shapes))
+            if len(leaves) != self._num_leaves:
+                raise
+            return leaves
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The leaves, in the order of `flatten`, in this structure."""
@@ -75,8 +96,20 @@ def flatten_with_paths(nested: Any, path: str = "") -> Iterator[tuple[str, Any]]
         yield from flatten_with_paths(nested[key], _below(path, name))
 
 
+def _shapes_in(nested: Any) -> Iterator[Any]:
+    """Yields the shapes in any nesting; a sequence of int and None is a shape."""
+    is_shape = isinstance(nested, tf.TensorShape) or _kind(nested) is object
+    if not is_shape and not isinstance(nested, Mapping):
+        is_shape = all(axis is None or isinstance(axis, int) for axis in nested)
+    if is_shape:
+        yield nested
+        return
+    for key, _ in _children(nested, ""):
+        yield from _shapes_in(nested[key])
+
+
 def _kind(value: Any) -> type:
-    """What tells two containers apart: their class, less TensorFlow's wrappers."""
+    """The type of a container, ignoring TensorFlow's wrappers; object for a leaf."""
     if isinstance(value, Mapping):
         return dict
     if isinstance(value, list):
@@ -89,19 +122,29 @@ def _kind(value: Any) -> type:
 def _walk(
     what: str, path: str, expected: Any, actual: Any
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (path, expected leaf, actual leaf), in the order of tf.nest."""
+    """Yields (path, expected leaf, actual leaf) in the order of tf.nest.
+
+    tf.nest.assert_same_structure checks the same, but its messages name no path.
+    """
     kind = _kind(expected)
     if kind is object:
         yield path, expected, actual
         return
     if kind is not _kind(actual):
         raise _wrong_type(what, path, expected, actual)
+    differs = f"The structure of `{what}` differs from `feature_config` at "
     if kind is dict:
         missing, unknown = set(expected) - set(actual), set(actual) - set(expected)
         if missing or unknown:
-            raise errors.structure_keys(what, path, missing, unknown)
+            raise ValueError(
+                f"{differs}{path or 'top'}: missing keys {sorted(map(str, missing))}, "
+                f"unknown keys {sorted(map(str, unknown))}."
+            )
     elif len(expected) != len(actual):
-        raise errors.structure_size(what, path, len(expected), len(actual))
+        raise ValueError(
+            f"{differs}{path or 'top'}: expected {len(expected)} elements, got "
+            f"{len(actual)}."
+        )
     for key, name in _children(expected, path):
         yield from _walk(what, _below(path, name), expected[key], actual[key])
 
@@ -112,7 +155,11 @@ def _children(container: Any, path: str) -> list[tuple[Any, Any]]:
         try:
             return [(key, key) for key in sorted(container)]
         except TypeError as error:
-            raise errors.structure_mixed_keys(path, container) from error
+            raise TypeError(
+                f"The keys of the dict at {path or 'top'} cannot be sorted: "
+                f"{', '.join(map(repr, container))}. Use keys of one type, such as "
+                "strings."
+            ) from error
     return list(enumerate(getattr(container, "_fields", range(len(container)))))
 
 
@@ -124,4 +171,7 @@ def _wrong_type(what: str, path: str, expected: Any, actual: Any) -> TypeError:
     wanted = "a single value"
     if _kind(expected) is not object:
         wanted = f"a {type(expected).__name__}"
-    return errors.structure_type(what, path, wanted, actual)
+    return TypeError(
+        f"The structure of `{what}` differs from `feature_config` at {path or 'top'}: "
+        f"expected {wanted}, got one of type {type_name(actual)}."
+    )

@@ -18,7 +18,7 @@ from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.columns import SEQUENCE_LENGTH_SUFFIX
 from tpu_embedding.interop.table_config import FeatureConfig
 from tpu_embedding.lookup.graph_checks import Check, require, text
-from tpu_embedding.lookup.input_rows import MOST_ROWS_PER_ID, MOST_UNBACKED_ROWS, first
+from tpu_embedding.lookup.input_rows import MAX_ROWS_PER_ID, MAX_UNBACKED_ROWS, first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _checked(key: str, sparse: tf.SparseTensor) -> tf.SparseTensor:
     """
     indices, shape = sparse.indices, sparse.dense_shape
     num_entries = tf.size(sparse.values, tf.int64)
-    most = tf.maximum(MOST_ROWS_PER_ID * num_entries, MOST_UNBACKED_ROWS)
+    most = tf.maximum(MAX_ROWS_PER_ID * num_entries, MAX_UNBACKED_ROWS)
     outside = tf.reduce_any((indices < 0) | (indices >= shape), axis=1)
 
     def of_shape(*words: Any) -> tf.Tensor:

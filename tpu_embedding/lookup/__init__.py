@@ -1,4 +1,4 @@
-"""Lookups out of stock TensorFlow ops: checks, entries, and sums over tables.
+"""Lookups made of TensorFlow's ops: checks, entries and combined rows.
 
-The portable engine trains on them, and what is served is made of them.
+The portable engine and serving use them.
 """

@@ -1,4 +1,4 @@
-"""From what is selected to activations: rows are read, and summed by sample."""
+"""Activations: reads the rows that are selected and sums them by sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpu_embedding.lookup.entries import Entries, Selection
 
 
 class TableReader(abc.ABC):
-    """A table, in whatever form it is kept, as lookups see it."""
+    """A table as lookups read it, whatever form it is stored in."""
 
     @abc.abstractmethod
     def read(self, rows: tf.Tensor) -> tf.Tensor:
@@ -32,15 +32,15 @@ class StoredReader(TableReader):
     @property
     @abc.abstractmethod
     def variables(self) -> Sequence[Any]:
-        """What it reads."""
+        """The variables that it reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VariableReader(StoredReader):
-    """A table that may be trained meanwhile.
+    """A table that may be trained at the same time.
 
-    Only its rows are read: where updates are made in place, to read the whole
-    variable is to copy it.
+    Reads rows only. Updates are made in place, and reading the whole variable after
+    such an update would copy it.
 
     Attributes:
       table: A variable or tensor [V, D] of any floating point dtype.
@@ -60,9 +60,9 @@ class VariableReader(StoredReader):
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedQuantization(TableReader):
-    """Another reader's values, moved to levels (docs/semantics.md, section 1).
+    """The values of another reader, quantized (docs/semantics.md, section 1).
 
-    In the forward pass only: the gradient is that of the value itself.
+    In the forward pass only: the gradient passes through unchanged.
     """
 
     reader: TableReader
@@ -77,13 +77,13 @@ class SimulatedQuantization(TableReader):
 def reader_of(
     reader: TableReader, quantization: QuantizationConfig | None
 ) -> TableReader:
-    """The reader, through the simulated quantization if there is one."""
+    """The reader, with simulated quantization if the table has one."""
     if quantization is None:
         return reader
     return SimulatedQuantization(reader, quantization)
 
 
-# Sums of rows by sample, with zeros for samples without any.
+# Combine rows by sample; a sample without rows gives zeros.
 _SEGMENT_OPS = {
     "sum": tf.raw_ops.SparseSegmentSumWithNumSegments,
     "mean": tf.raw_ops.SparseSegmentMeanWithNumSegments,
@@ -92,10 +92,10 @@ _SEGMENT_OPS = {
 
 
 def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
-    """The activation of what is selected, in as few ops as it takes.
+    """The activation of one feature, in as few ops as possible.
 
     Args:
-      selection: What to look up.
+      selection: The rows to look up.
       reader: The table.
 
     Returns:
@@ -116,11 +116,11 @@ def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
 
 
 def look_up(reader: TableReader, entries: Entries) -> tf.Tensor:
-    """For each sample the sum of its rows, each times its gain.
+    """Sums the rows of each sample, each row times its gain.
 
     Args:
       reader: The table.
-      entries: What to look up.
+      entries: The rows to look up.
 
     Returns:
       float32 [*entries.shape, D].
@@ -143,3 +143,83 @@ def _quantize(values: tf.Tensor, quantization: QuantizationConfig) -> tf.Tensor:
     step = (upper - lower) / np.float32(quantization.num_buckets - 1)
     clipped = tf.minimum(tf.maximum(values, lower), upper)
     return tf.floor((clipped - lower) / step + 0.5) * step + lower
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """The entries of one feature, padded to the same number for each sample.
+
+      ragged [[7, 2], [], [7]], combiner mean      rows:  [[ 7, 2 ], [-1,-1 ], [ 7,-1 ]]
+                                                   gains: [[.5,.5 ], [ 0, 0 ], [ 1, 0 ]]
+
+    For TPU programs, whose shapes must not depend on values and which cannot fail: the
+    host checks and pads the entries, the program only gathers and sums. For padding it
+    gathers the first row of the sample again, so that a gradient names no row that the
+    batch does not name. Only a sample without entries reads row 0.
+
+    Attributes:
+      rows: int32 [*output shape, K], the rows of a sample, then -1 for padding. If
+        each sample has exactly one entry, of weight 1: [*output shape].
+      gains: float32 [*output shape, K], 0 for padding. If each sample has exactly one
+        entry, of weight 1: None.
+    """
+
+    rows: tf.Tensor
+    gains: tf.Tensor | None
+
+
+def pad(
+    selection: Selection, shape: tuple[int | None, ...], most: int | None
+) -> Padded:
+    """Pads the entries of a feature.
+
+    Args:
+      selection: The rows to look up.
+      shape: The static output shape, without the embedding axis.
+      most: The largest number of entries of a sample, or None: the largest number in
+        this batch.
+    """
+    axes = tf.stack(selection.axes)
+    if selection.one_each and selection.weights is None:
+        rows = tf.reshape(tf.cast(selection.rows, tf.int32), axes)
+        return Padded(tf.ensure_shape(rows, shape), None)
+    entries = selection.entries()
+    count = entries.num_samples
+    begins = tf.searchsorted(entries.samples, tf.range(count), out_type=tf.int64)
+    index = tf.range(tf.size(entries.rows, tf.int64))
+    position = index - tf.gather(begins, entries.samples)
+    known = None if most is None else max(most, 1)
+    width = tf.constant(known or 1, tf.int64)
+    if known is None:  # At least 1, even if there are no entries.
+        width = tf.maximum(tf.reduce_max(position) + 1, width)
+    places = tf.stack([entries.samples, position], axis=1)
+
+    def spread(values: tf.Tensor) -> tf.Tensor:
+        padded = tf.scatter_nd(places, values, tf.stack([count, width]))
+        padded = tf.reshape(padded, tf.concat([axes, [width]], 0))
+        return tf.ensure_shape(padded, (*shape, known))
+
+    # A scatter fills with zeros, which become -1.
+    rows = spread(tf.cast(entries.rows, tf.int32) + 1) - 1
+    return Padded(rows, spread(entries.gains))
+
+
+def combine_padded(padded: Padded, reader: TableReader) -> tf.Tensor:
+    """The activation of one feature in a TPU program.
+
+    Args:
+      padded: The rows to look up.
+      reader: The table.
+
+    Returns:
+      float32 [*output shape, D].
+    """
+    if padded.gains is None:
+        return reader.read(padded.rows)
+    is_entry = padded.rows >= 0
+    first = tf.maximum(tf.gather(padded.rows, [0], axis=-1), 0)
+    values = reader.read(tf.where(is_entry, padded.rows, first))
+    # A NaN in a row must count for an entry of gain 0, but not for padding.
+    products = values * tf.expand_dims(padded.gains, -1)
+    products = tf.where(tf.expand_dims(is_entry, -1), products, 0.0)
+    return tf.reduce_sum(products, axis=-2)

@@ -4,8 +4,9 @@
                                                samples: [ 0, 0, 2 ]
                                                gains:   [.5,.5, 1 ]
 
-These are the rules and messages of ops/cc/core/feature.cc, in stock ops. All checks
-come first: what they are computed from must stand input of any sort.
+The rules and messages are those of ops/cc/core/feature.cc, in TensorFlow's ops. All
+checks are computed before the first one fails, so computing them must not itself fail
+on malformed input.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tpu_embedding.inputs import InputKind
-from tpu_embedding.lookup import quick
 from tpu_embedding.lookup.graph_checks import (
     Bound,
     Change,
@@ -29,16 +29,17 @@ from tpu_embedding.lookup.graph_checks import (
     text,
 )
 from tpu_embedding.lookup.input_rows import (
+    MAX_UNBACKED_ROWS,
     Checks,
     FeatureInput,
     Rows,
+    axes_of,
     first,
     ids_in_range,
     output_axes,
     rows_of,
     with_sizes,
 )
-from tpu_embedding.lookup.quick import Plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +66,16 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What one feature looks up, before gains are made of its weights.
+    """The rows that one feature looks up, with weights in place of gains.
 
     Attributes:
-      rows: int64 [n], each in [0, V); they wait for the checks.
-      unchecked_samples: int64 [n], for ops that take `rows` too and so wait for them.
-      weights: float32 [n], or None where all are 1.
+      rows: int64 [n], each in [0, V). They depend on the checks.
+      unchecked_samples: int64 [n], for ops that also take `rows` and so depend on the
+        checks.
+      weights: float32 [n], or None if all weights are 1.
       axes: int64 scalars, the output shape without the embedding axis.
-      combiner: The table's.
-      one_each: Entry i is all that sample i has, and n is the number of samples.
+      combiner: "sum", "mean" or "sqrtn".
+      one_each: Whether entry i is the only entry of sample i, for n samples.
     """
 
     rows: tf.Tensor
@@ -99,10 +101,10 @@ class Selection:
         weights = self.weights
         if weights is None:
             weights = tf.ones_like(self.rows, tf.float32)
-        # Whoever makes room for a shape must wait for its checks, as the rows do.
+        # Ops that allocate memory for the shape must wait for the checks.
         with tf.control_dependencies([self.rows]):
             shape = tf.stack(self.axes)
-        # Not negative even where a check fails: tracing looks at constants, too.
+        # Not negative even if a check fails, because tracing evaluates constants.
         count = tf.maximum(self.num_samples, 0)
         samples = self.samples
         gains = _gains(self.combiner, samples, weights, count)
@@ -112,18 +114,18 @@ class Selection:
 def build_entries(
     inputs: Sequence[FeatureInput], on_failure: Change = no_change
 ) -> list[Entries]:
-    """As `select`, with gains."""
+    """Returns the entries of the features of one replica; see `select`."""
     return [selection.entries() for selection in select(inputs, on_failure)]
 
 
 def select(
     inputs: Sequence[FeatureInput], on_failure: Change = no_change
 ) -> list[Selection]:
-    """Checks the features of one replica and says what they look up.
+    """Checks the features of one replica and selects the rows that they look up.
 
     Args:
       inputs: The features.
-      on_failure: What is to change before an error.
+      on_failure: Makes ops that run before an error is raised.
 
     Raises:
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
@@ -132,15 +134,13 @@ def select(
         drafts = [_draft(feature) for feature in with_sizes(inputs)]
         require([check for draft in drafts for check in draft.checks()], on_failure)
         return [draft.finish(draft.ids) for draft in drafts]
-    plain = [feature for feature in inputs if quick.covers(feature)]
-    drafts = [_draft(feature) for feature in with_sizes(inputs, quick.covers)]
-    exact = [None if quick.covers(d.feature) else d.checks() for d in drafts]
-    masks = quick.masks_of(
-        [Plain(d.feature, d.rows, d.ids) for d in drafts if quick.covers(d.feature)]
-    )
+    plain = [feature for feature in inputs if _is_plain(feature)]
+    drafts = [_draft(feature) for feature in with_sizes(inputs, unless=_is_plain)]
+    exact = [None if _is_plain(d.feature) else d.checks() for d in drafts]
+    masks = _plain_masks([d for d in drafts if _is_plain(d.feature)])
 
     def checks() -> list[Check | Bound]:
-        # Those of plain features are made where they are needed, of the inputs alone.
+        # The checks of plain features are made only in the branch that needs them.
         anew = (_draft(feature).checks() for feature in with_sizes(plain))
         each = (next(anew) if own is None else own for own in exact)
         return [check for own in each for check in own]
@@ -154,14 +154,14 @@ def select(
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """A selection that holds if the checks do.
+    """A selection before its checks.
 
     Attributes:
       feature: The feature.
-      rows: Its rows.
+      rows: The rows of its input.
       ids: int64 [n].
-      checks: Of the feature.
-      finish: Makes the selection of the ids, as they are after the checks.
+      checks: Makes the checks.
+      finish: Makes the selection from the ids, which must depend on the checks.
     """
 
     feature: FeatureInput
@@ -172,7 +172,7 @@ class _Draft:
 
 
 def _check_sizes(feature: FeatureInput) -> list[Bound]:
-    """What the rest relies on."""
+    """Checks of sizes, on which all other checks rely."""
     batch, name = feature.batch, feature.name
     checks: list[Bound] = []
     num_ids = tf.size(batch.ids, tf.int64)
@@ -222,7 +222,7 @@ def _draft(feature: FeatureInput) -> _Draft:
     axes, positions, shape_checks = output_axes(feature, rows)
     ids = tf.cast(_flat(batch.ids), tf.int64)
     weights = None if batch.weights is None else _flat(batch.weights)
-    kept = []  # Masks of the entries that are to stay.
+    kept = []  # Masks of the entries to keep.
     if config.invalid_ids == "drop":
         kept.append(ids_in_range(ids, config.vocabulary_size))
     sample = rows.row
@@ -234,7 +234,7 @@ def _draft(feature: FeatureInput) -> _Draft:
     def finish(ids: tf.Tensor) -> Selection:
         columns = [ids, sample] if weights is None else [ids, sample, weights]
         if kept:
-            # After the checks: masks and weights of other sizes fail without a name.
+            # After the checks, which name the feature if sizes differ; the ops do not.
             with tf.control_dependencies([ids]):
                 mask = tf.reduce_all(tf.stack(kept), axis=0)
                 columns = [tf.boolean_mask(column, mask) for column in columns]
@@ -283,7 +283,7 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
 def _check_entries(
     feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
 ) -> list[Check]:
-    """That each weight is finite and each id in range, where that is asked for."""
+    """Checks of weights (if `check_numerics`) and ids (unless dropped or wrapped)."""
     config = feature.table.config
     finite = valid = None
     if feature.check_numerics and weights is not None:
@@ -314,14 +314,14 @@ def _check_entries(
         )
         return tf.where(finite[entry], invalid, infinite)
 
-    # Each by itself: where sizes differ, an earlier check says so.
+    # One check for each mask: their sizes may differ, which an earlier check reports.
     return [Check(mask, message) for mask in masks]
 
 
 def _gains(
     combiner: str, samples: tf.Tensor, weights: tf.Tensor, num_samples: tf.Tensor
 ) -> tf.Tensor:
-    """Weights over each sample's divisor; one of exactly 0 makes all of them 0."""
+    """Divides weights by the divisor of their sample; 0 if the divisor is exactly 0."""
     if combiner == "sum":
         return weights
     # In double precision, as weights of both signs may almost cancel.
@@ -333,3 +333,63 @@ def _gains(
     return tf.cast(
         tf.math.divide_no_nan(precise, tf.gather(divisors, samples)), tf.float32
     )
+
+
+# A quick test of plain sparse features, of all at once in few ops. The exact checks
+# take a dozen ops for each feature, and the time of a small batch is that of its ops.
+# A batch that passes is valid; any other is checked exactly.
+
+# Entries are ordered by row * _MAX_COLUMNS + column, which no shape overflows.
+_MAX_COLUMNS = 2**31
+
+
+def _is_plain(feature: FeatureInput) -> bool:
+    """Whether there is a quick test: of a sparse matrix without weights."""
+    batch = feature.batch
+    return (
+        batch.kind is InputKind.SPARSE
+        and batch.static_shape.rank == 2
+        and batch.weights is None
+        and feature.declared is None
+    )
+
+
+def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
+    """Bool vectors; the features are valid if all elements are true."""
+    if not features:
+        return []
+    axes = [axis for f in features for axis in axes_of(f.feature)]
+    shapes = tf.bitcast(tf.stack(axes), tf.uint64)
+    largest = []  # Rows and columns for which the test is exact.
+    for f in features:
+        positions = max(f.feature.spec.config.max_sequence_length, 1)
+        rows = min(MAX_UNBACKED_ROWS, f.feature.max_samples) // positions
+        largest += [rows, _MAX_COLUMNS]
+    masks = [shapes <= tf.constant(largest, tf.uint64)]
+    bounds = tf.unstack(shapes, num=2 * len(features))
+    indices = [index for f in features for index in (f.rows.row, f.rows.position)]
+    # As unsigned numbers negative indices are the largest: one comparison.
+    masks += [
+        tf.bitcast(index, tf.uint64) < bound
+        for index, bound in zip(indices, bounds, strict=True)
+    ]
+    masks += [
+        ids_in_range(f.ids, f.feature.table.config.vocabulary_size)
+        for f in features
+        if f.feature.table.config.invalid_ids == "error"
+    ]
+    # One index for each id.
+    num_ids = tf.shape_n([f.ids for f in features], tf.int64)
+    num_indices = tf.shape_n([f.rows.row for f in features], tf.int64)
+    masks.append(tf.equal(_concat(num_ids), _concat(num_indices)))
+    # Indices ascend; each feature stands between a first and a last key.
+    first_key, last_key = (tf.constant([key], tf.int64) for key in (-1, 2**63 - 1))
+    keys = [f.rows.row * _MAX_COLUMNS + f.rows.position for f in features]
+    before = tf.concat([part for own in keys for part in (first_key, own)], 0)
+    after = tf.concat([part for own in keys for part in (own, last_key)], 0)
+    masks.append(before < after)
+    return masks
+
+
+def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)

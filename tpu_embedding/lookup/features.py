@@ -1,4 +1,4 @@
-"""Features of a plan, looked up at once in tables of any form."""
+"""Lookups of all features of a plan, in tables stored in any form."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ import tensorflow as tf
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import FeatureSpec, Plan, refuse_custom
-from tpu_embedding.lookup.combine import TableReader, combine, reader_of
+from tpu_embedding.lookup.combine import (
+    TableReader,
+    combine,
+    combine_padded,
+    pad,
+    reader_of,
+)
 from tpu_embedding.lookup.entries import Selection, select
-from tpu_embedding.lookup.input_rows import MOST_SAMPLES, FeatureInput
-from tpu_embedding.lookup.padded import combine_padded, pad
+from tpu_embedding.lookup.input_rows import MAX_SAMPLES, FeatureInput
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureLookup:
-    """Features of a plan, looked up in tables of any form.
+    """Looks features of a plan up.
 
     Attributes:
       plan: The features.
-      readers: By index of the table; of those that are used.
-      most_samples: Sparse input that claims more samples is refused.
+      readers: The tables by index; unused tables may be missing.
+      max_samples: The largest number of samples that sparse input may claim to have.
       check_numerics: Whether weights must be finite.
-      batch_size: The size of a batch, where it is known before the graph runs; an
-        exported graph takes any. None: any.
+      batch_size: The size that static shapes must agree with, or None for any size.
     """
 
     plan: Plan
     readers: Mapping[int, TableReader]
-    most_samples: int = MOST_SAMPLES
+    max_samples: int = MAX_SAMPLES
     check_numerics: bool = False
     batch_size: int | None = None
 
@@ -46,12 +50,12 @@ class FeatureLookup:
 
         Args:
           specs: Features of the plan.
-          values: Their ids.
-          weights: For each weights or None.
+          values: The ids of each feature.
+          weights: The weights of each feature, or None.
 
         Raises:
-          TypeError, ValueError, tf.errors.InvalidArgumentError: If a feature is not
-            what its configuration takes, as in `serving_embedding_lookup`.
+          TypeError, ValueError, tf.errors.InvalidArgumentError: If an input does not
+            fit the feature, as in `serving_embedding_lookup`.
         """
         activations = []
         for chosen in self._choose(specs, values, weights):
@@ -67,19 +71,19 @@ class FeatureLookup:
         weights: Sequence[Any],
         on_host: Callable[..., Any],
     ) -> list[tf.Tensor]:
-        """As a call, in a program of a TPU: it cannot fail, and its shapes are fixed.
+        """As a call, in a TPU program, which cannot fail and has fixed shapes.
 
-        The number of entries of a sample is fixed by the static shape of a feature;
-        where it has none, as with ragged features, by the largest of the batch.
+        The number of entries of a sample is that of the static shape of a feature. If
+        it is unknown, as for ragged features, it is the largest in the batch.
 
         Args:
           specs: Features of the plan.
-          values: Their ids.
-          weights: For each weights or None.
-          on_host: Calls a function so that its ops run on the host.
+          values: The ids of each feature.
+          weights: The weights of each feature, or None.
+          on_host: Calls a function so that its ops run on the TPU's host.
 
         Raises:
-          As a call, but on the host.
+          The errors of a call, on the host.
         """
 
         def padded() -> list[Any]:
@@ -100,7 +104,7 @@ class FeatureLookup:
         weights: Sequence[Any],
     ) -> list[_Chosen]:
         refuse_custom([self.plan.tables[s.table] for s in specs], optimizers=False)
-        # Numbered anew, as these may be some of the features only.
+        # Renumber them: these may be only some of the features of the plan.
         specs = [dataclasses.replace(s, index=i) for i, s in enumerate(specs)]
         batches = [
             to_id_batch(spec.path, value, weight)
@@ -115,7 +119,7 @@ class FeatureLookup:
                     batch=batch,
                     declared=shapes.declared(spec.index),
                     check_numerics=self.check_numerics,
-                    most_samples=self.most_samples,
+                    max_samples=self.max_samples,
                 )
                 for spec, batch in zip(specs, batches, strict=True)
             ]
@@ -148,10 +152,10 @@ class FeatureLookup:
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """What one feature of a batch looks up.
+    """The rows that one feature of a batch looks up.
 
     Attributes:
-      shape: What is known of the output shape, without the embedding axis.
+      shape: The static output shape, without the embedding axis.
     """
 
     spec: FeatureSpec
@@ -161,7 +165,7 @@ class _Chosen:
 
     @property
     def most_entries(self) -> int | None:
-        """The most entries that a sample can have, where that is known."""
+        """The largest number of entries of a sample, or None if unknown."""
         static = self.batch.static_shape
         if self.spec.config.max_sequence_length or static.rank == 1:
             return 1

@@ -1,7 +1,7 @@
-"""Errors out of stock ops: the same in graphs as eagerly, before anything changes.
+"""Errors raised by TensorFlow's ops, the same in graphs as eagerly.
 
-Eagerly an error is a plain exception. In a graph an op has to fail; what follows a
-check must take the control inputs that the check returns.
+Eagerly a failed check raises an exception. In a graph an op fails, so ops that must
+not run after a failed check need the control inputs that the check returns.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import tensorflow as tf
 
 _MOST_BRANCHES = 8  # Of one switch; a feature has up to eight checks.
 
-# Makes the ops of a change that an error brings with it.
+# Makes ops that run before an error is raised.
 Change = Callable[[], list[Any]]
 
 
 def no_change() -> list[Any]:
-    """For errors that change nothing."""
+    """For errors before which nothing runs."""
     return []
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What has to hold of a caller's values.
+    """A condition on the caller's values.
 
     Attributes:
-      ok: bool of any shape, true everywhere. Masks are passed as they are: those of
-        all checks are reduced at once.
-      message: Makes the string scalar to fail with. Called in the failing branch.
+      ok: bool of any shape; the check holds if all elements are true. Do not reduce
+        masks: those of all checks are reduced at once.
+      message: Makes the error message, a string scalar. Called in the failing branch.
     """
 
     ok: tf.Tensor
@@ -40,12 +40,12 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A check that one number is at most another; those of all are compared at once.
+    """A check that low <= high. All bounds are compared at once.
 
     Attributes:
       low: int64 scalar.
       high: int64 scalar.
-      message: As of a Check.
+      message: As in `Check`.
     """
 
     low: tf.Tensor
@@ -54,12 +54,12 @@ class Bound:
 
     @property
     def ok(self) -> tf.Tensor:
-        """Bool scalar, of this one alone."""
+        """Bool scalar."""
         return self.low <= self.high
 
 
 def text(*parts: Any) -> tf.Tensor:
-    """The parts in a row as one string scalar; tensors must be scalars."""
+    """Joins the parts to one string scalar; tensors must be scalars."""
     return tf.strings.join(
         [
             part if isinstance(part, str) else tf.strings.as_string(part)
@@ -74,16 +74,16 @@ def require(
     """Fails with the message of the first check that does not hold.
 
     Args:
-      checks: In order; each `ok` must be computable even if those before fail.
-      on_failure: What is to change, where a check fails, before the error.
+      checks: In order. Each `ok` must be computable even if earlier checks fail.
+      on_failure: Makes ops that run before the error is raised.
 
     Returns:
-      The control inputs for all that must not happen after a failure.
+      Control inputs for all ops that must not run after a failure.
 
     Raises:
-      tf.errors.InvalidArgumentError: Eagerly at once, in a graph when it runs: by an
-        op that quotes a text it cannot read as a number. (Assert would do, but it
-        escapes the quotes in a message.)
+      tf.errors.InvalidArgumentError: Eagerly at once, in a graph when it runs. In a
+        graph tf.strings.to_number raises it, which quotes a text that is no number;
+        Assert would escape the quotes in a message.
     """
     if tf.executing_eagerly():
         _require_now(checks, on_failure)
@@ -104,19 +104,22 @@ def guard(
     tensors: Sequence[tf.Tensor],
     on_failure: Change = no_change,
 ) -> list[tf.Tensor]:
-    """As `require` unless `holds`; gives the tensors back for all that has to wait.
+    """As `require`, but makes the checks only in a branch that runs unless `holds`.
 
-    Unlike with tf.cond the branch that checks stays a function that is called or not:
-    its many ops would else be part of the graph, and each run would pass them by. The
-    tensors go through it, lest TensorFlow infer the shapes that are checked from what
-    is done with the tensors afterwards, and leave the checks out.
+    TensorFlow inlines the branches of tf.cond, so every run would have to skip the
+    many ops of the checks. The branches of this op stay functions. The tensors pass
+    through them. Otherwise TensorFlow would infer the shapes under test from later
+    uses of the tensors, and remove the checks.
 
     Args:
-      holds: Bool scalar of a graph; only where it is false is anything checked.
-      checks: Makes the checks, in that branch: so that it takes what they are made
-        of, and not each of their many parts.
-      tensors: Of integers, for which no gradient is needed.
+      holds: Bool scalar of a graph.
+      checks: Makes the checks. Called in the branch, so that the inputs of the branch
+        are the inputs of the checks and not their many intermediate results.
+      tensors: Integer tensors, which need no gradient.
       on_failure: As for `require`.
+
+    Returns:
+      The tensors, for all ops that must not run after a failure.
     """
     tensors = [t if tf.is_symbolic_tensor(t) else tf.identity(t) for t in tensors]
 
@@ -154,11 +157,14 @@ def _require_now(checks: Sequence[Check | Bound], on_failure: Change) -> None:
 def all_hold(
     checks: Sequence[Check | Bound], masks: Sequence[tf.Tensor] = ()
 ) -> tf.Tensor:
-    """Whether all do and the masks are true, a bool scalar in as few ops as it takes.
+    """Whether all checks hold and all masks are true, in as few ops as possible.
 
     Args:
-      checks: In a graph; with `masks` at least one.
+      checks: Checks of a graph. There must be at least one check or mask.
       masks: Bool vectors.
+
+    Returns:
+      A bool scalar.
     """
     bounds = [check for check in checks if isinstance(check, Bound)]
     oks = [check.ok for check in checks if isinstance(check, Check)]
@@ -183,15 +189,15 @@ def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[An
     message = _one_of([check.message for check in checks], first)
     with tf.control_dependencies(on_failure()):
         failure = tf.strings.to_number(message, name="invalid_argument")
-    # To be stateful, lest the branch be optimised away.
+    # Assert is stateful, so TensorFlow does not remove the branch.
     return [tf.raw_ops.Assert(condition=False, data=[failure])]
 
 
 def _one_of(makers: Sequence[Callable[[], tf.Tensor]], index: tf.Tensor) -> tf.Tensor:
-    """What `makers[index]` makes.
+    """Calls `makers[index]`.
 
-    Each branch of a switch takes the inputs of all: with hundreds of branches that is
-    most of the time of tracing, so that many go in two levels.
+    Each branch of a switch takes the inputs of all branches. With hundreds of branches
+    that would take most of the time of tracing, so they are split into levels.
     """
     if len(makers) <= _MOST_BRANCHES:
         return tf.switch_case(index, list(makers))
@@ -214,7 +220,7 @@ def refuse(
       on_failure: As in `require`.
 
     Returns:
-      The control inputs for all that must not happen after a failure.
+      Control inputs for all ops that must not run after a failure.
 
     Raises:
       tf.errors.FailedPreconditionError: Eagerly at once, in a graph when it runs.
@@ -234,10 +240,10 @@ def refuse(
 
 
 def _failing(message: str) -> Callable[[], tf.Tensor]:
-    """A branch that fails with FailedPreconditionError.
+    """A branch that raises FailedPreconditionError.
 
-    The one stock op that does so reads a variable that does not exist, and says
-    its name: the name is the message.
+    The only op of TensorFlow that does so reads a variable that does not exist. The
+    error quotes the name of the variable, which is the message here.
     """
 
     def fail() -> tf.Tensor:

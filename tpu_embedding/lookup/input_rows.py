@@ -1,9 +1,9 @@
-"""Where the entries of a feature stand: rows, positions and the output shape.
+"""The row and position of each entry of a feature, and the output shape.
 
-A row is what the last axis of the input runs over. These are the rules and messages
-of ops/cc/core/feature.cc, in stock ops; nothing here fails on input of any sort but
-a shape or indices of another rank, so that all checks can be computed before the
-first one is made.
+A row is one slice of the input along its last axis. The rules and messages are those
+of ops/cc/core/feature.cc, in TensorFlow's ops. All checks are computed before the
+first one fails, so no op here may fail on malformed input. The exceptions are a shape
+and indices of another rank.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.plan import FeatureSpec, TableSpec
 from tpu_embedding.lookup.graph_checks import Bound, Check, text
 
-# Makes the checks of something: in a graph each costs ops.
+# Makes checks when called, because each check costs ops in a graph.
 Checks = Callable[[], list[Check | Bound]]
 
-MOST_SAMPLES = 2**31  # More than any batch has; a hostile shape may say so.
-# A shape is only a claim. Above the first of these it must be backed by ids: each
-# stands for the second of rows at most, so that memory is in proportion to the input.
-MOST_UNBACKED_ROWS = 2**24
-MOST_ROWS_PER_ID = 64
+MAX_SAMPLES = 2**31  # More than any batch has, but not more than a hostile shape.
+# The shape of an input need not match its data. A shape of more than the first number
+# of rows needs one id for every MAX_ROWS_PER_ID rows, so that memory stays in
+# proportion to the input.
+MAX_UNBACKED_ROWS = 2**24
+MAX_ROWS_PER_ID = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureInput:
-    """One batch of a feature and what is known of it.
+    """One batch of a feature, and the rules for it.
 
     Attributes:
       spec: The feature.
-      table: Its table.
+      table: The table of the feature.
       batch: The ids.
       declared: The output shape that was declared, or None.
-      check_numerics: Refuse weights that are not finite.
-      most_samples: Refuse more of them.
-      most_rows: int64 scalar, the rows that an input of so many ids may claim; of
-        those that can claim any, from `with_sizes` on.
-      num_indices: int64 scalar, the numbers that the indices of so many ids have; as
-        `most_rows`.
+      check_numerics: Whether weights must be finite.
+      max_samples: The largest number of samples that the input may have.
+      max_rows: int64 scalar, the largest number of rows that an input with this many
+        ids may have. Set by `with_sizes` if `claims`.
+      num_indices: int64 scalar, the size of the indices of an input with this many
+        ids. Set by `with_sizes` if `claims`.
     """
 
     spec: FeatureSpec
@@ -54,13 +55,13 @@ class FeatureInput:
     batch: IdBatch
     declared: Declared | None
     check_numerics: bool
-    most_samples: int = MOST_SAMPLES
-    most_rows: tf.Tensor | None = None
+    max_samples: int = MAX_SAMPLES
+    max_rows: tf.Tensor | None = None
     num_indices: tf.Tensor | None = None
 
     @property
     def claims(self) -> bool:
-        """Whether its shape says more than its ids: it is not ragged, nor rank 1."""
+        """Whether the shape may have more rows than data: not ragged, not rank 1."""
         batch = self.batch
         if batch.kind is InputKind.DENSE:
             return batch.static_shape.rank != 1
@@ -68,20 +69,21 @@ class FeatureInput:
 
     @property
     def name(self) -> str:
-        """How messages begin."""
+        """The feature as error messages name it."""
         return f"Feature {self.spec.path}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of an input: its shape without the last axis.
+    """The rows of an input.
 
     Attributes:
-      axes: int64 scalars, whose product is the number of rows.
+      axes: int64 scalars, the shape without the last axis. The number of rows is
+        their product.
       row: int64 [n], the row of each entry.
-      position: int64 [n], where in its row each entry stands.
-      checks: Of the input's structure.
-      one_each: Entry i is all that row i has.
+      position: int64 [n], the position of each entry in its row.
+      checks: Makes the checks of the input's structure.
+      one_each: Whether entry i is the only entry of row i.
     """
 
     axes: list[tf.Tensor]
@@ -95,11 +97,11 @@ def with_sizes(
     features: Sequence[FeatureInput],
     unless: Callable[[FeatureInput], bool] = lambda _: False,
 ) -> list[FeatureInput]:
-    """The same, with what follows from the numbers of ids: for all at once.
+    """Sets `max_rows` and `num_indices`, for all features of a call in few ops.
 
     Args:
-      features: Of one call.
-      unless: Of which features nothing is needed.
+      features: All features of one call.
+      unless: Tells which features do not need them.
     """
 
     def claims(feature: FeatureInput) -> bool:
@@ -110,13 +112,13 @@ def with_sizes(
         return list(features)
     num_ids = tf.stack([tf.size(f.batch.ids, tf.int64) for f in claiming])
     ranks = tf.stack([tf.size(f.batch.shape, tf.int64) for f in claiming])
-    limits = tf.constant([f.most_samples for f in claiming], tf.int64)
-    backed = tf.maximum(MOST_ROWS_PER_ID * num_ids, MOST_UNBACKED_ROWS)
-    most_rows = iter(tf.unstack(tf.minimum(backed, limits)))
+    limits = tf.constant([f.max_samples for f in claiming], tf.int64)
+    backed = tf.maximum(MAX_ROWS_PER_ID * num_ids, MAX_UNBACKED_ROWS)
+    max_rows = iter(tf.unstack(tf.minimum(backed, limits)))
     num_indices = iter(tf.unstack(num_ids * ranks))
     return [
         dataclasses.replace(
-            feature, most_rows=next(most_rows), num_indices=next(num_indices)
+            feature, max_rows=next(max_rows), num_indices=next(num_indices)
         )
         if claims(feature)
         else feature
@@ -130,14 +132,15 @@ def rows_of(feature: FeatureInput) -> Rows:
 
 
 def ids_in_range(ids: tf.Tensor, vocabulary_size: int) -> tf.Tensor:
-    """Bool [n]. Without a sign, negative ids are the largest: one comparison."""
+    """Bool [n]. As unsigned numbers negative ids are the largest: one comparison."""
     return tf.bitcast(ids, tf.uint64) < vocabulary_size
 
 
 def axes_of(feature: FeatureInput) -> list[tf.Tensor]:
     """The axes of sparse input, int64 scalars.
 
-    A shape of another rank, which no check sees, fails by the name of this op.
+    No check covers a shape of another rank. This op fails on it, and the op's name is
+    in TensorFlow's error.
     """
     return tf.unstack(
         feature.batch.shape,
@@ -147,7 +150,7 @@ def axes_of(feature: FeatureInput) -> list[tf.Tensor]:
 
 
 def _op_name(part: str, feature: FeatureInput) -> str:
-    """A name that says in TensorFlow's own errors what was wrong."""
+    """An op name that names the feature in TensorFlow's errors."""
     path = re.sub(r"\W", "_", feature.spec.path, flags=re.ASCII)
     return f"{part}_of_{path}"
 
@@ -160,10 +163,12 @@ def first(mask: tf.Tensor) -> tf.Tensor:
 def output_axes(
     feature: FeatureInput, rows: Rows
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
-    """The axes of the output, the number of positions per row, and what makes checks.
+    """The output shape of a feature.
 
-    Positions are None where a row is always one sample; where they are 0 it is one
-    in this batch; else each position of a row is a sample of its own.
+    Returns:
+      (axes of the output, number of positions per row, function that makes the
+      checks). The number of positions is None if a row is always one sample, and 0 if
+      it is one sample in this batch. Else each position of a row is one sample.
     """
     length, declared = feature.spec.config.max_sequence_length, feature.declared
     if not length and declared and feature.batch.kind is InputKind.RAGGED:
@@ -177,11 +182,11 @@ def output_axes(
     def checks() -> list[Check | Bound]:
         made: list[Check | Bound] = []
         if feature.claims:
-            made += _check_size(feature, rows.axes, feature.most_rows)
+            made += _check_size(feature, rows.axes, feature.max_rows)
         if declared is not None:
             made.append(_check_declared(feature, declared, axes))
         if length:
-            made += _check_size(feature, axes, feature.most_samples)
+            made += _check_size(feature, axes, feature.max_samples)
         return made
 
     return axes, positions, checks
@@ -190,7 +195,7 @@ def output_axes(
 def _check_size(
     feature: FeatureInput, axes: list[tf.Tensor], most: Any
 ) -> list[Check | Bound]:
-    """That a shape which no data stand for is one that memory may hold."""
+    """Checks that a shape, which need not match its data, may fit into memory."""
     most = tf.convert_to_tensor(most, tf.int64)
 
     def message() -> tf.Tensor:
@@ -205,7 +210,8 @@ def _check_size(
     if len(axes) == 1:
         zero = tf.constant(0, tf.int64)
         return [Bound(zero, axes[0], message), Bound(axes[0], most, message)]
-    shape = tf.stack(axes)  # In double precision, as hostile axes overflow an integer.
+    # In double precision, because the product of hostile axes overflows an integer.
+    shape = tf.stack(axes)
     products = tf.math.cumprod(tf.cast(shape, tf.float64))
     fits = (shape >= 0, shape <= most, products <= tf.cast(most, tf.float64))
     return [Check(ok, message) for ok in fits]
@@ -214,10 +220,10 @@ def _check_size(
 def _filled(
     feature: FeatureInput, declared: Declared, count: tf.Tensor
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
-    """How `count` ragged rows fill the declared shape.
+    """The output shape of `count` ragged rows; returns as `output_axes`.
 
-    They do if its product is `count`, where one open axis may take up what the
-    others leave; or if it is m times `count`: then a row is m positions.
+    The rows fill the declared shape if its product is `count`, where one axis may be
+    open, or if its product is m times `count`, where each row has m positions.
     """
     known = math.prod(axis for axis in declared.shape if axis is not None)
     num_open = sum(axis is None for axis in declared.shape)
@@ -270,7 +276,7 @@ def _dense_rows(feature: FeatureInput) -> Rows:
         count = tf.unstack(batch.shape, num=1)
         return Rows(count, index, tf.zeros_like(index), list, one_each=True)
     *axes, length = tf.unstack(batch.shape, num=batch.static_shape.rank)
-    length = tf.maximum(length, 1)  # Without ids nothing is divided.
+    length = tf.maximum(length, 1)  # A length of 0 would divide by 0.
     return Rows(axes, index // length, index % length, list)
 
 
@@ -310,7 +316,7 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
     ]
     index = tf.range(num_ids)
     row = tf.searchsorted(splits, index, side="right", out_type=tf.int64) - 1
-    # The extra split and the maximum are for splits that fail the checks.
+    # The extra split and the maximum are needed only if splits fail the checks.
     starts = tf.gather(tf.concat([splits, [0]], 0), tf.maximum(row, 0))
     count = tf.size(splits, tf.int64) - 1
     return Rows([count], row, index - starts, lambda: checks)
@@ -320,7 +326,7 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
     batch = feature.batch
     rank, name = batch.static_shape.rank, _op_name("indices", feature)
     axes = axes_of(feature)
-    # As with the axes: indices of another rank fail by the name of this op.
+    # As in `axes_of`: indices of another rank fail with the name of this op.
     row, *middle, column = tf.unstack(batch.structure, num=rank, axis=1, name=name)
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
@@ -329,13 +335,13 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
 
 
 def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check | Bound]:
-    """That the indices of sparse input are inside of its shape, and ascend."""
+    """Checks that the indices of sparse input are inside its shape and ascend."""
     shape, indices = feature.batch.shape, feature.batch.structure
-    # Without a sign, negative indices are the largest: one comparison.
+    # As unsigned numbers negative indices are the largest: one comparison.
     limits = tf.bitcast(tf.maximum(shape, 0), tf.uint64)
     inside = tf.bitcast(indices, tf.uint64) < limits
-    # An index comes after the one before if its last axis grows and no other falls;
-    # each axis that does not suffice wants a step of 1 from the one before it.
+    # In row-major order an axis must grow by at least 1 unless the axes before it
+    # grow: from the last axis to the first, `wanted` is the step that is still needed.
     first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=len(axes), axis=1)
     wanted = tf.constant(1, tf.int64)
     for step in reversed(steps):
@@ -371,7 +377,7 @@ _READERS = {
 
 
 def _shape_text(axes: list[tf.Tensor]) -> tf.Tensor:
-    """The shape as Python writes a tuple; an axis below 0 is None."""
+    """The shape as Python prints a tuple, with None for a negative axis."""
     shape = tf.stack(axes)
     words = tf.where(shape < 0, "None", tf.strings.as_string(shape))
     joined = tf.strings.reduce_join(words, separator=", ")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
-from tpu_embedding.lookup.input_rows import MOST_SAMPLES
+from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
@@ -45,7 +45,7 @@ def export(
     weighted: Collection[str] = (),
     dense_inputs: Mapping[str, tf.TensorSpec] | None = None,
     invalid_ids: str | None = None,
-    most_samples: int = MOST_SAMPLES,
+    most_samples: int = MAX_SAMPLES,
 ) -> Report:
     """Writes tables and a model as a SavedModel of stock TensorFlow ops, without slots.
 
