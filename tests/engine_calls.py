@@ -11,7 +11,7 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines import Engine, EngineOptions, create_engine, lay_out
+from tpu_embedding.engines import Engine, EngineOptions, choose
 from tpu_embedding.inputs import IdBatch, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import make_plan
@@ -47,14 +47,15 @@ def make_engine(
         num_replicas=num_replicas,
         device="/device:CPU:0",
     )
-    return create_engine(
+    engine_class = choose(topology, plan)
+    return engine_class(
         EngineOptions(
             plan=plan,
             topology=topology,
             output_shapes=shapes,
             pipelined=pipelined,
             check_numerics=True,
-            layout=lay_out(plan, topology, SparseCoreEmbeddingConfig()),
+            layout=engine_class.lay_out(plan, topology, SparseCoreEmbeddingConfig()),
         )
     )
 

@@ -39,7 +39,7 @@ def random_call(rng: np.random.Generator, num_replicas: int, kinds: str) -> Any:
         engine.enqueue(batches, caller, training=training)
 
     def look_up(engine: Engine, tickets: list) -> list[tf.Tensor]:
-        result = engine.lookup(Mixed.batch(seed, bad=bad), replica)
+        result = engine.lookup_call(Mixed.batch(seed, bad=bad), replica)
         tickets.append((result.ticket, replica))
         return result.activations
 
@@ -264,11 +264,11 @@ def test_a_ticket_is_used_once_within_one_graph():
 
     @tf.function
     def step() -> None:
-        ticket = engine.lookup(Mixed.batch(0), 0).ticket
+        ticket = engine.lookup_call(Mixed.batch(0), 0).ticket
         engine.submit(ticket, Mixed.gradients(0), 0)
         engine.submit(ticket, Mixed.gradients(1), 0)
 
     with pytest.raises(tf.errors.FailedPreconditionError, match="were applied already"):
         step()
-    other.submit(other.lookup(Mixed.batch(0), 0).ticket, Mixed.gradients(0), 0)
+    other.submit(other.lookup_call(Mixed.batch(0), 0).ticket, Mixed.gradients(0), 0)
     assert_same_variables(engine, other, "after one update")

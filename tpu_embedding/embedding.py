@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import distribution, engines, errors
+from tpu_embedding import errors
 from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, do_not_convert
-from tpu_embedding.engines import Engine
+from tpu_embedding.engines import Engine, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.tf_configs import ConstructorArguments, check_batch_size
@@ -97,7 +97,6 @@ class TPUEmbedding(CallEmbedding):
             raise errors.argument_type(
                 "profile_data_directory", profile_data_directory, "a str or None"
             )
-        engines.require_queue(distribution.current(), "TPUEmbedding")
         super().__init__(
             feature_config,
             arguments.optimizer,
@@ -109,8 +108,9 @@ class TPUEmbedding(CallEmbedding):
                 profile_data_directory=profile_data_directory,
             ),
             arguments.batch_size,
+            "TPUEmbedding",
         )
-        if profile_data_directory and not engines.takes_profiles(self._topology):
+        if profile_data_directory and not self._engine_class.takes_profiles:
             raise errors.no_profiles(self._topology.engine, profile_data_directory)
 
     @do_not_convert
@@ -188,8 +188,7 @@ class TPUEmbedding(CallEmbedding):
         if training:
             self._require_optimizers("enqueue(training=True)")
         values = self._structure.flatten("features", features)
-        paths = [spec.path for spec in self._plan.features]
-        engines.check_inputs(self._topology, paths, values)
+        self._engine_class.check_inputs(self._topology, self._plan.paths, values)
         replica = self._topology.replica()
 
         def enqueue() -> None:
@@ -200,12 +199,15 @@ class TPUEmbedding(CallEmbedding):
                     cores = self._cores_per_replica()
                     batches = self._read(values, weights, 0, cores)
                 engine = self._engine_for(batches[0], cores)
-                queue = engines.as_queue(engine, "enqueue")
-                with queue.tagged(name), tf.name_scope(name or "embedding_enqueue"):
+                queue = self._engine_queue(engine)
+                with tf.name_scope(name or "embedding_enqueue"):
+                    prepared = [engine.prepare(b, training=training) for b in batches]
                     if place is None:
-                        queue.enqueue(batches, replica, training=training)
+                        queue.enqueue(prepared, replica, training=training, name=name)
                     else:
-                        queue.enqueue_on(place, batches[0], training=training)
+                        queue.enqueue_on(
+                            place, prepared[0], training=training, name=name
+                        )
 
         self._topology.on_host(enqueue)
 
@@ -228,9 +230,9 @@ class TPUEmbedding(CallEmbedding):
             tf.errors.DeadlineExceededError after `meeting_timeout`.
         """
         engine, replica = self._in_replica("dequeue")
-        queue = engines.as_queue(engine, "dequeue")
-        with queue.tagged(name), tf.name_scope(name or "embedding_dequeue"):
-            return self._structure.pack(queue.dequeue(replica))
+        with tf.name_scope(name or "embedding_dequeue"):
+            activations = self._engine_queue(engine).dequeue(replica, name=name)
+        return self._structure.pack(activations)
 
     @do_not_convert
     def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
@@ -254,11 +256,15 @@ class TPUEmbedding(CallEmbedding):
         """
         engine, replica = self._in_replica("apply_gradients")
         self._require_optimizers("apply_gradients")
-        checked = self._check_gradients(gradients)
-        scope = name or "embedding_apply_gradients"
-        queue = engines.as_queue(engine, "apply_gradients")
-        with queue.tagged(name), tf.name_scope(scope):
-            queue.apply_gradients(checked, replica)
+        flat = self._structure.flatten("gradients", gradients)
+        checked = self._check_gradients(flat)
+        with tf.name_scope(name or "embedding_apply_gradients"):
+            self._engine_queue(engine).apply_gradients(checked, replica, name=name)
+
+    def _engine_queue(self, engine: Engine) -> StepQueue:
+        if self._queue is None:
+            self._queue = engine.queue()
+        return self._queue
 
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes the input shapes of all features, in any nesting."""

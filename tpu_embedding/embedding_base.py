@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,11 +12,11 @@ from tpu_embedding import distribution, engines, errors
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines import Engine, EngineOptions
+from tpu_embedding.engines import Engine, EngineOptions, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
 from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.nest_utils import Structure
@@ -38,7 +38,8 @@ class EmbeddingOptions:
       pipelined: Each update is applied after the lookups of the next step.
       invalid_ids: The rule for tables of tf.tpu.experimental.embedding, or None.
       check_numerics: Refuse weights and gradients that are not finite.
-      sparse_core: How tables are stacked.
+      sparse_core: How tables are stacked, for a class that hands out stacks or an
+        engine that stores them; None: the defaults, and no stacks but in such engines.
       initialize: On TPU v2 to v4 configure the engine; else share one.
       profile_data_directory: There, where the TPU writes what it learns of the ids.
     """
@@ -46,57 +47,60 @@ class EmbeddingOptions:
     pipelined: bool
     invalid_ids: str | None
     check_numerics: bool
-    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig(  # noqa: RUF009 - frozen
-        disable_table_stacking=True
-    )
+    sparse_core: SparseCoreEmbeddingConfig | None = None
     initialize: bool = True
     profile_data_directory: str | None = None
 
 
 class EmbeddingBase(TrackableTables):
-    """Tables, slots and what is done to them outside of steps; abstract."""
+    """Tables, slots and lookups over flat lists of features, in plan order.
 
-    # Whether tables may have a CustomOptimizer or a CustomCombiner.
-    _takes_custom: ClassVar[bool] = False
+    The engine's class is chosen once, by the strategy that is active.
+    """
 
     def __init__(
-        self, feature_config: Any, optimizer: Any, options: EmbeddingOptions
+        self, plan: Plan, options: EmbeddingOptions, public_class: str | None = None
     ) -> None:
-        """Reads the configuration; tables are made by the first call that needs them.
+        """Tables are made by the first call that needs them.
 
         Args:
-          feature_config: A FeatureConfig or a nested structure of them.
-          optimizer: For tables without one of their own, or None.
+          plan: The tables and features.
           options: The rest.
+          public_class: The name of the class, for engines that cannot serve it.
 
         Raises:
-          The errors of TPUEmbedding and TPUEmbeddingV2.
+          NotImplementedError: If the engine cannot serve the class or the plan.
         """
         if not isinstance(options.check_numerics, bool):
             raise errors.argument_type(
                 "check_numerics", options.check_numerics, "a bool"
             )
-        adapted = adapt_features(feature_config, options.invalid_ids)
-        self._structure = Structure(feature_config)
-        self._plan = make_plan(
-            adapted.paths,
-            adapted.features,
-            adapted.keys,
-            adapt_optimizer(optimizer),
-            custom=self._takes_custom,
-        )
+        self._plan = plan
         self._topology = distribution.current()
-        self._output_shapes = OutputShapes(self._plan.features)
+        self._engine_class = engines.choose(self._topology, plan)
+        if public_class is not None:
+            self._engine_class.refuse(public_class)
+        self._output_shapes = OutputShapes(plan.features)
         self._options = options
-        self._layout = engines.lay_out(self._plan, self._topology, options.sparse_core)
+        self._layout = self._lay_out()
         self._engine: Engine | None = None
+        self._queue: StepQueue | None = None
+
+    def _lay_out(self) -> Layout | None:
+        """The stacks, where the engine stores them or the class hands them out."""
+        self._engine_class.check_plan(self._plan, self._topology)
+        config = self._options.sparse_core
+        if config is None and not self._engine_class.stores_stacks:
+            return None
+        config = config or SparseCoreEmbeddingConfig()
+        return self._engine_class.lay_out(self._plan, self._topology, config)
 
     def _create_engine(self) -> Engine:
         """Makes the tables and slots, unless they are there."""
         if self._engine is not None:
             return self._engine
         with tf.init_scope():
-            self._engine = engines.create_engine(
+            self._engine = self._engine_class(
                 EngineOptions(
                     plan=self._plan,
                     topology=self._topology,
@@ -104,7 +108,8 @@ class EmbeddingBase(TrackableTables):
                     pipelined=self._options.pipelined,
                     check_numerics=self._options.check_numerics,
                     layout=self._layout,
-                    sparse_core=self._options.sparse_core,
+                    sparse_core=self._options.sparse_core
+                    or SparseCoreEmbeddingConfig(),
                     initialize=self._options.initialize,
                     profile_data_directory=self._options.profile_data_directory,
                 )
@@ -113,14 +118,17 @@ class EmbeddingBase(TrackableTables):
         return self._engine
 
     def _can_create_engine(self) -> bool:
-        if not engines.needs_shapes(self._topology):
+        if not self._engine_class.needs_shapes:
             return True
         shapes = [self._output_shapes.activation(f.index) for f in self._plan.features]
         return all(None not in shape for shape in shapes)
 
     @property
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
-        return engines.stored_layouts(self._topology, self._layout)
+        if not self._engine_class.stores_stacks:
+            return ()
+        assert self._layout is not None
+        return self._layout.tables
 
     @property
     def _stored_dtypes(self) -> dict[str, tf.DType]:
@@ -138,11 +146,6 @@ class EmbeddingBase(TrackableTables):
         return self._plan
 
     @property
-    def structure(self) -> Structure:
-        """The nesting of its features."""
-        return self._structure
-
-    @property
     def check_numerics(self) -> bool:
         """Whether weights and gradients that are not finite are refused."""
         return self._options.check_numerics
@@ -151,7 +154,7 @@ class EmbeddingBase(TrackableTables):
         """Each table by name as it is now, to be read by rows; on every engine."""
         engine = self._create_engine()
         engine.retrieve()
-        return {name: arrays[PARAMETERS] for name, arrays in engine.rows().items()}
+        return {name: t.rows[PARAMETERS] for name, t in engine.tables().items()}
 
     @do_not_convert
     def flush(self) -> None:
@@ -197,10 +200,9 @@ class EmbeddingBase(TrackableTables):
         Raises:
           RuntimeError: On TPU v2 to v4, as `embedding_tables`.
         """
-        engine = self._create_engine()
+        tables = self._create_engine().tables()
         self.flush()
-        keys = [spec.key for spec in self._plan.tables]
-        return dict(zip(keys, engine.variables(), strict=True))
+        return {s.key: dict(tables[s.name].values()) for s in self._plan.tables}
 
     def _in_replica(self, method: str) -> tuple[Engine, int]:
         if self._engine is None:
@@ -233,9 +235,54 @@ class EmbeddingBase(TrackableTables):
         self._output_shapes.remember_ranks(shapes)
         return batches
 
-    def _check_gradients(self, gradients: Any) -> list[tf.Tensor | None]:
-        flat = self._structure.flatten("gradients", gradients)
-        return [self._check_gradient(i, g) for i, g in enumerate(flat)]
+    def look_up(
+        self,
+        values: Sequence[Any],
+        weights: Sequence[Any] | None = None,
+        *,
+        training: bool = True,
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """Looks a batch up at once, past any queue: the flat form of a lookup.
+
+        Args:
+          values: For each feature its ids; inside strategy.run those of the replica.
+          weights: For each feature its weights or None; None for no weights at all.
+          training: Whether `update` may follow.
+
+        Returns:
+          The activations, float32 [output shape..., dim] for each feature, and what
+          `update` takes, once.
+
+        Raises:
+          The errors of `CallEmbedding.lookup`.
+        """
+        engine = self._create_engine()
+        _, replica = self._in_replica("lookup")
+        self._engine_class.check_inputs(self._topology, self._plan.paths, values)
+        with self._output_shapes.forgets_refused():
+            batch = self._topology.on_host(
+                self._read_replica, values, weights or [None] * len(values)
+            )
+            prepared = engine.prepare(batch, training=training)
+            return engine.lookup(prepared, replica, training=training)
+
+    def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
+        """Updates the tables with the gradients of one `look_up`.
+
+        Args:
+          looked_up: What that lookup returned.
+          gradients: For each feature a tf.Tensor of the shape of its activation, or
+            None, which counts as zeros.
+
+        Raises:
+          The errors of `CallEmbedding.submit`.
+        """
+        engine, replica = self._in_replica("submit")
+        self._require_optimizers("submit")
+        engine.update(looked_up, self._check_gradients(gradients), replica)
+
+    def _check_gradients(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
+        return [self._check_gradient(i, g) for i, g in enumerate(gradients)]
 
     def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
         if gradient is None:
@@ -250,7 +297,48 @@ class EmbeddingBase(TrackableTables):
         return tf.cast(gradient, tf.float32)
 
 
-class CallEmbedding(EmbeddingBase):
+class NestedEmbedding(EmbeddingBase):
+    """Tables whose features come in the user's structure; abstract."""
+
+    def __init__(
+        self,
+        feature_config: Any,
+        optimizer: Any,
+        options: EmbeddingOptions,
+        public_class: str | None = None,
+        *,
+        custom: bool = False,
+    ) -> None:
+        """Reads the configuration.
+
+        Args:
+          feature_config: A FeatureConfig or a nested structure of them.
+          optimizer: For tables without one of their own, or None.
+          options: The rest.
+          public_class: See `EmbeddingBase`.
+          custom: Whether tables may have a CustomOptimizer or a CustomCombiner.
+
+        Raises:
+          The errors of TPUEmbedding and TPUEmbeddingV2.
+        """
+        adapted = adapt_features(feature_config, options.invalid_ids)
+        self._structure = Structure(feature_config)
+        plan = make_plan(
+            adapted.paths,
+            adapted.features,
+            adapted.keys,
+            adapt_optimizer(optimizer),
+            custom=custom,
+        )
+        super().__init__(plan, options, public_class)
+
+    @property
+    def structure(self) -> Structure:
+        """The nesting of its features."""
+        return self._structure
+
+
+class CallEmbedding(NestedEmbedding):
     """Tables that are looked up call by call, and updated with what a call gave.
 
     On every engine; for layers. No order of calls is prescribed, but for TPU v2 to
@@ -263,19 +351,21 @@ class CallEmbedding(EmbeddingBase):
         optimizer: Any,
         options: EmbeddingOptions,
         batch_size: int | None = None,
+        public_class: str | None = None,
     ) -> None:
-        """See `EmbeddingBase`.
+        """See `NestedEmbedding`.
 
         Args:
           feature_config: As there.
           optimizer: As there.
           options: As there.
           batch_size: The global size of every batch, or None for any size.
+          public_class: As there.
 
         Raises:
           ValueError: Also if the number of replicas does not divide `batch_size`.
         """
-        super().__init__(feature_config, optimizer, options)
+        super().__init__(feature_config, optimizer, options, public_class)
         size = per_replica(batch_size, self._topology)
         if size is not None:
             self._output_shapes.set_batch_size(size)
@@ -330,16 +420,12 @@ class CallEmbedding(EmbeddingBase):
             this step may still come.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
-        engine = self._create_engine()
-        _, replica = self._in_replica("lookup")
-        values = self._structure.flatten("features", features)
-        flat_weights = self._structure.flatten_weights(weights)
-        paths = [spec.path for spec in self._plan.features]
-        engines.check_inputs(self._topology, paths, values)
-        with self._output_shapes.forgets_refused():
-            batch = self._topology.on_host(self._read_replica, values, flat_weights)
-            result = engine.lookup(batch, replica, training=training)
-        return self._structure.pack(result.activations), result.ticket
+        activations, looked_up = self.look_up(
+            self._structure.flatten("features", features),
+            self._structure.flatten_weights(weights),
+            training=training,
+        )
+        return self._structure.pack(activations), looked_up
 
     @do_not_convert
     def submit(self, ticket: Any, gradients: Any) -> None:
@@ -358,9 +444,7 @@ class CallEmbedding(EmbeddingBase):
             there are several replicas.
           tf.errors.FailedPreconditionError: If the ticket was used before.
         """
-        engine, replica = self._in_replica("submit")
-        self._require_optimizers("submit")
-        engine.submit(ticket, self._check_gradients(gradients), replica)
+        self.update(ticket, self._structure.flatten("gradients", gradients))
 
 
 def per_replica(batch_size: int | None, where: Topology) -> int | None:

@@ -8,8 +8,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
-from tpu_embedding import distribution, engines, errors
-from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, do_not_convert
+from tpu_embedding import errors
+from tpu_embedding.embedding_base import (
+    EmbeddingOptions,
+    NestedEmbedding,
+    do_not_convert,
+)
 from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
@@ -20,7 +24,7 @@ from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_IDS_PER_TABLE,
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
 )
-from tpu_embedding.layout.stacking import layout_fields
+from tpu_embedding.layout.stacking import Layout, layout_fields
 from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import adapt_sparse_core
 
@@ -28,7 +32,7 @@ from tpu_embedding.tf_configs import adapt_sparse_core
 _SparseCoreTableLayout: Any = vars(sparse_core_layout_pb2)["SparseCoreTableLayout"]
 
 
-class TPUEmbeddingV2(EmbeddingBase):
+class TPUEmbeddingV2(NestedEmbedding):
     """Embedding tables for SparseCores, which also run on the CPU.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV2. A lookup gives the
@@ -65,7 +69,6 @@ class TPUEmbeddingV2(EmbeddingBase):
     update them. docs/sparse_core.md says what they need and cannot do.
     """
 
-    _takes_custom = True
     DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
 
@@ -112,8 +115,9 @@ class TPUEmbeddingV2(EmbeddingBase):
             check_numerics,
             adapt_sparse_core(sparse_core_embedding_config),
         )
-        engines.require_stacks(distribution.current(), "TPUEmbeddingV2")
-        super().__init__(feature_config, optimizer, options)
+        super().__init__(
+            feature_config, optimizer, options, "TPUEmbeddingV2", custom=True
+        )
 
     @do_not_convert
     def build(self) -> None:
@@ -219,10 +223,10 @@ class TPUEmbeddingV2(EmbeddingBase):
             )
         tables = self._check_tables(partitioned_tensors.tables, found=False)
         with tf.name_scope("embedding_lookup"):
-            batch = partitioned_tensors._replace(tables=tables)
-            stacks = engines.as_stacks(engine, "dequeue")
-            found = stacks.lookup_stacked(batch, replica)
-        return self._structure.pack(found.activations), found.ticket
+            batch = engine.from_tensors(partitioned_tensors._replace(tables=tables))
+            activations, looked_up = engine.lookup(batch, replica, training=True)
+            preserved = engine.to_tensors(looked_up).tables
+        return self._structure.pack(activations), preserved
 
     @do_not_convert
     def apply_gradients(
@@ -251,11 +255,12 @@ class TPUEmbeddingV2(EmbeddingBase):
         """
         engine, replica = self._in_replica("apply_gradients")
         self._require_optimizers("apply_gradients")
-        checked = self._check_gradients(gradients)
+        flat = self._structure.flatten("gradients", gradients)
+        checked = self._check_gradients(flat)
         tables = self._check_tables(preserved_outputs, found=True)
         with tf.name_scope("embedding_apply_gradients"):
-            stacks = engines.as_stacks(engine, "apply_gradients")
-            stacks.update_stacked(tables, checked, replica)
+            looked_up = engine.from_tensors(PreprocessedFeatures(tables, (), {}, {}))
+            engine.update(looked_up, checked, replica)
 
     @classmethod
     def compute_sparse_core_stats(
@@ -329,10 +334,9 @@ class TPUEmbeddingV2(EmbeddingBase):
         Keyed by the TableConfig that the user passed. SparseCores have one for each
         device, the host engine one part, the whole table.
         """
-        engine = self._create_engine()
+        tables = self._create_engine().tables()
         self.flush()
-        keys = [spec.key for spec in self._plan.tables]
-        return dict(zip(keys, engine.table_shards(), strict=True))
+        return {spec.key: tables[spec.name].shards() for spec in self._plan.tables}
 
     @property
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
@@ -353,8 +357,13 @@ class TPUEmbeddingV2(EmbeddingBase):
         """
         return {
             table.table_name: _SparseCoreTableLayout(**layout_fields(table))
-            for table in self._layout.tables
+            for table in self._stacks.tables
         }
+
+    @property
+    def _stacks(self) -> Layout:
+        assert self._layout is not None  # This class always has one.
+        return self._layout
 
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
@@ -364,10 +373,9 @@ class TPUEmbeddingV2(EmbeddingBase):
                 self._structure.flatten("features", features),
                 self._structure.flatten_weights(weights),
             )
-            stacks = engines.as_stacks(self._create_engine(), "preprocess_features")
-            if place is None:
-                return stacks.preprocess(batch)
-            return stacks.preprocess_on(place, batch)
+            engine = self._create_engine()
+            prepared = engine.prepare(batch, training=False, device=place)
+            return engine.to_tensors(prepared)
 
     def _check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
         """The batches of all stacks, in the order of the layout.
@@ -378,7 +386,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         """
         if not isinstance(tables, Mapping):
             raise layout_errors.preserved_outputs_type(tables)
-        stacks = self._layout.stacks
+        stacks = self._stacks.stacks
         if set(tables) != {stack.name for stack in stacks}:
             names = [stack.name for stack in stacks]
             raise layout_errors.preserved_outputs_names(list(tables), names)

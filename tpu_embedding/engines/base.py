@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -41,7 +41,7 @@ class EngineOptions:
       output_shapes: What is declared of each feature's output.
       pipelined: Leave each update pending until the lookups of the next step.
       check_numerics: Refuse weights and gradients that are not finite.
-      layout: What `Engine.lay_out` gave.
+      layout: What `Engine.lay_out` gave, or None where nothing is stacked.
       sparse_core: What it was given: limits and how SparseCores fill the tables.
       initialize: Configure the TPU's engine; else share one that is configured.
       profile_data_directory: Where a TPU writes what it learns of the ids, or None.
@@ -52,7 +52,7 @@ class EngineOptions:
     output_shapes: OutputShapes
     pipelined: bool
     check_numerics: bool
-    layout: Layout
+    layout: Layout | None
     sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
     initialize: bool = True
     profile_data_directory: str | None = None
@@ -71,34 +71,196 @@ class Lookup:
     ticket: Any
 
 
-class Engine(abc.ABC):
-    """Tables, and lookups and updates call by call; features flat, in plan order.
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """One replica's batch on its way through an engine.
 
-    All methods may be called eagerly or while tracing a tf.function.
+    Classes pass it on; only engines look inside. `Engine.to_tensors` and
+    `Engine.from_tensors` convert it to and from plain tensors.
+
+    Attributes:
+      value: The engine's own form of the batch; None if only `tensors` is set.
+      tensors: The batch as plain tensors, where it has been converted.
+    """
+
+    value: Any = None
+    tensors: PreprocessedFeatures | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TableArrays:
+    """One table of an engine and its slots, in full form: unsharded, without padding.
+
+    Checkpoints, serving, the Keras layer and `TPUEmbedding.variables` are made of
+    this view. Reading a value needs `Engine.retrieve` before, writing needs
+    `Engine.load` after.
+
+    Attributes:
+      rows: By "parameters" and slot name the matrix, read and written by rows.
+        `rows[name].variable` is the tf.Variable where one variable is the matrix.
+      reader: Gathers rows of the parameters in any graph, by TensorFlow's ops.
+      values: Returns by the same names the tf.Variables where each array is one, else
+        tensors of the current values; also the weights of a CustomCombiner. Raises
+        RuntimeError where the tables are in the TPU's memory.
+      shards: Returns (device, rows there) for each part of the parameters.
+    """
+
+    rows: Mapping[str, MutableRows]
+    reader: StoredReader
+    values: Callable[[], Mapping[str, Any]]
+    shards: Callable[[], list[tuple[str, tf.Tensor]]]
+
+
+class StepQueue(abc.ABC):
+    """Batches in order on top of an engine: what TPUEmbedding adds to it.
+
+    A step holds one batch of each replica. It is refused as a whole: if an input, a
+    gradient or anything else fails in one replica, the step is given up in every
+    replica, at the latest when a replica begins another one. Nothing of a given-up
+    step is applied, and the pending update stays pending.
+
+    `name` tags the ops of TPU v2 to v4, whose compiler pairs them by it; other
+    engines ignore it.
+    """
+
+    @abc.abstractmethod
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """Queues one batch of each replica, all or none, or the batch of one replica.
+
+        An evaluation batch (`training=False`) that is accepted first applies the
+        pending update; a refused one leaves it pending.
+
+        Args:
+          batches: One for each replica, or only that of `replica`.
+          replica: Index of the calling replica, or None for all replicas.
+          training: Whether gradients will be applied for this batch.
+          name: A tag for the ops.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If `Engine.prepare` refused a batch.
+          tf.errors.FailedPreconditionError: If the queue is full.
+        """
+
+    def enqueue_on(
+        self,
+        device: str | tf.Tensor,
+        batch: Prepared,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """Queues the batch of one TPU core, named by its device or ordinal.
+
+        Raises:
+          ValueError: If the engine has no queue for each device.
+        """
+        del batch, training, name
+        raise errors.enqueue_device(device)
+
+    @abc.abstractmethod
+    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+        """Takes the oldest batch of `replica` and looks it up.
+
+        Returns:
+          The activations, one for each feature in plan order.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If no batch is queued, or the training
+            batch before still owes its gradients.
+        """
+
+    @abc.abstractmethod
+    def apply_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """Updates with the gradients that `replica` owes; see `Engine.update`.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
+        """
+
+
+class Engine(abc.ABC):
+    """Holds the tables; prepares batches, looks them up and updates the tables.
+
+    Lists of features are flat and in plan order. All methods may be called eagerly
+    or while tracing a tf.function. One training step of a replica is
+
+        prepared = engine.prepare(batch, training=True)
+        activations, looked_up = engine.lookup(prepared, replica)
+        engine.update(looked_up, gradients, replica)
+
+    With several replicas the n-th updates of all replicas make up one update of the
+    tables, with the gradients summed in replica order; the replica that completes it
+    evaluates the learning rates.
+
+    Pipelining. An engine with `EngineOptions.pipelined` has at most one pending
+    update, which changes as one: all tables, the learning rates of its own step and
+    its own number for stochastic rounding. It is applied exactly once: by `flush` (or
+    what flushes: reading tables, saving, an evaluation batch that enters the queue),
+    when the next update arrives, or with a StepQueue when all replicas have looked up
+    the next step. A refused call leaves it pending.
+
+    Counting. `updates` counts an update when its last replica hands in gradients;
+    the number before that is its rounding number. `reset` takes a forgotten pending
+    update out of the count.
     """
 
     name: ClassVar[str]
-    # True: `checkpoint_variables` are stacks, which a record of the layout goes with.
+    # By name of a public class that this engine cannot serve the text that says so.
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    # True: the tables are stored as stacks; checkpoints hold stacks and their layout.
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False
     table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
-    # True: made for batches of one shape, which must be known before.
+    # True: all output shapes must be known before the engine is created.
     needs_shapes: ClassVar[bool] = False
     # The engine that stands in where a table has a function of the user's, or None.
     for_custom: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None:
-        """Subclasses make the variables; to be called in an eager context."""
+        """Subclasses create the variables; to be called in an eager context."""
         self._options = options
         self._plan = options.plan
         self._device = options.topology.device
 
     @classmethod
-    @abc.abstractmethod
+    def refuse(cls, public_class: str) -> None:
+        """Refuses a public class that this engine cannot serve.
+
+        Raises:
+          NotImplementedError: If `unsupported` names `public_class`.
+        """
+        if public_class in cls.unsupported:
+            raise NotImplementedError(cls.unsupported[public_class])
+
+    @classmethod
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """Refuses tables with options that this engine lacks.
+
+        Raises:
+          NotImplementedError: If a table has one.
+        """
+        del plan, topology
+
+    @classmethod
     def lay_out(
         cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
     ) -> Layout:
-        """Stacks the tables of a plan that this engine can carry.
+        """Stacks the tables of a plan that `check_plan` has let pass.
+
+        Called only if the engine stores stacks or the class hands them out.
 
         Args:
           plan: The tables and features.
@@ -109,12 +271,13 @@ class Engine(abc.ABC):
           NotImplementedError: If a table has an option that the engine lacks.
           ValueError: If the tables cannot be stacked.
         """
+        raise NotImplementedError(f"{cls.name} lays out no stacks: {plan} {topology}")
 
     @classmethod
     def check_inputs(
         cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
     ) -> None:
-        """Checks where the features of an enqueue come from, before all else.
+        """Checks where the features of a call come from, before all else.
 
         Args:
           topology: Replicas and devices.
@@ -122,10 +285,136 @@ class Engine(abc.ABC):
           values: The features as the user gave them.
 
         Raises:
-          ValueError: If the engine cannot take one from there.
+          ValueError: If the engine cannot take a feature from there.
           RuntimeError: If it cannot take any from where the call is.
         """
         del topology, paths, values  # Most engines take them from anywhere.
+
+    # The step protocol. Until an engine has its own, these call the older methods.
+
+    def prepare(
+        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+    ) -> Prepared:
+        """Checks one replica's batch and brings it into the form that lookups need.
+
+        On one machine it touches no state, so that it may run ahead in tf.data. Errors
+        in values are raised here or by the call that takes the result.
+
+        Args:
+          batch: One for each feature.
+          training: Whether an update may follow.
+          device: The TPU device whose batch it is, if the caller named one.
+
+        Raises:
+          ValueError: If `device` is given and the engine has no such devices.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+        """
+        del training
+        if device is None:
+            return Prepared(list(batch))
+        stacks: Any = self
+        return Prepared(None, stacks.preprocess_on(device, batch))
+
+    def lookup(
+        self, prepared: Prepared, replica: int, *, training: bool
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """Looks a batch up, past any queue.
+
+        Args:
+          prepared: What `prepare` or `from_tensors` returned.
+          replica: Index of the calling replica.
+          training: Whether `update` may follow.
+
+        Returns:
+          The activations, float32 [output shape..., dim] for each feature, and what
+          `update` takes, once.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If `prepare` refused the batch.
+          tf.errors.FailedPreconditionError: If this replica has handed in gradients of
+            a step in this strategy.run and another replica has not: the loop over
+            steps belongs outside of strategy.run.
+          NotImplementedError: On TPU v2 to v4, if the `update` of an earlier lookup
+            must come first.
+        """
+        if prepared.tensors is not None:
+            stacks: Any = self
+            found = stacks.lookup_stacked(prepared.tensors, replica)
+            return found.activations, Prepared(
+                None, prepared.tensors._replace(tables=found.ticket)
+            )
+        found = self.lookup_call(prepared.value, replica, training=training)
+        return found.activations, Prepared(found.ticket)
+
+    def update(
+        self,
+        looked_up: Prepared,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """Hands in the gradients of one lookup; the last replica's call updates.
+
+        Args:
+          looked_up: What `lookup` returned, or `from_tensors` of its tensors.
+          gradients: float32, of the activations' shapes; None counts as zeros.
+          replica: Index of the calling replica.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If a gradient has another shape than its
+            activation, or is not finite where `check_numerics` is set.
+          tf.errors.FailedPreconditionError: If the lookup was used before, or belongs
+            to a step that was given up.
+        """
+        if looked_up.tensors is None:
+            self.submit(looked_up.value, gradients, replica)
+        else:
+            stacks: Any = self
+            stacks.update_stacked(looked_up.tensors.tables, gradients, replica)
+
+    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
+        """The batch as plain tensors: what TPUEmbeddingV2 hands to the user.
+
+        After `lookup` its `tables` include what the update of a CustomCombiner needs.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If `prepare` refused the batch.
+        """
+        if prepared.tensors is not None:
+            return prepared.tensors
+        stacks: Any = self
+        return stacks.preprocess(prepared.value)
+
+    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
+        """The batch of plain tensors, which may hold anything: they come from the user.
+
+        Args:
+          features: What `to_tensors` returned. For `update` its `output_shapes` may be
+            empty; the `sample_count` of each table says how many samples it has.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If they are not as `to_tensors` made them,
+            here or by the call that takes the result.
+        """
+        return Prepared(None, features)
+
+    def queue(self) -> StepQueue:
+        """The queue of TPUEmbedding, created with the engine."""
+        return _QueueOfEngine(self)
+
+    def tables(self) -> dict[str, TableArrays]:
+        """Each table of the plan by name: the one view of what the engine stores."""
+        found = {}
+        rows, readers = self.rows(), self.readers()
+        for index, spec in enumerate(self._plan.tables):
+            found[spec.name] = TableArrays(
+                rows=rows[spec.name],
+                reader=readers[index],
+                values=lambda index=index: self.variables()[index],
+                shards=lambda index=index: self.table_shards()[index],
+            )
+        return found
+
+    # Older methods, which go once every engine has those above.
 
     @abc.abstractmethod
     def variables(self) -> list[dict[str, Any]]:
@@ -185,7 +474,7 @@ class Engine(abc.ABC):
         return  # Where they are the tables themselves.
 
     @abc.abstractmethod
-    def lookup(
+    def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
         """Looks a batch up at once; `submit` may follow.
@@ -215,11 +504,14 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Forgets every batch that is queued, owed or pending; keeps the tables."""
+        """Discards queued batches, owed gradients and the pending update.
+
+        The tables stay. A discarded pending update is taken out of the count.
+        """
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Applies the update that pipelining left pending, if there is one."""
+        """Applies the pending update, if there is one."""
 
 
 class Queue(abc.ABC):
@@ -329,3 +621,46 @@ class Stacks(abc.ABC):
           gradients: As for `Engine.submit`.
           replica: Who calls.
         """
+
+
+class _QueueOfEngine(StepQueue):
+    """The queue of an engine that has the older methods of `Queue`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        with self._engine.tagged(name):
+            self._engine.enqueue([b.value for b in batches], replica, training=training)
+
+    def enqueue_on(
+        self,
+        device: str | tf.Tensor,
+        batch: Prepared,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        with self._engine.tagged(name):
+            self._engine.enqueue_on(device, batch.value, training=training)
+
+    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+        with self._engine.tagged(name):
+            return self._engine.dequeue(replica)
+
+    def apply_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        with self._engine.tagged(name):
+            self._engine.apply_gradients(gradients, replica)

@@ -41,10 +41,18 @@ class WholeTablesEngine(Engine, Queue, Stacks):
         self._pipelined = options.pipelined
         self._num_replicas = options.topology.num_replicas
         self._stacks = StackedBatches(options.plan, options.layout)
-        self.tables: list[TableVariables] = create_variables(options.plan, self._device)
+        self._variables: list[TableVariables] = create_variables(
+            options.plan, self._device
+        )
         self._rates = Rates(
             options.plan, lambda: create_counter("updates", self._device)
         )
+
+    @classmethod
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """See `Engine.check_plan`."""
+        del topology
+        refuse_tpu_options(cls.name, plan)
 
     @classmethod
     def lay_out(
@@ -52,7 +60,6 @@ class WholeTablesEngine(Engine, Queue, Stacks):
     ) -> Layout:
         """See `Engine.lay_out`."""
         del topology
-        refuse_tpu_options(cls.name, plan)
         return lay_out_whole(plan, config)
 
     @abc.abstractmethod
@@ -102,23 +109,27 @@ class WholeTablesEngine(Engine, Queue, Stacks):
 
     def variables(self) -> list[dict[str, Any]]:
         """See `Engine.variables`."""
-        return [{PARAMETERS: table.parameters, **table.slots} for table in self.tables]
+        return [
+            {PARAMETERS: table.parameters, **table.slots} for table in self._variables
+        ]
 
     def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
         """See `Engine.table_shards`: one part, the whole table."""
-        parameters = [table.parameters for table in self.tables]
+        parameters = [table.parameters for table in self._variables]
         return [[(table.device, table.read_value())] for table in parameters]
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
         return {
-            stack.name: tuple(self.tables[index].parameters for index in stack.tables)
-            for stack in self._options.layout.stacks
+            stack.name: tuple(
+                self._variables[index].parameters for index in stack.tables
+            )
+            for stack in self._stacks.layout.stacks
         }
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
-        variables = dict(named_variables(self._plan, self.tables))
+        variables = dict(named_variables(self._plan, self._variables))
         if self._rates.updates is not None:
             variables[UPDATES] = self._rates.updates
         return variables
@@ -129,7 +140,7 @@ class WholeTablesEngine(Engine, Queue, Stacks):
 
     def readers(self) -> list[StoredReader]:
         """See `Engine.readers`."""
-        return [VariableReader(table.parameters) for table in self.tables]
+        return [VariableReader(table.parameters) for table in self._variables]
 
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
@@ -139,5 +150,5 @@ class WholeTablesEngine(Engine, Queue, Stacks):
         """See `Engine.rows`."""
         return {
             spec.name: variable_rows(spec, table)
-            for spec, table in zip(self._plan.tables, self.tables, strict=True)
+            for spec, table in zip(self._plan.tables, self._variables, strict=True)
         }

@@ -31,9 +31,9 @@ class HostEngine(WholeTablesEngine):
         """Makes the tables and the step queue; see `Engine`."""
         super().__init__(options)
         self._ops = library.load()
-        self._table_handles = [table.parameters.handle for table in self.tables]
+        self._table_handles = [table.parameters.handle for table in self._variables]
         self._slot_handles = [
-            slot.handle for table in self.tables for slot in table.slots.values()
+            slot.handle for table in self._variables for slot in table.slots.values()
         ]
         self._prepare_attributes = _prepare_attributes(options)
         self._update_attributes = _update_attributes(options.plan)
@@ -96,10 +96,10 @@ class HostEngine(WholeTablesEngine):
             if not self._pipelined:
                 self._apply_if(apply_now)
 
-    def lookup(
+    def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
-        """See `Engine.lookup`."""
+        """See `Engine.lookup_call`."""
         del training  # Tickets are forgotten by themselves.
         with tf.device(self._device):
             result = self._ops.tpu_embedding_lookup(
@@ -132,8 +132,8 @@ class HostEngine(WholeTablesEngine):
         with tf.device(self._device):
             result = self._ops.tpu_embedding_preprocess(
                 **self._batch_arguments(batch),
-                **_stack_attributes(self._options.layout),
-                num_stacks=len(self._options.layout.stacks),
+                **_stack_attributes(self._stacks.layout),
+                num_stacks=len(self._stacks.layout.stacks),
             )
             columns = (
                 result.row_pointers,
@@ -242,7 +242,7 @@ class HostEngine(WholeTablesEngine):
     def _stack_arguments(
         self, tables: Mapping[str, PartitionedCsrFormatTensor]
     ) -> dict[str, Any]:
-        stacks = [tables[stack.name] for stack in self._options.layout.stacks]
+        stacks = [tables[stack.name] for stack in self._stacks.layout.stacks]
         return {
             "row_pointers": [tf.cast(s.row_pointers, tf.int32) for s in stacks],
             "token_ids": [tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
@@ -250,7 +250,7 @@ class HostEngine(WholeTablesEngine):
             "paths": self._prepare_attributes["paths"],
             "feature_tables": self._prepare_attributes["feature_tables"],
             "vocabulary_sizes": self._prepare_attributes["vocabulary_sizes"],
-            **_stack_attributes(self._options.layout),
+            **_stack_attributes(self._stacks.layout),
         }
 
     def _lookup_arguments(self) -> dict[str, Any]:

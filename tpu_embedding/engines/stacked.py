@@ -79,13 +79,19 @@ def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
 class StackedBatches:
     """Turns what an engine computes into the records of `layout.batches`, and back."""
 
-    def __init__(self, plan: Plan, layout: Layout) -> None:
+    def __init__(self, plan: Plan, layout: Layout | None) -> None:
         """Remembers how many samples each feature is declared to have."""
         self._layout = layout
         self._declared: list[int | None] = []
         for spec in plan.features:
             shape = _full_shape(spec.config.output_shape)
             self._declared.append(None if shape is None else math.prod(shape))
+
+    @property
+    def layout(self) -> Layout:
+        """The stacks, where the class hands them out."""
+        assert self._layout is not None
+        return self._layout
 
     def pack(
         self, stacks: Sequence[Sequence[tf.Tensor]], shapes: Sequence[tf.Tensor]
@@ -105,13 +111,13 @@ class StackedBatches:
                     num_minibatches_per_physical_sparse_core=tf.constant(1, tf.int32),
                 )
                 for k, (stack, tensors) in enumerate(
-                    zip(self._layout.stacks, stacks, strict=True)
+                    zip(self.layout.stacks, stacks, strict=True)
                 )
             },
             output_shapes=tuple(shapes),
             dropped_ids={
                 table.table_name: tf.constant(0, tf.int64)
-                for table in self._layout.tables
+                for table in self.layout.tables
             },
             sizes={},
         )
@@ -121,7 +127,7 @@ class StackedBatches:
     ) -> list[tf.Tensor]:
         """For each feature the number of its samples, an int64 scalar."""
         counts: dict[int, tf.Tensor] = {}
-        for k, stack in enumerate(self._layout.stacks):
+        for k, stack in enumerate(self.layout.stacks):
             count = tf.cast(tables[stack.name].sample_count, tf.int64)
             if len(self._undeclared(k)) > 1:
                 # As many as there are features, else the op would not run at all.
@@ -136,7 +142,7 @@ class StackedBatches:
         return [counts[f] for f in range(len(self._declared))]
 
     def _undeclared(self, stack: int) -> list[int]:
-        features = self._layout.stacks[stack].features
+        features = self.layout.stacks[stack].features
         return [f for f in features if self._declared[f] is None]
 
     def _count(self, samples: Sequence[tf.Tensor], stack: int) -> tf.Tensor:

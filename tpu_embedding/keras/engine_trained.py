@@ -76,7 +76,7 @@ class UpdatedTables(LayerTables):
             pipelined=False, invalid_ids=None, check_numerics=check_numerics
         )
         features = resolved.features()
-        if engines.stacks_tables(where):
+        if engines.choose(where, resolved.plan).stores_stacks:
             features = resolved.completed_features(self._batch_size)
             config = adapt_sparse_core(sparse_core)
             options = dataclasses.replace(options, sparse_core=config)

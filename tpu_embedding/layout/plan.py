@@ -75,6 +75,11 @@ class Plan:
     features: tuple[FeatureSpec, ...]
 
     @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """For each feature where it stands in the user's structure."""
+        return tuple(spec.path for spec in self.features)
+
+    @functools.cached_property
     def dims(self) -> tuple[int, ...]:
         """For each feature the width of its table."""
         return tuple(self.tables[spec.table].config.dim for spec in self.features)

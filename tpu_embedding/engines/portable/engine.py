@@ -131,10 +131,10 @@ class PortableEngine(WholeTablesEngine):
                 self._apply_if(apply_now)
 
     @in_turn
-    def lookup(
+    def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
-        """See `Engine.lookup`."""
+        """See `Engine.lookup_call`."""
         del training  # Tickets are forgotten by themselves.
         with tf.device(self._host):
             packed = self._prepare(batch, no_change)
@@ -162,7 +162,7 @@ class PortableEngine(WholeTablesEngine):
 
     def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
         """See `Stacks.preprocess`."""
-        layout = self._options.layout
+        layout = self._stacks.layout
         with tf.device(self._host):
             entries = self._combiners.checked(build_entries(self._inputs(batch)))
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
@@ -234,7 +234,7 @@ class PortableEngine(WholeTablesEngine):
                 tf.add_n([weights for *_, weights in parts]),
                 lambda table: self._rates.of_table(rates, table).combiner_rate,
             )
-        for table, variables in zip(self._plan.tables, self.tables, strict=True):
+        for table, variables in zip(self._plan.tables, self._variables, strict=True):
             assert table.optimizer is not None
             with tf.device(self._device):
                 rows, sums = merge([sums[table.index] for sums in replicas])
@@ -266,7 +266,7 @@ class PortableEngine(WholeTablesEngine):
         tables: Mapping[str, PartitionedCsrFormatTensor],
         shapes: Sequence[tf.Tensor],
     ) -> list[Entries]:
-        entries = read_stacks(self._plan, self._options.layout, tables, shapes)
+        entries = read_stacks(self._plan, self._stacks.layout, tables, shapes)
         return self._combiners.checked(entries)
 
     def _unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
@@ -279,7 +279,7 @@ class PortableEngine(WholeTablesEngine):
                 self._plan.features, entries, self._plan.dims, strict=True
             ):
                 config = self._plan.tables[feature.table].config
-                table = VariableReader(self.tables[feature.table].parameters)
+                table = VariableReader(self._variables[feature.table].parameters)
                 reader = reader_of(table, config.quantization_config)
                 activation = look_up(reader, entry)
                 if feature.index not in self._combiners.of_features:

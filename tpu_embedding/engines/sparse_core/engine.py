@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -62,6 +62,9 @@ class SparseCoreEngine(Engine, Stacks):
 
     name = "sparse_core"
     stores_stacks = True
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "TPUEmbedding": str(errors.no_queue("TPUEmbedding", name))
+    }
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes and fills the stacks; see `Engine`."""
@@ -178,10 +181,10 @@ class SparseCoreEngine(Engine, Stacks):
         }
         return {name: found[name] for name in names}
 
-    def lookup(
+    def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
-        """See `Engine.lookup`."""
+        """See `Engine.lookup_call`."""
         del training  # Nothing is owed.
         found = self.lookup_stacked(self.preprocess(batch), replica)
         return Lookup(found.activations, TracedTicket(found.ticket))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.saved_model import save_context
 
-from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines import errors as engine_errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Queue
@@ -20,7 +19,6 @@ from tpu_embedding.engines.full_table_view import (
     logical_counter,
     logical_rows,
 )
-from tpu_embedding.engines.stacked import lay_out_whole
 from tpu_embedding.engines.tickets import QueuedTickets
 from tpu_embedding.engines.tpu_v2_v4 import errors
 from tpu_embedding.engines.tpu_v2_v4.batches import core_batches
@@ -36,7 +34,6 @@ from tpu_embedding.engines.tpu_v2_v4.rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     MutableRows,
@@ -57,6 +54,9 @@ class TPUV2V4Engine(Engine, Queue):
     name = "tpu_v2_v4"
     takes_profiles = True
     needs_shapes = True
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "TPUEmbeddingV2": str(engine_errors.no_batches("TPUEmbeddingV2", name))
+    }
 
     def __init__(self, options: EngineOptions) -> None:
         """Configures the TPU and loads it, or shares its engine; see `Engine`."""
@@ -92,14 +92,11 @@ class TPUV2V4Engine(Engine, Queue):
             self.retrieve()
 
     @classmethod
-    def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
-    ) -> Layout:
-        """See `Engine.lay_out`."""
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """See `Engine.check_plan`."""
         del topology
         for table in plan.tables:
             check_table(table)
-        return lay_out_whole(plan, config)
 
     @classmethod
     def check_inputs(
@@ -272,10 +269,10 @@ class TPUV2V4Engine(Engine, Queue):
         with tf.control_dependencies([] if sent is None else [sent]):
             self._rates.count_update()
 
-    def lookup(
+    def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
-        """See `Engine.lookup`: what is queued leaves the queue at once."""
+        """See `Engine.lookup_call`: what is queued leaves the queue at once."""
         topology = self._options.topology
         ticket = self._tickets.begin(topology.program(), training=training)
 
