@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, to_id_batch
-from tpu_embedding.layout.partitions import (
+from tpu_embedding.layout.partitioning import (
     PartitionedFeature,
     PartitionedTable,
     Partitioning,
@@ -50,7 +50,7 @@ def to_partitioning(meta: Mapping[str, Any], **changes: Any) -> Partitioning:
             samples=feature["samples"],
             sample_offset=feature["row_offset"],
             row_offset=meta["tables"][feature["table"]]["col_offset"],
-            shift=meta["tables"][feature["table"]]["col_shift"],
+            rotation=meta["tables"][feature["table"]]["col_shift"],
             output_shape=(feature["samples"],),
         )
         for i, feature in enumerate(meta["feats"])
@@ -66,7 +66,7 @@ def to_partitioning(meta: Mapping[str, Any], **changes: Any) -> Partitioning:
     table_changes = {k: v for k, v in changes.items() if hasattr(table, k)}
     other_changes = {k: v for k, v in changes.items() if not hasattr(table, k)}
     partitioning = Partitioning(
-        num_sparse_cores=meta["num_sc"],
+        sparse_cores_per_device=meta["num_sc"],
         num_replicas=meta["num_replica"],
         features=features,
         tables=(dataclasses.replace(table, **table_changes),),

@@ -16,7 +16,7 @@ from reference import csr as reference
 
 from tpu_embedding import preprocessing
 from tpu_embedding.inputs import to_id_batch
-from tpu_embedding.layout.partitions import (
+from tpu_embedding.layout.partitioning import (
     PartitionedFeature,
     PartitionedTable,
     Partitioning,
@@ -33,7 +33,7 @@ FEATURE = PartitionedFeature(
     samples=2,
     sample_offset=0,
     row_offset=0,
-    shift=0,
+    rotation=0,
     output_shape=(2,),
 )
 TABLE = PartitionedTable(
@@ -77,7 +77,7 @@ def tokens(batch: preprocessing.PartitionedBatch, name: str = "stack") -> list[i
 
 def test_the_example_of_the_documentation():
     users = dataclasses.replace(
-        FEATURE, path="users", table="users", sample_offset=2, row_offset=8, shift=1
+        FEATURE, path="users", table="users", sample_offset=2, row_offset=8, rotation=1
     )
     table = dataclasses.replace(TABLE, rows=16, samples=4, features=(0, 1))
     whole = Partitioning(2, 1, (FEATURE, users), (table,))

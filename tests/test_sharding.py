@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.tpu import tpu_embedding_v3_utils as stock
 
-from tpu_embedding.layout.sharding import ModSharding
+from tpu_embedding.layout.stacking import ModSharding
 
 
 @st.composite

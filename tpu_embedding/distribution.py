@@ -158,6 +158,19 @@ class Topology:
             return function(*arguments)
         return tf.compat.v1.tpu.outside_compilation(function, *arguments)
 
+    def barrier(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns control inputs that wait for `tensors` in all replicas of a program.
+
+        A real TPU needs no barrier: it writes the variables of a program last, unless
+        the program fails.
+        """
+        context = tf.distribute.get_replica_context()
+        if self.tpu is None or not self.tpu.simulated or context is None:
+            return list(tensors)
+        with tf.control_dependencies(tensors):
+            nothing = tf.zeros([], tf.int32)
+            return [context.all_reduce(tf.distribute.ReduceOp.SUM, nothing)]
+
     def find(self, device: Any) -> str:
         """The full name of the TPU device that a user named.
 

@@ -11,7 +11,6 @@ from tpu_embedding import errors
 from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, do_not_convert
 from tpu_embedding.engines import Engine, StepQueue
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.tf_configs import ConstructorArguments, check_batch_size
 
 
@@ -310,8 +309,11 @@ def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:
     """What build() was given for one feature, as a tuple."""
     try:
         read = tf.TensorShape(shape)
-    except (TypeError, ValueError) as error:
-        raise layout_errors.input_shape(path, shape) from error
-    if not read.rank:  # Unknown, or a scalar's.
-        raise layout_errors.input_shape(path, shape)
+    except (TypeError, ValueError):
+        read = tf.TensorShape(None)
+    if not read.rank:  # Not a shape, of unknown rank, or that of a scalar.
+        raise ValueError(
+            f"The input shape of feature {path} given to build() must have at least "
+            f"one axis, with None for unknown axes. Received: {shape!r}."
+        )
     return tuple(read.as_list())

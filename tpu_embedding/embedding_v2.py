@@ -14,7 +14,6 @@ from tpu_embedding.embedding_base import (
     NestedEmbedding,
     do_not_convert,
 )
-from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
@@ -198,7 +197,10 @@ class TPUEmbeddingV2(NestedEmbedding):
         if not isinstance(features, PreprocessedFeatures):
             return self._preprocess(features, weights, place)
         if weights is not None:
-            raise layout_errors.weights_of_preprocessed()
+            raise ValueError(
+                "`weights` cannot be given for features that were preprocessed: pass "
+                "them to preprocess_features."
+            )
         return features
 
     @do_not_convert
@@ -215,11 +217,17 @@ class TPUEmbeddingV2(NestedEmbedding):
         """
         engine, replica = self._in_replica("dequeue")
         if not isinstance(partitioned_tensors, PreprocessedFeatures):
-            raise layout_errors.not_preprocessed(partitioned_tensors)
+            raise TypeError(
+                "dequeue takes what enqueue or preprocess_features returns, a "
+                f"PreprocessedFeatures, got {type(partitioned_tensors).__name__}. Use "
+                "embedding_lookup for raw features."
+            )
         shapes = partitioned_tensors.output_shapes
         if len(shapes) != len(self._plan.features):
-            raise layout_errors.preprocessed_features(
-                len(shapes), len(self._plan.features)
+            raise ValueError(
+                f"The preprocessed batch has {len(shapes)} features, but this "
+                f"embedding has {len(self._plan.features)}. Preprocess it with this "
+                "embedding."
             )
         tables = self._check_tables(partitioned_tensors.tables, found=False)
         with tf.name_scope("embedding_lookup"):
@@ -385,17 +393,28 @@ class TPUEmbeddingV2(NestedEmbedding):
           found: Whether a lookup is to have added what its combiners need.
         """
         if not isinstance(tables, Mapping):
-            raise layout_errors.preserved_outputs_type(tables)
+            raise TypeError(
+                "Preserved outputs are a dict by name of the stacked table, got "
+                f"{type(tables).__name__}. Pass the second output of embedding_lookup."
+            )
         stacks = self._stacks.stacks
         if set(tables) != {stack.name for stack in stacks}:
             names = [stack.name for stack in stacks]
-            raise layout_errors.preserved_outputs_names(list(tables), names)
+            raise ValueError(
+                "Preserved outputs have the stacked tables "
+                f"{', '.join(map(str, list(tables)))}, but this embedding has "
+                f"{', '.join(names)}. Pass the second output of embedding_lookup."
+            )
         for stack in stacks:
             config = self._plan.tables[stack.tables[0]].config
             combined = found and config.custom_combiner is not None
             kind = CombinedCsrFormatTensor if combined else PartitionedCsrFormatTensor
             if not isinstance(tables[stack.name], kind):
-                raise layout_errors.preserved_output(
-                    stack.name, tables[stack.name], kind
+                raise ValueError(
+                    f"The batch of stacked table {stack.name!r} must be a "
+                    f"{kind.__name__}, got {type(tables[stack.name]).__name__}. Pass "
+                    "to apply_gradients the second output of embedding_lookup, and to "
+                    "a lookup what preprocess_features or enqueue of this embedding "
+                    "gives."
                 )
         return {stack.name: tables[stack.name] for stack in stacks}

@@ -26,7 +26,7 @@ from tensorflow.python.tpu import (
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.engines.variables import VariableRows
-from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
+from tpu_embedding.layout.table_arrays import JoinedRows, MutableUnstackedRows
 
 GRIDS = pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 4), (4, 2)])
 

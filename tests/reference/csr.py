@@ -27,12 +27,12 @@ class Feature:
     combiner: str
     sample_offset: int
     row_offset: int
-    shift: int
+    rotation: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    num_sparse_cores: int
+    sparse_cores_per_device: int
     num_shards: int
     samples: int
     rows: int
@@ -52,7 +52,7 @@ def factor(weights: np.ndarray, combiner: str) -> np.float32:
 
 def entries(feature: Feature, stack: Stack) -> list[list[tuple[int, int, np.float32]]]:
     """Per SparseCore (row of the stacked batch, row of the stacked table, gain)."""
-    cores, shards = stack.num_sparse_cores, stack.num_shards
+    cores, shards = stack.sparse_cores_per_device, stack.num_shards
     per_core = len(feature.ids) // cores
     out: list[list[tuple[int, int, np.float32]]] = [[] for _ in range(cores)]
     for s, (ids, weights) in enumerate(zip(feature.ids, feature.weights, strict=True)):
@@ -70,7 +70,7 @@ def entries(feature: Feature, stack: Stack) -> list[list[tuple[int, int, np.floa
             else:
                 runs.append([int(i), F32(w)])
         for i, w in runs:
-            shard = (i + feature.shift) % shards
+            shard = (i + feature.rotation) % shards
             row = feature.row_offset + i // shards * shards + shard
             out[core].append((sample, row, F32(w * scale)))
     return out
@@ -80,7 +80,7 @@ def sort(
     lists: Sequence[Sequence[tuple[int, int, np.float32]]], stack: Stack
 ) -> list[tuple[int, int, int, np.float32]]:
     """The (shard, token, sample, gain) of one SparseCore, sorted and merged."""
-    per_core = stack.samples // stack.num_sparse_cores
+    per_core = stack.samples // stack.sparse_cores_per_device
     flat = [
         (row % stack.num_shards, row // stack.num_shards, sample % per_core, gain)
         for one in lists

@@ -168,17 +168,17 @@ def test_initializers_by_shard() -> None:
         (
             {"optimizer": te.SGD(1.0, clipvalue=1.0)},
             NotImplementedError,
-            "Table 'films': the SparseCore ops cannot carry clipvalue=1.0",
+            "Table 'films': the SparseCore ops do not support clipvalue=1.0",
         ),
         (
             {"optimizer": te.Adam(1.0, slot_variable_creation_fn=lambda *_: {})},
             NotImplementedError,
-            "cannot carry slot_variable_creation_fn=",
+            "do not support slot_variable_creation_fn=",
         ),
         (
             {"optimizer": te.SGD(1.0, low_dimensional_packing_status=True)},
             NotImplementedError,
-            "cannot carry low_dimensional_packing_status=True",
+            "do not support low_dimensional_packing_status=True",
         ),
         ({"output_shape": None}, ValueError, "Feature films: .* whole output_shape"),
         ({"output_shape": [3]}, ValueError, "3 samples per replica, which the 2"),
@@ -188,8 +188,6 @@ def test_initializers_by_shard() -> None:
             r"Feature films: .* max_sequence_length=3 .*output_shape=\[batch size per "
             r"replica, 3\]",
         ),
-        ({"name": None}, ValueError, "Feature films: .* its feature needs a name"),
-        ({"table_name": None}, ValueError, "Feature films: .* its table needs a name"),
     ],
 )
 def test_refused_at_construction(
@@ -199,13 +197,28 @@ def test_refused_at_construction(
         "optimizer": te.SGD(1.0),
         "output_shape": [4],
         "name": "film",
-        "table_name": "films",
         **change,
     }
-    key = te.TableConfig(8, 2, name=values.pop("table_name"))
+    key = te.TableConfig(8, 2, name="films")
     optimizer = values.pop("optimizer")
     with STRATEGY.scope(), pytest.raises(error, match=text):
         te.TPUEmbeddingV2({"films": te.FeatureConfig(key, **values)}, optimizer)
+
+
+def test_tables_without_names_are_numbered_in_order_of_first_use() -> None:
+    first, second = (
+        te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum") for _ in range(2)
+    )
+    features = {
+        name: te.FeatureConfig(table, output_shape=[2])
+        for name, table in [("a", first), ("b", second), ("c", first)]
+    }
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(features, te.SGD(1.0))
+    assert set(embedding.embedding_layouts) == {"table_0", "table_1"}
+    assert set(embedding.stacked_tables) == {"table_0_table_1"}
+    found = run(STRATEGY, lambda: embedding(BATCH)[0])[1]
+    assert [found[name][0, 0] for name in "abc"] == [7, 8, 5]
 
 
 def test_layouts_given_by_the_user() -> None:

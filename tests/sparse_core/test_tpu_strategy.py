@@ -15,7 +15,7 @@ from sparse_core import custom_models
 from test_distribution import TOPOLOGY, Described
 
 import tpu_embedding as te
-from tpu_embedding.engines.sparse_core import pending, state
+from tpu_embedding.engines.sparse_core import engine, state
 from tpu_embedding.engines.variables import create_state
 from tpu_embedding.keras import TPUEmbedding
 
@@ -39,7 +39,7 @@ class Local(tf.Module):
 
 @pytest.fixture
 def strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for module in (state, pending):
+    for module in (state, engine):
         monkeypatch.setattr(module, "create_local", Local)
     monkeypatch.setattr(state, "fill_tables", lambda *_: None)
     return tf.distribute.TPUStrategy(Described("V2", CORES))

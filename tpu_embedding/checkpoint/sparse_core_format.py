@@ -18,9 +18,13 @@ from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
-from tpu_embedding.layout.stacked_rows import StackedRows, UnstackedRows
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import Rows, checkpoint_name
+from tpu_embedding.layout.table_arrays import (
+    Rows,
+    StackedRows,
+    UnstackedRows,
+    checkpoint_name,
+)
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
 VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # It does not see exported names.

@@ -21,7 +21,6 @@ from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.errors import combiner_weights_saved
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
@@ -463,7 +462,11 @@ class Engine(abc.ABC):
         for table in self._plan.tables:
             combiner = table.config.custom_combiner
             if combiner is not None and combiner.num_weights:
-                raise combiner_weights_saved(table.name)
+                raise NotImplementedError(
+                    f"Table {table.name!r}: tpu_embedding.checkpoint has no place for "
+                    "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
+                    "saves them too."
+                )
 
     def retrieve(self) -> None:
         """Makes `rows` and `checkpoint_variables` hold what the tables hold now."""

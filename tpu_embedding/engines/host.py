@@ -309,7 +309,7 @@ def _stack_attributes(layout: Layout) -> dict[str, Any]:
     return {
         "stack_names": [stack.name for stack in layout.stacks],
         "feature_stacks": layout.feature_stacks,
-        "first_tokens": layout.first_tokens,
+        "first_tokens": layout.row_offsets,
     }
 
 

@@ -1,23 +1,130 @@
-"""From a layout to what the preprocessor takes."""
+"""The description of a stacked embedding that the SparseCore preprocessor needs.
+
+The tables of one width are *stacked*: the rows of one table follow those of another,
+and so do the samples of the features in the stacked batch. Row r of a stack is stored
+in shard `r % num_shards`, at row `r // num_shards` of that shard. A *partition* holds
+the entries that one SparseCore fetches from one shard.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 
-from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout import errors
-from tpu_embedding.layout.partitions import (
-    PartitionedFeature,
-    PartitionedTable,
-    Partitioning,
-)
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions
 
-# TensorFlow's own, for stacks that no limit is given for.
+# TensorFlow's defaults, for stacks without a limit.
 DEFAULT_MAX_IDS_PER_TABLE = 256
 DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedFeature:
+    """One feature and its place in a stack.
+
+    An id i is row `row_offset + i // num_shards * num_shards + (i + rotation) %
+    num_shards` of the stack.
+
+    Attributes:
+      path: Path of the feature in the user's structure, for error messages.
+      table: Name of the unstacked table, for error messages.
+      vocabulary_size: Valid ids are in [0, vocabulary_size).
+      combiner: "sum", "mean" or "sqrtn"; "sum" for a CustomCombiner.
+      invalid_ids: Policy for all other ids: "error", "drop" or "mod".
+      samples: Samples per replica, a multiple of the SparseCores of a device.
+      sample_offset: First sample in the stacked batch, also such a multiple.
+      row_offset: First row of the table in the stack, a multiple of the shards.
+      rotation: Number of shards by which the table is rotated.
+      output_shape: Shape of the activations per replica, without the embedding axis;
+        its product is `samples`.
+      sequence_length: FeatureConfig.max_sequence_length; 0 for none.
+      max_valency: Maximum ids per sample of a CustomCombiner; 0 for no limit.
+    """
+
+    path: str
+    table: str
+    vocabulary_size: int
+    combiner: str
+    invalid_ids: str
+    samples: int
+    sample_offset: int
+    row_offset: int
+    rotation: int
+    output_shape: tuple[int, ...]
+    sequence_length: int = 0
+    max_valency: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedTable:
+    """One stack and the features that look it up.
+
+    Attributes:
+      name: Name of the stack.
+      rows: Rows with the padding of each table: a multiple of the shards.
+      samples: Samples of the stacked batch per replica.
+      features: Indices into `Partitioning.features`, in the order of their entries.
+      max_ids_per_partition: Maximum entries of one partition.
+      max_unique_ids_per_partition: Maximum different rows of one partition.
+      positions: Whether to keep the position of each entry in its sample
+        (`sorted_pos_ids`), which a CustomCombiner needs.
+    """
+
+    name: str
+    rows: int
+    samples: int
+    features: tuple[int, ...]
+    max_ids_per_partition: int
+    max_unique_ids_per_partition: int
+    positions: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioning:
+    """All stacks of an embedding and the hardware that they are partitioned for.
+
+    Attributes:
+      sparse_cores_per_device: SparseCores of each device.
+      num_replicas: Devices that share the tables.
+      features: In the order of the user's structure.
+      tables: The stacks. Every feature is in one of them.
+      max_ids_per_chip_per_sample: Capacity of the per-device id buffer, in ids per
+        stacked sample.
+      allow_id_dropping: Drop entries that exceed the id buffer instead of failing.
+      max_minibatches: Maximum number of minibatches of one batch.
+      minibatching: Split a batch that exceeds the limits of a partition instead of
+        failing.
+    """
+
+    sparse_cores_per_device: int
+    num_replicas: int
+    features: tuple[PartitionedFeature, ...]
+    tables: tuple[PartitionedTable, ...]
+    max_ids_per_chip_per_sample: int = 64
+    allow_id_dropping: bool = False
+    max_minibatches: int = 64
+    minibatching: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of each stack: one for each SparseCore of all devices."""
+        return self.sparse_cores_per_device * self.num_replicas
+
+    @property
+    def marks(self) -> tuple[int, int, int]:
+        """Devices, SparseCores of each device, and a checksum of everything else."""
+        rest = (self.features, self.tables, self.max_ids_per_chip_per_sample)
+        checksum = zlib.crc32(repr(rest).encode())
+        return self.num_replicas, self.sparse_cores_per_device, checksum
+
+    @property
+    def num_row_pointers(self) -> int:
+        """Row pointers of a device's buffers, padded to multiples of 8 a minibatch."""
+        padded_shards = -(-self.num_shards // 8) * 8
+        return self.sparse_cores_per_device * self.max_minibatches * padded_shards
 
 
 def stacking_options(
@@ -26,12 +133,12 @@ def stacking_options(
     config: SparseCoreEmbeddingConfig,
     **multiples: int,
 ) -> StackingOptions:
-    """How the tables of SparseCores are stacked.
+    """Returns the options for stacking the tables of SparseCores.
 
     Args:
-      num_devices: That share the tables.
-      sparse_cores_per_device: Of each.
-      config: What the user said.
+      num_devices: Devices that share the tables.
+      sparse_cores_per_device: SparseCores of each device.
+      config: The user's configuration.
       **multiples: `width_multiple` and `row_multiple`, where the hardware is known.
     """
     return StackingOptions(
@@ -50,46 +157,48 @@ def make_partitioning(
     options: StackingOptions,
     config: SparseCoreEmbeddingConfig,
 ) -> Partitioning:
-    """What the preprocessor needs for the batches of a plan.
+    """Returns what the preprocessor needs for the batches of a plan.
 
     Args:
       plan: The tables and features; each feature has a full `output_shape`.
-      layout: Where the tables are, of the same plan.
-      options: What the layout was made for.
+      layout: The stacks of `plan`.
+      options: The options that `layout` was made with.
       config: The limits.
 
     Raises:
-      NotImplementedError: If minibatching is asked for beside a CustomCombiner.
-      ValueError: If a limit is given for a stack that does not exist, a feature has
-        no output shape, or its samples cannot be divided by the SparseCores.
+      NotImplementedError: If minibatching is requested beside a CustomCombiner.
+      ValueError: If a limit names an unknown stack, a feature has no output shape, or
+        the SparseCores of a device do not divide its samples.
     """
-    names = [stack.name for stack in layout.stacks]
     for table in plan.tables:
         if config.minibatching and table.config.custom_combiner is not None:
-            raise errors.combiner_with_minibatching(table.name)
-    for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
-        _check_names(argument, getattr(config, argument), names)
-    ids, unique = config.max_ids_per_table, config.max_unique_ids_per_table
+            raise NotImplementedError(
+                f"Table {table.name!r}: minibatching is not supported with a "
+                "CustomCombiner, because TensorFlow's ops for it take whole batches. "
+                "Set SparseCoreEmbeddingConfig.minibatching to False, or use another "
+                "combiner."
+            )
+    names = [stack.name for stack in layout.stacks]
+    _check_names("max_ids_per_table", config.max_ids_per_table, names)
+    _check_names("max_unique_ids_per_table", config.max_unique_ids_per_table, names)
+    ids = config.max_ids_per_table or {}
+    unique = config.max_unique_ids_per_table or {}
     return Partitioning(
-        num_sparse_cores=options.sparse_cores_per_device,
+        sparse_cores_per_device=options.sparse_cores_per_device,
         num_replicas=options.num_devices,
-        features=tuple(
-            _feature(plan, layout, i, options.sparse_cores_per_device)
-            for i in range(len(plan.features))
-        ),
+        features=_features(plan, layout, options.sparse_cores_per_device),
         tables=tuple(
             PartitionedTable(
                 name=stack.name,
                 rows=stack.rows,
                 samples=stack.samples,
                 features=stack.features,
-                max_ids_per_partition=(ids or {}).get(
-                    stack.name, DEFAULT_MAX_IDS_PER_TABLE
-                ),
-                max_unique_ids_per_partition=(unique or {}).get(
+                max_ids_per_partition=ids.get(stack.name, DEFAULT_MAX_IDS_PER_TABLE),
+                max_unique_ids_per_partition=unique.get(
                     stack.name, DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
                 ),
-                positions=_combiner_of(plan, stack.tables[0]) is not None,
+                positions=plan.tables[stack.tables[0]].config.custom_combiner
+                is not None,
             )
             for stack in layout.stacks
         ),
@@ -99,88 +208,96 @@ def make_partitioning(
     )
 
 
-def refuse_for_sparse_cores(plan: Plan) -> None:
-    """Refuses what the SparseCore ops cannot carry, by name.
-
-    Args:
-      plan: The tables; their optimizers say what they need.
+def check_optimizers(plan: Plan) -> None:
+    """Checks that SparseCore ops support the optimizer of each table.
 
     Raises:
-      NotImplementedError: If a table has such an optimizer or option.
+      ValueError: If a table has no optimizer.
+      NotImplementedError: If no op supports an optimizer or one of its options.
     """
     for table in plan.tables:
-        if table.optimizer is None:
-            continue
-        if table.optimizer.sparse_core_op is None and not table.optimizer.is_custom:
-            raise errors.sparse_core_rule(table.name, type(table.optimizer).__name__)
-        for option, value in table.optimizer.sparse_core_values.items():
-            own = getattr(table.optimizer, option)
-            if own != value:
-                raise errors.sparse_core_option(table.name, option, own, value)
-
-
-def require_names_and_optimizers(plan: Plan) -> None:
-    """Refuses tables and features that a strategy of SparseCores has no use for.
-
-    Raises:
-      ValueError: If a table or feature has no name, or a table no optimizer.
-    """
-    for feature in plan.features:
-        table = plan.tables[feature.table]
-        for what, config in (("table", table.config), ("feature", feature.config)):
-            if config.name is None:
-                raise errors.sparse_core_without_name(feature.path, what)
-        if table.optimizer is None:
-            raise errors.sparse_core_without_optimizer(table.name)
+        optimizer = table.optimizer
+        if optimizer is None:
+            raise ValueError(
+                f"Table {table.name!r} has no optimizer, and a strategy of SparseCores "
+                "needs one. Pass `optimizer` to the TableConfig or to the embedding. "
+                "For lookups alone, create the embedding outside the strategy's scope."
+            )
+        if optimizer.sparse_core_op is None and not optimizer.is_custom:
+            raise NotImplementedError(
+                f"Table {table.name!r}: SparseCores have no op for "
+                f"{type(optimizer).__name__}. Use SGD, Adagrad, AdagradMomentum, FTRL "
+                "or Adam, or the host engine."
+            )
+        for option, supported in optimizer.sparse_core_values.items():
+            value = getattr(optimizer, option)
+            if value != supported:
+                raise NotImplementedError(
+                    f"Table {table.name!r}: the SparseCore ops do not support "
+                    f"{option}={value!r} of its optimizer. Set {option}={supported!r}, "
+                    "or use the host engine."
+                )
 
 
 def full_output_shapes(plan: Plan) -> list[tuple[int, ...]]:
-    """The declared output shape of each feature, which SparseCores need.
+    """Returns the declared output shape of each feature, which SparseCores need.
 
     Raises:
-      ValueError: If a feature has none, or one with an unknown axis.
+      ValueError: If a feature has no output shape, or one with an unknown axis.
     """
     shapes = []
     for spec in plan.features:
-        shape = spec.config.output_shape
-        if spec.config.max_sequence_length:
-            raise errors.sparse_core_sequence(
-                spec.path, spec.config.max_sequence_length
+        shape, length = spec.config.output_shape, spec.config.max_sequence_length
+        if length:
+            raise ValueError(
+                f"Feature {spec.path}: SparseCores need the whole output_shape in "
+                f"FeatureConfig, which max_sequence_length={length} excludes. Pass a "
+                f"RaggedTensor with output_shape=[batch size per replica, {length}] "
+                "and no max_sequence_length."
             )
         if shape is None or None in shape:
-            raise errors.output_shape_missing(spec.path, shape)
+            raise ValueError(
+                f"Feature {spec.path}: SparseCores need the whole output_shape in "
+                f"FeatureConfig, per replica and without unknown axes, got {shape!r}. "
+                "Set for example output_shape=[batch size per replica]; the Keras "
+                "layer takes it from `batch_size`."
+            )
         shapes.append(tuple(shape))
     return shapes
 
 
-def _feature(
-    plan: Plan, layout: Layout, index: int, sparse_cores: int
-) -> PartitionedFeature:
-    spec = plan.features[index]
-    table = plan.tables[spec.table]
-    place = layout.tables[spec.table]
-    samples = layout.samples[index]
-    combiner = _combiner_of(plan, spec.table)
-    if samples % sparse_cores:
-        raise errors.samples_not_divisible(spec.path, samples, sparse_cores)
-    return PartitionedFeature(
-        path=spec.path,
-        table=table.name,
-        vocabulary_size=table.config.vocabulary_size,
-        combiner=table.config.entry_combiner,
-        invalid_ids=table.config.invalid_ids,
-        samples=samples,
-        sample_offset=layout.sample_offsets[index],
-        row_offset=layout.first_tokens[index],
-        shift=place.sparse_core_shard_rotation,
-        output_shape=full_output_shapes(plan)[index],
-        sequence_length=spec.config.max_sequence_length,
-        max_valency=combiner.max_valency if combiner else 0,
-    )
-
-
-def _combiner_of(plan: Plan, table: int) -> CustomCombiner | None:
-    return plan.tables[table].config.custom_combiner
+def _features(
+    plan: Plan, layout: Layout, sparse_cores_per_device: int
+) -> tuple[PartitionedFeature, ...]:
+    features = []
+    for spec, shape in zip(plan.features, full_output_shapes(plan), strict=True):
+        table = plan.tables[spec.table]
+        samples = layout.samples[spec.index]
+        combiner = table.config.custom_combiner
+        if samples % sparse_cores_per_device:
+            raise ValueError(
+                f"Feature {spec.path}: its output_shape has {samples} samples per "
+                f"replica, which the {sparse_cores_per_device} SparseCores of a device "
+                "do not divide. Choose a batch size per replica that is a multiple of "
+                f"{sparse_cores_per_device}."
+            )
+        features.append(
+            PartitionedFeature(
+                path=spec.path,
+                table=table.name,
+                vocabulary_size=table.config.vocabulary_size,
+                combiner=table.config.entry_combiner,
+                invalid_ids=table.config.invalid_ids,
+                samples=samples,
+                sample_offset=layout.sample_offsets[spec.index],
+                row_offset=layout.row_offsets[spec.index],
+                rotation=layout.tables[spec.table].sparse_core_shard_rotation,
+                output_shape=shape,
+                sequence_length=spec.config.max_sequence_length,
+                max_valency=combiner.max_valency if combiner else 0,
+            )
+        )
+    return tuple(features)
 
 
 def _check_names(
@@ -188,4 +305,8 @@ def _check_names(
 ) -> None:
     unknown = sorted(set(limits or ()) - set(names))
     if unknown:
-        raise errors.limit_of_unknown_stack(argument, unknown, names)
+        raise ValueError(
+            f"SparseCoreEmbeddingConfig.{argument} names {', '.join(unknown)}, but the "
+            f"stacked tables are {', '.join(names)}. Limits are keyed by the name of "
+            'the stack: the names of its tables, sorted and joined by "_".'
+        )

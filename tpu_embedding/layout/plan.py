@@ -10,12 +10,11 @@ from typing import Any
 
 from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.layout.errors import custom_function
 from tpu_embedding.optimizers import OPTIMIZERS, Optimizer
 from tpu_embedding.optimizers.errors import table_dim
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
-MOST_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
+MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,9 +163,15 @@ def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> No
     """
     for table in tables:
         if optimizers and table.optimizer is not None and table.optimizer.is_custom:
-            raise custom_function(table.name, "CustomOptimizer")
+            raise NotImplementedError(
+                f"Table {table.name!r}: only TPUEmbeddingV2 takes a CustomOptimizer, "
+                "as in TensorFlow. Use TPUEmbeddingV2, or one of the named optimizers."
+            )
         if table.config.custom_combiner is not None:
-            raise custom_function(table.name, "CustomCombiner")
+            raise NotImplementedError(
+                f"Table {table.name!r}: only TPUEmbeddingV2 takes a CustomCombiner, "
+                "as in TensorFlow. Use TPUEmbeddingV2, or one of the named combiners."
+            )
 
 
 def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
@@ -185,9 +190,9 @@ def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
 
 def _check_rows(tables: Sequence[TableSpec]) -> None:
     for table in tables:
-        if table.config.vocabulary_size > MOST_ROWS:
+        if table.config.vocabulary_size > MAX_ROWS:
             rows = table.config.vocabulary_size
-            raise errors.too_many_rows(table.name, rows, MOST_ROWS)
+            raise errors.too_many_rows(table.name, rows, MAX_ROWS)
 
 
 def _slots(tables: Sequence[TableSpec]) -> set[str]:

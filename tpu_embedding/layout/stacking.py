@@ -1,9 +1,12 @@
-"""Which tables are stored as one stack, and where in it.
+"""The stacks in which tables are stored, and the place of each table in its stack.
 
-A stack holds tables of one padded width, one optimizer and one quantization. The rule
-is that of TensorFlow's SparseCoreLayoutStacker, so that stacks and checkpoints agree:
-tables come in the order of their names, and each goes into the first stack of its
-kind that has room.
+A stack holds tables of one padded width, one optimizer and one quantization. The
+stacking rule is that of TensorFlow's SparseCoreLayoutStacker, so that stacks and
+checkpoints agree: tables are taken in the order of their names, and each goes into the
+first stack of its kind that has room.
+
+Each table is sharded by row, modulo the number of SparseCores of all devices (the
+*shards*), and rotated so that the first rows of all tables are not on one SparseCore.
 """
 
 from __future__ import annotations
@@ -14,12 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpu_embedding.layout import errors
 from tpu_embedding.layout.plan import Plan, TableSpec, stacking_kind
-from tpu_embedding.layout.rotation import check_loads, rotations
-from tpu_embedding.layout.sharding import ModSharding
 
-# TensorFlow's own limits: a stack stays below each of them.
+# TensorFlow's limits. A stack stays below each of them.
 ACTIVATION_BYTES_LIMIT = 2**21  # of one SparseCore
 SHARD_BYTES_LIMIT = 2**31  # of one device
 _FLOAT_BYTES = 4
@@ -29,21 +29,21 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StackingOptions:
-    """What tables are stacked for.
+    """The hardware and the limits that tables are stacked for.
 
     Attributes:
-      num_devices: Devices that the tables are cut over, TensorFlow's "partitions".
-      sparse_cores_per_device: SparseCores of each.
-      width_multiple: A stack's width is a multiple of it.
-      row_multiple: The rows that a table has in one shard are a multiple of it.
-      disable_table_stacking: Each table is a stack of its own.
-      stock_feature_counts: Count the samples of the first feature of all only, as
-        the caller of TensorFlow's stacker does. It matters where the activations are
-        near their limit, and then for checkpoints that TensorFlow wrote.
-      shard_loads: By name of the table its load on each shard, were it not rotated;
-        tables without one are rotated as TensorFlow does.
-      activation_bytes_limit: Activations of a stack on one SparseCore stay below it.
-      shard_bytes_limit: The part of a stack on one device stays below it.
+      num_devices: Devices that share the tables; TensorFlow's "partitions".
+      sparse_cores_per_device: SparseCores of each device.
+      width_multiple: The width of a stack is a multiple of it.
+      row_multiple: The number of rows of a table in one shard is a multiple of it.
+      disable_table_stacking: Give each table a stack of its own.
+      stock_feature_counts: Count only the samples of the first of all features, as
+        the caller of TensorFlow's stacker does. This matters for checkpoints that
+        TensorFlow wrote, if the activations are near their limit.
+      shard_loads: Load of each shard by table name, measured without rotation. Tables
+        without a load are rotated as in TensorFlow.
+      activation_bytes_limit: The activations of a stack on one SparseCore stay below.
+      shard_bytes_limit: The part of a stack on one device stays below.
     """
 
     num_devices: int
@@ -63,21 +63,64 @@ class StackingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModSharding:
+    """The shards of one table: id i is row `row_offset + i // num_shards` of a shard.
+
+      shard = (i + rotation) mod num_shards
+
+    All methods take an int, an integer array or an integer tensor, and return the same
+    type.
+
+    >>> sharding = ModSharding(num_shards=8, rotation=5)
+    >>> sharding.shard_of(12), sharding.local_row(12)
+    (1, 1)
+    >>> sharding.stack_row(12, rows_per_shard=10)
+    11
+
+    Attributes:
+      num_shards: SparseCores of all devices.
+      rotation: Shard of id 0.
+      row_offset: Rows of other tables before this table in each shard.
+    """
+
+    num_shards: int
+    rotation: int = 0
+    row_offset: int = 0
+
+    def shard_of(self, id_: Any) -> Any:
+        """Returns the shard, numbered over all devices."""
+        return (id_ + self.rotation) % self.num_shards
+
+    def local_row(self, id_: Any) -> Any:
+        """Returns the row within the shard."""
+        return self.row_offset + id_ // self.num_shards
+
+    def stack_row(self, id_: Any, rows_per_shard: int) -> Any:
+        """Returns the row of the stack, in which the shards follow one another.
+
+        Args:
+          id_: The id.
+          rows_per_shard: Rows of each shard, including those of other tables.
+        """
+        return self.shard_of(id_) * rows_per_shard + self.local_row(id_)
+
+
+@dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """Where one table is; the fields of TensorFlow's SparseCoreTableLayout.
+    """The place of one table; the fields of TensorFlow's SparseCoreTableLayout.
 
     Attributes:
       table_name: The table.
       stacked_table_name: Its stack.
-      num_sparse_cores: Shards: the SparseCores of all devices.
+      num_sparse_cores: SparseCores of all devices, which is the number of shards.
       num_partitions: Devices.
       total_rows_per_sparse_core_shard: Rows of the whole stack in one shard.
       unsharded_shape: (V, D).
-      unsharded_padded_shape: The same with padding.
+      unsharded_padded_shape: (V, D) with padding.
       sparse_core_shard_row_offset: Rows of other tables before it in each shard.
-      sparse_core_shard_rotation: The shard of id 0.
-      per_sparse_core_batch_size: Its samples on one SparseCore.
-      num_features: Features that look it up.
+      sparse_core_shard_rotation: Shard of id 0.
+      per_sparse_core_batch_size: Samples of the table on one SparseCore.
+      num_features: Features that look the table up.
     """
 
     table_name: str
@@ -94,7 +137,7 @@ class TableLayout:
 
     @property
     def sharding(self) -> ModSharding:
-        """Where the rows go."""
+        """The shards of the rows."""
         return ModSharding(
             num_shards=self.num_sparse_cores,
             rotation=self.sparse_core_shard_rotation,
@@ -103,7 +146,7 @@ class TableLayout:
 
     @property
     def end(self) -> int:
-        """The first row of each shard that is not the table's any more."""
+        """First row of each shard after the rows of the table."""
         rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
         return self.sparse_core_shard_row_offset + rows
 
@@ -113,13 +156,13 @@ class Stack:
     """Tables that are stored as one.
 
     Attributes:
-      name: Its name, that of the tables joined by "_".
-      tables: Indices into `Plan.tables`, by name of the table.
-      layouts: Where each of them is.
-      features: Indices of the features that look them up, ascending.
-      samples: Samples per replica of all of them; the stacked batch.
+      name: Names of the tables, joined by "_".
+      tables: Indices into `Plan.tables`, sorted by table name.
+      layouts: Place of each table.
+      features: Indices of the features that look the tables up, ascending.
+      samples: Samples per replica of all these features; the stacked batch.
       rows_per_shard: Rows of each shard.
-      width: Columns with padding.
+      width: Columns, with padding.
     """
 
     name: str
@@ -151,12 +194,12 @@ class Layout:
     """All stacks of a plan.
 
     Attributes:
-      stacks: In the order in which their first tables come by name.
-      tables: For each table of the plan its place.
-      sample_offsets: For each feature its first sample in the stacked batch.
-      samples: For each feature its samples per replica.
-      feature_stacks: For each feature the index of its stack.
-      first_tokens: For each feature the first row of the stack that is its table's.
+      stacks: In the order of the first table name of each.
+      tables: For each table of the plan, its place.
+      sample_offsets: For each feature, its first sample in the stacked batch.
+      samples: For each feature, its samples per replica.
+      feature_stacks: For each feature, the index of its stack.
+      row_offsets: For each feature, the first row of its table in the stack.
     """
 
     stacks: tuple[Stack, ...]
@@ -164,7 +207,7 @@ class Layout:
     sample_offsets: tuple[int, ...]
     samples: tuple[int, ...]
     feature_stacks: tuple[int, ...]
-    first_tokens: tuple[int, ...]
+    row_offsets: tuple[int, ...]
 
 
 def make_layout(
@@ -173,21 +216,25 @@ def make_layout(
     """Stacks the tables of a plan.
 
     Args:
-      plan: Its tables may have layouts of their own, which are kept.
+      plan: The tables and features. A table's own `layout` is kept.
       output_shapes: For each feature the shape of its activations per replica,
         without the embedding axis; None counts as no samples.
-      options: What they are stacked for.
+      options: Hardware and limits.
 
     Raises:
-      ValueError: If a table's layout or load does not fit, or two stacks have one name.
+      ValueError: If a table's layout or load does not fit, or two stacks have the same
+        name.
     """
-    check_loads([s.name for s in plan.tables], options.shard_loads, options.num_shards)
+    _check_loads([s.name for s in plan.tables], options)
     samples = tuple(0 if s is None else math.prod(s) for s in output_shapes)
     by_name = sorted(plan.tables, key=lambda spec: spec.name)
-    own = [spec for spec in by_name if spec.config.layout is not None]
-    layouts = {spec.index: _given(spec, options) for spec in own}
-    for pile in _pile(plan, by_name, samples, options):
-        layouts.update(pile.layouts(options))
+    layouts = {
+        spec.index: _given_layout(spec, options)
+        for spec in by_name
+        if spec.config.layout is not None
+    }
+    for stack in _fill_stacks(plan, by_name, samples, options):
+        layouts.update(stack.layouts(options))
     stacks = _collect(plan, [s.index for s in by_name], layouts, samples)
     offsets: dict[int, int] = {}
     owners: dict[int, int] = {}
@@ -204,7 +251,7 @@ def make_layout(
         sample_offsets=tuple(offsets[i] for i in range(len(samples))),
         samples=samples,
         feature_stacks=tuple(owners[i] for i in range(len(samples))),
-        first_tokens=tuple(
+        row_offsets=tuple(
             place.sparse_core_shard_row_offset * place.num_sparse_cores
             for place in places
         ),
@@ -212,58 +259,101 @@ def make_layout(
 
 
 def layout_fields(layout: TableLayout) -> dict[str, Any]:
-    """The fields as TensorFlow's SparseCoreTableLayout takes them."""
+    """Returns the arguments of TensorFlow's SparseCoreTableLayout."""
     return {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}
 
 
+def rotations(
+    tables: Sequence[str],
+    devices: int,
+    sparse_cores_per_device: int,
+    loads: Mapping[str, Sequence[float]],
+) -> list[int]:
+    """Returns the shard of id 0 for each table of a stack.
+
+    TensorFlow rotates each table by one device more than the table before it. Tables
+    with a known load are placed greedily (Graham, 1969): the heaviest first, each at
+    the rotation that keeps the fullest shard lowest. Ties go to TensorFlow's rotation,
+    then to the least.
+
+    >>> rotations(["a", "b"], 2, 1, {"a": [3, 1], "b": [1, 2]})
+    [0, 0]
+    >>> rotations(["a", "b"], 2, 1, {})
+    [0, 1]
+
+    Args:
+      tables: Table names, in the order of the stack.
+      devices: Devices that share the tables.
+      sparse_cores_per_device: SparseCores of each device.
+      loads: Load of each shard by table name, measured without rotation.
+    """
+    shards = devices * sparse_cores_per_device
+    found = [i * sparse_cores_per_device % shards for i in range(len(tables))]
+    total = [0.0] * shards
+
+    def fullest(rotation: int, load: Sequence[float]) -> float:
+        return max(total[(s + rotation) % shards] + load[s] for s in range(shards))
+
+    known = [i for i, table in enumerate(tables) if table in loads]
+    for i in sorted(known, key=lambda i: -sum(loads[tables[i]])):
+        load = loads[tables[i]]
+        heights = {r: fullest(r, load) for r in (found[i], *range(shards))}
+        found[i] = min(heights, key=lambda rotation: heights[rotation])
+        for shard in range(shards):
+            total[(shard + found[i]) % shards] += load[shard]
+    return found
+
+
 @dataclasses.dataclass
-class _Pile:
-    """A stack that is being made."""
+class _OpenStack:
+    """A stack to which tables are still added."""
 
     kind: Any
-    members: list[TableSpec] = dataclasses.field(default_factory=list)
+    tables: list[TableSpec] = dataclasses.field(default_factory=list)
     samples: list[int] = dataclasses.field(default_factory=list)
-    counts: list[int] = dataclasses.field(default_factory=list)
+    num_features: list[int] = dataclasses.field(default_factory=list)
     activation_bytes: int = 0
     shard_bytes: int = 0
 
     def layouts(self, options: StackingOptions) -> dict[int, TableLayout]:
-        """The place of each member, by index of the table."""
-        shapes = [_padded(spec, options) for spec in self.members]
+        """Returns the place of each table, by its index in the plan."""
+        shapes = [_padded(spec, options) for spec in self.tables]
         heights = [rows // options.num_shards for rows, _ in shapes]
-        turns = rotations(
-            [spec.name for spec in self.members],
-            (options.num_devices, options.sparse_cores_per_device),
+        names = [spec.name for spec in self.tables]
+        rotation = rotations(
+            names,
+            options.num_devices,
+            options.sparse_cores_per_device,
             options.shard_loads,
         )
         return {
             spec.index: TableLayout(
                 table_name=spec.name,
-                stacked_table_name="_".join(s.name for s in self.members),
+                stacked_table_name="_".join(names),
                 num_sparse_cores=options.num_shards,
                 num_partitions=options.num_devices,
                 total_rows_per_sparse_core_shard=sum(heights),
                 unsharded_shape=(spec.config.vocabulary_size, spec.config.dim),
                 unsharded_padded_shape=shapes[i],
                 sparse_core_shard_row_offset=sum(heights[:i]),
-                sparse_core_shard_rotation=turns[i],
+                sparse_core_shard_rotation=rotation[i],
                 per_sparse_core_batch_size=(
                     self.samples[i] // options.sparse_cores_per_device
                 ),
-                num_features=self.counts[i],
+                num_features=self.num_features[i],
             )
-            for i, spec in enumerate(self.members)
+            for i, spec in enumerate(self.tables)
         }
 
 
-def _pile(
+def _fill_stacks(
     plan: Plan,
     by_name: Sequence[TableSpec],
     samples: Sequence[int],
     options: StackingOptions,
-) -> list[_Pile]:
+) -> list[_OpenStack]:
     """Puts each table without a layout into the first stack that has room."""
-    piles: list[_Pile] = []
+    stacks: list[_OpenStack] = []
     counted = range(1 if options.stock_feature_counts else len(plan.features))
     for spec in by_name:
         if spec.config.layout is not None:
@@ -275,73 +365,70 @@ def _pile(
         activations = row_bytes * (own // options.sparse_cores_per_device)
         shard = row_bytes * rows // options.num_devices
         kind = (width, *stacking_kind(spec))
-        pile = None
-        if not options.disable_table_stacking:
-            pile = next(
-                (
-                    p
-                    for p in piles
-                    if p.kind == kind
-                    and p.activation_bytes + activations
-                    < options.activation_bytes_limit
-                    and p.shard_bytes + shard < options.shard_bytes_limit
-                ),
-                None,
-            )
-        if pile is None:
-            pile = _Pile(kind)
-            piles.append(pile)
-        pile.members.append(spec)
-        pile.samples.append(own)
-        pile.counts.append(len(features))
-        pile.activation_bytes += activations
-        pile.shard_bytes += shard
-    return piles
+        for stack in [] if options.disable_table_stacking else stacks:
+            if (
+                stack.kind == kind
+                and stack.activation_bytes + activations
+                < options.activation_bytes_limit
+                and stack.shard_bytes + shard < options.shard_bytes_limit
+            ):
+                break
+        else:
+            stack = _OpenStack(kind)
+            stacks.append(stack)
+        stack.tables.append(spec)
+        stack.samples.append(own)
+        stack.num_features.append(len(features))
+        stack.activation_bytes += activations
+        stack.shard_bytes += shard
+    return stacks
 
 
 def _padded(spec: TableSpec, options: StackingOptions) -> tuple[int, int]:
-    rows_multiple = options.num_shards * options.row_multiple
+    row_multiple = options.num_shards * options.row_multiple
     return (
-        _round_up(spec.config.vocabulary_size, rows_multiple),
-        _round_up(spec.config.dim, options.width_multiple),
+        -(-spec.config.vocabulary_size // row_multiple) * row_multiple,
+        -(-spec.config.dim // options.width_multiple) * options.width_multiple,
     )
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _given(spec: TableSpec, options: StackingOptions) -> TableLayout:
-    """The layout that the user gave: ours, or TensorFlow's proto of the same fields."""
+def _given_layout(spec: TableSpec, options: StackingOptions) -> TableLayout:
+    """Checks the user's layout: a TableLayout, or TensorFlow's proto of its fields."""
     given = spec.config.layout
-    try:
-        values = {
-            f.name: getattr(given, f.name) for f in dataclasses.fields(TableLayout)
-        }
-    except AttributeError as error:
-        raise errors.layout_kind(spec.name, given) from error
+    names = [field.name for field in dataclasses.fields(TableLayout)]
+    if not all(hasattr(given, name) for name in names):
+        raise ValueError(
+            f"Table {spec.name!r}: layout must be None, a TableLayout or a "
+            f"SparseCoreTableLayout proto, got {given!r}."
+        )
+    values = {name: getattr(given, name) for name in names}
     for shape in ("unsharded_shape", "unsharded_padded_shape"):
         values[shape] = tuple(values[shape])
+    expected = {
+        "table_name": spec.name,
+        "num_sparse_cores": options.num_shards,
+        "num_partitions": options.num_devices,
+        "unsharded_shape": (spec.config.vocabulary_size, spec.config.dim),
+    }
+    for name, value in expected.items():
+        if values[name] != value:
+            raise ValueError(
+                f"Table {spec.name!r}: {name} of its layout is {values[name]!r}, but "
+                f"here it is {value!r}. Use the layout of an embedding of this table "
+                "on this hardware, or set layout=None."
+            )
     layout = TableLayout(**values)
-    for what, got, wanted in (
-        ("table_name", layout.table_name, spec.name),
-        ("num_sparse_cores", layout.num_sparse_cores, options.num_shards),
-        ("num_partitions", layout.num_partitions, options.num_devices),
-        (
-            "unsharded_shape",
-            layout.unsharded_shape,
-            (spec.config.vocabulary_size, spec.config.dim),
-        ),
-    ):
-        if got != wanted:
-            raise errors.layout_field(spec.name, what, got, wanted)
     padded = layout.unsharded_padded_shape
     if (
         len(padded) != 2
         or any(p < s for p, s in zip(padded, layout.unsharded_shape, strict=True))
         or padded[0] % options.num_shards
     ):
-        raise errors.layout_padding(spec.name, padded, options.num_shards)
+        raise ValueError(
+            f"Table {spec.name!r}: unsharded_padded_shape of its layout is {padded}; "
+            "it needs two axes, each at least that of the table, and a number of rows "
+            f"that {options.num_shards} SparseCores divide."
+        )
     return layout
 
 
@@ -378,16 +465,41 @@ def _collect(
 def _check_stack(
     plan: Plan, name: str, tables: Sequence[int], layouts: Sequence[TableLayout]
 ) -> None:
-    """That tables of one stack are of one kind and do not overlap."""
+    """Checks that the tables of a stack are of one kind and do not overlap."""
     specs = [plan.tables[index] for index in tables]
-    first, width = specs[0], layouts[0].unsharded_padded_shape[1]
-    for spec, layout in zip(specs, layouts, strict=True):
-        same = layout.unsharded_padded_shape[1] == width and stacking_kind(
-            spec
-        ) == stacking_kind(first)
-        if not same:
-            raise errors.stack_of_two_kinds(name, first.name, spec.name)
+    kinds = [
+        (layout.unsharded_padded_shape[1], *stacking_kind(spec))
+        for spec, layout in zip(specs, layouts, strict=True)
+    ]
+    for spec, kind in zip(specs, kinds, strict=True):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"Tables {specs[0].name!r} and {spec.name!r} are both in stack "
+                f"{name!r}, but tables of one stack have one padded width, optimizer "
+                "and quantization_config. Rename a table or give it another "
+                "stacked_table_name in its layout."
+            )
     ordered = sorted(layouts, key=lambda la: la.sparse_core_shard_row_offset)
     for before, after in itertools.pairwise(ordered):
         if after.sparse_core_shard_row_offset < before.end:
-            raise errors.stack_overlap(name, before.table_name, after.table_name)
+            raise ValueError(
+                f"Tables {before.table_name!r} and {after.table_name!r} share rows of "
+                f"stack {name!r}. Give them layouts that do not overlap, or rename a "
+                'table: the name of a stack is that of its tables joined by "_".'
+            )
+
+
+def _check_loads(tables: Sequence[str], options: StackingOptions) -> None:
+    for table, load in options.shard_loads.items():
+        if table not in tables:
+            raise ValueError(
+                f"`shard_loads` names the table {table!r}, but the tables are "
+                f"{', '.join(tables)}. Leave it out, or name the tables as in the "
+                "profile."
+            )
+        if len(load) != options.num_shards:
+            raise ValueError(
+                f"Table {table!r}: `shard_loads` has {len(load)} numbers, but there "
+                f"are {options.num_shards} SparseCores. Take a profile with that many "
+                "shards."
+            )

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.partitions import Partitioning
+from tpu_embedding.layout.partitioning import Partitioning
 from tpu_embedding.preprocessing import library_ops, stock_ops
 from tpu_embedding.preprocessing.choice import HOST_OPS_VARIABLE, HostOps, choose
-from tpu_embedding.preprocessing.records import PartitionedBatch, PartitionOptions
+from tpu_embedding.preprocessing.library_ops import PartitionedBatch, PartitionOptions
 
 __all__ = [
     "HOST_OPS_VARIABLE",

@@ -1,7 +1,7 @@
-"""Whose ops preprocess: ours, or those that TensorFlow brings for TPUs.
+"""Chooses the ops that preprocess: those of this package, or TensorFlow's for TPUs.
 
-No other module decides it. TensorFlow's are for hosts that lack our library, such as
-the workers of a remote TPU.
+TensorFlow's are for hosts without this package's library, such as the workers of a
+remote TPU. No other module makes this choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from absl import logging
 from tensorflow.python.framework import kernels
 
 from tpu_embedding.ops import library
-from tpu_embedding.preprocessing import errors
 
 HOST_OPS_VARIABLE = "TPU_EMBEDDING_HOST_OPS"
 _STOCK_OP = "ConvertToListOfSparseCoreCooTensors"
@@ -23,63 +22,62 @@ _LOCAL_JOBS = (None, "localhost")
 
 
 class HostOps(enum.Enum):
-    """Who preprocesses."""
+    """The ops that preprocess."""
 
     LIBRARY = "library"
     STOCK = "stock"
 
 
 def choose(device: str = "", *, asked: str | None = None) -> HostOps:
-    """Whose ops preprocess on `device`.
+    """Chooses the ops that preprocess on `device`.
 
-    What is asked for counts first, then the environment variable
-    TPU_EMBEDDING_HOST_OPS. If neither says, it is our library, except on another
-    machine, which cannot be expected to have it, and where it cannot be loaded here.
+    `asked` has priority, then the environment variable TPU_EMBEDDING_HOST_OPS. By
+    default the library of this package preprocesses, except on another machine, which
+    may not have it, and where it cannot be loaded.
 
     Args:
-      device: The host's, "" for this process.
+      device: Device name of the host, "" for this process.
       asked: "library", "stock" or None.
 
     Raises:
-      ValueError: If `asked` or the variable is none of these.
-      RuntimeError: If what is asked for, or all there is, cannot run in this process.
+      ValueError: If `asked` or the variable has another value.
+      RuntimeError: If the chosen ops cannot run in this process.
     """
-    where = "PartitionOptions.host_ops"
+    source = "PartitionOptions.host_ops"
     if asked is None and os.environ.get(HOST_OPS_VARIABLE):
-        where, asked = HOST_OPS_VARIABLE, os.environ[HOST_OPS_VARIABLE]
+        source, asked = HOST_OPS_VARIABLE, os.environ[HOST_OPS_VARIABLE]
     names = [host_ops.value for host_ops in HostOps]
     if asked is not None and asked not in names:
-        raise errors.unknown_host_ops(where, asked, names)
+        raise ValueError(
+            f"{source} chooses the ops that preprocess for SparseCores. It must be "
+            f"one of {', '.join(map(repr, names))}, or unset. Received: {asked!r}."
+        )
+    remote = tf.DeviceSpec.from_string(device).job not in _LOCAL_JOBS
+    reason = library.unavailable_reason()
     if asked is not None:
         chosen = HostOps(asked)
-    elif _is_remote(device) or library.unavailable_reason() is not None:
+    elif remote or reason is not None:
         chosen = HostOps.STOCK
     else:
         chosen = HostOps.LIBRARY
-    _check_runs(chosen, device, automatic=asked is None)
-    return chosen
-
-
-def _check_runs(chosen: HostOps, device: str, *, automatic: bool) -> None:
-    reason = library.unavailable_reason()
     if chosen is HostOps.LIBRARY and reason is not None:
-        raise errors.no_library(reason)
-    if chosen is HostOps.STOCK and not _is_remote(device):
-        if not _has_stock_kernels():
-            raise errors.no_stock_kernels(reason if automatic else None)
-        if automatic:
+        raise RuntimeError(f"The library of this package cannot preprocess. {reason}")
+    if chosen is HostOps.STOCK and not remote:
+        # They are registered if this TensorFlow was built for TPUs, or by the
+        # software TPU.
+        if not kernels.get_registered_kernels_for_op(_STOCK_OP).kernel:
+            needed = f" They are needed: {reason}" if asked is None else ""
+            raise RuntimeError(
+                "This TensorFlow has no kernels for its SparseCore host ops, because "
+                "it is not built for TPUs. Install tensorflow-tpu, or call "
+                "tpu_embedding.testing.library.load() for those of the software TPU."
+                f"{needed}"
+            )
+        if asked is None:
             _warn(reason)
+    return chosen
 
 
 @functools.cache
 def _warn(reason: str | None) -> None:
-    logging.warning("TensorFlow's own host ops preprocess for SparseCores: %s", reason)
-
-
-def _is_remote(device: str) -> bool:
-    return tf.DeviceSpec.from_string(device).job not in _LOCAL_JOBS
-
-
-def _has_stock_kernels() -> bool:
-    """Whether this TensorFlow was built for TPUs, or the software TPU is loaded."""
-    return bool(kernels.get_registered_kernels_for_op(_STOCK_OP).kernel)
+    logging.warning("TensorFlow's host ops preprocess for SparseCores: %s", reason)

@@ -13,11 +13,11 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.inputs import InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
+    Partitioning,
     full_output_shapes,
     make_partitioning,
     stacking_options,
 )
-from tpu_embedding.layout.partitions import Partitioning
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure

@@ -20,7 +20,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.layout.output_shapes import Declared
-from tpu_embedding.layout.partitions import (
+from tpu_embedding.layout.partitioning import (
     PartitionedFeature,
     PartitionedTable,
     Partitioning,
@@ -28,8 +28,7 @@ from tpu_embedding.layout.partitions import (
 from tpu_embedding.layout.plan import FeatureSpec, TableSpec
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.input_rows import FeatureInput
-from tpu_embedding.preprocessing import errors
-from tpu_embedding.preprocessing.records import PartitionedBatch, PartitionOptions
+from tpu_embedding.preprocessing.library_ops import PartitionedBatch, PartitionOptions
 
 _ALIGNMENT = 8  # Each partition begins at a multiple of it.
 _WIDTH = 8  # An attribute that the ops do not look at.
@@ -96,16 +95,18 @@ def partition(
 def _refuse(partitioning: Partitioning, splits: Sequence[tf.Tensor] | None) -> None:
     for table in partitioning.tables:
         if partitioning.minibatching or splits is not None:
-            raise errors.stock_ops_refuse(
-                table.name,
-                "cut a batch into minibatches by the limits of its table",
-                "Raise max_ids_per_table and max_unique_ids_per_table",
+            raise NotImplementedError(
+                f"Table {table.name}: TensorFlow's own host ops, which preprocess "
+                "here, cannot cut a batch into minibatches by the limits of its table. "
+                "Raise max_ids_per_table and max_unique_ids_per_table, or let the "
+                "custom-op library preprocess (TPU_EMBEDDING_HOST_OPS=library)."
             )
         if table.positions:
-            raise errors.stock_ops_refuse(
-                table.name,
-                "keep the positions that a CustomCombiner needs",
-                "Use another combiner",
+            raise NotImplementedError(
+                f"Table {table.name}: TensorFlow's own host ops, which preprocess "
+                "here, cannot keep the positions that a CustomCombiner needs. Use "
+                "another combiner, or let the custom-op library preprocess "
+                "(TPU_EMBEDDING_HOST_OPS=library)."
             )
 
 
@@ -172,7 +173,7 @@ def _sort(
 ) -> list[Any]:
     """The partitions of each SparseCore."""
     features = [partitioning.features[f] for f in table.features]
-    cores = partitioning.num_sparse_cores
+    cores = partitioning.sparse_cores_per_device
     return [
         tf.raw_ops.SortListOfSparseCoreCooTensors(
             row_ids_list=[one.row_ids_list[core] for one in lists],
@@ -208,10 +209,10 @@ def _lists(
         if weights is None
         else weights,
         sample_count=feature.samples,
-        num_sc_per_chip=partitioning.num_sparse_cores,
+        num_sc_per_chip=partitioning.sparse_cores_per_device,
         row_offset=feature.sample_offset,
         col_offset=feature.row_offset,
-        col_shift=feature.shift,
+        col_shift=feature.rotation,
         num_sc_shards=partitioning.num_shards,
         stacked_table_sample_count=table.samples,
         combiner=feature.combiner,
@@ -227,7 +228,7 @@ def _wrap(
         sorted_gains_list=[core.sorted_gains for core in cores],
         id_counts_list=[core.id_counts for core in cores],
         splits=tf.constant(0, tf.int64),
-        sample_count_per_sc=table.samples // partitioning.num_sparse_cores,
+        sample_count_per_sc=table.samples // partitioning.sparse_cores_per_device,
         num_replica=partitioning.num_replicas,
         max_minibatches_per_sc=partitioning.max_minibatches,
         max_ids_per_chip_per_sample=partitioning.max_ids_per_chip_per_sample,

@@ -10,7 +10,6 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from tpu_embedding.ops import library
-from tpu_embedding.testing import errors
 
 PATH = pathlib.Path(__file__).with_name("_software_tpu.so")
 # An op of the embedding engine of v2, v3 and v4 that tensorflow-tpu has kernels for,
@@ -29,12 +28,13 @@ def load() -> types.ModuleType:
     """
     problem = library.problem_with(PATH, tf.__version__)
     if problem is not None:
-        raise errors.library_unusable(problem)
+        raise RuntimeError(f"The software TPU has no kernels. {problem}")
     try:
         return tf.load_op_library(str(PATH))
     except (OSError, tf.errors.OpError) as error:
-        raise errors.library_unusable(
-            f"TensorFlow could not load {PATH}: {error}"
+        raise RuntimeError(
+            "The software TPU has no kernels. "
+            f"{f'TensorFlow could not load {PATH}: {error}'}"
         ) from error
 
 
@@ -46,4 +46,8 @@ def check_engine() -> None:
     """
     load()
     if len(kernels.get_registered_kernels_for_op(_ENGINE_OP).kernel) != 1:
-        raise errors.foreign_engine(_ENGINE_OP)
+        raise RuntimeError(
+            f"This TensorFlow has its own kernels for {_ENGINE_OP}, as tensorflow-tpu "
+            "has. They feed the hardware, so that a software TPU of v2, v3 or v4 gets "
+            "no batch. Use it with tensorflow-cpu."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +10,8 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.distribute import distribute_utils
 
-from tpu_embedding.testing import errors, library
-from tpu_embedding.testing.modes import settle_modes
+from tpu_embedding.testing import library
+from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
 
@@ -93,7 +94,11 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
         # TensorFlow asks for it in one place in spite of `_use_merge_call`: a variable
         # that all replicas assign takes the value of the first.
         if not merge_fn.__qualname__.startswith("apply_aggregation_replica_context."):
-            raise errors.merge_call()
+            raise NotImplementedError(
+                "SoftwareTPUStrategy has no merge_call: each replica is a program of "
+                "its own. Use tf.distribute.get_replica_context().all_reduce, or do "
+                "what needs all replicas outside of strategy.run."
+            )
         (value,) = args
         first = tf.get_static_value(self.replica_id_in_sync_group) == 0
         return self.all_reduce("SUM", value if first else tf.zeros_like(value))
@@ -144,3 +149,32 @@ def _pack(function: Any, remaining: Iterator[tf.Tensor]) -> Any:
         for leaf in tf.nest.flatten(structure, expand_composites=True)
     ]
     return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
+
+
+_SEND = "SendTPUEmbeddingGradients"
+_ENQUEUE = "EnqueueTPUEmbedding"
+
+
+def settle_modes(program: Any) -> None:
+    """Sets the mode of each enqueue op that has a name.
+
+    Args:
+      program: The graph of one replica's program, traced to its end.
+    """
+    operations = program.get_operations()
+    trained = {_name(op) for op in operations if op.type == _SEND}
+    for op in operations:
+        name = _name(op)
+        if _ENQUEUE in op.type and name is not None:
+            _set_mode(op, "train" if name in trained else "inference")
+
+
+def _name(op: tf.Operation) -> bytes | None:
+    with contextlib.suppress(ValueError):  # No such attribute.
+        return op.get_attr(NAME_ATTRIBUTE)
+    return None
+
+
+def _set_mode(op: Any, mode: str) -> None:
+    index = next(i for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.string)
+    op._update_input(index, tf.constant(mode))

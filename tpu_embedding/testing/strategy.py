@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
 from tpu_embedding import tpu_generations
-from tpu_embedding.testing import errors, library, replicas
+from tpu_embedding.testing import library, replicas
 
 
 class SoftwareTPUStrategy(tf.distribute.Strategy):
@@ -62,9 +62,15 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         """
         chosen = tpu_generations.generation(generation)
         if type(num_devices) is not int or num_devices < 1:
-            raise errors.number_of_devices(num_devices)
+            raise ValueError(
+                "Argument `num_devices` must be an integer > 0. Received: "
+                f"{num_devices!r}."
+            )
         if not (0 < meeting_timeout < math.inf):
-            raise errors.meeting_timeout(meeting_timeout)
+            raise ValueError(
+                "Argument `meeting_timeout` must be a number of seconds > 0. Received: "
+                f"{meeting_timeout!r}."
+            )
         if cores_per_replica is not None:
             _check_cores(cores_per_replica, num_devices, chosen)
         library.load()
@@ -184,13 +190,20 @@ def _check_cores(
     cores_per_replica: int, num_devices: int, generation: tpu_generations.Generation
 ) -> None:
     if generation.embedding != "v1":
-        raise errors.cores_of_generation(generation.name)
+        raise ValueError(
+            "Argument `cores_per_replica` is for v2, v3 and v4, whose embedding engine "
+            "can serve several cores of one replica. Received generation: "
+            f"{generation.name!r}. Leave it at None."
+        )
     if (
         type(cores_per_replica) is not int
         or cores_per_replica < 1
         or num_devices % cores_per_replica
     ):
-        raise errors.cores_per_replica(cores_per_replica, num_devices)
+        raise ValueError(
+            "Argument `cores_per_replica` must be None or an integer > 0 that divides "
+            f"`num_devices`, {num_devices}. Received: {cores_per_replica!r}."
+        )
 
 
 def _dealt(
@@ -216,5 +229,13 @@ def _logical_devices(count: int) -> list[str]:
         except RuntimeError as error:
             found = len(tf.config.list_logical_devices("CPU"))
             if found < count:
-                raise errors.too_few_devices(count, found) from error
+                raise RuntimeError(
+                    f"SoftwareTPUStrategy(num_devices={count}) needs {count} logical "
+                    f"CPU devices, but TensorFlow has started with {found}, and they "
+                    "cannot be added later. Create the strategy before anything else "
+                    "of TensorFlow runs, or put this first:\n"
+                    "    tf.config.set_logical_device_configuration("
+                    'tf.config.list_physical_devices("CPU")[0], '
+                    f"[tf.config.LogicalDeviceConfiguration()] * {count})"
+                ) from error
     return [f"/device:CPU:{index}" for index in range(count)]

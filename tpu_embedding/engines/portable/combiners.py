@@ -15,7 +15,6 @@ import tensorflow as tf
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.initial_values import combiner_weights
 from tpu_embedding.engines.variables import create_state, variable_name
-from tpu_embedding.layout import errors
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
@@ -249,7 +248,11 @@ class Combiners:
             tensor = tf.convert_to_tensor(getattr(table, field))
             if not tensor.shape.is_compatible_with(shape):
                 wanted = tf.TensorShape(shape)
-                raise errors.preserved_size(stack.name, field, tensor.shape, wanted)
+                raise ValueError(
+                    f"Preserved outputs of stacked table {stack.name!r}: `{field}` is "
+                    f"of size {tensor.shape}, but this embedding has {wanted}. Pass "
+                    "the second output of its own embedding_lookup."
+                )
             found[field] = tf.ensure_shape(tensor, shape)
             if shape[0] is None:
                 checks.append(_check_samples(stack, field, found[field], samples))

@@ -27,7 +27,7 @@ def write_stack(
     first_sample = tf.zeros([], tf.int64)
     for feature in stack.features:
         samples.append(entries[feature].samples + first_sample)
-        tokens.append(entries[feature].rows + layout.first_tokens[feature])
+        tokens.append(entries[feature].rows + layout.row_offsets[feature])
         first_sample += entries[feature].num_samples
     all_samples = tf.concat(samples, 0)
     pointers = tf.searchsorted(all_samples, tf.range(first_sample + 1))
@@ -78,7 +78,7 @@ def read_stacks(
     with tf.control_dependencies(require(checks, no_change)):
         return [
             Entries(
-                rows=entries[f].rows - layout.first_tokens[f],
+                rows=entries[f].rows - layout.row_offsets[f],
                 samples=tf.identity(entries[f].samples),
                 gains=tf.identity(entries[f].gains),
                 shape=tf.identity(entries[f].shape),
@@ -161,7 +161,7 @@ def _check_tokens(
     before = tf.zeros([], tf.int64)
     for f in stack.features:
         spec = plan.features[f]
-        first = layout.first_tokens[f]
+        first = layout.row_offsets[f]
         end = first + plan.tables[spec.table].config.vocabulary_size
         tokens = entries[f].rows
         bad = (tokens < first) | (tokens >= end)

@@ -15,49 +15,43 @@ from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Stacks
 from tpu_embedding.engines.full_table_view import logical_counter, logical_rows
 from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.sparse_core import minibatches, ops
-from tpu_embedding.engines.sparse_core.checks import check_gradients
+from tpu_embedding.engines.sparse_core import host_to_device, ops
 from tpu_embedding.engines.sparse_core.custom import CustomFunctions, functions_of
-from tpu_embedding.engines.sparse_core.pending import PendingUpdate
-from tpu_embedding.engines.sparse_core.saving import SavedStack
-from tpu_embedding.engines.sparse_core.stacked_samples import StackedSamples
 from tpu_embedding.engines.sparse_core.state import (
+    SavedStack,
     StackState,
     create_counter,
+    create_local,
     create_state,
 )
-from tpu_embedding.engines.sparse_core.transfer import check_shapes, copy_to_device
 from tpu_embedding.engines.tickets import TracedTicket
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout import errors as layout_errors
 from tpu_embedding.layout.csr import (
     BufferSizes,
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
 from tpu_embedding.layout.partitioning import (
+    PartitionedTable,
+    check_optimizers,
     full_output_shapes,
     make_partitioning,
-    refuse_for_sparse_cores,
-    require_names_and_optimizers,
     stacking_options,
 )
-from tpu_embedding.layout.partitions import PartitionedTable
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import (
-    Layout,
-    StackingOptions,
-    make_layout,
-)
+from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.layout.table_arrays import MutableRows, checkpoint_name
 from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.preprocessing import PartitionOptions, partition
 
+# By stack name, the inputs of an update op.
+UpdateInputs = Mapping[str, Mapping[str, tf.Tensor]]
+
 
 class SparseCoreEngine(Engine, Stacks):
-    """Batches are preprocessed on the host; TensorFlow's XLA ops do the rest.
+    """Preprocesses batches on the host; TensorFlow's XLA ops do the rest.
 
-    There is no queue: a lookup hands its batch out, an update takes it back.
+    There is no queue: a lookup returns its batch, and an update takes it back.
     """
 
     name = "sparse_core"
@@ -67,7 +61,7 @@ class SparseCoreEngine(Engine, Stacks):
     }
 
     def __init__(self, options: EngineOptions) -> None:
-        """Makes and fills the stacks; see `Engine`."""
+        """Creates and fills the stacks; see `Engine`."""
         super().__init__(options)
         topology, plan, layout = options.topology, options.plan, options.layout
         self._partitioning = make_partitioning(
@@ -76,11 +70,13 @@ class SparseCoreEngine(Engine, Stacks):
             _stacking_options(topology, options.sparse_core),
             options.sparse_core,
         )
-        self._samples = StackedSamples(
-            plan, layout, self._partitioning.num_sparse_cores
+        self._samples = host_to_device.StackedSamples(
+            plan, layout, self._partitioning.sparse_cores_per_device
         )
-        # All replicas must be cut alike.
-        self._must_agree = self._partitioning.minibatching and topology.num_replicas > 1
+        # All replicas must cut their batches into minibatches at the same places.
+        self._shares_cuts = (
+            self._partitioning.minibatching and topology.num_replicas > 1
+        )
         self._preprocessing = PartitionOptions(
             check_numerics=options.check_numerics, device=topology.device
         )
@@ -94,7 +90,7 @@ class SparseCoreEngine(Engine, Stacks):
         )
         self._pending = self._create_pending() if options.pipelined else None
         self._flush = tf.function(self._apply_pending, autograph=False)
-        self._reset = tf.function(self._clear_pending, autograph=False)
+        self._reset = tf.function(self._discard_pending, autograph=False)
 
     @classmethod
     def lay_out(
@@ -103,12 +99,15 @@ class SparseCoreEngine(Engine, Stacks):
         """See `Engine.lay_out`."""
         assert topology.tpu is not None
         if topology.tpu.cores_per_replica > 1:
-            raise layout_errors.cores_per_replica(topology.tpu.cores_per_replica)
-        require_names_and_optimizers(plan)
-        refuse_for_sparse_cores(plan)
+            raise NotImplementedError(
+                f"Each replica has {topology.tpu.cores_per_replica} TPU cores, and "
+                "embeddings on SparseCores need one. Use a DeviceAssignment of one "
+                "core per replica."
+            )
+        check_optimizers(plan)
         options = _stacking_options(topology, config)
         layout = make_layout(plan, full_output_shapes(plan), options)
-        make_partitioning(plan, layout, options, config)  # For its errors.
+        make_partitioning(plan, layout, options, config)  # Raises its errors early.
         return layout
 
     def variables(self) -> list[dict[str, Any]]:
@@ -133,13 +132,13 @@ class SparseCoreEngine(Engine, Stacks):
         return [found[index] for index in range(len(self._plan.tables))]
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`: the part of each device."""
+        """See `Engine.stacked_tables`: one variable for each device."""
         return {
             stack.stack.name: tuple(stack.parameters.values) for stack in self._stacks
         }
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`: those of TensorFlow's own class."""
+        """See `Engine.checkpoint_variables`: the names and values of TensorFlow's."""
         saved: dict[str, Any] = {}
         for stack in self._stacks:
             for array, variable in stack.arrays.items():
@@ -173,19 +172,16 @@ class SparseCoreEngine(Engine, Stacks):
 
     def rows(self) -> dict[str, dict[str, MutableRows]]:
         """See `Engine.rows`."""
-        names = [spec.name for spec in self._plan.tables]
         found = {
-            names[index]: arrays
-            for stack in self._stacks
-            for index, arrays in stack.tables()
+            index: arrays for stack in self._stacks for index, arrays in stack.tables()
         }
-        return {name: found[name] for name in names}
+        return {spec.name: found[spec.index] for spec in self._plan.tables}
 
     def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
         """See `Engine.lookup_call`."""
-        del training  # Nothing is owed.
+        del training  # A lookup without an update leaves nothing behind.
         found = self.lookup_stacked(self.preprocess(batch), replica)
         return Lookup(found.activations, TracedTicket(found.ticket))
 
@@ -201,12 +197,12 @@ class SparseCoreEngine(Engine, Stacks):
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
             raise errors.in_control_flow()
-        if not self._must_agree:
+        if not self._shares_cuts:
             return topology.on_host(self._preprocess, batch)
         if topology.replica() is None:
-            raise layout_errors.minibatches_outside_of_replicas(topology.num_replicas)
-        needed = minibatches.union(topology.on_host(self._needed_cuts, batch))
-        return topology.on_host(self._preprocess, batch, needed)
+            raise self._cuts_outside_of_replicas()
+        cuts = host_to_device.union_of_cuts(topology.on_host(self._cuts, batch))
+        return topology.on_host(self._preprocess, batch, cuts)
 
     def preprocess_on(
         self, device: str, batch: Sequence[IdBatch]
@@ -214,25 +210,29 @@ class SparseCoreEngine(Engine, Stacks):
         """See `Stacks.preprocess_on`."""
         topology = self._options.topology
         assert topology.tpu is not None
-        if self._must_agree:
-            raise layout_errors.minibatches_outside_of_replicas(topology.num_replicas)
+        if self._shares_cuts:
+            raise self._cuts_outside_of_replicas()
         with tf.device(topology.tpu.host_of(device)):
             return self._preprocess(batch)
 
     def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
         """See `Stacks.lookup_stacked`."""
-        del replica  # Each is a program of its own.
+        del replica  # Each replica is a program of its own.
         for stack in self._stacks:
             if stack.stack.name not in batch.sizes:
-                raise layout_errors.unpartitioned(stack.stack.name)
+                raise ValueError(
+                    "The preprocessed batch has no sizes of stacked table "
+                    f"{stack.stack.name}: another engine made it. Preprocess it with "
+                    "this embedding."
+                )
         tables = self._options.topology.on_host(
-            copy_to_device, batch, self._partitioning
+            host_to_device.copy_to_device, batch, self._partitioning
         )
         activations = {}
         for table, stack, functions in self._each_stack():
             name, parameters = table.name, stack.parameters.read_value()
-            first = self._plan.tables[stack.stack.tables[0]]
-            quantization = first.config.quantization_config
+            spec = self._plan.tables[stack.stack.tables[0]]
+            quantization = spec.config.quantization_config
             if functions.combiner is None:
                 activations[name] = ops.look_up(
                     table, tables[name], parameters, quantization
@@ -255,31 +255,34 @@ class SparseCoreEngine(Engine, Stacks):
     ) -> None:
         """See `Stacks.update_stacked`."""
         del replica
-        check_shapes(tables, self._partitioning)
+        host_to_device.check_sizes(tables, self._partitioning)
         rates = self._rates.evaluate()
         if self._options.check_numerics:
             gradients = self._options.topology.on_host(
-                check_gradients, self._plan, gradients
+                host_to_device.check_gradients, self._plan, gradients
             )
-        # No replica begins to update before it has its rates and sound gradients, and
-        # none can update without the others: what fails has changed nothing.
-        with tf.control_dependencies([rates, *(g for g in gradients if g is not None)]):
-            by_stack = self._samples.join(gradients)
-            inputs = {
-                table.name: ops.update_inputs(
-                    tables[table.name],
-                    by_stack[table.name],
-                    self._rates.of_table(rates, stack.stack.tables[0]),
-                    functions,
-                )
-                for table, stack, functions in self._each_stack()
-            }
-            due, is_there = inputs, tf.constant(True)
-            if self._pending is not None:
-                due, is_there = self._pending.read(), self._pending.is_there()
-                self._pending.write(inputs)
-            updated = self._apply(due, is_there)
-        self._rates.count_update(tf.constant(True), after=updated)
+        by_stack = self._samples.join(gradients)
+        inputs = {
+            table.name: ops.update_inputs(
+                tables[table.name],
+                by_stack[table.name],
+                self._rates.of_table(rates, stack.stack.tables[0]),
+                functions,
+            )
+            for table, stack, functions in self._each_stack()
+        }
+        if self._pending is None:
+            changes = self._updated(inputs, tf.constant(True))
+        else:
+            changes = [
+                *self._updated(self._pending.read(), self._pending.is_there()),
+                *self._pending.replacement(inputs),
+            ]
+        if self._rates.updates is not None:
+            updates = self._rates.updates
+            changes.append((updates, updates.read_value() + 1))
+        # The inputs are among what must be good, although a pending update is applied.
+        self._assign_together(changes, after=tf.nest.flatten(inputs))
 
     def flush(self) -> None:
         """See `Engine.flush`."""
@@ -287,24 +290,21 @@ class SparseCoreEngine(Engine, Stacks):
             self._in_replicas(self._flush)
 
     def reset(self) -> None:
-        """See `Engine.reset`: nothing is queued or owed here."""
+        """See `Engine.reset`: the engine has only a pending update to discard."""
         if self._pending is not None:
             self._in_replicas(self._reset)
 
-    def _needed_cuts(self, batch: Sequence[IdBatch]) -> tf.Tensor:
+    def _cuts(self, batch: Sequence[IdBatch]) -> tf.Tensor:
         result = partition(batch, self._partitioning, options=self._preprocessing)
-        names = [table.name for table in self._partitioning.tables]
-        return minibatches.to_flags(tf.stack([result.splits[n] for n in names]))
+        return tf.stack([result.splits[t.name] for t in self._partitioning.tables])
 
     def _preprocess(
-        self, batch: Sequence[IdBatch], cuts: tf.Tensor | None = None
+        self, batch: Sequence[IdBatch], union_of_cuts: tf.Tensor | None = None
     ) -> PreprocessedFeatures:
-        result = partition(
-            batch,
-            self._partitioning,
-            None if cuts is None else tf.unstack(minibatches.from_flags(cuts)),
-            self._preprocessing,
-        )
+        cuts = None
+        if union_of_cuts is not None:
+            cuts = tf.unstack(host_to_device.cuts_of_union(union_of_cuts))
+        result = partition(batch, self._partitioning, cuts, self._preprocessing)
         return PreprocessedFeatures(
             tables={
                 table.name: result.tables[table.name]._replace(
@@ -325,6 +325,15 @@ class SparseCoreEngine(Engine, Stacks):
             marks=tf.constant(self._partitioning.marks, tf.int64),
         )
 
+    def _cuts_outside_of_replicas(self) -> RuntimeError:
+        return RuntimeError(
+            "With minibatching, the batches of all "
+            f"{self._options.topology.num_replicas} replicas must be cut at the same "
+            "places, so one batch cannot be preprocessed alone. Pass the raw features "
+            "to embedding_lookup inside strategy.run, or raise the limits and set "
+            "minibatching to False."
+        )
+
     def _each_stack(
         self,
     ) -> Iterator[tuple[PartitionedTable, StackState, CustomFunctions]]:
@@ -332,11 +341,16 @@ class SparseCoreEngine(Engine, Stacks):
             self._partitioning.tables, self._stacks, self._functions, strict=True
         )
 
-    def _apply(
-        self, due: Mapping[str, Mapping[str, tf.Tensor]], is_there: tf.Tensor
-    ) -> tf.Tensor:
-        """Updates all stacks, unless nothing is due; a tensor that is there after."""
-        results = []
+    def _updated(
+        self, inputs: UpdateInputs, is_there: tf.Tensor
+    ) -> list[tuple[Any, tf.Tensor]]:
+        """Returns each variable of the stacks with its value after an update.
+
+        Args:
+          inputs: The inputs of the update.
+          is_there: bool scalar, whether there is an update.
+        """
+        changes = []
         for table, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
             assert optimizer is not None
@@ -344,25 +358,43 @@ class SparseCoreEngine(Engine, Stacks):
             values = [variable.read_value() for variable in variables]
             if functions.combiner is not None:
                 values.append(stack.read_combiner_weights())
+            updated = ops.update(
+                table, optimizer, functions, inputs[table.name], values
+            )
             if stack.combiner_weights is not None:
+                # The update of nothing is not a number if the user's function is not.
+                updated[-1] = tf.where(is_there, updated[-1], values[-1])
                 variables.append(stack.combiner_weights)
-            updated = ops.update(table, optimizer, functions, due[table.name], values)
-            if stack.combiner_weights is not None:
-                at = len(stack.arrays)
-                updated[at] = tf.where(is_there, updated[at], values[at])
-            results.append((variables, updated[: len(variables)]))
-        for variables, updated in results:
-            for variable, value in zip(variables, updated, strict=True):
-                variable.assign(value)
-        return results[-1][1][0]
+            changes += zip(variables, updated, strict=False)
+        return changes
+
+    def _assign_together(
+        self, changes: Sequence[tuple[Any, tf.Tensor]], after: Sequence[tf.Tensor] = ()
+    ) -> None:
+        """Assigns all values in all replicas, or none if a replica fails before.
+
+        Args:
+          changes: Variables and values.
+          after: Other tensors that must be there before.
+        """
+        topology = self._options.topology
+        values = [value for _, value in changes]
+        # Assertions of the user's program before this call are in the same order of
+        # stateful ops as the first barrier, those after it as the second.
+        with tf.control_dependencies(topology.barrier([*values, *after])):
+            assigned = [
+                variable.assign(tf.ensure_shape(value, variable.shape))
+                for variable, value in changes
+            ]
+        topology.barrier(assigned)
 
     def _create_pending(self) -> PendingUpdate:
-        specs = {}
-        shards = self._partitioning
-        for table, stack, functions in self._each_stack():
-            specs[table.name] = ops.update_input_specs(
-                shards, table, stack.stack.width, functions
+        specs = {
+            table.name: ops.update_input_specs(
+                self._partitioning, table, stack.stack.width, functions
             )
+            for table, stack, functions in self._each_stack()
+        }
 
         def create() -> PendingUpdate:
             with self._options.topology.strategy.scope():
@@ -372,20 +404,86 @@ class SparseCoreEngine(Engine, Stacks):
 
     def _apply_pending(self) -> None:
         assert self._pending is not None
-        self._apply(self._pending.read(), self._pending.is_there())
-        self._pending.clear()
+        updated = self._updated(self._pending.read(), self._pending.is_there())
+        self._assign_together([*updated, *self._pending.clearing()])
 
-    def _clear_pending(self) -> None:
+    def _discard_pending(self) -> None:
         assert self._pending is not None
-        self._pending.clear()
+        changes = self._pending.clearing()
+        if self._rates.updates is not None:
+            # The discarded update was counted when it became pending.
+            discarded = tf.cast(self._pending.is_there(), tf.int64)
+            updates = self._rates.updates
+            changes.append((updates, updates.read_value() - discarded))
+        self._assign_together(changes)
 
     def _in_replicas(self, function: Any) -> None:
-        """Calls `function` in this replica, or in each from outside."""
+        """Calls `function` in this replica, or from outside in each replica."""
         topology = self._options.topology
         if topology.replica() is None:
             topology.strategy.run(function)
         else:
             function()
+
+
+class PendingUpdate:
+    """The inputs of one update of all stacks, in variables of each replica.
+
+    If nothing is pending, `row_pointers` is 0: no partition has an entry, and the
+    update touches no row.
+    """
+
+    def __init__(self, specs: Mapping[str, Mapping[str, tf.TensorSpec]]) -> None:
+        """Creates the variables. Must be called in the strategy's scope.
+
+        Args:
+          specs: Full shape and dtype of each input.
+        """
+        self._variables: dict[str, dict[str, Any]] = {
+            stack: {
+                name: create_local(
+                    f"pending/{stack}/{name}",
+                    lambda spec=spec: tf.zeros(spec.shape, spec.dtype),
+                )
+                for name, spec in own.items()
+            }
+            for stack, own in specs.items()
+        }
+        self._is_there = create_local("pending/is_there", lambda: tf.constant(False))
+        for own in self._variables.values():
+            if ops.MINIBATCHES in own:  # The op checks it, even if nothing is pending.
+                for part in own[ops.MINIBATCHES].values:
+                    part.assign(1)
+
+    def read(self) -> dict[str, dict[str, tf.Tensor]]:
+        """Returns the pending inputs of one replica."""
+        return {
+            stack: {name: variable.read_value() for name, variable in own.items()}
+            for stack, own in self._variables.items()
+        }
+
+    def is_there(self) -> tf.Tensor:
+        """Whether an update is pending in one replica; a bool scalar."""
+        return self._is_there.read_value()
+
+    def replacement(self, inputs: UpdateInputs) -> list[tuple[Any, tf.Tensor]]:
+        """Returns the variables of one replica and their values for a new update."""
+        return [
+            (self._is_there, tf.constant(True)),
+            *(
+                (variable, inputs[stack][name])
+                for stack, own in self._variables.items()
+                for name, variable in own.items()
+            ),
+        ]
+
+    def clearing(self) -> list[tuple[Any, tf.Tensor]]:
+        """Returns the variables of one replica that discard the update."""
+        pointers = [own["row_pointers"] for own in self._variables.values()]
+        return [
+            (self._is_there, tf.constant(False)),
+            *((variable, tf.zeros(variable.shape, tf.int32)) for variable in pointers),
+        ]
 
 
 def _stacking_options(

@@ -15,7 +15,7 @@ from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
 )
-from tpu_embedding.layout.partitions import PartitionedTable, Partitioning
+from tpu_embedding.layout.partitioning import PartitionedTable, Partitioning
 from tpu_embedding.optimizers import Optimizer
 
 Batch = PartitionedCsrFormatTensor | CombinedCsrFormatTensor

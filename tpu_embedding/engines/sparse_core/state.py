@@ -1,32 +1,40 @@
-"""Tables and slots of SparseCores: stacks in parts, one part for each device."""
+"""The stacks of SparseCores: their variables, initial values and checkpoints.
+
+Each replica has a variable with the part of a stack that its device stores.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.trackable import base
+from tensorflow.python.training.saving import saveable_object
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.base import EngineOptions
 from tpu_embedding.engines.full_table_view import ShardedReader
 from tpu_embedding.engines.initial_values import (
+    ShardInfo,
     combiner_weights,
     initial_rows,
     initial_value,
+    initializer_of,
     slot_initializer,
+    takes_shard_info,
 )
-from tpu_embedding.engines.sparse_core.initial_values import fill_tables
 from tpu_embedding.engines.variables import VariableRows, variable_name
-from tpu_embedding.layout.stacked_rows import JoinedRows, MutableUnstackedRows
-from tpu_embedding.layout.stacking import Stack
+from tpu_embedding.layout.stacking import Stack, TableLayout
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     InitialValue,
+    JoinedRows,
     MutableRows,
+    MutableUnstackedRows,
     checkpoint_name,
 )
 from tpu_embedding.optimizers import Slot
@@ -37,12 +45,12 @@ class StackState:
     """The state of one stack.
 
     Attributes:
-      stack: What it holds.
+      stack: The tables of the stack.
       parameters: float32 [rows of a device, width] in each replica.
-      slots: By name, likewise.
-      initial_values: By name of a slot what its rows start as.
-      combiner_weights: float32 [num_weights] in each replica, where its one table has
-        a CustomCombiner with weights.
+      slots: By slot name, the same.
+      initial_values: By slot name, the initial value.
+      combiner_weights: float32 [num_weights] in each replica, if the table has a
+        CustomCombiner with weights.
     """
 
     stack: Stack
@@ -57,26 +65,26 @@ class StackState:
         return {PARAMETERS: self.parameters, **self.slots}
 
     def read_combiner_weights(self) -> tf.Tensor:
-        """The weights of the CustomCombiner, in one replica; [0] without any."""
+        """Returns the weights of the CustomCombiner in one replica; [0] for none."""
         if self.combiner_weights is None:
             return tf.zeros([0])
         return self.combiner_weights.read_value()
 
     def combiner_values(self) -> dict[str, tf.Tensor]:
-        """The same by their name, as they are now; nothing without any."""
+        """Returns the current weights of a CustomCombiner, by name."""
         if self.combiner_weights is None:
             return {}
         first = self.combiner_weights.values[0]  # All replicas have the same.
         return {CustomCombiner.NAME: tf.identity(first.read_value())}
 
     def rows(self, array: str) -> JoinedRows:
-        """The whole stack, or one slot of it, out of the parts of all devices."""
+        """Returns the whole stack, or one of its slots, from all devices."""
         start = self.initial_values.get(array)
         parts = [VariableRows(part, start) for part in self.arrays[array].values]
         return JoinedRows(parts, start)
 
     def tables(self) -> Iterator[tuple[int, dict[str, MutableRows]]]:
-        """Each table of the plan, by index, with its slots in logical form."""
+        """Yields the index of each table, and its arrays without padding."""
         joined = {array: self.rows(array) for array in self.arrays}
         for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
             yield (
@@ -88,7 +96,7 @@ class StackState:
             )
 
     def reader(self, index: int) -> ShardedReader:
-        """Reads one table of the plan out of the parts of all devices."""
+        """Returns a reader of one table of the plan, on all devices."""
         layout = self.stack.layouts[self.stack.tables.index(index)]
         sharding, height = layout.sharding, self.stack.rows_per_shard
         return ShardedReader(
@@ -98,7 +106,7 @@ class StackState:
         )
 
     def shards(self, index: int) -> list[tuple[str, tf.Tensor]]:
-        """For one table of the plan (device, rows there) of each part."""
+        """Returns (device, rows) for each part of one table of the plan."""
         layout = self.stack.layouts[self.stack.tables.index(index)]
         vocabulary, dim = layout.unsharded_shape
         rows = layout.sharding.stack_row(
@@ -115,9 +123,9 @@ class StackState:
 
 
 def create_state(options: EngineOptions) -> list[StackState]:
-    """Makes the variables of all stacks and fills them.
+    """Creates and fills the variables of all stacks.
 
-    To be called outside of replicas; see `outside_of_replicas`.
+    Must be called outside of replicas; see `outside_of_replicas`.
     """
     with options.topology.strategy.scope():
         states = [_create_stack(options, stack) for stack in options.layout.stacks]
@@ -128,7 +136,7 @@ def create_state(options: EngineOptions) -> list[StackState]:
 
 
 def create_counter(options: EngineOptions, name: str) -> tf.Variable:
-    """An int64 scalar at 0 that each replica counts for itself."""
+    """Creates an int64 scalar 0, one in each replica."""
     with options.topology.strategy.scope():
         return create_local(
             name,
@@ -142,7 +150,7 @@ def create_local(
     initial_value: Callable[[], tf.Tensor],
     aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
 ) -> Any:
-    """A variable of which each replica has its own; in the strategy's scope."""
+    """Creates a variable with one value in each replica, in the strategy's scope."""
     return tf.Variable(
         initial_value,
         trainable=False,
@@ -173,7 +181,7 @@ def _create_stack(options: EngineOptions, stack: Stack) -> StackState:
 
 
 def _create_combiner_weights(name: str, combiner: CustomCombiner | None) -> Any:
-    """A variable that each replica has for itself, or None; in the strategy's scope."""
+    """Creates the weights of a CustomCombiner, if there are any."""
     if combiner is None or combiner.num_weights == 0:
         return None
     full_name = f"{name}/{combiner.NAME}"
@@ -184,13 +192,13 @@ def _create_combiner_weights(name: str, combiner: CustomCombiner | None) -> Any:
 
 
 def _start(slot: Slot, shape: tuple[int, int]) -> tf.Tensor:
-    """What a part of a slot is made with; initializers fill it later, by table."""
+    """Returns the first value of a part; callable initializers fill it by table."""
     start = 0.0 if callable(slot.initial_value) else slot.initial_value
     return tf.fill((shape[0], 1) if slot.per_row else shape, start)
 
 
 def _fill_slots(options: EngineOptions, state: StackState) -> None:
-    """Slots whose initializers are functions, table by table as tables are."""
+    """Fills the slots with callable initializers, table by table."""
     for index, arrays in state.tables():
         spec = options.plan.tables[index]
         assert spec.optimizer is not None
@@ -205,3 +213,135 @@ def _fill_slots(options: EngineOptions, state: StackState) -> None:
                 ).numpy()
                 for start, stop in rows.slices():
                     rows.write(start, value[start:stop])
+
+
+_VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # pyright does not see it.
+
+
+class SavedStack(base.Trackable):
+    """One stack, or one of its slots, as one tensor of TensorFlow's checkpoints."""
+
+    def __init__(self, parts: Sequence[tf.Variable]) -> None:
+        """Takes the parts of all devices, in order, of the same shape."""
+        self._parts = list(parts)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        # `_serialize_to_tensors` can restore only one slice of a tensor.
+        def make(name: str) -> list[Any]:
+            return [
+                _SavedPart(part, self._slice(number), name)
+                for number, part in enumerate(self._parts)
+            ]
+
+        return {_VALUE_KEY: make}
+
+    def _slice(self, number: int) -> str:
+        """Returns the slice for SaveV2: whole shape, then start and length by axis."""
+        shape: Any = self._parts[number].shape
+        rows, columns = shape
+        total = rows * len(self._parts)
+        return f"{total} {columns} {number * rows},{rows}:0,{columns}"
+
+
+class _SavedPart(saveable_object.SaveableObject):
+    """One part of a tensor of a checkpoint."""
+
+    def __init__(self, part: tf.Variable, where: str, name: str) -> None:
+        spec = saveable_object.SaveSpec(
+            part.read_value, where, name, dtype=part.dtype, device=part.device
+        )
+        super().__init__(part.read_value, [spec], name)
+        self._part = part
+
+    def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
+        """Assigns this part of the checkpoint's tensor."""
+        del restored_shapes  # The shape is known.
+        with tf.device(self._part.device):
+            return self._part.assign(restored_tensors[0])
+
+
+def fill_tables(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
+    """Fills the parameters of all stacks, as `SparseCoreEmbeddingConfig` says.
+
+    Args:
+      options: The plan with the initializers.
+      stacks: For each stack of the layout, its parameters, all zero.
+    """
+    topology = options.topology
+    assert topology.tpu is not None
+    on_host = options.sparse_core.initialize_tables_on_host
+    device = topology.device if on_host else topology.tpu.devices[0][0]
+    fill = (
+        _fill_at_once
+        if options.sparse_core.enable_fast_table_initialization
+        else _fill_one_by_one
+    )
+    with tf.device(device):
+        fill(options, stacks)
+
+
+def _fill_one_by_one(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
+    """Fills tables in plan order, with the same random numbers as the host engine."""
+    places = {
+        index: (stack, layout, rows)
+        for stack, rows in zip(options.layout.stacks, stacks, strict=True)
+        for index, layout in zip(stack.tables, stack.layouts, strict=True)
+    }
+    for spec in options.plan.tables:
+        stack, layout, rows = places[spec.index]
+        initializer = initializer_of(spec)
+        if takes_shard_info(initializer):
+            _fill_by_device(initializer, stack, layout, rows)
+            continue
+        shape = (spec.config.vocabulary_size, spec.config.dim)
+        value = initial_value(
+            spec.name,
+            shape,
+            lambda call=initializer, shape=shape: call(shape, dtype=tf.float32),
+        )
+        table = MutableUnstackedRows(rows, layout)
+        for start, stop in table.slices():
+            table.write(start, value[start:stop].numpy())
+
+
+def _fill_by_device(
+    initializer: Callable[..., Any],
+    stack: Stack,
+    layout: TableLayout,
+    rows: MutableRows,
+) -> None:
+    """Calls the initializer for the part of each device, as TensorFlow's class does.
+
+    The offset of a part is its first row in a table of concatenated shards.
+    """
+    total, width = layout.unsharded_padded_shape
+    cores = layout.num_sparse_cores // layout.num_partitions
+    height = total // layout.num_sparse_cores
+    for device in range(layout.num_partitions):
+        offset = (device * cores - layout.sparse_core_shard_rotation) * height % total
+        info = ShardInfo((cores * height, width), (offset, 0))
+        part = initial_value(
+            layout.table_name,
+            (cores * height, width),
+            lambda info=info: initializer(
+                (total, width), dtype=tf.float32, shard_info=info
+            ),
+        )
+        for core in range(cores):
+            shard = (device * cores + core) * stack.rows_per_shard
+            begin = shard + layout.sparse_core_shard_row_offset
+            rows.write(begin, part[core * height : (core + 1) * height].numpy())
+
+
+def _fill_at_once(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
+    """Fills whole parts with the initializer of the first table of each stack."""
+    for stack, rows in zip(options.layout.stacks, stacks, strict=True):
+        initializer = initializer_of(options.plan.tables[stack.tables[0]])
+        shape = (stack.rows_per_device, stack.width)
+        for device in range(stack.num_devices):
+            part = initial_value(
+                stack.name,
+                shape,
+                lambda call=initializer, shape=shape: call(shape, dtype=tf.float32),
+            )
+            rows.write(device * shape[0], part.numpy())

@@ -12,7 +12,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.distribution import Topology, TPUSystem
-from tpu_embedding.engines import errors as engine_errors
+from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Queue
 from tpu_embedding.engines.full_table_view import (
     ShardedReader,
@@ -20,20 +20,12 @@ from tpu_embedding.engines.full_table_view import (
     logical_rows,
 )
 from tpu_embedding.engines.tickets import QueuedTickets
-from tpu_embedding.engines.tpu_v2_v4 import errors
-from tpu_embedding.engines.tpu_v2_v4.batches import core_batches
-from tpu_embedding.engines.tpu_v2_v4.checks import (
-    check_argument,
-    check_finite,
-    check_table,
-    symbolic,
-)
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
-from tpu_embedding.engines.tpu_v2_v4.enqueueing import CoreQueues
-from tpu_embedding.engines.tpu_v2_v4.rates import ProgramRates, counts_updates
+from tpu_embedding.engines.tpu_v2_v4.enqueueing import CoreQueues, core_batches
+from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     MutableRows,
@@ -41,11 +33,16 @@ from tpu_embedding.layout.table_arrays import (
 )
 from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.lookup.entries import Selection, select
-from tpu_embedding.lookup.graph_checks import require
-from tpu_embedding.lookup.input_rows import FeatureInput
+from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.lookup.input_rows import FeatureInput, first
 from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
+_ENDED = (
+    "The tables of this embedding are gone: the TPU was initialized again after the "
+    "embedding was created. (Creating a SoftwareTPUStrategy does so, too.) Create the "
+    "TPUEmbedding or the Keras layer again, and restore a checkpoint."
+)
 
 
 class TPUV2V4Engine(Engine, Queue):
@@ -55,7 +52,7 @@ class TPUV2V4Engine(Engine, Queue):
     takes_profiles = True
     needs_shapes = True
     unsupported: ClassVar[Mapping[str, str]] = {
-        "TPUEmbeddingV2": str(engine_errors.no_batches("TPUEmbeddingV2", name))
+        "TPUEmbeddingV2": str(errors.no_batches("TPUEmbeddingV2", name))
     }
 
     def __init__(self, options: EngineOptions) -> None:
@@ -65,9 +62,17 @@ class TPUV2V4Engine(Engine, Queue):
         assert topology.tpu is not None
         self._tpu: TPUSystem = topology.tpu
         if options.check_numerics and not self._tpu.simulated:
-            raise errors.no_numeric_checks()
+            raise NotImplementedError(
+                "`check_numerics=True` is not possible under TPUStrategy: a program on "
+                "a TPU cannot fail for a value. Leave it at False there."
+            )
         if not options.initialize and counts_updates(self._plan):
-            raise errors.shared_count()
+            raise NotImplementedError(
+                "`initialize_tpu_embedding=False` shares the tables of another "
+                "TPUEmbedding, but not its count of updates: a learning rate that "
+                "takes the step would begin anew. Pass a rate without arguments that "
+                "reads a tf.Variable, which both may use."
+            )
         self._output_shapes = [self._output_shape(f.index) for f in self._plan.features]
         self._config: bytes = make_configuration(
             self._plan,
@@ -80,7 +85,7 @@ class TPUV2V4Engine(Engine, Queue):
         combiners = [table.config.combiner for table in self._plan.tables]
         self._queues = CoreQueues(topology, combiners)
         self._tickets = QueuedTickets()
-        self._still_there = self._tpu.watch(errors.ended())
+        self._still_there = self._tpu.watch(_ENDED)
         self._configure()
         self._rates = ProgramRates(self._plan, topology.strategy)
         self._tables = [
@@ -105,7 +110,7 @@ class TPUV2V4Engine(Engine, Queue):
         """See `Engine.check_inputs`."""
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
-            raise engine_errors.in_control_flow()
+            raise errors.in_control_flow()
         for path, value in zip(paths, values, strict=True):
             for part in topology.strategy.experimental_local_results(value):
                 for tensor in tf.nest.flatten(part, expand_composites=True):
@@ -114,12 +119,21 @@ class TPUV2V4Engine(Engine, Queue):
                     if program is not None:
                         check_argument(path, tensor)
                     elif "TPU" in (tensor.device or ""):
-                        raise errors.input_on_tpu(path, tensor.device)
+                        raise ValueError(
+                            f"Feature {path}: ids must be on the host, not on "
+                            f"{tensor.device}. Distribute the data set with "
+                            "tf.distribute.InputOptions(experimental_fetch_to_device=False)."
+                        )
 
     def variables(self) -> list[dict[str, Any]]:
         """See `Engine.variables`; only while a model is saved."""
         if not save_context.in_save_context():
-            raise errors.tables_on_tpu()
+            raise RuntimeError(
+                "The embedding tables are in the TPU's own memory: variables would be "
+                "stale, and writing to them would change nothing. Save a checkpoint "
+                "and restore it into an embedding made outside of the TPU strategy, or "
+                "call tpu_embedding.checkpoint.save."
+            )
         return [
             {name: array.shards[0] for name, array in table.arrays.items()}
             for table in self._tables
@@ -127,11 +141,21 @@ class TPUV2V4Engine(Engine, Queue):
 
     def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
         """See `Engine.table_shards`."""
-        raise errors.tables_on_tpu()
+        raise RuntimeError(
+            "The embedding tables are in the TPU's own memory: variables would be "
+            "stale, and writing to them would change nothing. Save a checkpoint and "
+            "restore it into an embedding made outside of the TPU strategy, or call "
+            "tpu_embedding.checkpoint.save."
+        )
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`."""
-        raise errors.tables_on_tpu()
+        raise RuntimeError(
+            "The embedding tables are in the TPU's own memory: variables would be "
+            "stale, and writing to them would change nothing. Save a checkpoint and "
+            "restore it into an embedding made outside of the TPU strategy, or call "
+            "tpu_embedding.checkpoint.save."
+        )
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
@@ -207,7 +231,12 @@ class TPUV2V4Engine(Engine, Queue):
         """See `Queue.enqueue`."""
         cores = self._tpu.cores_per_replica
         if cores > 1 and self._options.topology.program() is not None:
-            raise errors.several_cores_inside(cores)
+            raise NotImplementedError(
+                f"Inside strategy.run a batch goes to one core, but {cores} cores work "
+                "on each replica. Call enqueue outside of strategy.run, which deals "
+                "the batch out to them; the Keras layer and calls of an embedding "
+                "cannot, and need one core for each replica."
+            )
         parts = [core_batches(self._select(batch), cores) for batch in batches]
         checked = [ids for part in parts for core in part for ids in core.ids]
         replicas = range(len(batches)) if replica is None else (replica,)
@@ -296,7 +325,14 @@ class TPUV2V4Engine(Engine, Queue):
 
     def reset(self) -> None:
         """See `Engine.reset`."""
-        raise errors.reset()
+        raise NotImplementedError(
+            "A TPU of v2 to v4 cannot forget the batches that it has: TensorFlow has "
+            "no op that empties its queues, only its initialization does, which ends "
+            "all tables and variables on it. Save a checkpoint, call "
+            "tf.tpu.experimental.initialize_tpu_system (for the software TPU, the "
+            "strategy's method of that name), create the strategy's objects again and "
+            "restore."
+        )
 
     def _configure(self) -> None:
         """Configures the TPU's engine, or sees that another has done so."""
@@ -304,19 +340,39 @@ class TPUV2V4Engine(Engine, Queue):
             initialized = tf.raw_ops.IsTPUEmbeddingInitialized()
             if self._options.initialize:
                 if initialized:
-                    raise errors.already_configured()
+                    raise RuntimeError(
+                        "The TPU's embedding engine is configured already, by another "
+                        "TPUEmbedding or Keras layer. A TPU system has one. Use that "
+                        "object: a Keras layer takes other tables by `load_weights`. "
+                        "Or initialize the TPU system anew and make a new strategy. "
+                        "tpu_embedding.TPUEmbedding, which is no layer, can share the "
+                        "engine by `initialize_tpu_embedding=False`."
+                    )
                 tf.raw_ops.ConfigureTPUEmbedding(config=self._config)
             elif not initialized:
-                raise errors.not_configured()
+                raise RuntimeError(
+                    "`initialize_tpu_embedding=False` shares the engine that another "
+                    "TPUEmbedding has configured, but there is none. Leave it at True."
+                )
 
     def _output_shape(self, feature: int) -> tuple[int, ...]:
         """Of one replica."""
         shape = self._options.output_shapes.activation(feature)
         known = tuple(axis for axis in shape if axis is not None)
         if len(known) < len(shape):
-            raise errors.shape_not_known(self._plan.features[feature].path, shape)
+            raise ValueError(
+                f"Feature {self._plan.features[feature].path}: a TPU must know the "
+                f"output shape before the first batch, but {shape} is not fully known. "
+                "Call build(per_replica_input_shapes), set "
+                "FeatureConfig(output_shape), or enqueue a batch of static shape "
+                "first; the Keras layer takes `batch_size`."
+            )
         if 0 in known:
-            raise errors.no_samples(self._plan.features[feature].path, shape)
+            raise ValueError(
+                f"Feature {self._plan.features[feature].path}: a TPU is configured for "
+                f"one output shape, but there are no samples in {shape}. Skip empty "
+                "batches."
+            )
         return known
 
     def _core_shape(self, feature: int) -> tuple[int, ...]:
@@ -324,8 +380,10 @@ class TPUV2V4Engine(Engine, Queue):
         cores = self._tpu.cores_per_replica
         if first % cores:
             path = self._plan.features[feature].path
-            raise errors.not_divisible_by_cores(
-                path, self._output_shapes[feature], cores
+            raise ValueError(
+                f"Feature {path}: {cores} cores work on each replica, so the first "
+                f"axis of its output shape must be divisible by {cores}. Received: "
+                f"{self._output_shapes[feature]}."
             )
         return (first // cores, *others)
 
@@ -364,3 +422,68 @@ class TPUV2V4Engine(Engine, Queue):
             return
         op = made.op if isinstance(made, tf.Tensor) else made
         op._set_attr(NAME_ATTRIBUTE, _AttrValue(s=tf.compat.as_bytes(self._tag)))
+
+
+def check_table(table: TableSpec) -> None:
+    """Raises for what the hardware, or its proto, has no place for."""
+    if table.optimizer is None:
+        raise ValueError(
+            f"Table {table.name} has no optimizer, and a TPU needs one even for "
+            "evaluation. Pass `optimizer` to the constructor or to the TableConfig."
+        )
+    if table.optimizer.tpu is None:
+        kind = type(table.optimizer).__name__
+        raise NotImplementedError(
+            f"Table {table.name}: TPU v2 to v4 have no `optimizer={kind!r}`. Give the "
+            "table another optimizer."
+        )
+    for option, value in (
+        ("slot_variable_creation_fn", table.optimizer.slot_variable_creation_fn),
+        ("layout", table.config.layout),
+    ):
+        if value is not None:
+            raise NotImplementedError(
+                f"Table {table.name}: TPU v2 to v4 have no `{option}={value!r}`. Leave "
+                "it at None."
+            )
+
+
+def symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Those that an op can wait for."""
+    return [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+
+
+def check_argument(path: str, tensor: tf.Tensor) -> None:
+    """Raises unless a tensor comes straight from the arguments of strategy.run."""
+    if tf.is_symbolic_tensor(tensor):
+        if tensor.op.type == "Placeholder":
+            return
+        with contextlib.suppress(ValueError):  # No such attribute.
+            if tensor.op.get_attr("_tpu_input_identity"):
+                return
+    raise ValueError(
+        f"Feature {path}: inside strategy.run enqueue takes only tensors that are "
+        f"arguments of the function given to strategy.run. Received: {tensor}. Compute "
+        "the features before strategy.run, or call enqueue outside of it. If the batch "
+        "size is dynamic, pass "
+        "tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)."
+    )
+
+
+def check_finite(name: str, gradient: tf.Tensor) -> Check:
+    """That the gradient of the feature `name`, float32 [..., dim], is finite."""
+    values = tf.reshape(gradient, [-1])
+    bad = ~tf.math.is_finite(values)
+    dim = gradient.shape[-1]
+
+    def not_finite() -> tf.Tensor:
+        at = first(bad)
+        return text(
+            f"{name}: the gradient of sample ",
+            at // dim,
+            " is not finite (",
+            values[at],
+            ").",
+        )
+
+    return Check(~tf.reduce_any(bad), not_finite)

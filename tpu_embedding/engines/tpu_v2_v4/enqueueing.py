@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -10,8 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology, TPUSystem
-from tpu_embedding.engines.tpu_v2_v4 import errors
-from tpu_embedding.engines.tpu_v2_v4.batches import CoreBatch
+from tpu_embedding.lookup.entries import Selection
 from tpu_embedding.lookup.graph_checks import Check, require, text
 
 
@@ -39,19 +39,34 @@ class CoreQueues:
           The control inputs for what must not happen then.
         """
         if self._topology.program() is not None:
-            raise errors.device_inside(device)
+            raise ValueError(
+                "Argument `device` of enqueue is for calls outside of strategy.run: "
+                f"inside, each replica enqueues for its own core. Received: {device}. "
+                "Leave it at None."
+            )
         if isinstance(device, str):
             return []
         if not device.dtype.is_integer or device.shape.rank != 0:
-            raise errors.device_number(device)
+            raise ValueError(
+                "Argument `device` of enqueue must be the name of a TPU device, or an "
+                f"integer scalar tensor, its number. Received: {device}."
+            )
         if len(self._tpu.hosts) > 1:
-            raise errors.number_of_several_hosts(len(self._tpu.hosts))
+            raise ValueError(
+                "Argument `device` of enqueue is a number, which tells a device of one "
+                f"host, but this TPU has {len(self._tpu.hosts)}. Give the name of the "
+                "device."
+            )
         number = tf.cast(device, tf.int64)
         known = [self._tpu.ordinal(name) for name in self._names()]
 
         def unknown() -> tf.Tensor:
-            before, after = errors.unknown_number(known)
-            return text(before, number, after)
+            devices = ", ".join(map(str, known))
+            return text(
+                "Argument `device` of enqueue is ",
+                number,
+                f", but the TPU devices of the strategy are {devices}.",
+            )
 
         ok = tf.reduce_any(number == tf.constant(known, tf.int64))
         return require([Check(ok, unknown)])
@@ -92,3 +107,66 @@ class CoreQueues:
 
     def _names(self) -> list[str]:
         return list(itertools.chain.from_iterable(self._tpu.devices))
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreBatch:
+    """The batch of one core, an item for each feature.
+
+    Attributes:
+      splits: int32 [samples + 1], or [0] where each sample has one id.
+      ids: int64 [n].
+      weights: float32 [n], or [0] where all are 1.
+    """
+
+    splits: list[tf.Tensor]
+    ids: list[tf.Tensor]
+    weights: list[tf.Tensor]
+
+
+def core_batches(selections: Sequence[Selection], cores: int) -> list[CoreBatch]:
+    """Deals the batch of a replica out to its cores, along the first axis.
+
+    Args:
+      selections: What each feature looks up; their number of samples is divisible.
+      cores: Of the replica.
+    """
+    parts = [_parts(selection, cores) for selection in selections]
+    return [
+        CoreBatch(*(list(column) for column in zip(*features, strict=True)))
+        for features in zip(*parts, strict=True)
+    ]
+
+
+def _parts(
+    selection: Selection, cores: int
+) -> list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
+    """(splits, ids, weights) of each core."""
+    if selection.one_each and selection.weights is None:
+        nothing = tf.zeros([0], tf.int32), tf.zeros([0], tf.float32)
+        return [
+            (nothing[0], ids, nothing[1])
+            for ids in tf.split(tf.reshape(selection.rows, [-1]), cores)
+        ]
+    count = selection.num_samples
+    # After the checks: a sparse input may claim any number of samples.
+    with tf.control_dependencies([selection.samples]):
+        ends = tf.range(count + 1)
+    splits = tf.searchsorted(selection.samples, ends, side="left", out_type=tf.int32)
+    if cores == 1:
+        return [(splits, selection.rows, _weights(selection, 0, None))]
+    parts = []
+    for core in range(cores):
+        begin, end = count * core // cores, count * (core + 1) // cores
+        own = splits[begin : end + 1]
+        first, last = own[0], own[-1]
+        parts.append(
+            (own - first, selection.rows[first:last], _weights(selection, first, last))
+        )
+    return parts
+
+
+def _weights(selection: Selection, first: tf.Tensor | int, last: tf.Tensor | None):
+    if selection.weights is None:
+        return tf.zeros([0], tf.float32)
+    return selection.weights[first:last]

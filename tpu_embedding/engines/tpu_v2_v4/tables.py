@@ -21,11 +21,14 @@ from tpu_embedding.engines.initial_values import (
     initializer_of,
     takes_shard_info,
 )
-from tpu_embedding.engines.tpu_v2_v4 import errors
 from tpu_embedding.engines.variables import VariableRows, create_state
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.layout.stacked_rows import JoinedRows
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows, checkpoint_name
+from tpu_embedding.layout.table_arrays import (
+    PARAMETERS,
+    JoinedRows,
+    MutableRows,
+    checkpoint_name,
+)
 
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 
@@ -64,12 +67,22 @@ class StandIn(tf.__internal__.tracking.Trackable):
         return {_KEY: savers}
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
-        raise errors.asynchronous_checkpoint()
+        raise RuntimeError(
+            "Tables of TPU v2 to v4 cannot be saved asynchronously. Leave "
+            "`experimental_enable_async_checkpoint` of tf.train.CheckpointOptions at "
+            "False."
+        )
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # A SavedModel would hold a function that saves, which cannot have the slices.
         if save_type == "savedmodel":
-            raise errors.saved_model()
+            raise NotImplementedError(
+                "tf.saved_model.save cannot save a TPUEmbedding on TPU v2 to v4: its "
+                "tables are in the TPU's memory. Save a checkpoint; for serving "
+                "restore it into an embedding made outside of the TPU strategy, and "
+                "call tpu_embedding.serving.export. Or leave the embedding out of what "
+                "the module tracks."
+            )
         return super()._trackable_children(save_type, **kwargs)
 
     def _slices(self) -> list[str]:

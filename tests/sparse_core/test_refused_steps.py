@@ -1,0 +1,119 @@
+"""A refused step of a pipelined embedding changes nothing and can be repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from software_tpu.calls import strategy_of
+
+import tpu_embedding as te
+
+NAN = float("nan")
+
+
+class Steps:
+    """An embedding of two stacks, and one program that trains or fails."""
+
+    def __init__(self, replicas: int, **arguments: Any) -> None:
+        self.strategy = strategy_of("v6e", replicas)
+        features = {
+            name: te.FeatureConfig(
+                te.TableConfig(8, dim, initializer=tf.zeros_initializer(), name=name),
+                output_shape=[2],
+            )
+            for name, dim in [("a", 2), ("b", 12)]
+        }
+        arguments.setdefault("optimizer", te.SGD(1.0))
+        with self.strategy.scope():
+            self.embedding = te.TPUEmbeddingV2(
+                features,
+                pipeline_execution_with_tensor_core=True,
+                check_numerics=True,
+                **arguments,
+            )
+        self.replicas = replicas
+        self.embedding.build()
+
+    def run(
+        self, gradient: Any, *, ids: Any = 1, good: Any = True, after: Any = True
+    ) -> None:
+        """One step, in which each argument is of all replicas or of the last one."""
+        self.strategy.run(
+            self._step, [self._last(v) for v in (ids, gradient, good, after)]
+        )
+
+    def _last(self, value: Any) -> Any:
+        first, last = value if isinstance(value, tuple) else (value, value)
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                last if context.replica_id_in_sync_group == self.replicas - 1 else first
+            )
+        )
+
+    def _step(self, ids: Any, gradient: Any, good: Any, after: Any) -> None:
+        _, preserved = self.embedding(
+            {"a": tf.stack([ids, 0]), "b": tf.constant([2, 3])}
+        )
+        tf.debugging.assert_equal(good, True, "The user's own.")
+        # The gradients do not depend on the lookup.
+        gradients = {"a": tf.fill([2, 2], gradient), "b": tf.fill([2, 12], gradient)}
+        self.embedding.apply_gradients(gradients, preserved)
+        tf.debugging.assert_equal(after, True, "The user's own.")
+
+    def values(self) -> list[float]:
+        """A row of each stack, after what is pending was applied."""
+        tables = {k.name: v for k, v in self.embedding.embedding_tables.items()}
+        found = [float(tables["a"][1, 1]), float(tables["b"][3, 11])]
+        return [value / self.replicas for value in found]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "nan": {"gradient": (100.0, NAN)},
+    "id": {"gradient": 100.0, "ids": (1, 8)},
+    "assertion": {"gradient": 100.0, "good": (True, False)},
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_refused_step_changes_nothing(replicas: int, reason: str) -> None:
+    steps = Steps(replicas)
+    for _ in range(3):
+        steps.embedding.reset()
+        before = steps.values()
+        steps.run(1.0)
+        for _ in range(2):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                steps.run(**REFUSED[reason])
+        steps.run(10.0)
+        np.testing.assert_array_equal(steps.values(), np.add(before, -11.0))
+
+
+def test_an_assertion_after_the_update_fails_when_the_update_is_whole() -> None:
+    steps = Steps(2)
+    for step in range(4):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            steps.run(1.0, after=(True, False))
+        assert steps.values() == [-(step + 1.0)] * 2
+
+
+def test_reset_takes_the_discarded_update_out_of_the_count() -> None:
+    def rate(step: Any) -> Any:
+        return tf.cast(step + 1, tf.float32)
+
+    steps = Steps(2, optimizer=te.SGD(rate))
+
+    def updates() -> int:
+        return int(steps.embedding.checkpoint_updates().numpy())
+
+    steps.run(1.0)
+    steps.run(1.0)
+    steps.embedding.reset()
+    assert updates() == 1
+    steps.embedding.reset()
+    assert updates() == 1
+    steps.run(1.0)
+    assert (steps.values(), updates()) == ([-3.0, -3.0], 2)

@@ -1,0 +1,244 @@
+"""Batches and gradients between the features of the host and the stacks of a TPU.
+
+The samples of a replica are divided among its SparseCores: each SparseCore has a block
+of the samples of every feature, one feature after another. A stack lists its samples
+SparseCore by SparseCore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.layout.csr import (
+    BufferSizes,
+    CombinedCsrFormatTensor,
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
+from tpu_embedding.layout.partitioning import Partitioning
+from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.lookup.input_rows import first
+
+_NUM_CUTS = 63  # Places at which 64 buckets of rows can be cut apart.
+
+
+class StackedSamples:
+    """Converts activations and gradients between features and stacks."""
+
+    def __init__(self, plan: Plan, layout: Layout, sparse_cores: int) -> None:
+        """Stores the shapes, all of which are known.
+
+        Args:
+          plan: Each feature has a full `output_shape`.
+          layout: The stacks of `plan`.
+          sparse_cores: SparseCores of a device; they divide the samples of each
+            feature.
+        """
+        self._layout = layout
+        self._cores = sparse_cores
+        self._dims = plan.dims
+        self._shapes = [f.config.output_shape for f in plan.features]
+
+    def split(self, stacks: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the activations of each feature, [output shape..., dim].
+
+        Args:
+          stacks: By stack name, [samples, width].
+        """
+        by_core = [
+            tf.reshape(stacks[stack.name], [self._cores, -1, stack.width])
+            for stack in self._layout.stacks
+        ]
+        activations = []
+        for feature, stack in enumerate(self._layout.feature_stacks):
+            begin = self._layout.sample_offsets[feature] // self._cores
+            end = begin + self._layout.samples[feature] // self._cores
+            dim = self._dims[feature]
+            own = by_core[stack][:, begin:end, :dim]
+            activations.append(tf.reshape(own, [*self._shapes[feature], dim]))
+        return activations
+
+    def join(self, gradients: Sequence[tf.Tensor | None]) -> dict[str, tf.Tensor]:
+        """Returns the gradients of each stack by name, [samples, width].
+
+        Args:
+          gradients: For each feature, [output shape..., dim]; None counts as zeros.
+        """
+        joined = {}
+        for stack in self._layout.stacks:
+            parts = [self._part(gradients[f], f, stack.width) for f in stack.features]
+            joined[stack.name] = tf.reshape(
+                tf.concat(parts, 1), [stack.samples, stack.width]
+            )
+        return joined
+
+    def _part(self, gradient: tf.Tensor | None, feature: int, width: int) -> tf.Tensor:
+        shape = [self._cores, self._layout.samples[feature] // self._cores]
+        if gradient is None:
+            return tf.zeros([*shape, width])
+        dim = self._dims[feature]
+        return tf.pad(
+            tf.reshape(gradient, [*shape, dim]), [[0, 0], [0, 0], [0, width - dim]]
+        )
+
+
+def check_gradients(
+    plan: Plan, gradients: Sequence[tf.Tensor | None]
+) -> list[tf.Tensor | None]:
+    """Returns the same gradients, after checking that they are finite.
+
+    Args:
+      plan: The features.
+      gradients: For each feature, float32 [..., dim] or None.
+
+    Raises:
+      tf.errors.InvalidArgumentError: If a value is not finite.
+    """
+    checks = [
+        is_finite(spec.path, gradient)
+        for spec, gradient in zip(plan.features, gradients, strict=True)
+        if gradient is not None
+    ]
+    with tf.control_dependencies(require(checks)):
+        return [None if g is None else tf.identity(g) for g in gradients]
+
+
+def is_finite(path: str, gradient: tf.Tensor) -> Check:
+    """Checks that the gradient of a feature, float32 [..., dim], is finite."""
+    values = tf.reshape(gradient, [-1])
+    bad = ~tf.math.is_finite(values)
+
+    def not_finite() -> tf.Tensor:
+        at = first(bad)
+        return text(
+            f"Feature {path}: the gradient of sample ",
+            at // gradient.shape[-1],
+            " is not finite (",
+            values[at],
+            ").",
+        )
+
+    return Check(~tf.reduce_any(bad), not_finite)
+
+
+def union_of_cuts(cuts: tf.Tensor) -> tf.Tensor:
+    """Returns the minibatch cuts of all replicas; each replica must call it.
+
+    TPUs can only sum over replicas, so each bit becomes a number of its own.
+
+    Args:
+      cuts: int64 [stacks], one bit for each cut.
+    """
+    context = tf.distribute.get_replica_context()
+    assert context is not None
+    bits = tf.range(_NUM_CUTS, dtype=tf.int64)
+    words = tf.broadcast_to(cuts[:, tf.newaxis], [cuts.shape[0], _NUM_CUTS])
+    flags = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words, bits), 1)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(flags, tf.int32))
+
+
+def cuts_of_union(union: tf.Tensor) -> tf.Tensor:
+    """Returns the cuts as int64 [stacks], one bit for each, from `union_of_cuts`."""
+    bits = tf.cast(union > 0, tf.int64)
+    places = tf.range(_NUM_CUTS, dtype=tf.int64)
+    return tf.reduce_sum(tf.bitwise.left_shift(bits, places), 1)
+
+
+def copy_to_device(
+    batch: PreprocessedFeatures, partitioning: Partitioning
+) -> dict[str, Any]:
+    """Copies the used part of each buffer into the memory of the TPU.
+
+    Returns:
+      By stack name a PartitionedCsrFormatTensor; for a CustomCombiner a
+      CombinedCsrFormatTensor, without the fields that its lookup adds.
+
+    Raises:
+      tf.errors.InvalidArgumentError: If the batch was preprocessed for another
+        embedding.
+    """
+    with tf.control_dependencies(require([_was_made_for(batch, partitioning)])):
+        tables = tf.nest.map_structure(tf.identity, batch.tables)
+    return {
+        name: _copy_table(table, batch.sizes[name], batch.sorted_pos_ids.get(name))
+        for name, table in tables.items()
+    }
+
+
+def _was_made_for(batch: PreprocessedFeatures, partitioning: Partitioning) -> Check:
+    own = partitioning.marks
+    marks = tf.ensure_shape(tf.cast(batch.marks, tf.int64), [len(own)])
+
+    def message() -> tf.Tensor:
+        hardware = text(
+            "The preprocessed batch was made for ",
+            marks[0],
+            " devices of ",
+            marks[1],
+            f" SparseCores each, but here are {own[0]} of {own[1]}. Preprocess it with "
+            "this embedding.",
+        )
+        tables = text(
+            "The preprocessed batch was made by an embedding with other tables, "
+            "features or limits. Preprocess it with this embedding."
+        )
+        return tf.where(tf.reduce_any(marks[:2] != own[:2]), hardware, tables)
+
+    return Check(tf.reduce_all(marks == own), message)
+
+
+def _copy_table(
+    table: PartitionedCsrFormatTensor, sizes: BufferSizes, positions: Any
+) -> PartitionedCsrFormatTensor | CombinedCsrFormatTensor:
+    buffers = [*table[:4], *([] if positions is None else [positions])]
+    entries = len(buffers) - 1
+    copied = tf.raw_ops.TPUCopyWithDynamicShape(
+        tensors=buffers,
+        unpadded_sizes=[sizes.row_pointers, *[sizes.ids] * entries],
+    )
+    annotated = tf.raw_ops.TPUAnnotateTensorsWithDynamicShape(tensors=copied)
+    for tensor, buffer in zip(annotated, buffers, strict=True):
+        tensor.set_shape(buffer.shape)
+    pointers, sample_ids, token_ids, gains = annotated[:4]
+    found = table._replace(
+        row_pointers=pointers,
+        sorted_sample_ids=sample_ids,
+        sorted_token_ids=token_ids,
+        sorted_gains=gains,
+    )
+    if positions is None:
+        return found
+    return CombinedCsrFormatTensor(*found, annotated[4], None, None, None)
+
+
+def check_sizes(tables: Mapping[str, Any], partitioning: Partitioning) -> None:
+    """Checks the buffer sizes of preserved outputs.
+
+    Raises:
+      ValueError: If they were made for other hardware or limits.
+    """
+    for table in partitioning.tables:
+        batch = tables[table.name]
+        expected = {
+            "row_pointers": partitioning.num_row_pointers,
+            "sorted_token_ids": table.samples
+            * partitioning.max_ids_per_chip_per_sample,
+        }
+        found: dict[str, Any] = {f: getattr(batch, f).shape for f in expected}
+        wrong = [f for f in expected if not found[f].is_compatible_with([expected[f]])]
+        count = tf.get_static_value(batch.sample_count)
+        if count is not None and count != table.samples:
+            wrong.append("sample_count")
+            expected["sample_count"], found["sample_count"] = table.samples, count
+        if wrong:
+            raise ValueError(
+                f"Preserved outputs of stacked table {table.name!r}: `{wrong[0]}` is "
+                f"of size {found[wrong[0]]}, but this embedding has "
+                f"{expected[wrong[0]]}. Pass the second output of its own "
+                "embedding_lookup."
+            )
