@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding import interop
+from tpu_embedding import estimator, interop
 
 # Feature columns say at length that they are old.
 tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
@@ -49,16 +49,16 @@ spec = interop.EmbeddingConfigSpec(
 )
 
 
-def model_fn(features: Any, labels: Any, mode: str) -> interop.TPUEstimatorSpec:
+def model_fn(features: Any, labels: Any, mode: str) -> estimator.TPUEstimatorSpec:
     """A logistic regression over products of the three activations."""
-    joined = interop.dense_features(features, tpu_columns)
+    joined = estimator.dense_features(features, tpu_columns)
     score = tf.compat.v1.get_variable("scale", initializer=1.0) * agreement(joined)
     predictions = {"probability": tf.sigmoid(score)}
-    if mode == interop.ModeKeys.PREDICT:
-        return interop.TPUEstimatorSpec(mode, predictions)
+    if mode == estimator.ModeKeys.PREDICT:
+        return estimator.TPUEstimatorSpec(mode, predictions)
     loss = tf.compat.v1.losses.sigmoid_cross_entropy(labels, score)
     optimizer = tf.compat.v1.train.AdagradOptimizer(0.1)
-    return interop.TPUEstimatorSpec(
+    return estimator.TPUEstimatorSpec(
         mode,
         predictions,
         loss,
@@ -103,10 +103,10 @@ def input_fn_of(data: Any) -> Callable[[dict[str, Any]], tf.data.Dataset]:
 
 def train(out: str, steps: int, data: Any, held_back: Any) -> Any:
     """The documented example: a TPUEstimator with the spec."""
-    estimator = interop.TPUEstimator(
+    trained = estimator.TPUEstimator(
         model_fn=model_fn,
         model_dir=out,
-        config=interop.RunConfig(tf_random_seed=1),
+        config=estimator.RunConfig(tf_random_seed=1),
         use_tpu=True,
         train_batch_size=BATCH,
         eval_batch_size=BATCH,
@@ -115,27 +115,27 @@ def train(out: str, steps: int, data: Any, held_back: Any) -> Any:
     )
     for moment in ("before", "after"):
         if moment == "after":
-            estimator.train(input_fn_of(data), steps=steps)
-        metrics = estimator.evaluate(input_fn_of(held_back), steps=10)
+            trained.train(input_fn_of(data), steps=steps)
+        metrics = trained.evaluate(input_fn_of(held_back), steps=10)
         print(
             f"{moment} training: loss {metrics['loss']:.3f}, "
             f"accuracy {metrics['accuracy']:.3f}"
         )
-    return estimator
+    return trained
 
 
-def move(estimator: Any, data: Any) -> te.TPUEmbedding:
+def move(trained: Any, data: Any) -> te.TPUEmbedding:
     """Takes tables and slots over; compares predictions with the estimator's."""
     embedding = spec.to_tpu_embedding()
-    path = estimator.latest_checkpoint()
+    path = trained.latest_checkpoint()
     interop.import_estimator_checkpoint(path, spec).assign(embedding)
     first = {key: tf.constant(values[:BATCH]) for key, values in data[0].items()}
     embedding.enqueue(first, training=False)
     found = embedding.dequeue()
     joined = tf.concat([found[key] for key in ("ad", "read", "shown")], axis=1)
-    scale = estimator.get_variable_value("scale")
+    scale = trained.get_variable_value("scale")
     ours = tf.sigmoid(scale * agreement(joined)).numpy()
-    predictions = estimator.predict(input_fn_of(data))
+    predictions = trained.predict(input_fn_of(data))
     theirs = [p["probability"] for p in itertools.islice(predictions, BATCH)]
     print(f"largest difference of predictions: {np.abs(ours - theirs).max():.1e}")
     return embedding
@@ -150,8 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = 100 if options.quick else 1000
     out = options.out or tempfile.mkdtemp(prefix="estimator_spec_")
     data, held_back = visits(BATCH * 200, seed=1), visits(BATCH * 10, seed=2)
-    estimator = train(out, steps, data, held_back)
-    embedding = move(estimator, held_back)
+    trained = train(out, steps, data, held_back)
+    embedding = move(trained, held_back)
     names = [config.name for config in embedding.embedding_tables]
     print(f"tables, ready to train on: {', '.join(names)}")
 

@@ -218,7 +218,7 @@ class SparseCoreEmbeddingConfig:
         several of them only lookups inside strategy.run can do it.
       shard_loads: By name of the table how many ids are asked for whose remainder by
         the number of all SparseCores is 0, 1, ..., in any unit, as a profile has it
-        (`interop.EmbeddingProfiler.shard_loads`). The tables of a stack are then
+        (`estimator.EmbeddingProfiler.shard_loads`). The tables of a stack are then
         turned so that no SparseCore has much more to do than the others, which
         TensorFlow's stacker cannot; checkpoints are laid out by it. The host engine
         has no shards.

@@ -24,6 +24,11 @@ def type_name(value: object) -> str:
 # Arguments of the configuration classes.
 
 
+def quoted(names: Iterable[object]) -> str:
+    """The names in quotes, with commas between them."""
+    return ", ".join(repr(name) for name in names)
+
+
 def argument_value(argument: str, value: object, allowed: str) -> ValueError:
     """An argument of the right type whose value is not allowed."""
     return ValueError(f"Argument `{argument}` must be {allowed}. Received: {value!r}.")

@@ -10,8 +10,8 @@ import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
+from estimator import oracle
 from hypothesis import strategies as st
-from interop import oracle
 from interop.spec_cases import dict_spec, embedding, shared, spec
 
 import tpu_embedding as te
@@ -310,7 +310,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "other tables": (
         lambda path: read(path, dict_spec()).assign(spec().to_tpu_embedding()),
-        "The imported tables are 't', and those of the embedding are 'tbl_a'.",
+        "The imported tables are 't', but the embedding has the tables 'tbl_a'.",
     ),
     "other slots": (
         lambda path: read(

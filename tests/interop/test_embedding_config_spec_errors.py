@@ -25,7 +25,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one dict": (
         lambda: Spec(None, SGD, feature_to_config_dict={"f": FEATURE}),
         ValueError,
-        "Received: feature_to_config_dict (what is empty",
+        "Received: feature_to_config_dict (an empty argument",
     ),
     "both": (
         lambda: Spec([embedding()], SGD, None, False, None, {"f": FEATURE}, {"t": 1}),

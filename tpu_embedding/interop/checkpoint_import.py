@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from absl import logging
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.errors import not_an_embedding
 from tpu_embedding.checkpoint.trackable import TrackableTables
-from tpu_embedding.interop import checkpoint_errors, columns, spec_errors
+from tpu_embedding.interop import columns
+from tpu_embedding.interop import parameters as v1
 from tpu_embedding.interop.embedding_config_spec import require_spec
-from tpu_embedding.interop.slot_names import SlotSource, slot_sources
 from tpu_embedding.interop.table_config import TableConfig
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 
@@ -37,7 +37,11 @@ class EstimatorCheckpoint:
         """Opens a prefix, or the latest checkpoint of a folder."""
         self.path = tf.train.latest_checkpoint(path) or os.fspath(path)
         if not tf.io.gfile.exists(self.path + ".index"):
-            raise checkpoint_errors.no_checkpoint(os.fspath(path))
+            raise ValueError(
+                f"There is no checkpoint at {os.fspath(path)!r}. Pass the prefix of "
+                "one (without .index), or the folder of a model, in which a file "
+                "`checkpoint` names the latest."
+            )
         with _readable(self.path):
             self._reader = tf.train.load_checkpoint(self.path)
         self.shapes: dict[str, list[int]] = self._reader.get_variable_to_shape_map()
@@ -55,7 +59,10 @@ def _readable(path: str) -> Iterator[None]:
         yield
     # Its wrapper knows some of the reader's errors by their words.
     except (tf.errors.OpError, IndexError, RuntimeError) as error:
-        raise checkpoint_errors.damaged_checkpoint(path, error) from error
+        raise ValueError(
+            f"The checkpoint {path!r} cannot be read: {error}. Copy its .index and "
+            "all of its .data files again."
+        ) from error
 
 
 class ImportedTables(dict[str, dict[str, np.ndarray]]):
@@ -83,7 +90,12 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
             raise not_an_embedding(embedding)
         ours = embedding.checkpoint_rows()
         if set(ours) != set(self):
-            raise checkpoint_errors.other_tables(self, list(ours))
+            raise ValueError(
+                f"The imported tables are {errors.quoted(sorted(self))}, but the "
+                f"embedding has the tables {errors.quoted(sorted(ours))}. Create the "
+                "embedding with `spec.to_tpu_embedding()`, or give its TableConfigs "
+                "these names."
+            )
         pairs = []
         for table, arrays in self.items():
             lookups_only = set(ours[table]) == {PARAMETERS}
@@ -144,10 +156,17 @@ def import_estimator_checkpoint(
     if strategy is None:
         strategy = spec.partition_strategy
     if strategy not in ("div", "mod"):
-        raise spec_errors.partition_strategy(strategy)
+        raise ValueError(
+            'Argument `partition_strategy` must be "div" or "mod". Received: '
+            f"{strategy!r}."
+        )
     if spec.tensor_core_feature_columns:
-        raise spec_errors.tensor_core_columns(
-            spec.tensor_core_feature_columns, "import_estimator_checkpoint"
+        raise NotImplementedError(
+            "import_estimator_checkpoint: columns "
+            f"{errors.quoted(c.name for c in spec.tensor_core_feature_columns)} have "
+            'embedding_lookup_device="tpu_tensor_core". Their tables are trained by '
+            "the model's own optimizer, not as TPU embedding tables. Make them "
+            "without `embedding_lookup_device`."
         )
     checkpoint = EstimatorCheckpoint(path)
     wanted = [
@@ -201,16 +220,17 @@ class _NameMap:
         known += [f"{t.key}/{source.name}" for t in wanted for source in t.sources]
         for key in names:
             if key not in known:
-                raise checkpoint_errors.unknown_name(key, known)
+                raise ValueError(
+                    f"`name_map` has the key {key!r}, but the spec has "
+                    f"{errors.quoted(sorted(known))}."
+                )
         self._names = names
 
     def get(self, key: str, checkpoint: EstimatorCheckpoint) -> str | None:
         """The given name, which must be there, or None."""
         name = self._names.get(key)
         if name is not None and name not in checkpoint.shapes:
-            raise checkpoint_errors.no_variable(
-                key, [], checkpoint.shapes, checkpoint.path
-            )
+            raise _no_single_variable(key, [], checkpoint)
         return name
 
 
@@ -253,7 +273,11 @@ def _read_table(
     for part, name in found.items():
         shape = tuple(checkpoint.shapes[name])
         if shape not in (padded, (size, dimension)):
-            raise checkpoint_errors.imported_shape(table.key, part, name, shape, padded)
+            raise ValueError(
+                f"Table {table.key!r}, {part}: the checkpoint's variable {name!r} has "
+                f"shape {tuple(shape)}, and by the spec it would be {tuple(padded)}. "
+                "Correct the spec, or name another variable with `name_map`."
+            )
         parts[part] = rows_by_id(checkpoint.read(name), hosts[1])[:size]
     return parts
 
@@ -261,10 +285,24 @@ def _read_table(
 def _find(checkpoint: EstimatorCheckpoint, key: str, pattern: str) -> str:
     found = [name for name in checkpoint.shapes if re.fullmatch(pattern, name)]
     if len(found) != 1:
-        raise checkpoint_errors.no_variable(
-            key, found, checkpoint.shapes, checkpoint.path
-        )
+        raise _no_single_variable(key, found, checkpoint)
     return found[0]
+
+
+def _no_single_variable(
+    key: str, found: Sequence[str], checkpoint: EstimatorCheckpoint
+) -> ValueError:
+    matches = (
+        f"{len(found)} match: {errors.quoted(sorted(found))}"
+        if found
+        else "none matches"
+    )
+    return ValueError(
+        f"Exactly one variable of the checkpoint {checkpoint.path!r} must belong to "
+        f"{key!r}, and {matches}. The checkpoint has "
+        f"{errors.quoted(sorted(checkpoint.shapes))}. Name the right one with "
+        f"name_map={{{key!r}: ...}}."
+    )
 
 
 def _rows(
@@ -272,10 +310,17 @@ def _rows(
 ) -> MutableRows:
     """The rows that `value` goes into."""
     if name not in parts:
-        raise checkpoint_errors.other_slots(table, name, list(parts))
+        raise ValueError(
+            f"Table {table!r}: the imported slot {name!r} has no counterpart among "
+            f"{errors.quoted(list(parts))} of the embedding. Give the table the "
+            "optimizer of the spec."
+        )
     shape = parts[name].shape
     if shape != value.shape:
-        raise checkpoint_errors.assigned_shape(table, name, value.shape, shape)
+        raise ValueError(
+            f"Table {table!r}, {name}: the imported array has shape "
+            f"{tuple(value.shape)}, the embedding's variable {tuple(shape)}."
+        )
     return parts[name]
 
 
@@ -286,3 +331,60 @@ def _warn_of_missing(table: str, slots: set[str]) -> None:
             table,
             slot,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSource:
+    """One slot.
+
+    Attributes:
+      name: As this library and the TPU call it.
+      spellings: What stands below the table's name in a checkpoint, that of TPU runs
+        first, and that of CPU runs where it is another.
+    """
+
+    name: str
+    spellings: tuple[str, ...]
+
+
+_SLOTS: dict[type, tuple[SlotSource, ...]] = {
+    v1.StochasticGradientDescentParameters: (),
+    v1.AdagradParameters: (SlotSource("accumulators", ("Adagrad",)),),
+    v1.AdagradMomentumParameters: (
+        SlotSource("accumulators", ("AdagradMomentum/Accumulator",)),
+        SlotSource("momenta", ("AdagradMomentum/Momentum",)),
+    ),
+    v1.AdamParameters: (
+        SlotSource("momenta", ("Adam/m", "Adam")),
+        SlotSource("velocities", ("Adam/v", "Adam_1")),
+    ),
+    v1.FtrlParameters: (
+        SlotSource("accumulators", ("Ftrl",)),
+        SlotSource("linears", ("Ftrl_1",)),
+    ),
+    v1.MomentumParameters: (SlotSource("momenta", ("Momentum",)),),
+    v1.RMSPropParameters: (
+        SlotSource("ms", ("RMSProp/ms", "RMSProp")),
+        SlotSource("mom", ("RMSProp/mom", "RMSProp_1")),
+    ),
+    v1.ProximalAdagradParameters: (SlotSource("accumulators", ("ProximalAdagrad",)),),
+    v1.ProximalYogiParameters: (
+        SlotSource("v", ("ProximalYogi",)),
+        SlotSource("m", ("ProximalYogi_1",)),
+    ),
+    v1.FrequencyEstimatorParameters: (
+        SlotSource("last_hit_step", ("FrequencyEstimator",)),
+    ),
+}
+
+
+def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
+    """The slots of one of the *Parameters; none for None.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    if parameters is None:
+        return ()
+    v1.check_parameters(parameters)
+    return _SLOTS[type(parameters)]

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from absl import logging
 
-from tpu_embedding.interop import spec_errors
+from tpu_embedding import errors
 from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
 
 TABLE_PREFIX = "tbl_"
@@ -123,11 +123,18 @@ def get_configs_from_feature_columns(
     features: dict[str, FeatureConfig] = {}
     for column in columns:
         if not is_embedding_column(column):
-            raise spec_errors.unsupported_column(column)
+            raise TypeError(
+                f"Feature column {column.name!r} of type {errors.type_name(column)} "
+                "describes no TPU embedding table. Leave it out of this call, or "
+                "make it with embedding_column or shared_embedding_columns of "
+                "tf.compat.v1.tpu.experimental."
+            )
         key, feature = table_key(column), column.get_feature_key_name()
         if feature in features:
-            raise spec_errors.feature_in_two_embeddings(
-                feature, (features[feature].table_id, key)
+            raise ValueError(
+                f"Feature {feature!r} is used by two embedding columns (tables "
+                f"{features[feature].table_id!r} and {key!r}); one feature can look up "
+                "one table only. Copy the feature under a second key in the input_fn."
             )
         table = _table(column)
         if key in tables:
@@ -167,7 +174,11 @@ def _check_same(key: str, first: TableConfig, second: TableConfig) -> None:
     if not _same_initializer(first.initializer, second.initializer):
         differing.append("initializer")
     if differing:
-        raise spec_errors.shared_tables_differ(key, " and ".join(differing))
+        raise ValueError(
+            f"Two groups of shared columns use the name of table {key!r} but differ "
+            f"in {' and '.join(differing)}. Give each group its own "
+            "`shared_embedding_collection_name`."
+        )
 
 
 def _same_initializer(first: Any, second: Any) -> bool:

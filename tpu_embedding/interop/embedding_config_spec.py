@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpu_embedding import errors
-from tpu_embedding.interop import adapter, columns, spec_errors
+from tpu_embedding.interop import columns, spec_conversion
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
 
@@ -30,6 +30,11 @@ _FIELDS = (
     "table_to_config_dict",
     "partition_strategy",
     "profile_data_directory",
+)
+
+_COLUMNS = (
+    "an embedding column of tf.compat.v1.tpu.experimental (embedding_column or "
+    "shared_embedding_columns), or a numeric or embedding column of tf.feature_column"
 )
 
 
@@ -99,7 +104,10 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         dicts = (feature_to_config_dict, table_to_config_dict)
         _check_exactly_one(feature_columns, dicts)
         if partition_strategy not in PARTITION_STRATEGIES:
-            raise spec_errors.partition_strategy(partition_strategy)
+            raise ValueError(
+                'Argument `partition_strategy` must be "div" or "mod". Received: '
+                f"{partition_strategy!r}."
+            )
         tensor_core = None
         if feature_columns:
             feature_columns, tensor_core = _check_columns(feature_columns)
@@ -149,10 +157,15 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
           ValueError: For names that are no fields.
         """
         if _DERIVED in changes:
-            raise spec_errors.derived_field(_DERIVED)
+            raise TypeError(
+                f"`{_DERIVED}` follows from `feature_columns` and cannot be replaced. "
+                "Replace `feature_columns`."
+            )
         unknown = set(changes) - set(_FIELDS)
         if unknown:
-            raise spec_errors.unknown_fields(sorted(unknown))
+            raise ValueError(
+                f"EmbeddingConfigSpec has no field {errors.quoted(sorted(unknown))}."
+            )
         arguments = self._asdict()
         tensor_core = arguments.pop(_DERIVED)
         if arguments["feature_columns"] is not None:
@@ -172,12 +185,12 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 
     def adapt(
         self, global_step: Any = None, *, invalid_ids: str = "error"
-    ) -> adapter.AdaptedSpec:
-        """The spec in the classes of this library; see `adapter.adapt`."""
-        return adapter.adapt(self, global_step, invalid_ids=invalid_ids)
+    ) -> spec_conversion.AdaptedSpec:
+        """The spec in the classes of this library; see `spec_conversion.adapt`."""
+        return spec_conversion.adapt(self, global_step, invalid_ids=invalid_ids)
 
     def to_tpu_embedding(self, global_step: Any = None, **options: Any) -> Any:
-        """A `tpu_embedding.TPUEmbedding` of the spec; see `adapter.to_tpu_embedding`.
+        """A `tpu_embedding.TPUEmbedding` of the spec.
 
         Args:
           global_step: What the learning rate functions get: a variable, or None for
@@ -185,7 +198,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
           **options: Keyword arguments of TPUEmbedding. `invalid_ids` is the rule of
             all of the spec's tables, which have none of their own.
         """
-        return adapter.to_tpu_embedding(self, global_step, **options)
+        return spec_conversion.to_tpu_embedding(self, global_step, **options)
 
     def embedding_columns(self) -> list[columns.EmbeddingColumn]:
         """The columns that have TPU embedding tables."""
@@ -227,17 +240,33 @@ def _is_single(feature_columns: Any) -> bool:
 
 def _check_exactly_one(feature_columns: Any, dicts: tuple[Any, Any]) -> None:
     if bool(feature_columns) == all(dicts):
-        raise spec_errors.columns_and_dicts(bool(feature_columns), *map(bool, dicts))
+        arguments = zip(
+            ("feature_columns", *_DICTS), (feature_columns, *dicts), strict=True
+        )
+        given = [name for name, value in arguments if value]
+        raise ValueError(
+            "An EmbeddingConfigSpec takes exactly one of these: `feature_columns`, or "
+            "both `feature_to_config_dict` and `table_to_config_dict`. Received: "
+            f"{', '.join(given) or 'none of them'} (an empty argument counts as "
+            "missing)."
+        )
 
 
 def _check_columns(feature_columns: Any) -> tuple[list[Any], list[Any]]:
     """(those looked up as TPU embeddings, those of the tensor core)."""
     if not isinstance(feature_columns, list):
-        raise spec_errors.single_feature_column(feature_columns)
+        raise TypeError(
+            f"Argument `feature_columns` must be a list; each element is {_COLUMNS}. "
+            f"Received: {feature_columns!r} of type "
+            f"{errors.type_name(feature_columns)}. Put a single column into a list."
+        )
     split: tuple[list[Any], list[Any]] = ([], [])
     for column in feature_columns:
         if not columns.is_accepted(column):
-            raise spec_errors.feature_column(column)
+            raise TypeError(
+                f"Each of `feature_columns` must be {_COLUMNS}. Received: {column!r} "
+                f"of type {errors.type_name(column)}."
+            )
         split[columns.on_tensor_core(column)].append(column)
     return split
 
@@ -252,15 +281,27 @@ def _warn_of_single_dict(feature_to_config: Any, table_to_config: Any) -> None:
 def _check_dicts(features: dict[str, Any], tables: dict[str, Any]) -> None:
     for argument, value in zip(_DICTS, (features, tables), strict=True):
         if not isinstance(value, Mapping):
-            raise spec_errors.config_dict(argument, value)
+            raise errors.argument_type(argument, value, "a dict of configs by name")
     for feature, config in features.items():
         if not isinstance(config, FeatureConfig):
-            raise spec_errors.feature_config(feature, config)
+            raise TypeError(
+                f"feature_to_config_dict[{feature!r}] must be a FeatureConfig of "
+                f"tpu_embedding.interop. Received: {config!r} of type "
+                f"{errors.type_name(config)}."
+            )
         if config.table_id not in tables:
-            raise spec_errors.unknown_table(feature, config.table_id, tables)
+            raise ValueError(
+                f"Feature {feature!r} refers to table {config.table_id!r}, which is "
+                "not in `table_to_config_dict`. Its tables are "
+                f"{errors.quoted(sorted(tables))}."
+            )
     for table, config in tables.items():
         if not isinstance(config, TableConfig):
-            raise spec_errors.table_config(table, config)
+            raise TypeError(
+                f"table_to_config_dict[{table!r}] must be a TableConfig of "
+                f"tpu_embedding.interop. Received: {config!r} of type "
+                f"{errors.type_name(config)}."
+            )
 
 
 def _check_clipping_limit(limit: Any) -> None:

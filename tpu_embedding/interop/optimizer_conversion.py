@@ -8,7 +8,6 @@ from typing import Any
 
 from tpu_embedding import optimizers
 from tpu_embedding.interop import parameters as v1
-from tpu_embedding.interop import spec_errors
 
 # Our argument <- attribute of the Parameters, for each that is called otherwise or
 # that only this class has. Those of `_COMMON` go without saying.
@@ -133,7 +132,7 @@ def to_optimizer(
     try:
         return make(clipvalue=clipvalue, **arguments)
     except (TypeError, ValueError) as error:
-        raise spec_errors.uncarried_argument(where, type(parameters), error) from error
+        raise type(error)(f"{where}, {type(parameters).__name__}: {error}") from error
 
 
 def with_rate(
@@ -148,7 +147,7 @@ def with_rate(
     try:
         return dataclasses.replace(optimizer, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (TypeError, ValueError) as error:
-        raise spec_errors.uncarried_argument(where, type(optimizer), error) from error
+        raise type(error)(f"{where}, {type(optimizer).__name__}: {error}") from error
 
 
 def _clipvalue(
@@ -159,7 +158,13 @@ def _clipvalue(
     if limit is None:
         return own
     if own is not None:
-        raise spec_errors.clipping_limit_conflict(where)
+        raise ValueError(
+            f"{where}: `clipping_limit` of the spec and clip_gradient_min/max of the "
+            "optimization parameters limit the same gradient. Give one of them."
+        )
     if not parameters.use_gradient_accumulation:
-        raise spec_errors.clipping_limit_without_accumulation(where)
+        raise ValueError(
+            f"{where}: `clipping_limit` limits the summed gradient of a row, so it "
+            "needs `use_gradient_accumulation=True` in the optimization parameters."
+        )
     return limit

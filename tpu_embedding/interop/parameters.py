@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from tpu_embedding import errors
-from tpu_embedding.interop import spec_errors
 from tpu_embedding.optimizers import checks
 
 
@@ -44,7 +43,11 @@ class OptimizationParameters:
         """Raises ValueError for gradient limits without gradient accumulation."""
         limits = (self.clip_gradient_min, self.clip_gradient_max)
         if not self.use_gradient_accumulation and limits != (None, None):
-            raise spec_errors.clip_without_accumulation(type(self).__name__)
+            raise ValueError(
+                f"{type(self).__name__}: `clip_gradient_min` and `clip_gradient_max` "
+                "limit the summed gradient of a row, so they need "
+                "`use_gradient_accumulation=True`."
+            )
 
     def _require_positive(self, *arguments: str) -> None:
         for argument, value in self._numbers(*arguments):
@@ -177,7 +180,10 @@ class AdamParameters(OptimizationParameters):
         self._require_betas()
         self._require_positive("epsilon")
         if not self.use_gradient_accumulation and not self.lazy_adam:
-            raise spec_errors.dense_adam_without_accumulation()
+            raise ValueError(
+                "AdamParameters: `lazy_adam=False` updates every row once per step, "
+                "so it needs `use_gradient_accumulation=True`."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,4 +352,7 @@ def check_parameters(value: object) -> None:
     """Raises ValueError unless `value` is one of the *Parameters."""
     if not isinstance(value, PARAMETERS):
         names = [cls.__name__ for cls in PARAMETERS]
-        raise spec_errors.optimization_parameters(value, names)
+        raise ValueError(
+            f"Argument `optimization_parameters` must be one of {', '.join(names)}. "
+            f"Received: {value!r} of type {errors.type_name(value)}."
+        )

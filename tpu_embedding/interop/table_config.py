@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.interop import spec_errors
 from tpu_embedding.interop.parameters import (
     FrequencyEstimatorParameters,
     check_parameters,
@@ -61,8 +60,10 @@ class TableConfig:
                 "combiner", self.combiner, '"mean", "sum", "sqrtn" or None'
             )
         if self.learning_rate is not None and self.learning_rate_fn is not None:
-            raise spec_errors.two_learning_rates(
-                self.learning_rate, self.learning_rate_fn
+            raise ValueError(
+                "Give a table `learning_rate` or `learning_rate_fn`, not both. "
+                f"Received: learning_rate={self.learning_rate!r}, learning_rate_fn="
+                f"{self.learning_rate_fn!r}."
             )
         self._check_parameters()
         if self.initializer is None:
@@ -77,7 +78,10 @@ class TableConfig:
         check_parameters(self.optimization_parameters)
         one = isinstance(self.optimization_parameters, FrequencyEstimatorParameters)
         if one and self.dimension != 1:
-            raise spec_errors.frequency_estimator_dimension(self.dimension)
+            raise ValueError(
+                "FrequencyEstimatorParameters estimate one number for each row, so "
+                f"the table's `dimension` must be 1. Received: {self.dimension}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

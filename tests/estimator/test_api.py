@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
-from interop.estimator_models import (
+from estimator.estimator_models import (
     batches,
     dense,
-    estimator,
     linear_model,
+    make_estimator,
     sparse,
     v1,
     variables,
 )
 from interop.spec_cases import SGD, embedding, fc, ids, shared, weighted
 
-from tpu_embedding import interop
-from tpu_embedding.interop import private_tensorflow
+from tpu_embedding import estimator, interop
+from tpu_embedding.estimator import private_tensorflow
 
 ROWS = v1.constant_initializer(np.arange(8.0))
 FEATURES = {
@@ -41,7 +41,7 @@ def columns() -> list[Any]:
 def make(folder: pathlib.Path, model: Any = None, **options: Any) -> Any:
     made = columns()
     spec = interop.EmbeddingConfigSpec(made, SGD)
-    return estimator((model or linear_model)(made), folder, spec, **options)
+    return make_estimator((model or linear_model)(made), folder, spec, **options)
 
 
 def one(trained: Any, **options: Any) -> Any:
@@ -129,7 +129,7 @@ def test_export(tmp_path: pathlib.Path, use_tpu: bool):
     (tmp_path / "note").write_text("kept")
     folder = trained.export_saved_model(
         tmp_path / "export",
-        interop.build_parsing_serving_input_receiver_fn(examples),
+        estimator.build_parsing_serving_input_receiver_fn(examples),
         assets_extra={"more/note": str(tmp_path / "note")},
     )
     assert pathlib.Path(folder, "assets.extra", "more", "note").read_text() == "kept"
@@ -175,21 +175,21 @@ def test_export_of_named_outputs(tmp_path: pathlib.Path):
     made = [interop.embedding_column(ids("a"), 1, initializer=ROWS)]
 
     def model_fn(features: Any, mode: str) -> Any:
-        out = interop.dense_features(features, made)
+        out = estimator.dense_features(features, made)
         outputs = {
-            "serving_default": interop.PredictOutput(out),
-            "regress": interop.RegressionOutput(out[:, 0]),
-            "classify": interop.ClassificationOutput(scores=out),
+            "serving_default": estimator.PredictOutput(out),
+            "regress": estimator.RegressionOutput(out[:, 0]),
+            "classify": estimator.ClassificationOutput(scores=out),
         }
         step = v1.assign_add(v1.train.get_global_step(), 1)
         loss = tf.reduce_sum(out)
-        return interop.TPUEstimatorSpec(mode, out, loss, step, export_outputs=outputs)
+        return estimator.TPUEstimatorSpec(mode, out, loss, step, export_outputs=outputs)
 
     spec = interop.EmbeddingConfigSpec(made, SGD)
-    trained = estimator(model_fn, tmp_path, spec)
+    trained = make_estimator(model_fn, tmp_path, spec)
     trained.train(batches({"a": dense([[1]])}), steps=1)
     examples = fc.make_parse_example_spec(made)
-    parsing = interop.build_parsing_serving_input_receiver_fn(examples)
+    parsing = estimator.build_parsing_serving_input_receiver_fn(examples)
     folder = trained.export_saved_model(tmp_path / "parsing", parsing)
     loaded = tf.saved_model.load(folder)
     found = {name: loaded.signatures[name](inputs=_examples()) for name in _CLASSIC}
@@ -197,7 +197,9 @@ def test_export_of_named_outputs(tmp_path: pathlib.Path):
     assert found["classify"]["scores"].numpy().tolist() == [[3.0], [4.5]]
     found = loaded.signatures["serving_default"](examples=_examples())
     assert found["output"].numpy().tolist() == [[3.0], [4.5]]
-    raw = interop.build_raw_serving_input_receiver_fn({"a": tf.zeros([1, 2], tf.int64)})
+    raw = estimator.build_raw_serving_input_receiver_fn(
+        {"a": tf.zeros([1, 2], tf.int64)}
+    )
     with pytest.raises(ValueError, match="must be of type string"):
         trained.export_saved_model(tmp_path / "raw", raw)
 
@@ -205,11 +207,11 @@ def test_export_of_named_outputs(tmp_path: pathlib.Path):
 def test_export_of_raw_features(tmp_path: pathlib.Path):
     made = [interop.embedding_column(ids("a"), 1, initializer=ROWS)]
     spec = interop.EmbeddingConfigSpec(made, SGD)
-    trained = estimator(linear_model(made), tmp_path, spec, use_tpu=False)
+    trained = make_estimator(linear_model(made), tmp_path, spec, use_tpu=False)
     trained.train(batches({"a": dense([[1]])}), steps=1)
     example = {"a": tf.zeros([1, 2], tf.int64)}
     folder = trained.export_saved_model(
-        tmp_path / "export", interop.build_raw_serving_input_receiver_fn(example)
+        tmp_path / "export", estimator.build_raw_serving_input_receiver_fn(example)
     )
     signature = tf.saved_model.load(folder).signatures["serving_default"]
     found = signature(a=tf.constant([[3, 5]], tf.int64))
@@ -234,7 +236,7 @@ def test_warm_start(tmp_path: pathlib.Path):
 def test_warm_start_of_some_and_of_other_names(tmp_path: pathlib.Path):
     first = make(tmp_path / "first").train(batches(FEATURES), steps=2)
     moved = variables(first)
-    settings = interop.WarmStartSettings(
+    settings = estimator.WarmStartSettings(
         first.model_dir,
         ["dense_features/a.*"],
         var_name_to_prev_var_name={A: "y_z_shared_embedding"},
@@ -267,7 +269,7 @@ def test_hooks_and_host_calls_run(tmp_path: pathlib.Path):
         def model_fn(features: Any, labels: Any, mode: str) -> Any:
             spec = linear_model(made)(features, labels, mode)
             step = v1.train.get_global_step().read_value()
-            return interop.TPUEstimatorSpec(
+            return estimator.TPUEstimatorSpec(
                 mode,
                 spec.predictions,
                 spec.loss,
@@ -321,7 +323,7 @@ def test_tables_without_scopes_keep_apart(
     monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
     made = [embedding("a", 1, initializer=ROWS), embedding("b", 1, initializer=ROWS)]
     spec = interop.EmbeddingConfigSpec(made, SGD)
-    trained = estimator(linear_model(made, no_scopes), tmp_path, spec)
+    trained = make_estimator(linear_model(made, no_scopes), tmp_path, spec)
     trained.train(batches({"a": dense([[1]]), "b": dense([[2]])}), steps=1)
     found = variables(trained)
     assert found["a_embedding/embedding_weights"][:3, 0].tolist() == [0, 0.5, 2]
@@ -336,8 +338,8 @@ def test_a_feature_without_gradient_counts_as_zeros(
     monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
 
     def layer(features: Any, made: list[Any]) -> Any:
-        interop.dense_features(features, made[:1])
-        return interop.dense_features(features, made[1:])
+        estimator.dense_features(features, made[:1])
+        return estimator.dense_features(features, made[1:])
 
     trained = make(tmp_path, lambda made: linear_model(made, layer))
     trained.train(batches(FEATURES), steps=1)
@@ -353,7 +355,7 @@ def test_options_without_effect_are_named_once(
         logging, "log_first_n", lambda level, text, n, *a: said.append(text % a)
     )
     spec = interop.EmbeddingConfigSpec(columns(), SGD, 1.0)
-    trained = estimator(linear_model(columns()), tmp_path, spec, use_tpu=False)
+    trained = make_estimator(linear_model(columns()), tmp_path, spec, use_tpu=False)
     trained.train(batches(FEATURES), steps=1)
     (text,) = said
     assert text.endswith("no effect: optimization_parameters, clipping_limit.")
@@ -374,6 +376,6 @@ def test_other_columns_beside_embeddings(tmp_path: pathlib.Path):
         "wt": sparse([[1.0, 3.0]], np.float32),
     }
     spec = interop.EmbeddingConfigSpec([made[0], made[3]], SGD)
-    trained = estimator(linear_model(made), tmp_path, spec)
+    trained = make_estimator(linear_model(made), tmp_path, spec)
     found = next(trained.predict(batches(features)))
     assert found["out"].tolist() == [1, 0, 0, 1, 7, 8, 3.5]

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from interop.estimator_models import (
+from estimator.estimator_models import (
     batches,
     dense,
-    estimator,
     linear_model,
+    make_estimator,
     sparse,
     v1,
     variables,
 )
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, shared, weighted
 
-from tpu_embedding import interop
-from tpu_embedding.interop.estimator_tables import EmbeddingTables
+from tpu_embedding import estimator, interop
+from tpu_embedding.estimator.tables import EmbeddingTables
 
 A = "dense_features/a_embedding/embedding_weights"
 ZEROS = {"initializer": v1.zeros_initializer()}
@@ -39,7 +39,7 @@ def run(
     spec = interop.EmbeddingConfigSpec(
         columns, **{"optimization_parameters": SGD, **options}
     )
-    trained = estimator(linear_model(columns), folder, spec)
+    trained = make_estimator(linear_model(columns), folder, spec)
     return trained.train(batches(features or ONE_ID), steps=steps)
 
 
@@ -103,12 +103,12 @@ def quadratic_model(column: Any) -> Any:
     """The loss is sum(activation^2) / 2: the gradient is the activation itself."""
 
     def model_fn(features: Any, mode: str) -> Any:
-        out = interop.dense_features(features, [column])
+        out = estimator.dense_features(features, [column])
         loss = tf.reduce_sum(out**2) / 2
         step = v1.train.get_global_step()
         optimizer = v1.train.GradientDescentOptimizer(1.0)
         train_op = optimizer.minimize(loss, step)
-        return interop.TPUEstimatorSpec(mode, out, loss, train_op)
+        return estimator.TPUEstimatorSpec(mode, out, loss, train_op)
 
     return model_fn
 
@@ -122,7 +122,7 @@ def test_pipelining_is_one_step_old_and_comes_home(
         [column], SGD, pipeline_execution_with_tensor_core=pipelined
     )
     features = {"a": sparse([[3]])}
-    trained = estimator(quadratic_model(column), tmp_path, spec)
+    trained = make_estimator(quadratic_model(column), tmp_path, spec)
     trained.train(batches(features), steps=3)
     # w1 = 1 - 0.5 * 1; pipelined: w2 = w1 - 0.5 * w0, w3 = w2 - 0.5 * w1.
     expected = (0.0 - 0.25) if pipelined else 0.125
@@ -186,15 +186,15 @@ def test_empty_samples_touch_row_0_as_on_a_cpu(tmp_path: pathlib.Path):
 
 def sequence_model(column: Any) -> Any:
     def model_fn(features: Any, mode: str) -> Any:
-        out, lengths = interop.sequence_features(features, [column])
+        out, lengths = estimator.sequence_features(features, [column])
         positions = tf.cast(tf.range(tf.shape(out)[1]) + 1, tf.float32)
         loss = tf.reduce_sum(out * positions[tf.newaxis, :, tf.newaxis])
         train_op = None
-        if mode == interop.ModeKeys.TRAIN:
+        if mode == estimator.ModeKeys.TRAIN:
             optimizer = v1.train.GradientDescentOptimizer(1.0)
             train_op = optimizer.minimize(loss, v1.train.get_global_step())
         predictions = {"out": out, "lengths": lengths}
-        return interop.TPUEstimatorSpec(mode, predictions, loss, train_op)
+        return estimator.TPUEstimatorSpec(mode, predictions, loss, train_op)
 
     return model_fn
 
@@ -216,7 +216,7 @@ def test_sequences(case: str, tmp_path: pathlib.Path):
         sequence("s"), 1, combiner, ROWS, max_sequence_length=2
     )
     spec = interop.EmbeddingConfigSpec([column], SGD)
-    trained = estimator(sequence_model(column), tmp_path, spec)
+    trained = make_estimator(sequence_model(column), tmp_path, spec)
     found = trained.predict(
         batches({"s": sparse(entries)}), yield_single_examples=False
     )
@@ -231,7 +231,7 @@ def test_sequences_train(tmp_path: pathlib.Path):
         sequence("s"), 1, "mean", v1.zeros_initializer(), max_sequence_length=2
     )
     spec = interop.EmbeddingConfigSpec([column], SGD)
-    trained = estimator(sequence_model(column), tmp_path, spec)
+    trained = make_estimator(sequence_model(column), tmp_path, spec)
     trained.train(batches({"s": sparse([[1, 2, 3], [2]])}), steps=1)
     name = "sequence_features/s_embedding/embedding_weights"
     # Position 0 has gradient 1, position 1 gradient 2; row 3 is cut off.
@@ -250,9 +250,9 @@ def test_tables_by_dict(tmp_path: pathlib.Path):
         loss = tf.reduce_sum(features["f"])
         optimizer = v1.train.GradientDescentOptimizer(1.0)
         train_op = optimizer.minimize(loss, v1.train.get_global_step())
-        return interop.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
+        return estimator.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    trained = estimator(model_fn, tmp_path, spec)
+    trained = make_estimator(model_fn, tmp_path, spec)
     trained.train(batches({"f": sparse([[3]])}), steps=1)
     found = variables(trained)
     assert set(found) == {"t", "t/Adagrad", "global_step"}
@@ -262,7 +262,7 @@ def test_tables_by_dict(tmp_path: pathlib.Path):
 
 def test_one_id_without_a_combiner(tmp_path: pathlib.Path):
     table = interop.TableConfig(8, 1, v1.zeros_initializer(), None)
-    trained = estimator(linear_model([]), tmp_path, dict_spec(tables={"t": table}))
+    trained = make_estimator(linear_model([]), tmp_path, dict_spec(tables={"t": table}))
     trained.train(batches({"f": dense([0, 3])}), steps=1)
     assert rows(trained, "t")[:4] == [-0.5, 0, 0, -0.5]  # Id 0 is one.
 
@@ -273,16 +273,16 @@ def test_checkpoints_go_to_and_fro(tmp_path: pathlib.Path):
     spec = interop.EmbeddingConfigSpec(columns, parameters)
 
     def model_fn(features: Any, mode: str) -> Any:
-        loss = tf.reduce_sum(interop.dense_features(features, columns))
+        loss = tf.reduce_sum(estimator.dense_features(features, columns))
         optimizer = v1.train.MomentumOptimizer(1.0, 0.7, use_nesterov=True)
         train_op = optimizer.minimize(loss, v1.train.get_global_step())
-        return interop.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
+        return estimator.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
 
     found = {}
     for order, steps in (((True, False, True), 1), ((False,), 3)):
         folder = tmp_path / str(order[0])
         for use_tpu in order:
-            trained = estimator(model_fn, folder, spec, use_tpu=use_tpu)
+            trained = make_estimator(model_fn, folder, spec, use_tpu=use_tpu)
             trained.train(batches(ONE_ID), steps=steps)
         found[order[0]] = variables(trained)
     assert set(found[True]) == set(found[False])
@@ -294,7 +294,7 @@ def test_checkpoints_go_to_and_fro(tmp_path: pathlib.Path):
 def test_tables_take_no_name_from_the_model(tmp_path: pathlib.Path):
     columns = [embedding("a", 1, **SUM)]
     spec = interop.EmbeddingConfigSpec(columns, SGD)
-    trained = estimator(linear_model(columns, bias="tbl_a"), tmp_path, spec)
+    trained = make_estimator(linear_model(columns, bias="tbl_a"), tmp_path, spec)
     trained.train(batches(ONE_ID), steps=1)
     assert set(variables(trained)) == {A, "tbl_a", "global_step"}
     assert trained.get_variable_value("tbl_a") == -1.0

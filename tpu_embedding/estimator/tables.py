@@ -17,10 +17,10 @@ from absl import logging
 
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.interop import columns, estimator_errors, private_tensorflow
-from tpu_embedding.interop.estimator_inputs import split_inputs
-from tpu_embedding.interop.pending_update import PendingUpdate
-from tpu_embedding.interop.slot_names import slot_sources
+from tpu_embedding.estimator import private_tensorflow
+from tpu_embedding.estimator.inputs import split_inputs
+from tpu_embedding.interop import columns
+from tpu_embedding.interop.checkpoint_import import slot_sources
 
 _v1 = tf.compat.v1
 DUMMY_PREFIX = "tpu_embedding_dummy_table_variable_"
@@ -178,7 +178,11 @@ class EmbeddingTables:
         def hook(dummy: Any, value: Any) -> Any:
             def gradient(upstream: Any) -> Any:
                 if key in self._gradients:
-                    raise estimator_errors.duplicate_gradients(key)
+                    raise RuntimeError(
+                        f"The gradients of feature {key!r} were computed twice. A "
+                        "model_fn must differentiate once with respect to all "
+                        "trainable variables."
+                    )
                 dim = value.shape[-1]
                 self._gradients[key] = tf.reshape(upstream, [-1, dim])
                 return tf.zeros_like(dummy), tf.zeros_like(value)
@@ -198,7 +202,12 @@ class EmbeddingTables:
         for column in self._spec.embedding_columns():
             variable = column.get_embedding_var_name()
             if variable not in recorded:
-                raise estimator_errors.unused_column(column.name)
+                raise RuntimeError(
+                    f"The model_fn did not use column {column.name!r} of the "
+                    "EmbeddingConfigSpec. Pass the same column to "
+                    "tpu_embedding.estimator.dense_features (or to DenseFeatures of "
+                    "tf_keras), or take it out of the spec."
+                )
             found = recorded[variable]
             scope = found.variable_scope
             if not scope and not columns.is_shared(column):
@@ -213,7 +222,7 @@ class EmbeddingTables:
                 logging.warning(
                     "Several tables would be saved as %r, because the model opens no "
                     "scope for its columns; table %r is saved as %r. "
-                    "tpu_embedding.interop.dense_features opens scopes.",
+                    "tpu_embedding.estimator.dense_features opens scopes.",
                     name,
                     key,
                     own[key],
@@ -244,3 +253,50 @@ def _make_local(hidden: Callable[[Any], bool]) -> None:
 def _function(function: Any) -> Any:
     """As one op of the graph, in which stateful ops keep their order."""
     return tf.function(function, autograph=False)
+
+
+class PendingUpdate:
+    """Pipelining: each step's update is applied after the next step's lookups.
+
+    Attributes:
+      step: An op that applies the update of the step before, then keeps this one's.
+      flush: An op that applies the update that is kept, if there is one.
+    """
+
+    def __init__(self, update: Callable[..., tf.Tensor], arguments: Any) -> None:
+        """Adds the ops to the default graph.
+
+        Args:
+          update: Applies one update; called while a tf.function is traced.
+          arguments: Its arguments for this step, nested; None stays None. They must
+            depend on this step's lookups.
+        """
+        flat = tf.nest.flatten(arguments)
+        tensors = [tensor for tensor in flat if tensor is not None]
+        kept = _v1.FIFOQueue(
+            1, [t.dtype for t in tensors], shared_name="tpu_embedding_pending_update"
+        )
+
+        def apply(*taken: Any) -> tf.Tensor:
+            values = iter(taken)
+            full = [None if tensor is None else next(values) for tensor in flat]
+            for tensor, value in zip(tensors, taken, strict=True):
+                value.set_shape(tensor.shape)
+            return update(*tf.nest.pack_sequence_as(arguments, full))
+
+        def apply_kept() -> tf.Tensor:
+            return tf.function(apply, autograph=False)(*_listed(kept.dequeue()))
+
+        def applied() -> tf.Tensor:
+            return tf.cond(kept.size() > 0, apply_kept, lambda: tf.constant(True))
+
+        with tf.control_dependencies(tensors):
+            done = applied()
+        with tf.control_dependencies([done]):
+            self.step: tf.Operation = kept.enqueue(tensors)
+        with tf.control_dependencies(None):
+            self.flush: tf.Operation = applied().op
+
+
+def _listed(dequeued: Any) -> list[Any]:
+    return list(dequeued) if isinstance(dequeued, (list, tuple)) else [dequeued]

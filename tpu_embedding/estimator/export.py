@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import estimator_errors
+from tpu_embedding import errors
 
 _v1 = tf.compat.v1
 DEFAULT_SIGNATURE = "serving_default"
@@ -117,7 +117,11 @@ def receive(serving_input_receiver_fn: Callable[[], Any]) -> ServingInputReceive
     """
     receiver = serving_input_receiver_fn()
     if not all(hasattr(receiver, name) for name in ("features", "receiver_tensors")):
-        raise estimator_errors.serving_input_receiver(receiver)
+        raise TypeError(
+            "A serving_input_receiver_fn must return a ServingInputReceiver. "
+            f"Received: {receiver!r} of type {errors.type_name(receiver)}. Does "
+            "it lack a return?"
+        )
     return receiver
 
 
@@ -134,11 +138,18 @@ def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
         outputs[DEFAULT_SIGNATURE] = PredictOutput(spec.predictions)
     for name, output in outputs.items():
         if not isinstance(output, _OUTPUTS):
-            raise estimator_errors.export_output(name, output)
+            raise TypeError(
+                f"export_outputs[{name!r}] must be a PredictOutput, "
+                f"ClassificationOutput or RegressionOutput. Received: {output!r} of "
+                f"type {errors.type_name(output)}."
+            )
     if len(outputs) == 1:
         outputs.setdefault(DEFAULT_SIGNATURE, *outputs.values())
     if DEFAULT_SIGNATURE not in outputs:
-        raise estimator_errors.no_default_signature(outputs)
+        raise ValueError(
+            'One of several `export_outputs` must be called "serving_default". '
+            f"Received: {errors.quoted(outputs)}."
+        )
     return {name: output.signature(inputs) for name, output in outputs.items()}
 
 
@@ -200,5 +211,8 @@ def _named(tensors: Any) -> dict[str, Any]:
 
 def _single(output: str, inputs: Mapping[str, Any]) -> Any:
     if len(inputs) != 1:
-        raise estimator_errors.one_input(output, inputs)
+        raise ValueError(
+            f"{output} takes one receiver tensor of serialized examples. Received: "
+            f"{errors.quoted(inputs)}. Use PredictOutput for several."
+        )
     return next(iter(inputs.values()))

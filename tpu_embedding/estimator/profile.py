@@ -21,7 +21,6 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.locks import one_writer
-from tpu_embedding.interop import spec_errors
 from tpu_embedding.interop.embedding_config_spec import require_spec
 
 VERSION = 1
@@ -124,10 +123,14 @@ class EmbeddingProfiler:
         require_spec(spec)
         folder = spec.profile_data_directory
         if not folder:
-            raise spec_errors.no_profile_directory()
+            raise ValueError(
+                "An EmbeddingProfiler needs a spec with `profile_data_directory`."
+            )
         self._folder = os.fspath(folder)
         if os.path.exists(self._folder) and not os.path.isdir(self._folder):
-            raise spec_errors.profile_directory_is_file(self._folder)
+            raise ValueError(
+                f"`profile_data_directory` {self._folder!r} is a file, not a folder."
+            )
         os.makedirs(self._folder, exist_ok=True)
         self._options = options or ProfileOptions()
         self._strategy = spec.partition_strategy
@@ -155,16 +158,25 @@ class EmbeddingProfiler:
           TypeError: If ids or examples are no integers.
         """
         if feature not in self._table_of:
-            raise spec_errors.profile_feature(feature, self._table_of)
+            raise ValueError(
+                f"The profile's spec has no feature {feature!r}. It has "
+                f"{', '.join(self._table_of)}."
+            )
         table = self._table_of[feature]
         ids, examples = (_integers(feature, given) for given in (ids, examples))
         if ids.ndim != 1 or ids.shape != examples.shape:
-            raise spec_errors.profile_shapes(feature, ids.shape, examples.shape)
+            raise ValueError(
+                f"Feature {feature!r}: `ids` and `examples` must be of one shape [n]. "
+                f"Received: {ids.shape} and {examples.shape}."
+            )
         size = self._tables[table].vocabulary_size
         for name, values, limit in (("ids", ids, size), ("examples", examples, count)):
             wrong = values[(values < 0) | (values >= limit)]
             if wrong.size:
-                raise spec_errors.profile_value(feature, name, int(wrong[0]), limit)
+                raise ValueError(
+                    f"Feature {feature!r}: `{name}` must be >= 0 and < {limit}. "
+                    f"Received: {int(wrong[0])}."
+                )
         first = self._seen[feature]
         self._seen[feature] = first + count
         chosen = self._chosen(feature, np.arange(first, first + count))
@@ -218,7 +230,12 @@ class EmbeddingProfiler:
           ValueError: If the profile was not taken over shards as SparseCores have them.
         """
         if self._strategy != "mod":
-            raise spec_errors.profile_of_other_shards(self._strategy)
+            raise ValueError(
+                f"This profile was taken with partition_strategy={self._strategy!r}, "
+                "but SparseCores hold rows by id modulo their number. Take one with "
+                'partition_strategy="mod" and ProfileOptions(num_shards=...), the '
+                "number of all SparseCores."
+            )
         found = self.load()
         return {table: numbers.shard_loads for table, numbers in found.items()}
 
@@ -282,7 +299,10 @@ def _integers(feature: str, given: Any) -> np.ndarray:
     """As int64; a fraction is refused, not cut."""
     values = np.asarray(given)
     if values.size and not np.issubdtype(values.dtype, np.integer):
-        raise spec_errors.profile_dtype(feature, values.dtype)
+        raise TypeError(
+            f"Feature {feature!r}: `ids` and `examples` must be integers. Received "
+            f"dtype {values.dtype}. Cast them, e.g. with `.astype(np.int64)`."
+        )
     return values.astype(np.int64)
 
 

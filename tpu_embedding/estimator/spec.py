@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.interop import estimator_errors
 
 _v1 = tf.compat.v1
 SIGNATURE = _v1.saved_model.signature_constants.DEFAULT_SERVING_SIGNATURE_DEF_KEY
@@ -176,7 +175,10 @@ def _check_mode(spec: Any) -> None:
         raise errors.argument_value("mode", spec.mode, f"one of {_MODES}")
     for name in _NEEDED[spec.mode]:
         if getattr(spec, name) is None:
-            raise estimator_errors.missing_in_spec(name, spec.mode)
+            raise ValueError(
+                f"The spec that a model_fn returns for mode {spec.mode!r} must have `"
+                f"{name}`."
+            )
 
 
 def _check_call(name: str, value: Any) -> None:

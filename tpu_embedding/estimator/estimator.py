@@ -13,19 +13,19 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding import errors
-from tpu_embedding.interop import (
-    columns,
-    estimator_errors,
-    estimator_graph,
-    estimator_sessions,
-    export,
+from tpu_embedding.estimator import export, sessions
+from tpu_embedding.estimator import graph as graph_module
+from tpu_embedding.estimator.graph import Mode
+from tpu_embedding.estimator.run_config import (
+    InputPipelineConfig,
+    RunConfig,
+    WarmStartSettings,
+    warm_start,
 )
+from tpu_embedding.estimator.sessions import latest_checkpoint
+from tpu_embedding.estimator.spec import ModeKeys, check_hooks
+from tpu_embedding.interop import columns
 from tpu_embedding.interop.embedding_config_spec import EmbeddingConfigSpec
-from tpu_embedding.interop.estimator_graph import Mode
-from tpu_embedding.interop.estimator_spec import ModeKeys, check_hooks
-from tpu_embedding.interop.restored import latest_checkpoint
-from tpu_embedding.interop.run_config import InputPipelineConfig, RunConfig
-from tpu_embedding.interop.warm_start import WarmStartSettings, warm_start
 
 _v1 = tf.compat.v1
 _RESERVED = ("batch_size", "context")
@@ -94,13 +94,19 @@ class TPUEstimator:
             raise errors.argument_value("params", params, "a dict or None")
         reserved = [name for name in _RESERVED if name in (params or {})]
         if reserved:
-            raise estimator_errors.reserved_params(reserved)
+            raise ValueError(
+                f"`params` must not contain {errors.quoted(reserved)}, which the "
+                "TPUEstimator sets."
+            )
         for name, value, default in (
             ("batch_axis", batch_axis, None),
             ("export_to_cpu", export_to_cpu, True),
         ):
             if value is not default:
-                raise estimator_errors.refused_option("TPUEstimator", name, value)
+                raise NotImplementedError(
+                    f"TPUEstimator: `{name}={value!r}` cannot be carried: the trainer "
+                    "runs in one process, on one core. Leave it at its default."
+                )
         self._use_tpu = use_tpu
         self._eval_on_tpu = use_tpu and eval_on_tpu
         self._batch_sizes = {
@@ -140,7 +146,7 @@ class TPUEstimator:
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the metrics of an evaluation are written for TensorBoard."""
-        return estimator_sessions.event_folder(self._model_dir, name)
+        return sessions.event_folder(self._model_dir, name)
 
     def latest_checkpoint(self) -> str | None:
         """The prefix of the latest checkpoint, or None where none was written.
@@ -185,7 +191,10 @@ class TPUEstimator:
           TypeError: If a hook is of another class.
         """
         if steps is not None and max_steps is not None:
-            raise estimator_errors.steps_twice(steps, max_steps)
+            raise ValueError(
+                f"train takes `steps` or `max_steps`, not both. Received: {steps!r} "
+                f"and {max_steps!r}."
+            )
         _check_steps(steps=steps, max_steps=max_steps)
         hooks = list(check_hooks(hooks))
         if max_steps is not None and self._step() >= max_steps:
@@ -196,14 +205,14 @@ class TPUEstimator:
             hooks.append(stop)
         with self._new_graph():
             mode = self._mode(ModeKeys.TRAIN, on_tpu=self._use_tpu)
-            features, labels = estimator_graph.call_input_fn(input_fn, mode)
-            graph = estimator_graph.build(self._model_fn, mode, features, labels)
+            features, labels = graph_module.call_input_fn(input_fn, mode)
+            graph = graph_module.build(self._model_fn, mode, features, labels)
             spec = self._embedding_spec
             if graph.tables and spec and spec.profile_data_directory:
-                hooks.append(estimator_sessions.ProfileHook(spec, graph.tables.ids))
+                hooks.append(sessions.ProfileHook(spec, graph.tables.ids))
             if self._warm_start is not None:
                 warm_start(self._warm_start, graph.table_variables)
-            estimator_sessions.train(
+            sessions.train(
                 graph, self._model_dir, self._config, hooks, saving_listeners
             )
         return self
@@ -233,12 +242,10 @@ class TPUEstimator:
         checkpoint = checkpoint_path or self.latest_checkpoint()
         with self._new_graph():
             mode = self._mode(ModeKeys.EVAL, on_tpu=self._eval_on_tpu)
-            features, labels = estimator_graph.call_input_fn(input_fn, mode)
-            graph = estimator_graph.build(self._model_fn, mode, features, labels)
-            metrics = estimator_sessions.evaluate(
-                graph, checkpoint, self._config, hooks, steps
-            )
-        estimator_sessions.write_metrics(self.eval_dir(name), metrics)
+            features, labels = graph_module.call_input_fn(input_fn, mode)
+            graph = graph_module.build(self._model_fn, mode, features, labels)
+            metrics = sessions.evaluate(graph, checkpoint, self._config, hooks, steps)
+        sessions.write_metrics(self.eval_dir(name), metrics)
         return metrics
 
     def predict(
@@ -265,15 +272,13 @@ class TPUEstimator:
         checkpoint = checkpoint_path or self.latest_checkpoint()
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=self._use_tpu)
-            features, _ = estimator_graph.call_input_fn(input_fn, mode)
-            graph = estimator_graph.build(self._model_fn, mode, features, None)
-            predictions = estimator_sessions.chosen(
-                graph.spec.predictions, predict_keys
-            )
-            session = estimator_sessions.prediction_session(
+            features, _ = graph_module.call_input_fn(input_fn, mode)
+            graph = graph_module.build(self._model_fn, mode, features, None)
+            predictions = sessions.chosen(graph.spec.predictions, predict_keys)
+            session = sessions.prediction_session(
                 graph, checkpoint, self._config, hooks
             )
-        yield from estimator_sessions.predict(
+        yield from sessions.predict(
             session, predictions, yield_single_examples=yield_single_examples
         )
 
@@ -304,12 +309,15 @@ class TPUEstimator:
         self._refuse_dicts("export_saved_model")
         checkpoint = checkpoint_path or self.latest_checkpoint()
         if checkpoint is None:
-            raise estimator_errors.no_trained_model(self._model_dir)
+            raise ValueError(
+                f"There is no checkpoint in {self._model_dir!r} to export. Call "
+                "`train` first, or pass `checkpoint_path`."
+            )
         folder = export.new_folder(export_dir_base)
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=False)
             receiver = export.receive(serving_input_receiver_fn)
-            graph = estimator_graph.build(self._model_fn, mode, receiver.features, None)
+            graph = graph_module.build(self._model_fn, mode, receiver.features, None)
             signatures = export.signatures(receiver, graph.spec)
             options = (self._config.session_config, as_text)
             export.write(folder, graph, checkpoint, signatures, options)
@@ -335,14 +343,17 @@ class TPUEstimator:
                 "With use_tpu=False the model's own optimizer trains the embedding "
                 "tables. These options of the EmbeddingConfigSpec have no effect: %s.",
                 1,
-                ", ".join(estimator_graph.ignored_options(spec)),
+                ", ".join(graph_module.ignored_options(spec)),
             )
         return Mode(key, on_tpu, params, self._config, spec)
 
     def _refuse_dicts(self, where: str) -> None:
         spec = self._embedding_spec
         if spec is not None and spec.feature_columns is None:
-            raise estimator_errors.dicts_on_cpu(where)
+            raise NotImplementedError(
+                f"{where} looks embeddings up with feature columns, and a spec of "
+                "`feature_to_config_dict` has none. Use `feature_columns`."
+            )
 
     def _check_batch_sizes(self) -> None:
         names = dict(zip(self._batch_sizes, ("train", "eval", "predict"), strict=True))
@@ -351,7 +362,10 @@ class TPUEstimator:
             if size is None and not required:
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise estimator_errors.batch_size(f"{names[mode]}_batch_size", size)
+                raise ValueError(
+                    f"Argument `{names[mode]}_batch_size` must be an int >= 1 with "
+                    f"use_tpu=True. Received: {size!r}."
+                )
 
     def _check_embedding_spec(self, config: RunConfig) -> None:
         spec = self._embedding_spec
@@ -361,9 +375,15 @@ class TPUEstimator:
             )
         kind = config.tpu_config.per_host_input_for_training
         if self._use_tpu and kind not in _PER_HOST:
-            raise estimator_errors.input_pipeline(kind)
+            raise ValueError(
+                "With an EmbeddingConfigSpec `per_host_input_for_training` must be "
+                f"PER_HOST_V1 or PER_HOST_V2. Received: {kind.name}."
+            )
         if not self._eval_on_tpu and spec.partition_strategy == "mod":
-            raise estimator_errors.mod_on_cpu()
+            raise ValueError(
+                'partition_strategy="mod" is for tables on a TPU. Use "div" with '
+                "use_tpu=False or eval_on_tpu=False."
+            )
         if self._use_tpu:
             spec.adapt()  # What cannot be carried is refused here.
             columns.warn_of_changed_ids(spec.embedding_columns())
@@ -371,19 +391,25 @@ class TPUEstimator:
     def _reader(self) -> Any:
         checkpoint = self.latest_checkpoint()
         if checkpoint is None:
-            raise estimator_errors.no_trained_model(self._model_dir)
+            raise ValueError(
+                f"There is no checkpoint in {self._model_dir!r} to export. Call "
+                "`train` first, or pass `checkpoint_path`."
+            )
         return tf.train.load_checkpoint(checkpoint)
 
     def _step(self) -> int:
         if self.latest_checkpoint() is None:
             return 0
-        return int(self.get_variable_value(estimator_sessions.GLOBAL_STEP))
+        return int(self.get_variable_value(sessions.GLOBAL_STEP))
 
 
 def _model_dir(model_dir: Any, config: RunConfig) -> str:
     given = None if model_dir is None else os.fspath(model_dir)
     if given and config.model_dir and given != config.model_dir:
-        raise estimator_errors.two_model_dirs(given, config.model_dir)
+        raise ValueError(
+            f"`model_dir` is given twice, as {given!r} and by the RunConfig as "
+            f"{config.model_dir!r}."
+        )
     return given or config.model_dir or tempfile.mkdtemp()
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from interop.oracle import Run
+from estimator.oracle import Run
 
-from tpu_embedding import interop
+from tpu_embedding import estimator
 
 v1 = tf.compat.v1
 
@@ -77,14 +77,14 @@ def reference_model(run: Run, columns: list[Any], *, cross_shard: bool = False) 
         head = v1.get_variable(
             "head", start.shape, initializer=v1.constant_initializer(start)
         )
-        out = tf.tanh(interop.dense_features(features, columns) @ head)
-        if mode == interop.ModeKeys.PREDICT:
-            return interop.TPUEstimatorSpec(mode, predictions={"out": out[:, 0]})
+        out = tf.tanh(estimator.dense_features(features, columns) @ head)
+        if mode == estimator.ModeKeys.PREDICT:
+            return estimator.TPUEstimatorSpec(mode, predictions={"out": out[:, 0]})
         loss = v1.losses.mean_squared_error(labels, out)
         optimizer = run.optimizer()
         if cross_shard and params["use_tpu"]:
             optimizer = v1.tpu.CrossShardOptimizer(optimizer)
-        return interop.TPUEstimatorSpec(
+        return estimator.TPUEstimatorSpec(
             mode,
             loss=loss,
             train_op=optimizer.minimize(loss, v1.train.get_global_step()),
@@ -107,13 +107,13 @@ def linear_model(columns: list[Any], layer: Any = None, bias: str = "bias") -> A
     def model_fn(features: Any, labels: Any, mode: str) -> Any:
         del labels
         if columns:
-            out = (layer or interop.dense_features)(features, columns)
+            out = (layer or estimator.dense_features)(features, columns)
         else:
             out = features["f"]
         own = v1.get_variable(bias, [], initializer=v1.zeros_initializer())
         loss = tf.reduce_sum(out) + own
         optimizer = v1.train.GradientDescentOptimizer(1.0)
-        return interop.TPUEstimatorSpec(
+        return estimator.TPUEstimatorSpec(
             mode,
             predictions={"out": out},
             loss=loss,
@@ -123,18 +123,18 @@ def linear_model(columns: list[Any], layer: Any = None, bias: str = "bias") -> A
     return model_fn
 
 
-def estimator(
+def make_estimator(
     model_fn: Any, folder: pathlib.Path, spec: Any = None, **options: Any
 ) -> Any:
     """An estimator that saves at its end only; batch sizes 4."""
-    config = interop.RunConfig(
+    config = estimator.RunConfig(
         save_checkpoints_steps=1000,
         save_summary_steps=None,
         log_step_count_steps=None,
         checkpoint_save_graph_def=False,
         **{"session_config": QUICK, **options.pop("config", {})},
     )
-    return interop.TPUEstimator(
+    return estimator.TPUEstimator(
         model_fn,
         str(folder),
         config,
@@ -155,7 +155,7 @@ def reference_estimator(
     spec = run.spec()
     model_fn = reference_model(run, spec.feature_columns, cross_shard=cross_shard)
     config = {"session_config": None if use_tpu and not cross_shard else QUICK}
-    return estimator(model_fn, folder, spec, use_tpu=use_tpu, config=config)
+    return make_estimator(model_fn, folder, spec, use_tpu=use_tpu, config=config)
 
 
 def variables(trained: Any) -> dict[str, np.ndarray]:

@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "columns without a table": (
         lambda: spec(embedding("a"), tf.feature_column.numeric_column("n")),
         NotImplementedError,
-        "Columns 'n' have no TPU embedding table, and cannot be carried",
+        "Columns 'n' have no TPU embedding table and cannot be converted",
     ),
     "no names": (
         lambda: dict_spec(

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.interop import estimator_errors
-from tpu_embedding.interop.estimator_graph import Graph
-from tpu_embedding.interop.profile import EmbeddingProfiler, observe_batch
-from tpu_embedding.interop.restored import check_restored, latest_checkpoint
-from tpu_embedding.interop.run_config import RunConfig
+from tpu_embedding import errors
+from tpu_embedding.estimator.graph import Graph
+from tpu_embedding.estimator.profile import EmbeddingProfiler, observe_batch
+from tpu_embedding.estimator.run_config import RunConfig
 
 _v1 = tf.compat.v1
 LOSS = "loss"
@@ -98,7 +97,10 @@ def chosen(predictions: Any, keys: Any) -> Any:
     names = [keys] if isinstance(keys, str) else list(keys)
     found = predictions if isinstance(predictions, Mapping) else {}
     if not set(names) & set(found):
-        raise estimator_errors.predict_keys(names, found)
+        raise ValueError(
+            f"`predict_keys` {errors.quoted(names)} name none of the predictions "
+            f"{errors.quoted(found)}."
+        )
     return {name: value for name, value in found.items() if name in names}
 
 
@@ -224,10 +226,107 @@ class _StopAfter(_v1.train.SessionRunHook):
 def _batch_size(values: Any) -> int:
     sizes = {np.shape(value)[:1] for value in values}
     if len(sizes) != 1 or sizes == {()}:
-        raise estimator_errors.batches_differ()
+        raise ValueError(
+            "The predictions must be tensors with one first axis, the batch. Pass "
+            "`yield_single_examples=False` to get them as they are."
+        )
     return sizes.pop()[0]
 
 
 def event_folder(model_dir: str, name: str | None) -> str:
     """Where the metrics of an evaluation go."""
     return os.path.join(model_dir, f"eval_{name}" if name else "eval")
+
+
+def latest_checkpoint(folder: str) -> str | None:
+    """The prefix of the latest checkpoint, or None where none was written.
+
+    Raises:
+      tf.errors.DataLossError: If what names it cannot be read.
+      tf.errors.NotFoundError: If the one that is named is not there.
+    """
+    # TensorFlow's own function has None for both, and a model would begin anew.
+    state = tf.train.get_checkpoint_state(folder)
+    if state is None:
+        named = os.path.join(folder, "checkpoint")
+        if tf.io.gfile.exists(named):
+            raise tf.errors.DataLossError(
+                None,
+                None,
+                f"{named} cannot be read, so that it names no checkpoint. Write it "
+                "anew with tf.train.update_checkpoint_state, or remove it to begin "
+                "anew.",
+            )
+        return None
+    path = state.model_checkpoint_path
+    if not any(tf.io.gfile.exists(path + end) for end in (".index", "")):
+        raise tf.errors.NotFoundError(
+            None,
+            None,
+            f"The file `checkpoint` in {folder} names {path}, and {path}.index is not "
+            "there. Put its files back, or name an earlier one in that file; remove "
+            "it to begin anew.",
+        )
+    return path
+
+
+def check_restored(graph: Graph, checkpoint: str | None) -> None:
+    """Refuses a checkpoint without the tables and slots, or with other shapes.
+
+    Args:
+      graph: If another Saver than the trainer's names its variables, all is taken.
+      checkpoint: The prefix of what will be restored, or None.
+
+    Raises:
+      tf.errors.DataLossError: If it cannot be read.
+      tf.errors.NotFoundError: If a table or slot is not in it.
+      tf.errors.InvalidArgumentError: If a variable has another shape there, which
+        TensorFlow would give to the one here.
+    """
+    if checkpoint is None or not graph.own_saver:
+        return
+    if not tf.io.gfile.exists(checkpoint + ".index"):
+        return  # TensorFlow says so.
+    try:
+        stored = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
+    except tf.errors.OpError as damage:
+        raise tf.errors.DataLossError(
+            None,
+            None,
+            f"The checkpoint {checkpoint} cannot be read: {damage}. Remove its files "
+            "and name an earlier one in the file `checkpoint` beside them.",
+        ) from damage
+    missing = [name for name in graph.table_variables if name not in stored]
+    if missing:
+        tables = tuple(name for name in graph.table_variables if name in stored)
+        found = sorted(name for name in stored if name.startswith(tables or ""))
+        raise tf.errors.NotFoundError(
+            None,
+            None,
+            f"The checkpoint {checkpoint} has no {errors.quoted(missing)}, which the "
+            "EmbeddingConfigSpec's tables and optimization parameters need. The "
+            f"checkpoint has {errors.quoted(found)}. Continue with the columns and "
+            "optimization parameters that wrote it, or begin in a new `model_dir` with "
+            f"`warm_start_from={checkpoint!r}`, which restores the tables and "
+            "initializes their slots.",
+        )
+    for name, variable in {**_own_variables(graph), **graph.table_variables}.items():
+        if not variable.shape.is_compatible_with(stored.get(name)):
+            raise tf.errors.InvalidArgumentError(
+                None,
+                None,
+                f"{name!r} has shape {tuple(variable.shape)}, but in the checkpoint "
+                f"{checkpoint} it has shape {tuple(stored[name])}. Create the column "
+                "with the number of ids and the dimension of the checkpoint, or begin "
+                "in a new `model_dir`.",
+            )
+
+
+def _own_variables(graph: Graph) -> dict[str, tf.Variable]:
+    """The model's variables by their names; slices, which are cut anew, left out."""
+    tables = {id(variable) for variable in graph.table_variables.values()}
+    return {
+        variable.op.name: variable
+        for variable in _v1.global_variables()
+        if id(variable) not in tables and variable._get_save_slice_info() is None
+    }

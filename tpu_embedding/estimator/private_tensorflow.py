@@ -11,11 +11,8 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
-
-from tpu_embedding.interop import estimator_errors
 
 _USED = {
     "tensorflow.python.feature_column.feature_column_v2": (
@@ -35,8 +32,12 @@ _USED = {
 }
 
 
-def missing(used: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The names of `used`, by module, that this TensorFlow does not have."""
+def require(used: Mapping[str, tuple[str, ...]]) -> None:
+    """Checks that this TensorFlow has the names of `used`, given by module.
+
+    Raises:
+      ImportError: It lists the missing names.
+    """
     absent = []
     for module, names in used.items():
         try:
@@ -45,11 +46,15 @@ def missing(used: Mapping[str, tuple[str, ...]]) -> list[str]:
             absent.append(module)
             continue
         absent += [f"{module}.{name}" for name in names if not hasattr(found, name)]
-    return absent
+    if absent:
+        raise ImportError(
+            f"tpu_embedding.estimator needs {', '.join(absent)}, which TensorFlow "
+            f"{tf.__version__} does not have. Install TensorFlow 2.21. "
+            "tpu_embedding.interop works without them."
+        )
 
 
-if _absent := missing(_USED):
-    raise estimator_errors.private_tensorflow(_absent, tf.__version__)
+require(_USED)
 
 (
     _feature_column,
@@ -105,9 +110,9 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
     function = "_record_variable_scope_and_name"
     with (
         _tpu_function.tpu_shard_context(1),
-        mock.patch.object(_tpu_optimizer.tpu_ops, "cross_replica_sum", _only_replica),
-        mock.patch.object(_tpu_columns, function, also_record),
-        mock.patch.object(_tpu_columns_v2, function, also_record),
+        _replaced(_tpu_optimizer.tpu_ops, "cross_replica_sum", _only_replica),
+        _replaced(_tpu_columns, function, also_record),
+        _replaced(_tpu_columns_v2, function, also_record),
     ):
         yield recorded
     # TensorFlow's own record cannot be saved with the graph, and it would warn.
@@ -117,6 +122,17 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
 def saveable(variable: tf.Variable, name: str) -> Any:
     """What a Saver takes to keep the variable under another name."""
     return _saving.ResourceVariableSaveable(variable, "", name)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives `module` another attribute for a while."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _only_replica(x: Any, group_assignment: Any = None, name: Any = None) -> Any:

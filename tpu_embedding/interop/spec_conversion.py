@@ -13,10 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.engines.rates import returned_number
-from tpu_embedding.interop import columns, optimizer_conversion, spec_errors
+from tpu_embedding.interop import columns, optimizer_conversion
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
@@ -69,7 +70,11 @@ class AdaptedSpec:
         keys = self.weight_keys
         for feature, key in keys.items():
             if key not in features:
-                raise spec_errors.no_weights(feature, key, features)
+                raise ValueError(
+                    f"The weights {key!r} of feature {feature!r} are not among the "
+                    f"features, which are {errors.quoted(features)}. Pass all "
+                    "of the batch's features."
+                )
         return {f: features[keys[f]] if f in keys else None for f in self.features}
 
     @property
@@ -93,7 +98,10 @@ class AdaptedSpec:
             return dict(gradients)
         factor = returned_number(_MULTIPLIER, multiplier, multiplier(step))
         if factor.shape.rank not in (0, None):  # None: not known in a graph.
-            raise spec_errors.gradient_multiplier(factor.shape)
+            raise ValueError(
+                "`experimental_gradient_multiplier_fn` must return a scalar, which "
+                f"multiplies all gradients. Received shape {factor.shape}."
+            )
         return {
             feature: None if gradient is None else gradient * factor
             for feature, gradient in gradients.items()
@@ -162,15 +170,27 @@ def adapt(
     """
     check_invalid_ids(invalid_ids)
     if spec.tensor_core_feature_columns:
-        raise spec_errors.tensor_core_columns(
-            spec.tensor_core_feature_columns, "EmbeddingConfigSpec"
+        raise NotImplementedError(
+            "EmbeddingConfigSpec: columns "
+            f"{errors.quoted(c.name for c in spec.tensor_core_feature_columns)} have "
+            'embedding_lookup_device="tpu_tensor_core". Their tables are trained by '
+            "the model's own optimizer, not as TPU embedding tables. Make them "
+            "without `embedding_lookup_device`."
         )
     serving = [c for c in spec.embedding_columns() if columns.on_cpu(c)]
     if serving:
-        raise spec_errors.serving_columns(serving)
+        raise ValueError(
+            f"Columns {errors.quoted(c.name for c in serving)} have "
+            'embedding_lookup_device="cpu", which is for serving and not for '
+            "training. Make them without `embedding_lookup_device`."
+        )
     old_tables, old_features = spec.table_to_config(), spec.feature_to_config()
     if not old_features:
-        raise spec_errors.no_tables()
+        raise ValueError(
+            "No column of the EmbeddingConfigSpec has a TPU embedding table. Add one "
+            "of interop.embedding_column or interop.shared_embedding_columns; "
+            "numeric and plain embedding columns alone need no spec."
+        )
     _check_keys(old_features, old_tables)
     optimizers = _Optimizers(spec, old_tables.values(), global_step)
     tables = {
@@ -216,11 +236,24 @@ def to_tpu_embedding(
     rule = "error" if invalid_ids is None else invalid_ids
     adapted = adapt(spec, global_step, invalid_ids=rule)
     if adapted.other_columns:
-        raise spec_errors.columns_not_carried(adapted.other_columns)
+        raise NotImplementedError(
+            f"Columns {errors.quoted(c.name for c in adapted.other_columns)} have no "
+            "TPU embedding table and cannot be converted into a TPUEmbedding. Pass "
+            "their features to the model itself and leave the columns out of the spec, "
+            "or take the parts with `spec.adapt()`."
+        )
     if adapted.gradient_multiplier is not None:
-        raise spec_errors.multiplier_not_carried()
+        raise NotImplementedError(
+            "`experimental_gradient_multiplier_fn` cannot be carried into a "
+            "TPUEmbedding. Take the parts with `spec.adapt()` and pass "
+            "`adapted.scale(gradients, step)` to apply_gradients."
+        )
     if spec.profile_data_directory:  # An empty path counts as none, as upstream.
-        raise spec_errors.profile_not_carried()
+        raise NotImplementedError(
+            "`profile_data_directory` cannot be carried into a TPUEmbedding. Give "
+            "batches to an estimator.EmbeddingProfiler(spec), or leave the option at "
+            "None; no number depends on it."
+        )
     return TPUEmbedding(
         adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
     )
@@ -254,7 +287,10 @@ class _Optimizers:
         if table.optimization_parameters is not None:
             own = self._carried(f"Table {key!r}", table.optimization_parameters)
         if own is None:
-            raise spec_errors.parameters_missing(key)
+            raise ValueError(
+                f"Table {key!r} has no `optimization_parameters`: give them to its "
+                "TableConfig or to the EmbeddingConfigSpec."
+            )
         if table.learning_rate_fn is not None:
             rate = self._rate(table.learning_rate_fn)
             return optimizer_conversion.with_rate(f"Table {key!r}", own, rate)
@@ -287,11 +323,17 @@ def _check_keys(
 ) -> None:
     for key in (*features, *tables):
         if not isinstance(key, str):
-            raise spec_errors.key_of_no_name(key)
+            raise TypeError(
+                "Features and tables of an EmbeddingConfigSpec must have keys that "
+                f"are str. Received: {key!r} of type {errors.type_name(key)}."
+            )
     used = {feature.table_id for feature in features.values()}
     for key in tables:
         if key not in used:
-            raise spec_errors.unused_table(key)
+            raise ValueError(
+                f"Table {key!r} of `table_to_config_dict` is used by no feature. "
+                "Leave it out, or add a feature that looks it up."
+            )
 
 
 def _table(

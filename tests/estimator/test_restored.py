@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from interop.estimator_models import batches, dense, estimator, linear_model, variables
+from estimator.estimator_models import (
+    batches,
+    dense,
+    linear_model,
+    make_estimator,
+    variables,
+)
 from interop.spec_cases import SGD, embedding, ids, spec
 
-from tpu_embedding import interop
+from tpu_embedding import estimator, interop
 
 INPUTS = batches({"a": dense([[1], [2]])})
 ADAGRAD = interop.AdagradParameters(0.5)
@@ -22,7 +28,7 @@ TABLE = "dense_features/a_embedding/embedding_weights"
 def make(folder: Any, parameters: Any = ADAGRAD, column: Any = None, **more: Any):
     columns = [column or embedding("a", 1)]
     model = linear_model(columns)
-    return estimator(model, folder, spec(*columns, parameters=parameters), **more)
+    return make_estimator(model, folder, spec(*columns, parameters=parameters), **more)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +42,10 @@ def test_another_optimizer_is_refused_by_name(trained: Any, tmp_path: pathlib.Pa
     other = make(trained.model_dir, interop.FtrlParameters(0.5))
     text = re.escape(
         f"The checkpoint {path} has no '{TABLE}/Ftrl', '{TABLE}/Ftrl_1', which the "
-        "EmbeddingConfigSpec's tables and their optimization parameters keep. It has "
-        f"'{TABLE}', '{TABLE}/Adagrad'. Go on with the columns and optimization "
+        "EmbeddingConfigSpec's tables and optimization parameters need. The checkpoint "
+        f"has '{TABLE}', '{TABLE}/Adagrad'. Continue with the columns and optimization "
         "parameters that wrote it, or begin in a new `model_dir` with "
-        f"`warm_start_from='{path}'`, which takes the tables and starts their slots"
+        f"`warm_start_from='{path}'`, which restores the tables and initializes their"
     )
     with pytest.raises(tf.errors.NotFoundError, match=text):
         other.train(INPUTS, steps=1)
@@ -75,14 +81,14 @@ def test_another_vocabulary_is_refused(mode: str, use_tpu: bool, trained: Any):
 def test_a_table_of_another_name_is_refused(trained: Any):
     column = embedding("a", 1)
     model = linear_model([column], in_another_scope)
-    other = estimator(model, trained.model_dir, spec(column, parameters=ADAGRAD))
+    other = make_estimator(model, trained.model_dir, spec(column, parameters=ADAGRAD))
     with pytest.raises(tf.errors.NotFoundError, match="has no 'other/dense_fe"):
         other.evaluate(INPUTS, steps=1)
 
 
 def in_another_scope(features: Any, columns: Any) -> Any:
     with tf.compat.v1.variable_scope("other"):
-        return interop.dense_features(features, columns)
+        return estimator.dense_features(features, columns)
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: pathlib.Path):

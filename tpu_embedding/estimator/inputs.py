@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.interop import estimator_errors
 from tpu_embedding.interop.columns import SEQUENCE_LENGTH_SUFFIX
 from tpu_embedding.interop.table_config import FeatureConfig
 from tpu_embedding.lookup.graph_checks import Check, require, text
@@ -75,7 +74,10 @@ def split_inputs(
     for key in sorted(configs):
         config = configs[key]
         if key not in others:
-            raise estimator_errors.missing_feature(key, others)
+            raise ValueError(
+                f"Feature {key!r} of the EmbeddingConfigSpec is not among the "
+                f"features of the input_fn: {errors.quoted(sorted(others))}."
+            )
         value = _ids(key, others.pop(key), config, combiners[config.table_id])
         weight = None
         if config.weight_key is not None:
@@ -92,18 +94,31 @@ def split_inputs(
 
 def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> Any:
     if isinstance(value, tf.RaggedTensor):
-        raise estimator_errors.ragged_feature(key)
+        raise ValueError(
+            f"Feature {key!r} is a RaggedTensor, which feature columns do not take. "
+            "Convert it with `.to_sparse()` in the input_fn."
+        )
     if value.dtype == tf.string:
-        raise estimator_errors.string_feature(key)
+        raise ValueError(
+            f"Feature {key!r} holds strings. A TPU takes integer ids only, so "
+            "vocabularies have to be looked up in the input_fn."
+        )
     flat = not config.max_sequence_length
     if flat and value.shape.rank is not None and value.shape.rank > 2:
-        raise estimator_errors.id_rank(key, value.shape)
+        raise ValueError(
+            f"Feature {key!r}: ids must be of shape [batch] or [batch, n]. Received "
+            f"shape {value.shape}. Only sequence columns take ids of rank 3."
+        )
     if isinstance(value, tf.SparseTensor):
         return _checked(key, value)
     value = tf.convert_to_tensor(value)
     if combiner is None and flat:
         if value.shape.rank != 1 and value.shape[-1] != 1:
-            raise estimator_errors.one_id_each(key, value.shape)
+            raise ValueError(
+                f"Feature {key!r}: a table without combiner takes one id for each "
+                f"sample, of shape [batch] or [batch, 1]. Received shape {value.shape}"
+                "."
+            )
         return tf.reshape(value, [-1])
     if value.shape.rank == 1:
         value = value[:, tf.newaxis]
@@ -112,10 +127,16 @@ def _ids(key: str, value: Any, config: FeatureConfig, combiner: str | None) -> A
 
 def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any:
     if weight_key not in others:
-        raise estimator_errors.missing_weights(key, weight_key)
+        raise ValueError(
+            f"Cannot find the weights {weight_key!r} of feature {key!r} among the "
+            "features. Each weighted feature needs a weight feature of its own."
+        )
     weights = others.pop(weight_key)
     if not isinstance(weights, tf.SparseTensor) or not isinstance(ids, tf.SparseTensor):
-        raise estimator_errors.dense_weights(key, weight_key)
+        raise ValueError(
+            f"Feature {key!r} and its weights {weight_key!r} must both be "
+            "SparseTensors on a TPU. Convert dense ones in the input_fn."
+        )
     return tf.cast(_checked(weight_key, weights), tf.float32)
 
 
@@ -180,7 +201,10 @@ class _Positions:
     def __init__(self, key: str, ids: tf.SparseTensor, max_length: int) -> None:
         rank = ids.shape.rank
         if rank not in (2, 3):
-            raise estimator_errors.sequence_rank(key, rank)
+            raise ValueError(
+                f"Sequence feature {key!r} must be of rank 2 [batch, position], or of "
+                f"rank 3 [batch, position, entry]. Received rank {rank}."
+            )
         sample, position = ids.indices[:, 0], ids.indices[:, 1]
         self._kept = position < max_length
         column = ids.indices[:, 2] if rank == 3 else tf.zeros_like(position)

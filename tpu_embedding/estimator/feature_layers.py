@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.interop import estimator_errors, private_tensorflow
+from tpu_embedding import errors
+from tpu_embedding.estimator import private_tensorflow
 
 _v1 = tf.compat.v1
 
@@ -79,7 +80,11 @@ def sequence_features(
 def _sorted(function: str, columns: Sequence[Any], method: str) -> list[Any]:
     for column in columns:
         if not hasattr(column, method) or not hasattr(column, "variable_shape"):
-            raise estimator_errors.column_of_layer(function, column)
+            raise ValueError(
+                f"{function} takes columns with a tensor of that kind. Received: "
+                f"{column!r} of type {errors.type_name(column)}. Wrap "
+                "categorical columns in an embedding or indicator column."
+            )
     return sorted(columns, key=lambda column: column.name)
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding.interop import estimator_errors, private_tensorflow
-from tpu_embedding.interop.estimator_spec import (
+from tpu_embedding import errors
+from tpu_embedding.estimator import private_tensorflow
+from tpu_embedding.estimator.run_config import RunConfig
+from tpu_embedding.estimator.spec import (
     EstimatorSpec,
     ModeKeys,
     TPUEstimatorSpec,
 )
-from tpu_embedding.interop.estimator_tables import EmbeddingTables
-from tpu_embedding.interop.run_config import RunConfig
+from tpu_embedding.estimator.tables import EmbeddingTables
 
 _v1 = tf.compat.v1
 # What acts on the tables only where they are TPU embedding tables.
@@ -87,7 +88,10 @@ def call_input_fn(input_fn: Callable[..., Any], mode: Mode) -> tuple[Any, Any]:
             found = iterator.get_next()
     if isinstance(found, tuple):
         if len(found) != 2:
-            raise estimator_errors.input_fn_result(found)
+            raise ValueError(
+                "An input_fn must return a tf.data.Dataset of (features, labels) or "
+                f"of features, or one such pair of tensors. Received: {found!r}."
+            )
         return found
     return found, None
 
@@ -129,10 +133,14 @@ def _call_model_fn(
     allowed = (TPUEstimatorSpec,) if mode.on_tpu else (TPUEstimatorSpec, EstimatorSpec)
     if not isinstance(spec, allowed):
         names = " or ".join(f"a {cls.__name__}" for cls in allowed)
-        raise estimator_errors.model_fn_result(spec, names)
+        raise ValueError(
+            f"The model_fn must return {names}. Received: {spec!r} of type "
+            f"{errors.type_name(spec)}."
+        )
     if spec.mode != mode.key:
-        raise estimator_errors.model_fn_result(
-            spec.mode, f"a spec of mode {mode.key!r}"
+        raise ValueError(
+            f"The model_fn must return a spec of mode {mode.key!r}. Received: "
+            f"{spec.mode!r} of type {errors.type_name(spec.mode)}."
         )
     if isinstance(spec, TPUEstimatorSpec):
         steps = mode.config.tpu_config.experimental_host_call_every_n_steps
@@ -147,10 +155,15 @@ def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) ->
     everything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     for argument in given:
         if argument == "labels" and argument not in taken and not everything:
-            raise estimator_errors.model_fn_arguments(name, argument)
+            raise ValueError(
+                f"{name} must take `{argument}`, because the TPUEstimator has one to "
+                "pass."
+            )
     own = [key for key in mode.params if key not in ("batch_size", "use_tpu")]
     if own and "params" not in taken and not everything and given:
-        raise estimator_errors.model_fn_arguments(name, "params")
+        raise ValueError(
+            f"{name} must take `params`, because the TPUEstimator has one to pass."
+        )
     offered: dict[str, Any] = {
         "mode": mode.key,
         "params": dict(mode.params),

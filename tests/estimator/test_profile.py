@@ -12,22 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 from absl import logging
-from interop.estimator_models import batches, estimator, linear_model, sparse, variables
+from estimator.estimator_models import (
+    batches,
+    linear_model,
+    make_estimator,
+    sparse,
+    variables,
+)
 from interop.spec_cases import SGD, dict_spec, embedding, shared, spec
 
 import tpu_embedding as te
-from tpu_embedding import interop
-from tpu_embedding.interop import profile
+from tpu_embedding import estimator, interop
+from tpu_embedding.estimator import profile
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
 
-ALL = interop.ProfileOptions(sample_fraction=1.0, min_samples=1, num_shards=2)
-Options = interop.ProfileOptions
+ALL = estimator.ProfileOptions(sample_fraction=1.0, min_samples=1, num_shards=2)
+Options = estimator.ProfileOptions
 
 
 def profiler(folder: pathlib.Path, options: Any = ALL, **more: Any) -> Any:
     made = dict_spec(profile_data_directory=str(folder), **more)
-    return interop.EmbeddingProfiler(made, options)
+    return estimator.EmbeddingProfiler(made, options)
 
 
 def test_statistics_of_one_batch(tmp_path: pathlib.Path):
@@ -35,7 +41,7 @@ def test_statistics_of_one_batch(tmp_path: pathlib.Path):
     found.observe("f", [1, 2, 7, 3], [0, 0, 0, 2], 3)
     found.flush()
     (table,) = profiler(tmp_path / "new").load().values()
-    assert table == interop.TableStatistics(3, 4, 3, (3, 1))  # Rows 0 to 3, 4 to 7.
+    assert table == estimator.TableStatistics(3, 4, 3, (3, 1))  # Rows 0 to 3, 4 to 7.
     assert (table.mean_ids, table.imbalance) == (4 / 3, 1.5)
     mod = profiler(tmp_path, partition_strategy="mod")
     mod.observe("f", [1, 2, 7, 3], [0, 0, 0, 2], 3)
@@ -50,7 +56,7 @@ def test_positions_of_a_sequence_are_no_examples(tmp_path: pathlib.Path):
     profile.observe_batch(found, {"f": rows._replace(dense_shape=[6, 1])}, {"f": 3})
     profile.observe_batch(found, {"f": np.array([4])}, {"f": 0})
     found.flush()
-    assert found.load()["t"] == interop.TableStatistics(3, 5, 3, (3, 2))
+    assert found.load()["t"] == estimator.TableStatistics(3, 5, 3, (3, 2))
 
 
 def test_the_planner_takes_a_profile(tmp_path: pathlib.Path):
@@ -94,7 +100,7 @@ def test_runs_are_merged(tmp_path: pathlib.Path):
         run.observe("f", ids, [0] * len(ids), 1)
         run.flush()
         run.flush()  # Nothing new.
-    assert run.load()["t"] == interop.TableStatistics(2, 3, 2, (2, 1))
+    assert run.load()["t"] == estimator.TableStatistics(2, 3, 2, (2, 1))
     (file,) = tmp_path.iterdir()
     assert re.fullmatch(r"[0-9a-f]{32}\.json", file.name)
     assert json.loads(file.read_text())["vocabulary_size"] == 8
@@ -185,7 +191,7 @@ def test_damaged_statistics_are_begun_anew(
     for _ in range(2):
         run.observe("f", [1], [0], 1)
         run.flush()
-        assert run.load()["t"] == interop.TableStatistics(1, 1, 1, (1, 0))
+        assert run.load()["t"] == estimator.TableStatistics(1, 1, 1, (1, 0))
         content = json.loads(file.read_text())
         content["statistics"] = change and {**content["statistics"], **change}
         file.write_text(json.dumps(content))
@@ -243,9 +249,9 @@ def test_bad_arguments(tmp_path: pathlib.Path):
     with pytest.raises(ValueError, match="is a file, not a folder"):
         profiler(file)
     with pytest.raises(ValueError, match="needs a spec with `profile_data_directory`"):
-        interop.EmbeddingProfiler(dict_spec())
+        estimator.EmbeddingProfiler(dict_spec())
     with pytest.raises(TypeError, match="`spec` must be an EmbeddingConfigSpec"):
-        interop.EmbeddingProfiler(3)
+        estimator.EmbeddingProfiler(3)
     with pytest.raises(ValueError, match="`num_shards` must be an int >= 1"):
         Options(num_shards=0)
     for share in (1.5, 0, float("nan"), "x", None):
@@ -287,7 +293,7 @@ def test_the_trainer_writes_and_computes_the_same(
     found = {}
     for folder in (None, str(tmp_path / "profile")):
         made = spec(*columns, parameters=SGD, profile_data_directory=folder)
-        trained = estimator(
+        trained = make_estimator(
             linear_model(columns),
             tmp_path / str(folder is None),
             made,
@@ -297,8 +303,8 @@ def test_the_trainer_writes_and_computes_the_same(
     off, on = found.values()
     for name, value in off.items():
         np.testing.assert_array_equal(on[name], value)
-    loaded = interop.EmbeddingProfiler(made).load()
+    loaded = estimator.EmbeddingProfiler(made).load()
     assert loaded == {
-        "tbl_a": interop.TableStatistics(6, 6, 2, (6,)),
-        "tbl_b_c_shared_embedding": interop.TableStatistics(12, 12, 2, (12,)),
+        "tbl_a": estimator.TableStatistics(6, 6, 2, (6,)),
+        "tbl_b_c_shared_embedding": estimator.TableStatistics(12, 12, 2, (12,)),
     }

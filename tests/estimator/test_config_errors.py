@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from interop.estimator_models import (
-    estimator,
+from estimator.estimator_models import (
     linear_model,
+    make_estimator,
 )
 from interop.spec_cases import SGD, embedding, ids
 
-from tpu_embedding import interop
+from tpu_embedding import estimator, interop
 
 I = interop  # noqa: E741 - short, for the tables.
 SPEC = I.EmbeddingConfigSpec([embedding("a", 1)], SGD)
 MOD = SPEC._replace(partition_strategy="mod")
-RUN = I.RunConfig()
+RUN = estimator.RunConfig()
 
 
 def model_fn(features: Any, labels: Any, mode: str) -> Any:
@@ -29,16 +29,16 @@ def model_fn(features: Any, labels: Any, mode: str) -> Any:
 def make(
     folder: Any = "unused", spec: Any = SPEC, model: Any = model_fn, **options: Any
 ):
-    return estimator(model, folder, spec, **options)
+    return make_estimator(model, folder, spec, **options)
 
 
 def tpu(**options: Any) -> Any:
-    return {"config": {"tpu_config": I.TPUConfig(**options)}}
+    return {"config": {"tpu_config": estimator.TPUConfig(**options)}}
 
 
 CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no config": (
-        lambda: I.TPUEstimator(model_fn, train_batch_size=4),
+        lambda: estimator.TPUEstimator(model_fn, train_batch_size=4),
         ValueError,
         "Argument `config` must be a RunConfig. Received: None.",
     ),
@@ -117,69 +117,75 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "`warm_start_from` must be a path or WarmStartSettings.",
     ),
     "loop": (
-        lambda: I.TPUConfig(iterations_per_loop=0),
+        lambda: estimator.TPUConfig(iterations_per_loop=0),
         ValueError,
         "Argument `iterations_per_loop` must be an int >= 1. Received: 0.",
     ),
-    "shards": (lambda: I.TPUConfig(num_shards=0), ValueError, "`num_shards`"),
+    "shards": (lambda: estimator.TPUConfig(num_shards=0), ValueError, "`num_shards`"),
     "split model": (
-        lambda: I.TPUConfig(num_cores_per_replica=2),
+        lambda: estimator.TPUConfig(num_cores_per_replica=2),
         NotImplementedError,
         "TPUConfig: `num_cores_per_replica=2` cannot be carried",
     ),
     "input kind": (
-        lambda: I.TPUConfig(per_host_input_for_training="host"),
+        lambda: estimator.TPUConfig(per_host_input_for_training="host"),
         TypeError,
         "must be an InputPipelineConfig or a bool.",
     ),
     "tpu config": (
-        lambda: I.RunConfig(tpu_config=3),
+        lambda: estimator.RunConfig(tpu_config=3),
         TypeError,
         "Argument `tpu_config` must be a TPUConfig.",
     ),
     "cluster": (
-        lambda: I.RunConfig(master="grpc://host"),
+        lambda: estimator.RunConfig(master="grpc://host"),
         NotImplementedError,
         "RunConfig: `master='grpc://host'` cannot be carried",
     ),
     "two intervals": (
-        lambda: I.RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1),
+        lambda: estimator.RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1),
         ValueError,
         "RunConfig takes `save_checkpoints_steps` or `save_checkpoints_secs`, not",
     ),
     "mode": (
-        lambda: I.TPUEstimatorSpec("fit"),
+        lambda: estimator.TPUEstimatorSpec("fit"),
         ValueError,
         "Argument `mode` must be one of ('train', 'eval', 'infer'). Received: 'fit'.",
     ),
     "no train_op": (
-        lambda: I.TPUEstimatorSpec("train", loss=1.0),
+        lambda: estimator.TPUEstimatorSpec("train", loss=1.0),
         ValueError,
         "for mode 'train' must have `train_op`.",
     ),
-    "no loss": (lambda: I.EstimatorSpec("eval"), ValueError, "must have `loss`."),
+    "no loss": (
+        lambda: estimator.EstimatorSpec("eval"),
+        ValueError,
+        "must have `loss`.",
+    ),
     "no predictions": (
-        lambda: I.EstimatorSpec("infer"),
+        lambda: estimator.EstimatorSpec("infer"),
         ValueError,
         "must have `predictions`.",
     ),
     "metrics": (
-        lambda: I.TPUEstimatorSpec("eval", loss=1.0, eval_metrics=[1]),
+        lambda: estimator.TPUEstimatorSpec("eval", loss=1.0, eval_metrics=[1]),
         ValueError,
         "Argument `eval_metrics` must be None or a tuple",
     ),
     "hooks of a spec": (
-        lambda: I.EstimatorSpec("infer", predictions=1, prediction_hooks=[1]),
+        lambda: estimator.EstimatorSpec("infer", predictions=1, prediction_hooks=[1]),
         TypeError,
         "Argument `hooks` must be SessionRunHooks. Received: 1",
     ),
     "layer": (
-        lambda: I.dense_features({}, [ids("a")]),
+        lambda: estimator.dense_features({}, [ids("a")]),
         ValueError,
         "dense_features takes columns with a tensor of that kind.",
     ),
     "sequence layer": (
-        lambda: I.sequence_features({}, [tf.feature_column.numeric_column("n")]),
+        lambda: estimator.sequence_features(
+            {}, [tf.feature_column.numeric_column("n")]
+        ),
         ValueError,
         "sequence_features takes columns",
     ),

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interop import oracle
-from interop.estimator_models import reference_estimator, reference_inputs, variables
+from estimator import oracle
+from estimator.estimator_models import reference_estimator, reference_inputs, variables
 
 RUNS = pytest.mark.parametrize("folder", oracle.RUNS, ids=oracle.RUN_IDS)
 USE_TPU = pytest.mark.parametrize("use_tpu", [False, True], ids=["cpu", "tpu"])
