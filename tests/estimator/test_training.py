@@ -312,7 +312,7 @@ def test_order_of_the_ops(pipelined: bool):
         read = tables._read_step.op
         assert read in before(activations.op)
         update = tables.train_op(train_op)
-        assert {read, train_op, tables._ticket.op} <= before(update)
+        assert {read, train_op, tables._ticket.value.op} <= before(update)
         assert (tables.flush is not None) is pipelined
         if pipelined:
             applied = [op for op in before(update) if op.type in ("If", "StatelessIf")]

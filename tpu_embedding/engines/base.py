@@ -9,7 +9,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
 
@@ -70,12 +70,11 @@ class Lookup:
     ticket: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """One replica's batch on its way through an engine.
 
-    Classes pass it on; only engines look inside. `Engine.to_tensors` and
-    `Engine.from_tensors` convert it to and from plain tensors.
+    Classes pass it on, also through tf.function; only engines look inside.
+    `Engine.to_tensors` and `Engine.from_tensors` convert it to and from plain tensors.
 
     Attributes:
       value: The engine's own form of the batch; None if only `tensors` is set.
