@@ -6,6 +6,7 @@ import itertools
 import pathlib
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -305,6 +306,26 @@ def test_tables_of_keras_2_are_named_by_name_scopes(tmp_path: pathlib.Path):
     trained = make(tmp_path, lambda made: linear_model(made, name_scopes))
     trained.train(batches(FEATURES), steps=1)
     assert set(variables(trained)) == {A, "y_z_shared_embedding", "bias", "global_step"}
+
+
+@pytest.mark.parametrize("use_tpu", [True, False])
+def test_unnamed_keras_layers_have_the_same_names_in_each_graph(
+    tmp_path: pathlib.Path, use_tpu: bool
+):
+    keras.layers.Dense(1)  # A layer of another model is counted, too.
+    made = [embedding("a", 1, initializer=ROWS)]
+
+    def dense_layer(features: Any, made: list[Any]) -> Any:
+        return keras.layers.Dense(1)(estimator.dense_features(features, made))
+
+    spec = interop.EmbeddingConfigSpec(made, SGD)
+    trained = make_estimator(
+        linear_model(made, dense_layer), tmp_path, spec, use_tpu=use_tpu
+    )
+    trained.train(batches({"a": sparse([[1]])}), steps=1)
+    assert {"dense/kernel", "dense/bias"} <= set(variables(trained))
+    trained.evaluate(batches({"a": sparse([[1]])}), steps=1)
+    assert keras.layers.Dense(1).name != "dense"
 
 
 def no_scopes(features: Any, made: list[Any]) -> Any:

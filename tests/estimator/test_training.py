@@ -316,7 +316,7 @@ def test_order_of_the_ops(pipelined: bool):
         assert (tables.flush is not None) is pipelined
         if pipelined:
             applied = [op for op in before(update) if op.type in ("If", "StatelessIf")]
-            assert tables._ticket.op in before(applied[0])
+            assert tables._ticket.value.op in before(applied[0])
 
 
 def before(op: Any) -> set[Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
+from keras.src.backend.common import global_state
+from keras.src.utils import naming
 
 from tpu_embedding import errors
 from tpu_embedding.estimator import private_tensorflow
@@ -129,7 +132,8 @@ def _call_model_fn(
     model_fn: Callable[..., Any], mode: Mode, features: Any, labels: Any
 ) -> EstimatorSpec:
     more = {} if labels is None else {"labels": labels}
-    spec = _call(model_fn, mode, {"features": features, **more})
+    with _fresh_keras_names():
+        spec = _call(model_fn, mode, {"features": features, **more})
     allowed = (TPUEstimatorSpec,) if mode.on_tpu else (TPUEstimatorSpec, EstimatorSpec)
     if not isinstance(spec, allowed):
         names = " or ".join(f"a {cls.__name__}" for cls in allowed)
@@ -146,6 +150,22 @@ def _call_model_fn(
         steps = mode.config.tpu_config.experimental_host_call_every_n_steps
         return spec.as_estimator_spec(steps)
     return spec
+
+
+@contextlib.contextmanager
+def _fresh_keras_names() -> Iterator[None]:
+    """Numbers unnamed Keras 3 layers from the beginning, as each new graph must.
+
+    Keras counts names in a process: without this the `dense` of training would be the
+    `dense_1` of evaluation, which no checkpoint has.
+    """
+    counts = "object_name_uids"
+    before = global_state.get_global_attribute(counts)
+    naming.reset_uids()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(counts, before)
 
 
 def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) -> Any:
