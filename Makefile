@@ -53,7 +53,7 @@ lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 check: $(VENV)/dev.stamp ops ## lint, and the tests of what changed: two minutes after a build
 	$(BIN)/python tools/check.py $(CHECK)
 
-structure: ops ## the counts of the package's structure, and their aims
+structure: ## the counts of the package's structure, and their aims; after `make ops`
 	$(BIN)/python tools/structure.py $(STRUCTURE)
 
 format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format

@@ -1,8 +1,9 @@
-"""The loops of TensorFlow's own documentation of TPUEmbedding, but for the strategy.
+"""Training and evaluation loops of the shape that TensorFlow documents.
 
-They stand in the class's docstring: a training and an evaluation step over a
-distributed data set with `experimental_fetch_to_device=False` (TensorFlow 2.3
-called that option `experimental_prefetch_to_device`), and enqueue for each core.
+The shape: a tf.function over a distributed data set loops with tf.range, enqueues
+each batch outside of `strategy.run`, and dequeues inside it. The data set is made
+with `experimental_fetch_to_device=False`, so that ids stay on the host. (TensorFlow
+2.3 called that option `experimental_prefetch_to_device`.)
 """
 
 from __future__ import annotations
@@ -20,71 +21,68 @@ stock = tf.tpu.experimental.embedding
 
 
 def feature_config() -> dict[str, Any]:
-    one = stock.TableConfig(V, D, te.RowIdInitializer(), combiner="sum", name="one")
-    two = stock.TableConfig(V, D, te.RowIdInitializer(), combiner="mean", name="two")
+    """Two features that share the table "films", and one of the table "users"."""
+    rows = te.RowIdInitializer()
+    films = stock.TableConfig(V, D, rows, combiner="sum", name="films")
+    users = stock.TableConfig(V, D, rows, combiner="mean", name="users")
     return {
-        "feature_one": stock.FeatureConfig(table=one),
-        "feature_two": stock.FeatureConfig(table=one),
-        "feature_three": stock.FeatureConfig(table=two),
+        "bought": stock.FeatureConfig(films),
+        "seen": stock.FeatureConfig(films),
+        "user": stock.FeatureConfig(users),
     }
 
 
 def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-    size = context.get_per_replica_batch_size(BATCH)
-    ids = tf.range(STEPS * BATCH) % V
-    values = {"feature_one": ids, "feature_two": (5 * ids) % V, "feature_three": ids}
-    data = tf.data.Dataset.from_tensor_slices((values, tf.cast(ids, tf.float32)))
-    return data.repeat().batch(size, drop_remainder=True)
+    """Batches of one replica: ids by feature, and a number to be predicted."""
+    row = tf.range(STEPS * BATCH) % V
+    ids = {"bought": row, "seen": (5 * row) % V, "user": row}
+    samples = tf.data.Dataset.from_tensor_slices((ids, tf.cast(row, tf.float32)))
+    batch_size = context.get_per_replica_batch_size(BATCH)
+    return samples.repeat().batch(batch_size, drop_remainder=True)
 
 
-def loops(  # length: TensorFlow's two loops, whole, as they are printed.
-    embedding: te.TPUEmbedding, strategy: tf.distribute.Strategy
-) -> list[Any]:
-    """Trains, evaluates; returns the losses and all variables."""
-    dataset_iterator = iter(
-        strategy.distribute_datasets_from_function(
-            dataset_fn=dataset,
-            options=tf.distribute.InputOptions(experimental_fetch_to_device=False),
-        )
-    )
+def predict(activations: Any) -> tf.Tensor:
+    """The dense model: the sum of all activations of a sample."""
+    return tf.add_n([tf.reduce_sum(a, -1) for a in tf.nest.flatten(activations)])
 
-    def model(activations: Any) -> tf.Tensor:
-        return tf.add_n([tf.reduce_sum(a, -1) for a in tf.nest.flatten(activations)])
 
-    @tf.function
-    def training_step(dataset_iterator: Any, num_steps: Any) -> Any:
-        def tpu_step(tpu_features: Any) -> Any:
-            with tf.GradientTape() as tape:
-                activations = embedding.dequeue()
-                tape.watch(activations)
-                model_output = model(activations)
-                loss = tf.reduce_sum((model_output - tpu_features) ** 2) / 1000
-
-            embedding_gradients = tape.gradient(loss, activations)
-            embedding.apply_gradients(embedding_gradients)
-
-        for _ in tf.range(num_steps):
-            embedding_features, tpu_features = next(dataset_iterator)
-            embedding.enqueue(embedding_features, training=True)
-            strategy.run(tpu_step, args=(tpu_features,))
-
-    @tf.function
-    def evaluation_step(dataset_iterator: Any, num_steps: Any) -> Any:
-        def tpu_step(tpu_features: Any) -> Any:
-            activations = embedding.dequeue()
-            total.assign_add(tf.reduce_sum(model(activations)))
-
-        for _ in tf.range(num_steps):
-            embedding_features, tpu_features = next(dataset_iterator)
-            embedding.enqueue(embedding_features, training=False)
-            strategy.run(tpu_step, args=(tpu_features,))
-
+def loops(embedding: te.TPUEmbedding, strategy: tf.distribute.Strategy) -> list[Any]:
+    """Trains, evaluates; returns the sum of all predictions, and all variables."""
     with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
-    training_step(dataset_iterator, STEPS)
-    evaluation_step(dataset_iterator, STEPS)
+        predictions = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    def train_replica(wanted: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            looked_up = embedding.dequeue()
+            tape.watch(looked_up)
+            squares = (predict(looked_up) - wanted) ** 2
+            loss = tf.reduce_sum(squares) / 1000
+        embedding.apply_gradients(tape.gradient(loss, looked_up))
+
+    def evaluate_replica(_: tf.Tensor) -> None:
+        predictions.assign_add(tf.reduce_sum(predict(embedding.dequeue())))
+
+    @tf.function
+    def train(batches: Any, steps: Any) -> None:
+        for _ in tf.range(steps):
+            ids, wanted = next(batches)
+            embedding.enqueue(ids, training=True)
+            strategy.run(train_replica, args=(wanted,))
+
+    @tf.function
+    def evaluate(batches: Any, steps: Any) -> None:
+        for _ in tf.range(steps):
+            ids, wanted = next(batches)
+            embedding.enqueue(ids, training=False)
+            strategy.run(evaluate_replica, args=(wanted,))
+
+    on_host = tf.distribute.InputOptions(experimental_fetch_to_device=False)
+    batches = iter(strategy.distribute_datasets_from_function(dataset, on_host))
+    train(batches, STEPS)
+    evaluate(batches, STEPS)
     tables = embedding.checkpoint_rows().values()
-    return [total.numpy(), *(rows.numpy() for t in tables for rows in t.values())]
+    variables = [rows.numpy() for table in tables for rows in table.values()]
+    return [predictions.numpy(), *variables]
 
 
 def assert_same(results: Sequence[Sequence[np.ndarray]]) -> None:

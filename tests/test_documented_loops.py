@@ -59,8 +59,6 @@ def test_enqueue_core_by_core() -> None:
         return strategy.run(replica_step, args=(features,))
 
     features, _ = next(iterator)
-    activations = step(features)["feature_one"]
-    for ids, found in zip(
-        features["feature_one"].values, activations.values, strict=True
-    ):
+    activations = step(features)["bought"]
+    for ids, found in zip(features["bought"].values, activations.values, strict=True):
         np.testing.assert_array_equal(found[:, 0], tf.cast(ids, tf.float32))

@@ -1,4 +1,13 @@
-"""tpu_embedding: write TPUEmbedding once, train, test and serve it anywhere."""
+"""Embedding tables for TensorFlow, with the API of tf.tpu.experimental.embedding.
+
+The names in `__all__` are public, and so are those in the `__all__` of its public
+packages: checkpoint, estimator, interop, keras, preprocessing, serving and testing,
+which are imported when they are first used. All other modules are private: their names
+and what they hold may change without notice.
+"""
+
+import importlib as _importlib
+import types as _types
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import (
@@ -32,6 +41,16 @@ from tpu_embedding.optimizers import (
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
 
+_PACKAGES = [
+    "checkpoint",
+    "estimator",
+    "interop",
+    "keras",
+    "preprocessing",
+    "serving",
+    "testing",
+]
+
 __all__ = [
     "FTRL",
     "SGD",
@@ -59,5 +78,22 @@ __all__ = [
     "TPUEmbeddingV0",
     "TPUEmbeddingV2",
     "TableConfig",
+    "checkpoint",
+    "estimator",
+    "interop",
+    "keras",
+    "preprocessing",
+    "serving",
     "serving_embedding_lookup",
+    "testing",
 ]
+
+
+def __getattr__(name: str) -> _types.ModuleType:
+    if name not in _PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -65,6 +65,6 @@ def test_enqueue_core_by_core() -> None:
     with pytest.raises(ValueError, match=r"of the strategy, .*CPU:0, .*CPU:1\. Rec.*7"):
         embedding.enqueue(features, device="/CPU:7")
     strategy.experimental_distribute_values_from_function(per_core_enqueue)
-    activations = strategy.run(embedding.dequeue)["feature_one"]
-    for ids, found in zip(per_core["feature_one"], activations.values, strict=True):
+    activations = strategy.run(embedding.dequeue)["bought"]
+    for ids, found in zip(per_core["bought"], activations.values, strict=True):
         np.testing.assert_array_equal(found[:, 0], tf.cast(ids, tf.float32))

@@ -1,4 +1,4 @@
-"""The engines, and the one place that chooses among them."""
+"""Private: the engines, and the one place that chooses among them."""
 
 from __future__ import annotations
 

@@ -48,3 +48,7 @@ __all__ = [
     "dense_features",
     "sequence_features",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

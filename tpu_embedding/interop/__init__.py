@@ -55,3 +55,7 @@ __all__ = [
     "import_estimator_checkpoint",
     "shared_embedding_columns",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,3 @@
-"""Which tables and features there are, and where they go. No TensorFlow here."""
+"""Private: tables, features and the place of each row, without TensorFlow."""
+
+__all__: list[str] = []

@@ -1,4 +1,6 @@
-"""Lookups made of TensorFlow's ops: checks, entries and combined rows.
+"""Private: lookups made of TensorFlow's ops: checks, entries and combined rows.
 
 The portable engine and serving use them.
 """
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
-"""The custom ops of the host engine: the library and typed wrappers of its ops."""
+"""Private: the library of the host engine's ops, and typed wrappers of them."""
+
+__all__: list[str] = []

@@ -59,3 +59,7 @@ def partition(
     """
     host_ops = choose(options.device, asked=options.host_ops)
     return _PARTITIONERS[host_ops](batches, partitioning, splits, options)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

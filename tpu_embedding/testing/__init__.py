@@ -5,3 +5,7 @@ from __future__ import annotations
 from tpu_embedding.testing.strategy import SoftwareTPUStrategy
 
 __all__ = ["SoftwareTPUStrategy"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

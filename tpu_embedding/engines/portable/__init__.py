@@ -1,4 +1,4 @@
-"""The engine of stock TensorFlow ops: any device, no library of ours."""
+"""The portable engine: TensorFlow's ops, on any device, without our library."""
 
 from __future__ import annotations
 

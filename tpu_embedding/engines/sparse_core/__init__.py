@@ -1,5 +1,5 @@
-"""The engine for SparseCores: TensorFlow's own XLA ops, on a TPU or in software."""
+"""The SparseCore engine: TensorFlow's XLA ops, on a TPU or in software."""
 
-from tpu_embedding.engines.sparse_core.engine import (
-    SparseCoreEngine as SparseCoreEngine,
-)
+from tpu_embedding.engines.sparse_core.engine import SparseCoreEngine
+
+__all__ = ["SparseCoreEngine"]

@@ -1,0 +1,96 @@
+"""The pages link to what exists, and their programs and tables are right."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import tpu_embedding as te
+from tpu_embedding.optimizers import OPTIMIZERS
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for path in DOCS.glob("*.md")),
+]
+TUTORIALS = sorted(path.name for path in DOCS.glob("tutorial_*.md"))
+
+
+def links(page: pathlib.Path) -> Iterator[str]:
+    """The targets of a page's links to files, without code blocks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?:", target):
+            yield target
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: pathlib.Path):
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_page_is_reached_from_the_readme_and_leads_back():
+    index = DOCS / "index.md"
+    assert "docs/index.md" in set(links(ROOT / "README.md"))
+    named = {target.partition("#")[0] for target in links(index)}
+    for page in DOCS.glob("*.md"):
+        if page != index:
+            assert page.name in named, page.name
+            assert "index.md" in set(links(page)), page.name
+
+
+def test_the_readme_is_short_and_names_every_example():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    examples = [path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")]
+    assert examples
+    assert [name for name in examples if name not in text] == []
+
+
+def test_optimizers_are_listed_with_their_engines():
+    text = (DOCS / "choose.md").read_text()
+    for name, optimizer in OPTIMIZERS.items():
+        v2_v4 = "yes" if optimizer.tpu else "no"
+        sparse_core = "yes" if optimizer.sparse_core_op else "no"
+        row = rf"\| `{name}` \| (yes|no) \| {v2_v4} \| {sparse_core} \|"
+        assert re.search(row, text), name
+        assert f"| `{name}`" in (DOCS / "semantics.md").read_text()
+        assert name in te.__all__
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS)
+def test_tutorials_run(tutorial: str, tmp_path: pathlib.Path):
+    """In a process of its own: a tutorial makes TensorFlow's devices itself."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```",
+        (DOCS / tutorial).read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    assert blocks
+    script = tmp_path / "tutorial.py"
+    script.write_text("\n".join(blocks))
+    package = pathlib.Path(te.__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(package), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        check=True,
+    )

@@ -1,0 +1,77 @@
+"""What is public: `__all__` of the public packages, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pathlib
+import pkgutil
+from typing import Any
+
+import build_docs
+import pytest
+
+import tpu_embedding
+
+PACKAGES = [
+    module.name
+    for module in pkgutil.walk_packages(tpu_embedding.__path__, "tpu_embedding.")
+    if module.ispkg and module.name != "tpu_embedding.optimizers"
+]
+
+
+@pytest.mark.parametrize("package", build_docs.PUBLIC_PACKAGES)
+def test_public_packages_show_nothing_else(package: str):
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(module.__all__)
+    assert set(build_docs.public_names(package)) == set(module.__all__)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_other_packages_say_that_they_are_private(package: str):
+    module = importlib.import_module(package)
+    assert isinstance(module.__all__, list)
+    outermost = ".".join(package.split(".")[:2])
+    public = outermost in build_docs.PUBLIC_PACKAGES
+    doc = importlib.import_module(outermost).__doc__ or ""
+    assert doc.startswith("Private: ") != public
+
+
+def test_the_facade_loads_packages_when_they_are_used():
+    for package in build_docs.PUBLIC_PACKAGES[1:]:
+        name = package.rpartition(".")[2]
+        assert getattr(tpu_embedding, name) is importlib.import_module(package)
+    with pytest.raises(AttributeError, match="no attribute 'engine'"):
+        _ = tpu_embedding.engine
+
+
+def undocumented(name: str, value: Any) -> list[str]:
+    """Public classes, functions and methods of ours without a docstring."""
+    if inspect.ismodule(value) or not callable(value):
+        return []
+    found = [] if inspect.getdoc(value) else [name]
+    if inspect.isclass(value):
+        for attribute, member in vars(value).items():
+            if attribute.startswith("_") or not inspect.isroutine(member):
+                continue
+            # getattr: a docstring may come from the base class.
+            if not inspect.getdoc(getattr(value, attribute)):
+                found.append(f"{name}.{attribute}")
+    return found
+
+
+@pytest.mark.parametrize("package", build_docs.PUBLIC_PACKAGES)
+def test_public_names_have_docstrings(package: str):
+    module = importlib.import_module(package)
+    found = [
+        missing
+        for name in module.__all__
+        for missing in undocumented(name, getattr(module, name))
+    ]
+    assert found == []
+
+
+def test_the_reference_has_a_page_for_each_public_package():
+    navigation = (pathlib.Path(build_docs.ROOT) / "mkdocs.yml").read_text()
+    for package in build_docs.PUBLIC_PACKAGES:
+        assert f"{package}: api/{package}.md" in navigation

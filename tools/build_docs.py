@@ -1,0 +1,78 @@
+"""Builds the documentation and the API reference: `make docs`.
+
+Copies the pages into build/docs_source, writes one page for each public package, with
+all names of its `__all__`, and calls mkdocs. A warning of mkdocs, such as a broken link
+or an argument without documentation, is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "build" / "docs_source"
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "docs")
+# The packages whose `__all__` is what users may rely on.
+PUBLIC_PACKAGES = (
+    "tpu_embedding",
+    "tpu_embedding.keras",
+    "tpu_embedding.checkpoint",
+    "tpu_embedding.serving",
+    "tpu_embedding.testing",
+    "tpu_embedding.preprocessing",
+    "tpu_embedding.interop",
+    "tpu_embedding.estimator",
+)
+
+
+def public_names(package: str) -> list[str]:
+    """The `__all__` of a package, read from its source."""
+    path = ROOT.joinpath(*package.split(".")) / "__init__.py"
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{path} has no literal __all__.")
+
+
+def reference_page(package: str) -> str:
+    """The API page of a package: its docstring, then each public name."""
+    lines = [f"# {package}", "", f"::: {package}", "    options:"]
+    lines += ["      members: false", "      show_root_heading: false", ""]
+    subpackages = {name.rpartition(".")[2] for name in PUBLIC_PACKAGES[1:]}
+    for name in public_names(package):
+        if package != PUBLIC_PACKAGES[0] or name not in subpackages:
+            lines += [f"::: {package}.{name}", ""]
+    return "\n".join(lines)
+
+
+def write_sources() -> None:
+    """Fills the folder that mkdocs reads."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    (SOURCE / "api").mkdir(parents=True)
+    for name in PAGES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, SOURCE / name)
+        else:
+            shutil.copy(ROOT / name, SOURCE / name)
+    for package in PUBLIC_PACKAGES:
+        (SOURCE / "api" / f"{package}.md").write_text(reference_page(package))
+    index = SOURCE / "docs" / "index.md"
+    text = index.read_text()
+    assert "| API reference |" in text
+    link = "| [API reference](../api/tpu_embedding.md) |"
+    index.write_text(text.replace("| API reference |", link))
+
+
+def main() -> int:
+    """Builds the site; returns the exit status of mkdocs."""
+    write_sources()
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
