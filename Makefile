@@ -27,7 +27,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint check structure format ops bench bench-one bench-preprocessing \
+.PHONY: help demo test lint check docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-peers test-peers fuzz fuzz-clang sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -52,6 +52,9 @@ lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 
 check: $(VENV)/dev.stamp ops ## lint, and the tests of what changed: two minutes after a build
 	$(BIN)/python tools/check.py $(CHECK)
+
+docs: $(VENV)/docs.stamp ## these pages and the API reference as a site in build/docs
+	$(BIN)/python tools/build_docs.py
 
 structure: ## the counts of the package's structure, and their aims; after `make ops`
 	$(BIN)/python tools/structure.py $(STRUCTURE)
@@ -135,6 +138,10 @@ clean: ## remove all that set-up and builds made
 $(VENV)/venv.stamp:
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --upgrade setuptools wheel
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml $(VENV)/venv.stamp
+	$(call install,docs)
 	@touch $@
 
 # The package itself comes last: its library is compiled against the TensorFlow that

@@ -8,6 +8,7 @@ or an argument without documentation, is an error.
 from __future__ import annotations
 
 import ast
+import os
 import pathlib
 import shutil
 import subprocess
@@ -38,14 +39,35 @@ def public_names(package: str) -> list[str]:
     raise ValueError(f"{path} has no literal __all__.")
 
 
+def optimizer_names() -> set[str]:
+    """The optimizers among the names of the outermost package."""
+    path = ROOT / "tpu_embedding" / "__init__.py"
+    return {
+        alias.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "tpu_embedding.optimizers"
+        for alias in node.names
+    }
+
+
 def reference_page(package: str) -> str:
     """The API page of a package: its docstring, then each public name."""
     lines = [f"# {package}", "", f"::: {package}", "    options:"]
     lines += ["      members: false", "      show_root_heading: false", ""]
-    subpackages = {name.rpartition(".")[2] for name in PUBLIC_PACKAGES[1:]}
-    for name in public_names(package):
-        if package != PUBLIC_PACKAGES[0] or name not in subpackages:
-            lines += [f"::: {package}.{name}", ""]
+    names = public_names(package)
+    if package == PUBLIC_PACKAGES[0]:
+        subpackages = {name.rpartition(".")[2] for name in PUBLIC_PACKAGES[1:]}
+        optimizers = sorted(optimizer_names(), key=str.lower)
+        names = sorted({*names} - subpackages - {*optimizers}, key=str.lower)
+    else:
+        optimizers = []
+    lines += [line for name in names for line in (f"::: {package}.{name}", "")]
+    if optimizers:
+        # Their methods are for engines; users set their attributes.
+        for name in ("optimizers.base.Optimizer", *optimizers):
+            lines += [f"::: {package}.{name}", "    options:"]
+            lines += ["      members: false", "      inherited_members: false", ""]
     return "\n".join(lines)
 
 
@@ -71,7 +93,11 @@ def main() -> int:
     """Builds the site; returns the exit status of mkdocs."""
     write_sources()
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    # The theme advertises its successor otherwise.
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, check=False
+    ).returncode
 
 
 if __name__ == "__main__":
