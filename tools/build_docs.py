@@ -24,7 +24,6 @@ PUBLIC_PACKAGES = (
     "tpu_embedding.checkpoint",
     "tpu_embedding.serving",
     "tpu_embedding.testing",
-    "tpu_embedding.preprocessing",
     "tpu_embedding.interop",
     "tpu_embedding.estimator",
 )
@@ -95,9 +94,7 @@ def main() -> int:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     # The theme advertises its successor otherwise.
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, check=False
-    ).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

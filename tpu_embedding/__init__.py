@@ -1,13 +1,12 @@
 """Embedding tables for TensorFlow, with the API of tf.tpu.experimental.embedding.
 
-The names in `__all__` are public, and so are those in the `__all__` of its public
-packages: checkpoint, estimator, interop, keras, preprocessing, serving and testing,
-which are imported when they are first used. All other modules are private: their names
-and what they hold may change without notice.
+The names in `__all__` are public, and so are those in the `__all__` of the public
+packages: checkpoint, estimator, interop, keras, serving and testing, which are imported
+when they are first used. All other modules are private and may change without notice.
 """
 
 import importlib as _importlib
-import types as _types
+import typing as _typing
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import (
@@ -41,12 +40,14 @@ from tpu_embedding.optimizers import (
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
 
+if _typing.TYPE_CHECKING:
+    from tpu_embedding import checkpoint, estimator, interop, keras, serving, testing
+
 _PACKAGES = [
     "checkpoint",
     "estimator",
     "interop",
     "keras",
-    "preprocessing",
     "serving",
     "testing",
 ]
@@ -82,14 +83,13 @@ __all__ = [
     "estimator",
     "interop",
     "keras",
-    "preprocessing",
     "serving",
     "serving_embedding_lookup",
     "testing",
 ]
 
 
-def __getattr__(name: str) -> _types.ModuleType:
+def __getattr__(name: str) -> _typing.Any:
     if name not in _PACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _importlib.import_module(f"{__name__}.{name}")

@@ -16,10 +16,12 @@
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.saving import restore, save
+from tpu_embedding.layout.stacking import TableLayout
 
 __all__ = [
     "LogicalCheckpoint",
     "LogicalTable",
+    "TableLayout",
     "read",
     "read_layouts",
     "restore",

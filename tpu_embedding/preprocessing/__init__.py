@@ -1,4 +1,4 @@
-"""Features of one replica -> what the SparseCores take: padded, partitioned CSR.
+"""Private: the features of one replica -> the partitioned CSR of SparseCores.
 
 docs/formats.md draws the format. The work has no state, so it can run inside
 tf.data.Dataset.map beside training.
@@ -59,7 +59,3 @@ def partition(
     """
     host_ops = choose(options.device, asked=options.host_ops)
     return _PARTITIONERS[host_ops](batches, partitioning, splits, options)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
