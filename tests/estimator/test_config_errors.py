@@ -99,12 +99,12 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "batch axis": (
         lambda: make(batch_axis=[0, 0]),
         NotImplementedError,
-        "TPUEstimator: `batch_axis=[0, 0]` cannot be carried",
+        "TPUEstimator: `batch_axis=[0, 0]` is not supported",
     ),
     "no export": (
         lambda: make(export_to_cpu=False),
         NotImplementedError,
-        "TPUEstimator: `export_to_cpu=False` cannot be carried",
+        "TPUEstimator: `export_to_cpu=False` is not supported",
     ),
     "two folders": (
         lambda: make("one", config={"model_dir": "two"}),
@@ -125,7 +125,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "split model": (
         lambda: estimator.TPUConfig(num_cores_per_replica=2),
         NotImplementedError,
-        "TPUConfig: `num_cores_per_replica=2` cannot be carried",
+        "TPUConfig: `num_cores_per_replica=2` is not supported",
     ),
     "input kind": (
         lambda: estimator.TPUConfig(per_host_input_for_training="host"),
@@ -140,7 +140,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cluster": (
         lambda: estimator.RunConfig(master="grpc://host"),
         NotImplementedError,
-        "RunConfig: `master='grpc://host'` cannot be carried",
+        "RunConfig: `master='grpc://host'` is not supported",
     ),
     "two intervals": (
         lambda: estimator.RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1),

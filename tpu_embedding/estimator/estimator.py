@@ -62,8 +62,8 @@ class TPUEstimator:
         """Checks the arguments; nothing is built before it is needed.
 
         Args:
-          model_fn: Takes features, and those of labels, mode, params and config that
-            it names; returns a TPUEstimatorSpec.
+          model_fn: Called with features and, as far as it accepts them, labels, mode,
+            params and config; returns a TPUEstimatorSpec.
           model_dir: Where checkpoints are kept; None: that of the config, or a new
             temporary folder.
           config: A RunConfig.
@@ -83,7 +83,7 @@ class TPUEstimator:
 
         Raises:
           ValueError: If an argument is wrong.
-          NotImplementedError: If an argument cannot be carried.
+          NotImplementedError: If an argument is not supported.
         """
         del export_to_tpu, export_saved_model_api_version
         if not isinstance(config, RunConfig):
@@ -104,8 +104,8 @@ class TPUEstimator:
         ):
             if value is not default:
                 raise NotImplementedError(
-                    f"TPUEstimator: `{name}={value!r}` cannot be carried: the trainer "
-                    "runs in one process, on one core. Leave it at its default."
+                    f"TPUEstimator: `{name}={value!r}` is not supported: the "
+                    "estimator runs in one process, on one core. Leave the default."
                 )
         self._use_tpu = use_tpu
         self._eval_on_tpu = use_tpu and eval_on_tpu
@@ -385,7 +385,7 @@ class TPUEstimator:
                 "use_tpu=False or eval_on_tpu=False."
             )
         if self._use_tpu:
-            spec.adapt()  # What cannot be carried is refused here.
+            spec.adapt()  # Raises for options that have no conversion.
             columns.warn_of_changed_ids(spec.embedding_columns())
 
     def _reader(self) -> Any:

@@ -59,7 +59,7 @@ _OUTPUTS = (PredictOutput, ClassificationOutput, RegressionOutput)
 
 @dataclasses.dataclass(frozen=True)
 class ServingInputReceiver:
-    """What a serving_input_receiver_fn returns.
+    """The return value of a serving_input_receiver_fn.
 
     Attributes:
       features: For the model_fn.
@@ -110,7 +110,7 @@ def build_parsing_serving_input_receiver_fn(
 
 
 def receive(serving_input_receiver_fn: Callable[[], Any]) -> ServingInputReceiver:
-    """What the function returns.
+    """Calls the function and checks the returned ServingInputReceiver.
 
     Raises:
       TypeError: If it has no features and tensors that are fed.

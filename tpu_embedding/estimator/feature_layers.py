@@ -144,5 +144,5 @@ class _Variables(private_tensorflow.StateManager):
         return (feature_column, name) in self._resources
 
     def get_resource(self, feature_column: Any, name: str) -> Any:
-        """What was kept."""
+        """Returns the stored variable."""
         return self._resources[feature_column, name]

@@ -24,7 +24,7 @@ from tpu_embedding.estimator.spec import (
 from tpu_embedding.estimator.tables import EmbeddingTables
 
 _v1 = tf.compat.v1
-# What acts on the tables only where they are TPU embedding tables.
+# Options that have an effect only if the tables are TPU embedding tables.
 _TPU_OPTIONS = (
     "optimization_parameters",
     "clipping_limit",
@@ -55,7 +55,7 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """What was built.
+    """One graph, built from a model_fn.
 
     Attributes:
       spec: What the model_fn returned; its train_op updates the tables too.
@@ -169,7 +169,7 @@ def _fresh_keras_names() -> Iterator[None]:
 
 
 def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) -> Any:
-    """Calls with those of mode, params, config (and labels=None) that it takes."""
+    """Calls with the accepted arguments among mode, params, config and labels."""
     name = getattr(function, "__name__", repr(function))
     taken = inspect.signature(function).parameters
     everything = any(p.kind is p.VAR_KEYWORD for p in taken.values())

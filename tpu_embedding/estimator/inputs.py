@@ -1,8 +1,8 @@
-"""How a TPUEstimator's features come in: TensorFlow 1's rules, at its door only.
+"""Converts the features of a TPUEstimator's batch by the rules of TensorFlow 1.
 
-A dense id of 0 stands for no entry (unless the table has no combiner), sequences are
-cut and padded, ids and weights leave the features. What lies behind has the rules of
-docs/semantics.md.
+A dense id of 0 means no entry (unless the table has no combiner), sequences are
+truncated and padded, and ids and weights are removed from the features. The lookup
+itself follows docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class EmbeddingInputs:
     others: dict[str, Any]
 
     def naming_row_0(self, features: Sequence[str]) -> EmbeddingInputs:
-        """The same, where each empty sample of `features` names row 0 with weight 0.
+        """Returns the inputs with (id 0, weight 0) in each empty sample of `features`.
 
-        So do safe_embedding_lookup_sparse, and with it the columns on a CPU. It adds
-        nothing to an activation or gradient, but the row counts as touched: FTRL and
-        Adam then move it, and the reference runs show it.
+        safe_embedding_lookup_sparse, and with it the columns on a CPU, do the same. The
+        entry adds nothing to an activation or gradient, but row 0 counts as touched:
+        FTRL and Adam then change it, as in the reference runs.
         """
         ids, weights = dict(self.ids), dict(self.weights)
         for key in features:
@@ -141,7 +141,7 @@ def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any
 
 
 def _checked(key: str, sparse: tf.SparseTensor) -> tf.SparseTensor:
-    """The same; what reads it comes after the check that its shape is no mere claim.
+    """Returns `sparse`, to be read after a check of its shape and indices.
 
     A shape of many rows without entries would be made of memory here, before what looks
     up can refuse it; an index outside of it would name another sample.
@@ -196,7 +196,7 @@ def _lengths(ids: tf.SparseTensor, max_length: int) -> tf.Tensor:
 
 
 class _Positions:
-    """The entries of sequences as samples of their own, those too far out left out."""
+    """Converts the positions of sequences into samples, up to `max_length`."""
 
     def __init__(self, key: str, ids: tf.SparseTensor, max_length: int) -> None:
         rank = ids.shape.rank

@@ -1,7 +1,7 @@
-"""All that the trainer needs of TensorFlow's private modules, checked at import.
+"""The private TensorFlow names that the estimator uses, checked at import.
 
-TensorFlow 2.21 has them; no release promises them. Nothing else in this package
-imports a private module for the trainer's sake.
+TensorFlow 2.21 has them, but they are not part of its API. No other module of this
+package imports private TensorFlow modules.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ StateManager: Any = _feature_column.StateManager
 
 
 def feature_cache(features: Mapping[str, Any]) -> Any:
-    """What columns take their input from."""
+    """The cache from which columns read their inputs."""
     return _feature_column.FeatureTransformationCache(features)
 
 
@@ -120,7 +120,7 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
 
 
 def saveable(variable: tf.Variable, name: str) -> Any:
-    """What a Saver takes to keep the variable under another name."""
+    """A saveable that stores the variable under another name."""
     return _saving.ResourceVariableSaveable(variable, "", name)
 
 

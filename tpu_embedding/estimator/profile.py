@@ -30,7 +30,7 @@ MIN_SAMPLES = 1000
 
 @dataclasses.dataclass(frozen=True)
 class TableStatistics:
-    """What was seen of one table, in the examples that were sampled.
+    """Statistics of one table over the sampled examples.
 
     Attributes:
       examples: How many were sampled, over all features.
@@ -45,7 +45,7 @@ class TableStatistics:
     shard_ids: tuple[int, ...]
 
     def merged(self, other: TableStatistics) -> TableStatistics:
-        """Those of both, as if sampled in one run."""
+        """The combined statistics, as if sampled in one run."""
         pairs = zip(self.shard_ids, other.shard_ids, strict=True)
         return TableStatistics(
             examples=self.examples + other.examples,
@@ -102,7 +102,7 @@ class ProfileOptions:
 
 
 class EmbeddingProfiler:
-    """Samples examples, and merges what they show into the files of a folder.
+    """Samples examples and merges their statistics into the files of a folder.
 
     Examples are chosen by a hash of the seed, the feature and the example's running
     number: the same in every run, and no id is stored. No number of a model depends
@@ -194,7 +194,7 @@ class EmbeddingProfiler:
         self._found[table] = self._found[table].merged(found)
 
     def flush(self) -> None:
-        """Merges what was seen into the files; a folder that fails is a warning."""
+        """Merges the statistics into the files; warns if that fails."""
         for table, found in self._found.items():
             if found.examples < self._options.min_samples:
                 continue
@@ -210,7 +210,7 @@ class EmbeddingProfiler:
             self._found[table] = self._nothing()
 
     def load(self) -> dict[str, TableStatistics]:
-        """What the folder knows of each table; tables without a file are left out."""
+        """The stored statistics by table; tables without a file are left out."""
         loaded = {table: self._read(table) for table in self._tables}
         return {table: found for table, found in loaded.items() if found is not None}
 
@@ -218,7 +218,7 @@ class EmbeddingProfiler:
         return TableStatistics(0, 0, 0, (0,) * self._options.num_shards)
 
     def shard_loads(self) -> dict[str, tuple[float, ...]]:
-        """What SparseCoreEmbeddingConfig(shard_loads=...) takes, from the files.
+        """The `shard_loads` of a SparseCoreEmbeddingConfig, computed from the files.
 
         The planner then turns the tables of a stack so that rows that are often asked
         for fall to different SparseCores.
@@ -257,7 +257,7 @@ class EmbeddingProfiler:
         return ids // -(-self._tables[table].vocabulary_size // shards)
 
     def _key(self, table: str) -> dict[str, Any]:
-        """What a file is for: the parameters of the table and of the run."""
+        """Identifies a file: the parameters of the table and of the run."""
         config = self._tables[table]
         return {
             "version": VERSION,
@@ -280,7 +280,7 @@ class EmbeddingProfiler:
         return self._found[table].merged(before) if before else self._found[table]
 
     def _read(self, table: str) -> TableStatistics | None:
-        """What the file of a table holds, or None where there is none of ours."""
+        """The contents of a table's file, or None if there is no such file."""
         path = self._paths[table]
         if not os.path.exists(path):
             return None
@@ -307,7 +307,7 @@ def _integers(feature: str, given: Any) -> np.ndarray:
 
 
 def _statistics(counts: dict[str, Any], num_shards: int) -> TableStatistics:
-    """What a file holds; ValueError, KeyError or TypeError if it is not ours."""
+    """Parses a file; raises ValueError, KeyError or TypeError for a foreign file."""
     fields = dataclasses.fields(TableStatistics)
     found = TableStatistics(**{field.name: counts[field.name] for field in fields})
     found = dataclasses.replace(found, shard_ids=tuple(found.shard_ids))

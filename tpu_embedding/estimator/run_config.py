@@ -28,7 +28,7 @@ class InputPipelineConfig(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TPUConfig:
-    """What belongs to the TPU. One core is played here, with the same numbers.
+    """Options of the TPU. The estimator runs the program of one core on the CPU.
 
     Attributes:
       iterations_per_loop: A hint; every step is a call of the session here.
@@ -172,9 +172,9 @@ def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:
     for argument in arguments:
         if getattr(config, argument) not in (None, ""):
             raise NotImplementedError(
-                f"{cls}: `{argument}={getattr(config, argument)!r}` cannot be "
-                "carried: the trainer runs in one process, on one core. Leave it at "
-                "its default."
+                f"{cls}: `{argument}={getattr(config, argument)!r}` is not "
+                "supported: the estimator runs in one process, on one core. Leave the "
+                "default."
             )
 
 

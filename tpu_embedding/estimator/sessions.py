@@ -87,7 +87,7 @@ def evaluate(
 
 
 def chosen(predictions: Any, keys: Any) -> Any:
-    """Those of the predictions that `keys` name; None names all.
+    """The predictions selected by `keys`; None selects all.
 
     Raises:
       ValueError: If they name none.
@@ -107,7 +107,7 @@ def chosen(predictions: Any, keys: Any) -> Any:
 def predict(
     session: Any, predictions: Any, *, yield_single_examples: bool
 ) -> Iterator[Any]:
-    """Yields what the model predicts, until the input ends; closes the session."""
+    """Yields predictions until the input ends, then closes the session."""
     with session:
         while not session.should_stop():
             batch = session.run(predictions)
@@ -149,7 +149,7 @@ def write_metrics(folder: str, metrics: Mapping[str, Any]) -> None:
 def _savers(
     graph: Graph, model_dir: str, config: RunConfig, scaffold: Any, given: Any
 ) -> list[Any]:
-    """The hooks that save, and that bring pipelined updates home before."""
+    """The hooks that save checkpoints, after applying pending updates."""
     hooks, listeners = given
     flush = graph.tables.flush if graph.tables is not None else None
     listeners = [*([_Flush(flush)] if flush is not None else []), *(listeners or ())]
@@ -245,7 +245,7 @@ def latest_checkpoint(folder: str) -> str | None:
       tf.errors.DataLossError: If what names it cannot be read.
       tf.errors.NotFoundError: If the one that is named is not there.
     """
-    # TensorFlow's own function has None for both, and a model would begin anew.
+    # TensorFlow's function returns None for both, and training would start over.
     state = tf.train.get_checkpoint_state(folder)
     if state is None:
         named = os.path.join(folder, "checkpoint")
@@ -323,7 +323,7 @@ def check_restored(graph: Graph, checkpoint: str | None) -> None:
 
 
 def _own_variables(graph: Graph) -> dict[str, tf.Variable]:
-    """The model's variables by their names; slices, which are cut anew, left out."""
+    """The model's variables by their names; without partitioned variables."""
     tables = {id(variable) for variable in graph.table_variables.values()}
     return {
         variable.op.name: variable

@@ -1,4 +1,4 @@
-"""What a model_fn returns, and what goes into an export."""
+"""The specs that a model_fn returns."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class TPUEstimatorSpec:
             _check_call(name, getattr(self, name))
 
     def as_estimator_spec(self, host_call_steps: int = 1) -> EstimatorSpec:
-        """The same for a CPU: functions called, their ops in place.
+        """Converts to an EstimatorSpec: calls metric, scaffold and host functions.
 
         Args:
           host_call_steps: Steps from one host_call to the next.

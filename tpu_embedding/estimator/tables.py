@@ -131,14 +131,14 @@ class EmbeddingTables:
         return named
 
     def hide_dummies(self) -> None:
-        """Makes local variables of what the model's optimizer keeps for the dummies.
+        """Marks the optimizer's slots of the dummy variables as local variables.
 
         So they are in no checkpoint, which then fits runs with use_tpu=False.
         """
         _make_local(lambda variable: DUMMY_PREFIX in variable.op.name)
 
     def _hide_state(self) -> None:
-        """Makes local what an engine keeps in variables beside tables and slots."""
+        """Marks the engine's other variables (neither tables nor slots) as local."""
         kept = {
             id(variable)
             for parts in self._embedding.variables.values()
@@ -243,7 +243,7 @@ def _dummy(table: str) -> tf.Variable:
 
 
 def _make_local(hidden: Callable[[Any], bool]) -> None:
-    """Takes variables out of what a Saver saves; sessions still initialise them."""
+    """Removes variables from the saved collection; sessions still initialize them."""
     variables = _v1.get_collection_ref(_v1.GraphKeys.GLOBAL_VARIABLES)
     for variable in [v for v in variables if hidden(v)]:
         _v1.add_to_collection(_v1.GraphKeys.LOCAL_VARIABLES, variable)

@@ -54,7 +54,7 @@ class EstimatorCheckpoint:
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Names the file in what TensorFlow's reader says of one that is damaged."""
+    """Adds the file's name to TensorFlow's error about a damaged checkpoint."""
     try:
         yield
     # Its wrapper knows some of the reader's errors by their words.

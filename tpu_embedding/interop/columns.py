@@ -1,4 +1,4 @@
-"""Feature columns, told apart by what they can do and not by their class.
+"""Feature columns, classified by their methods and not by their class.
 
 TensorFlow's own columns have these methods and fields, and so may anyone's.
 """
@@ -25,7 +25,7 @@ _LOST = "use_safe_embedding_lookup"
 
 @runtime_checkable
 class EmbeddingColumn(Protocol):
-    """What a column of tf.compat.v1.tpu.experimental tells about its table."""
+    """A tf.compat.v1.tpu.experimental column, as far as it describes a table."""
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ def is_shared(column: Any) -> bool:
 
 
 def changes_ids(column: Any) -> bool:
-    """Whether a CPU looks up other rows than those that the ids name.
+    """Whether TensorFlow's lookup on a CPU changes the ids first.
 
     Columns that hash ids, take them from a vocabulary or put them into buckets do; a
     TPU takes ids as they are.
@@ -211,12 +211,12 @@ def _same_initializer(first: Any, second: Any) -> bool:
 
 
 def lost_fields(columns: list[Any] | None) -> list[Any]:
-    """What TensorFlow's shared columns lose when pickled, for each column."""
+    """For each column the fields that TensorFlow's shared columns lose when pickled."""
     return [getattr(column, _LOST, None) for column in columns or []]
 
 
 def with_lost_fields(columns: list[Any] | None, lost: list[Any]) -> list[Any] | None:
-    """The columns, each with what `lost_fields` gave for it."""
+    """The columns, with the fields of `lost_fields` restored."""
     if columns is None:
         return None
     return [

@@ -218,7 +218,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 def _unpickle(
     cls: type[EmbeddingConfigSpec], fields: tuple[Any, ...], lost: list[Any]
 ) -> EmbeddingConfigSpec:
-    """What `__reduce__` names; the fields were checked before."""
+    """Called by `pickle` with fields that were checked before."""
     return cls._make((columns.with_lost_fields(fields[0], lost), *fields[1:]))
 
 
@@ -253,7 +253,7 @@ def _check_exactly_one(feature_columns: Any, dicts: tuple[Any, Any]) -> None:
 
 
 def _check_columns(feature_columns: Any) -> tuple[list[Any], list[Any]]:
-    """(those looked up as TPU embeddings, those of the tensor core)."""
+    """Returns (columns looked up as TPU embeddings, columns of the tensor core)."""
     if not isinstance(feature_columns, list):
         raise TypeError(
             f"Argument `feature_columns` must be a list; each element is {_COLUMNS}. "

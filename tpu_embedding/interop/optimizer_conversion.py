@@ -1,4 +1,4 @@
-"""Which optimizer of this library each *Parameters class stands for."""
+"""Converts *Parameters objects into optimizers of this library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpu_embedding import optimizers
 from tpu_embedding.interop import parameters as v1
 
 # Our argument <- attribute of the Parameters, for each that is called otherwise or
-# that only this class has. Those of `_COMMON` go without saying.
+# that only this class has. The fields of `_COMMON` are converted for every class.
 _RATE = "learning_rate"
 _COMMON = (
     _RATE,
@@ -23,7 +23,7 @@ _COMMON = (
 
 
 def _frequency_estimator(**arguments: Any) -> optimizers.FrequencyEstimator:
-    """Its rate is the step; the 1 that stands in the Parameters is none."""
+    """The learning rate is the step counter; the 1 in the Parameters is unused."""
     del arguments[_RATE]
     return optimizers.FrequencyEstimator(**arguments)
 

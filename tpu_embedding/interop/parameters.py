@@ -17,7 +17,7 @@ from tpu_embedding.optimizers import checks
 
 
 class OptimizationParameters:
-    """What all of them share.
+    """The arguments that all *Parameters classes share.
 
     Attributes:
       learning_rate: A number; a table's own rate goes before it.
@@ -75,7 +75,7 @@ class OptimizationParameters:
 
 @dataclasses.dataclass(frozen=True)
 class AdagradParameters(OptimizationParameters):
-    """Adagrad; see `OptimizationParameters` for what all share.
+    """Adagrad; see `OptimizationParameters` for the shared arguments.
 
     Attributes:
       initial_accumulator: What the accumulator starts at, positive.

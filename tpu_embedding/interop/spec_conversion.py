@@ -1,6 +1,6 @@
 """From an EmbeddingConfigSpec to the classes of this library.
 
-Every option of the spec is carried or refused by name. The table of optimizers is in
+Every option of the spec is converted, or refused by name. The table of optimizers is in
 `optimizer_conversion.py`.
 """
 
@@ -28,7 +28,7 @@ _MULTIPLIER = "experimental_gradient_multiplier_fn"
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedSpec:
-    """What an EmbeddingConfigSpec says, in the classes of this library.
+    """An EmbeddingConfigSpec, converted into the classes of this library.
 
     Attributes:
       feature_config: For TPUEmbedding: FeatureConfigs by feature key.
@@ -162,7 +162,7 @@ def adapt(
         "drop" or "mod".
 
     Raises:
-      NotImplementedError: If a column of the tensor core cannot be carried.
+      NotImplementedError: If a column of the tensor core cannot be converted.
       TypeError: If a feature or table has a key that is no str.
       ValueError: If there is no table, one has no features or no optimizer, a column
         is for serving only, a limit of gradients is given twice, or `invalid_ids`
@@ -244,13 +244,13 @@ def to_tpu_embedding(
         )
     if adapted.gradient_multiplier is not None:
         raise NotImplementedError(
-            "`experimental_gradient_multiplier_fn` cannot be carried into a "
+            "`experimental_gradient_multiplier_fn` cannot be converted into a "
             "TPUEmbedding. Take the parts with `spec.adapt()` and pass "
             "`adapted.scale(gradients, step)` to apply_gradients."
         )
     if spec.profile_data_directory:  # An empty path counts as none, as upstream.
         raise NotImplementedError(
-            "`profile_data_directory` cannot be carried into a TPUEmbedding. Give "
+            "`profile_data_directory` cannot be converted into a TPUEmbedding. Give "
             "batches to an estimator.EmbeddingProfiler(spec), or leave the option at "
             "None; no number depends on it."
         )
@@ -279,13 +279,13 @@ class _Optimizers:
             table.optimization_parameters is None for table in tables
         ):
             check_parameters(shared)
-            self.common = self._carried("EmbeddingConfigSpec", shared)
+            self.common = self._convert("EmbeddingConfigSpec", shared)
 
     def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
         """The table's own optimizer, or None where it has the common one."""
         own = self.common
         if table.optimization_parameters is not None:
-            own = self._carried(f"Table {key!r}", table.optimization_parameters)
+            own = self._convert(f"Table {key!r}", table.optimization_parameters)
         if own is None:
             raise ValueError(
                 f"Table {key!r} has no `optimization_parameters`: give them to its "
@@ -300,7 +300,7 @@ class _Optimizers:
             )
         return None if own is self.common else own
 
-    def _carried(self, where: str, parameters: Any) -> Optimizer:
+    def _convert(self, where: str, parameters: Any) -> Optimizer:
         optimizer = optimizer_conversion.to_optimizer(where, parameters, self._limit)
         if optimizer.learning_rate is updates_so_far and self._step is not None:
             rate = self._rate(updates_so_far)
