@@ -20,11 +20,11 @@ _AddArguments = Callable[[argparse.ArgumentParser], None]
 _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     (
         "checkpoint",
-        "look into checkpoints, convert and compare them",
+        "inspect and convert checkpoints",
         checkpoint.add_arguments,
     ),
 )
-# Beside TensorFlow's, what a user can mend; anything else is shown with its trace.
+# Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.
 _EXPECTED = (ValueError, TypeError, KeyError, NotImplementedError)
 
 
@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: Those of the command line, or None for this process's.
 
     Returns:
-      The exit code: 0; 1 if a comparison found differences; 2 for an error, which
-      stands on stderr.
+      The exit code: 0, or 2 after an error, which is printed to stderr.
     """
     parser = argparse.ArgumentParser(prog="python -m tpu_embedding")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

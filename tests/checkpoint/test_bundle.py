@@ -1,4 +1,4 @@
-"""Reading TensorFlow's files in place, against TensorFlow's own reader."""
+"""Reads tensors of TensorFlow's files by ranges of rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from tpu_embedding import checkpoint
-from tpu_embedding.checkpoint import bundle, index_file
-from tpu_embedding.checkpoint.bundle import Bundle
+from tpu_embedding.layout import table_arrays
 
 
 def save(path: pathlib.Path, tensors: dict[tuple[str, str], np.ndarray]) -> str:
@@ -25,6 +23,19 @@ def save(path: pathlib.Path, tensors: dict[tuple[str, str], np.ndarray]) -> str:
     return str(path)
 
 
+def check(path: str, name: str, table: np.ndarray) -> None:
+    """Reads a table whole, by slices and by other ranges."""
+    rows = checkpoint.read(path)[name].parameters
+    rows.verify()
+    assert (rows.shape, rows.dtype) == (table.shape, table.dtype)
+    np.testing.assert_array_equal(rows.numpy(), table)
+    for start in range(0, len(table), 3):
+        for stop in (start + 1, len(table)):
+            np.testing.assert_array_equal(rows.read(start, stop), table[start:stop])
+    slices = [rows.read(start, stop) for start, stop in rows.slices()]
+    np.testing.assert_array_equal(np.concatenate(slices), table)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_whole_tensors(
     dtype: str, rng: np.random.Generator, tmp_path: pathlib.Path
@@ -34,27 +45,8 @@ def test_whole_tensors(
         name: rng.standard_normal((50, 3)).astype(numpy_dtype) for name in ("a", "b")
     }
     path = save(tmp_path / "x", {(name, ""): table for name, table in tables.items()})
-    found = Bundle(path)
     for name, table in tables.items():
-        rows = found.rows(name)
-        rows.verify()
-        assert (rows.shape, rows.dtype) == (table.shape, table.dtype)
-        np.testing.assert_array_equal(rows.read(7, 31), table[7:31])
-        np.testing.assert_array_equal(rows.numpy(), table)
-
-
-# The keys of slices are ordered codes of their numbers: around the ends of each
-# length, of one byte to five.
-@pytest.mark.parametrize(
-    "start", [0, 1, 63, 64, 8191, 8192, 2**20 - 1, 2**20, 2**27 - 1, 2**27, 2**34]
-)
-def test_slices_with_large_numbers(start: int, tmp_path: pathlib.Path) -> None:
-    stop = start + 2
-    slice_ = f"{stop} 1 {start},2:-"
-    path = save(tmp_path / "x", {("t", slice_): np.array([[1.0], [2.0]], np.float32)})
-    rows = Bundle(path).rows("t")
-    rows.verify()
-    np.testing.assert_array_equal(rows.read(start, stop), [[1.0], [2.0]])
+        check(path, name, table)
 
 
 def test_slices_of_rows_and_columns(
@@ -67,11 +59,26 @@ def test_slices_of_rows_and_columns(
         for c, m in ((0, 2), (2, 3))
     }
     path = save(tmp_path / "x", {("t", spec): value for spec, value in cuts.items()})
-    rows = Bundle(path).rows("t")
-    rows.verify()
-    np.testing.assert_array_equal(rows.numpy(), table)
-    for start in range(9):
-        np.testing.assert_array_equal(rows.read(start, 9), table[start:])
+    check(path, "t", table)
+
+
+@pytest.mark.parametrize("size", [4, 24, 100])
+def test_slices_in_several_files(
+    size: int,
+    rng: np.random.Generator,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the size of the slices in memory, beside that in the files."""
+    monkeypatch.setattr(table_arrays, "SLICE_BYTES", size)
+    table = rng.standard_normal((9, 3)).astype(np.float32)
+    for name, first, last in (("p0", 0, 2), ("p1", 2, 7), ("p2", 7, 9)):
+        spec = f"9 3 {first},{last - first}:0,3"
+        save(tmp_path / name, {("t", spec): table[first:last]})
+    path = str(tmp_path / "x")
+    parts = [str(tmp_path / name) for name in ("p0", "p1", "p2")]
+    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=path)
+    check(path, "t", table)
 
 
 def test_an_index_of_many_blocks(tmp_path: pathlib.Path) -> None:
@@ -79,22 +86,21 @@ def test_an_index_of_many_blocks(tmp_path: pathlib.Path) -> None:
     values = {
         (name, ""): np.full((2, 1), i, np.float32) for i, name in enumerate(names)
     }
-    found = Bundle(save(tmp_path / "x", values))
-    assert list(found.entries) == names
-    assert found.rows(names[1234]).numpy().tolist() == [[1234], [1234]]
+    found = checkpoint.read(save(tmp_path / "x", values))
+    assert list(found) == names
+    assert found[names[1234]].parameters.numpy().tolist() == [[1234], [1234]]
 
 
-def test_a_big_endian_checkpoint(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save(tmp_path / "x", {("t", ""): np.zeros((2, 2), np.float32)})
-    entries = index_file.read_index(path + ".index")
-    header = tensor_bundle_pb2.BundleHeaderProto.FromString(entries[b""])
-    header.endianness = tensor_bundle_pb2.BundleHeaderProto.BIG
-    changed = {**entries, b"": header.SerializeToString()}
-    monkeypatch.setattr(bundle, "read_index", lambda path: changed)
-    with pytest.raises(NotImplementedError, match="on a big-endian machine"):
-        Bundle(path)
+def test_a_lost_part_of_the_index(tmp_path: pathlib.Path) -> None:
+    """TensorFlow's reader skips a damaged block of a large index without an error."""
+    variables = {f"v{i:05}": tf.Variable(tf.zeros([1, 1])) for i in range(6000)}
+    path = tf.train.Checkpoint(**variables).write(str(tmp_path / "x"))
+    file = tmp_path / "x.index"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(tf.errors.DataLossError, match=r"x.index is damaged"):
+        checkpoint.read(path)
 
 
 def test_integers_are_no_tables(tmp_path: pathlib.Path) -> None:

@@ -64,7 +64,7 @@ def test_damaged_files(
     DAMAGE[damage](tmp_path / file)
     lost = (damage, file) == ("lost", INDEX)
     error = tf.errors.NotFoundError if lost else tf.errors.DataLossError
-    named = path if lost else str(tmp_path / file)
+    named = str(tmp_path / file) if file == INDEX and not lost else path
     with pytest.raises(error) as raised:
         checkpoint.restore(embedding, path)
     assert named in str(raised.value)
@@ -86,6 +86,51 @@ def test_damaged_arrays(damage: str, name: str, tmp_path: pathlib.Path) -> None:
         checkpoint.restore(embedding, file)
     assert str(file) in str(raised.value)
     models.assert_same(models.values(embedding), before)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_arrays_that_were_converted(
+    damage: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """A `.npy` file has no checksum: `convert` writes one beside it."""
+    embedding = models.make(te.Adagrad(0.1), {"films": (9, 2)})
+    models.scramble(embedding, rng)
+    path = checkpoint.save(embedding, tmp_path / "saved")
+    before = models.values(embedding)
+    folder = tmp_path / "arrays"
+    arguments = ["convert", path, str(folder), "--to", "numpy"]
+    assert main(["checkpoint", *arguments]) == 0
+    checkpoint.restore(embedding, folder)
+    models.assert_same(models.values(embedding), before)
+    file = folder / "films.npy"
+    DAMAGE[damage](file)
+    with pytest.raises(tf.errors.DataLossError) as raised:
+        checkpoint.restore(embedding, folder)
+    assert str(file) in str(raised.value)
+    models.assert_same(models.values(embedding), before)
+    if damage == "last byte":
+        with pytest.raises(tf.errors.DataLossError, match="its checksum differs"):
+            checkpoint.read(folder)["films"].parameters.numpy()
+        (folder / "checksums.json").unlink()
+        checkpoint.read(folder)["films"].parameters.numpy()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_values_are_checked_when_they_are_read(
+    large: bool, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """Read alone, without `verify`, whether in one slice or in several."""
+    sizes = {"films": (400_000 if large else 9, 16)}
+    embedding = models.make(te.SGD(0.1), sizes)
+    path = checkpoint.save(embedding, tmp_path / "saved")
+    file = tmp_path / ("saved.data-00000-of-00003" if large else DATA)
+    content = bytearray(file.read_bytes())
+    content[5] ^= 4
+    file.write_bytes(content)
+    rows = checkpoint.read(path)["films"].parameters
+    for read in (rows.numpy, lambda: rows.read(0, 3), lambda: rows.read(3, 5)):
+        with pytest.raises(tf.errors.DataLossError, match="Checksum does not match"):
+            read()
 
 
 # Saves once, then again, and dies in the middle of that.

@@ -12,7 +12,7 @@ from software_tpu.calls import strategy_of
 from tensorflow.python.saved_model.pywrap_saved_model import fingerprinting
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint import parts
+from tpu_embedding.checkpoint import writing
 from tpu_embedding.serving import export
 
 V, D = 40, 8
@@ -40,7 +40,7 @@ def names(path: pathlib.Path) -> set[str]:
 def test_tables_in_many_parts(
     rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "_MIN_PART_BYTES", 400)
+    monkeypatch.setattr(writing, "_MIN_PART_BYTES", 400)
     values = rng.normal(size=[len(TABLES), V, D]).astype(np.float32)
     report = export(
         dict(zip(TABLES, map(tf.Variable, values), strict=True)),

@@ -1,11 +1,14 @@
-"""The one logical form: each table `parameters` and slots by name, whole, unpadded."""
+"""The form in which every kind of checkpoint is read: tables with slots, unpadded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from tpu_embedding.checkpoint import errors
 from tpu_embedding.layout.table_arrays import PARAMETERS, Rows, by_checkpoint_name
+
+_SUFFIX = f"/{PARAMETERS}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -13,7 +16,7 @@ class LogicalTable:
     """One table.
 
     Attributes:
-      name: Its name in the checkpoint.
+      name: Name of the table in the checkpoint.
       parameters: [V, D].
       slots: By name, [V, D] or [V, 1].
     """
@@ -28,25 +31,13 @@ class LogicalTable:
         return {PARAMETERS: self.parameters, **self.slots}
 
 
-def without_slots(tables: Mapping[str, LogicalTable]) -> dict[str, LogicalTable]:
-    """The same tables alone."""
-    return {
-        name: dataclasses.replace(table, slots={}) for name, table in tables.items()
-    }
-
-
-def named_matrices(tables: Mapping[str, LogicalTable]) -> dict[str, Rows]:
-    """All matrices as `<table>` and `<table>/<slot>`."""
-    return by_checkpoint_name({name: table.arrays for name, table in tables.items()})
-
-
 class LogicalCheckpoint(Mapping[str, LogicalTable]):
-    """All tables of a checkpoint by name; values are read when they are asked for.
+    """All tables of a checkpoint by name. Values are read on request.
 
     Attributes:
-      path: Where it was found.
-      format: What kind of checkpoint it is.
-      updates: How many updates the tables have had, or None where nothing says so.
+      path: Path of the checkpoint.
+      format: Kind of the checkpoint, e.g. "TensorFlow".
+      updates: Number of updates applied to the tables, or None if not stored.
     """
 
     def __init__(
@@ -71,7 +62,7 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         return len(self._tables)
 
     def verify(self) -> None:
-        """Reads everything once.
+        """Reads all values once.
 
         Raises:
           tf.errors.DataLossError: If a file is truncated or damaged.
@@ -79,3 +70,107 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         for table in self._tables.values():
             for rows in table.arrays.values():
                 rows.verify()
+
+
+def without_slots(tables: Mapping[str, LogicalTable]) -> dict[str, LogicalTable]:
+    """The same tables, without slots."""
+    return {
+        name: dataclasses.replace(table, slots={}) for name, table in tables.items()
+    }
+
+
+def named_matrices(tables: Mapping[str, LogicalTable]) -> dict[str, Rows]:
+    """All matrices by name: `<table>` and `<table>/<slot>`."""
+    return by_checkpoint_name({name: table.arrays for name, table in tables.items()})
+
+
+def group_tables(
+    matrices: Mapping[str, Rows], tables: Collection[str] = ()
+) -> dict[str, LogicalTable]:
+    """Tables with their slots, from matrices named `<table>` and `<table>/<slot>`.
+
+    A matrix `<table>/parameters` is the table `<table>`, unless `<table>` is a matrix
+    too or the matrix has slots of its own: then it is a table of that full name. A
+    name with a slash is a table of its own unless the part before the last slash is a
+    table with as many rows.
+
+    Args:
+      matrices: By name.
+      tables: Names known to be tables.
+    """
+    holders = {name.rpartition("/")[0] for name in matrices}
+
+    def plain_name(name: str) -> str:
+        table = name.removesuffix(_SUFFIX)
+        own = name in tables or name in holders or table in matrices
+        return name if own else table
+
+    plain = {plain_name(name): rows for name, rows in matrices.items()}
+    owners = {name: _owner(name, plain, tables) for name in plain}
+    grouped: dict[str, LogicalTable] = {}
+    for name, owner in owners.items():
+        if owner is None:
+            slots = {
+                other[len(name) + 1 :]: plain[other]
+                for other, its in owners.items()
+                if its == name
+            }
+            grouped[name] = LogicalTable(name, plain[name], slots)
+    return grouped
+
+
+def _owner(
+    name: str, matrices: Mapping[str, Rows], tables: Collection[str]
+) -> str | None:
+    """The table that `name` is a slot of, or None if it is a table."""
+    before, slash, _ = name.rpartition("/")
+    is_table = name in tables or name.endswith(_SUFFIX)
+    if is_table or not slash or before not in matrices:
+        return None
+    same_rows = matrices[before].shape[0] == matrices[name].shape[0]
+    return before if before in tables or same_rows else None
+
+
+def choose_root(
+    path: str,
+    root: str | None,
+    tables: Collection[str],
+    holders: Mapping[str, Mapping[str, LogicalTable]],
+    mixed: Collection[str] = (),
+) -> str:
+    """The object to read: the one named, else the most likely one.
+
+    Args:
+      path: Path of the checkpoint, for messages.
+      root: Name of the object, or None.
+      tables: Names that its tables may have.
+      holders: The tables of each object.
+      mixed: Objects that also hold vectors, as layers with a bias do.
+
+    Raises:
+      ValueError: If no object has tables, `root` has none, or several objects are
+        equally likely.
+    """
+    if not holders:
+        raise errors.no_tables(path)
+    if root is not None:
+        if root not in holders:
+            raise ValueError(
+                f"The object {root!r} of {path} holds no tables. Objects that do: "
+                f"{', '.join(map(repr, holders))}."
+            )
+        return root
+    with_names = [p for p, found in holders.items() if set(tables) & set(found)]
+    with_slots = [
+        p
+        for p, found in holders.items()
+        if p not in mixed and any(t.slots for t in found.values())
+    ]
+    pure = [p for p in holders if p not in mixed]
+    likeliest = with_names or with_slots or pure or list(holders)
+    if len(likeliest) > 1:
+        raise ValueError(
+            f"Several objects in {path} hold tables: {', '.join(map(repr, likeliest))}."
+            " Choose one with `root=`."
+        )
+    return likeliest[0]

@@ -1,35 +1,44 @@
-"""`python -m tpu_embedding checkpoint inspect | convert | diff`."""
+"""`python -m tpu_embedding checkpoint inspect | convert`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
-from tpu_embedding.checkpoint import errors, report
+import numpy as np
+
 from tpu_embedding.checkpoint.checkpoint_view import (
+    LogicalCheckpoint,
     LogicalTable,
     named_matrices,
     without_slots,
 )
 from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.numpy_format import write_numpy
-from tpu_embedding.checkpoint.progress import TextProgress
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
-from tpu_embedding.checkpoint.writing import WriteOptions, write_tensorflow
+from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
 
 _PATH_HELP = (
     "a TensorFlow checkpoint or its folder, weights of Keras, a .npy or .npz file or a "
     "folder of .npy files"
 )
 
+_SPARSE_CORE = "sparse-core"
+_KINDS = ("tensorflow", _SPARSE_CORE, "numpy")
+_BAR_WIDTH = 30
+_SECONDS_BETWEEN = 0.1
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands and their arguments."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_inspect, _add_convert, _add_diff):
+    for add in (_add_inspect, _add_convert):
         command = add(commands)
         command.add_argument("--root", help="the object that holds the tables")
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -48,7 +57,7 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     command = commands.add_parser("convert", help="write a checkpoint as another kind")
     command.add_argument("path", help=_PATH_HELP)
     command.add_argument("destination", help="the new checkpoint")
-    command.add_argument("--to", choices=_WRITERS, default="tensorflow")
+    command.add_argument("--to", choices=_KINDS, default="tensorflow")
     command.add_argument(
         "--like", help="for sparse-core: a checkpoint whose layout record is taken"
     )
@@ -68,72 +77,66 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     return command
 
 
-def _add_diff(commands: Any) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        "diff", help="compare two checkpoints; the exit code is 1 if they differ"
-    )
-    command.add_argument("path", help=_PATH_HELP)
-    command.add_argument("other", help="as PATH")
-    command.add_argument("--other-root", help="as --root, for OTHER")
-    command.set_defaults(run=_diff)
-    return command
-
-
 def _inspect(arguments: argparse.Namespace) -> int:
     checkpoint = read(arguments.path, root=arguments.root)
-    arrays = report.inspect(checkpoint, TextProgress())
-    facts = {
-        "path": checkpoint.path,
-        "format": checkpoint.format,
-        "updates": checkpoint.updates,
-    }
+    arrays = _read_norms(checkpoint, TextProgress())
     if arguments.json:
-        _print_json({**facts, "arrays": [dataclasses.asdict(a) for a in arrays]})
+        facts = {
+            "path": checkpoint.path,
+            "format": checkpoint.format,
+            "updates": checkpoint.updates,
+        }
+        print(_json_text({**facts, "arrays": [dataclasses.asdict(a) for a in arrays]}))
         return 0
     updates = "" if checkpoint.updates is None else f", {checkpoint.updates} updates"
     print(f"{checkpoint.path} ({checkpoint.format}{updates})")
-    header = [field.name for field in dataclasses.fields(report.ArrayReport)]
-    print(report.table_text(header, map(_cells, arrays)))
+    header = [field.name for field in dataclasses.fields(_ArrayReport)]
+    print(_table_text(header, [[getattr(a, name) for name in header] for a in arrays]))
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     if arguments.to == "numpy" and arguments.new_root is not None:
-        raise errors.new_root_of_arrays()
+        raise ValueError("`--new-root` is not for `--to numpy`: arrays have no object.")
     if arguments.to != _SPARSE_CORE and arguments.like is not None:
-        raise errors.like_without_sparse_core(arguments.to)
+        raise ValueError(
+            f"`--like` is for `--to sparse-core`; this is `--to {arguments.to}`. Add "
+            "`--to sparse-core`, or leave `--like` out."
+        )
     if arguments.to == _SPARSE_CORE and not arguments.like:
-        raise errors.sparse_core_without_like()
+        raise ValueError(
+            "`--to sparse-core` needs `--like CHECKPOINT`, whose layout record says "
+            "where each table goes. Without one, call "
+            "tpu_embedding.checkpoint.save(layouts=...)."
+        )
     checkpoint = read(arguments.path, root=arguments.root)
     tables = _renamed(checkpoint, arguments.rename)
     if arguments.no_slots:
         tables = without_slots(tables)
     checkpoint.verify()
-    options = WriteOptions(
-        DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
-        layouts=read_layouts(arguments.like) if arguments.like else None,
-        updates=None if arguments.no_slots else checkpoint.updates,
-    )
-    path = _WRITERS[arguments.to](arguments.destination, tables, options)
+    updates = None if arguments.no_slots else checkpoint.updates
+    path, progress = arguments.destination, TextProgress()
+    if arguments.to == "numpy":
+        if updates is not None:
+            print(
+                f"NumPy files do not keep the number of updates, {updates}.",
+                file=sys.stderr,
+            )
+        write_numpy(path, named_matrices(tables), progress)
+    else:
+        write_tensorflow(
+            path,
+            tables,
+            DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
+            layouts=read_layouts(arguments.like) if arguments.like else None,
+            updates=updates,
+            progress=progress,
+        )
     if arguments.json:
-        _print_json({"path": path, "tables": list(tables)})
+        print(_json_text({"path": path, "tables": list(tables)}))
     else:
         print(f"Wrote to {path}: {', '.join(tables)}")
     return 0
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    differences = report.diff(
-        read(arguments.path, root=arguments.root),
-        read(arguments.other, root=arguments.other_root),
-        TextProgress(),
-    )
-    if arguments.json:
-        _print_json([dataclasses.asdict(difference) for difference in differences])
-    else:
-        header = [field.name for field in dataclasses.fields(report.Difference)]
-        print(report.table_text(header, map(_cells, differences)))
-    return int(any(difference.state != report.SAME for difference in differences))
 
 
 def _renamed(
@@ -143,48 +146,154 @@ def _renamed(
     for rename in renames:
         old, _, new = rename.partition("=")
         if old not in tables or not new:
-            raise errors.rename_argument(rename, tables)
+            raise _rename_error(rename, tables)
         if old in names:
-            raise errors.renamed_twice(old, (names[old], new))
+            raise ValueError(
+                f"`--rename` gives table {old} two names, {names[old]} and {new}. "
+                "Keep one."
+            )
         names[old] = new
     renamed = {
         names.get(name, name): dataclasses.replace(table, name=names.get(name, name))
         for name, table in tables.items()
     }
     if len(renamed) < len(tables):
-        raise errors.rename_argument(", ".join(renames), tables)
+        raise _rename_error(", ".join(renames), tables)
     return renamed
 
 
-def _write_tensorflow(
-    path: str, tables: Mapping[str, LogicalTable], options: WriteOptions
-) -> str:
-    return write_tensorflow(path, tables, options, TextProgress())
+def _rename_error(rename: str, tables: Iterable[str]) -> ValueError:
+    return ValueError(
+        "`--rename` must be OLD=NEW, with a table of the checkpoint and a name that no "
+        f"other table has. Received: {rename}. Tables: {', '.join(tables)}."
+    )
 
 
-def _write_arrays(
-    path: str, tables: Mapping[str, LogicalTable], options: WriteOptions
-) -> str:
-    if options.updates is not None:
-        print(
-            f"NumPy files do not keep the number of updates, {options.updates}.",
-            file=sys.stderr,
+@dataclasses.dataclass(frozen=True)
+class _ArrayReport:
+    """One table or slot.
+
+    Attributes:
+      table: Name of the table.
+      array: "parameters" or the slot.
+      shape: Shape without padding.
+      dtype: Dtype of the stored values.
+      bytes: Size.
+      norm: The square root of the sum of the squares of the values.
+    """
+
+    table: str
+    array: str
+    shape: tuple[int, int]
+    dtype: str
+    bytes: int
+    norm: float
+
+
+def _read_norms(
+    checkpoint: LogicalCheckpoint, progress: Progress
+) -> list[_ArrayReport]:
+    """Reads all of a checkpoint once, and checks it.
+
+    Raises:
+      tf.errors.DataLossError: If a file is truncated or damaged.
+    """
+    arrays = [
+        (name, array, rows)
+        for name, table in checkpoint.items()
+        for array, rows in table.arrays.items()
+    ]
+    progress.start("Reading", sum(rows.nbytes for _, _, rows in arrays))
+    reports = []
+    for table, array, rows in arrays:
+        rows.verify()
+        squares = 0.0
+        for start, stop in rows.slices():
+            values = rows.read(start, stop).astype(np.float64)
+            squares += float(np.sum(np.square(values)))
+            progress.advance((stop - start) * rows.row_bytes)
+        size = rows.nbytes
+        reports.append(
+            _ArrayReport(table, array, rows.shape, rows.dtype.name, size, squares**0.5)
         )
-    return write_numpy(path, named_matrices(tables), TextProgress())
+    return reports
 
 
-_SPARSE_CORE = "sparse-core"
-_WRITERS = {
-    "tensorflow": _write_tensorflow,
-    _SPARSE_CORE: _write_tensorflow,
-    "numpy": _write_arrays,
-}
+def _json_text(value: Any) -> str:
+    """JSON that every reader accepts: NaN and infinity, which JSON lacks, are null.
+
+    >>> _json_text({"norm": float("nan"), "rows": [1]}).split()
+    ['{', '"norm":', 'null,', '"rows":', '[', '1', ']', '}']
+    """
+
+    def finite(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: finite(value) for key, value in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [finite(value) for value in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
-def _cells(record: Any) -> list[Any]:
-    values = [getattr(record, field.name) for field in dataclasses.fields(record)]
-    return ["-" if value is None else value for value in values]
+def _table_text(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Lines with columns of equal width; numbers are aligned to the right.
+
+    >>> print(_table_text(["name", "size"], [["a", 5], ["long", 100]]))
+    name  size
+    a        5
+    long   100
+    """
+    cells = [list(line) for line in lines]
+    numbers = [
+        all(isinstance(cell, (int, float)) for cell in column)
+        for column in zip(*cells, strict=True)
+    ]
+    rows = [list(header), *([_cell_text(cell) for cell in line] for line in cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numbers, strict=True)
+        ).rstrip()
+        for row in rows
+    )
 
 
-def _print_json(value: Any) -> None:
-    print(report.json_text(value))
+def _cell_text(cell: Any) -> str:
+    if isinstance(cell, tuple):
+        return " x ".join(map(str, cell))
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+class TextProgress:
+    """A progress bar of plain text, on a terminal only.
+
+    Args:
+      stream: The terminal; None for sys.stderr.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._task, self._total, self._done = "", 0, 0
+        self._next = 0.0
+
+    def start(self, task: str, total: int) -> None:
+        self._task, self._total, self._done = task, total, 0
+        self._next = time.monotonic() + _SECONDS_BETWEEN  # Short tasks show nothing.
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        finished = self._done >= self._total
+        if not self._stream.isatty() or (now < self._next and not finished):
+            return
+        self._next = now + _SECONDS_BETWEEN
+        share = self._done / max(1, self._total)
+        bar = "#" * round(share * _BAR_WIDTH)
+        mebibytes = f"{self._done >> 20}/{self._total >> 20} MiB"
+        end = "\n" if finished else ""
+        self._stream.write(
+            f"\r{self._task} [{bar:<{_BAR_WIDTH}}] {share:4.0%} {mebibytes}{end}"
+        )
+        self._stream.flush()

@@ -1,6 +1,6 @@
-"""Every kind of checkpoint that can be read, and the one place that chooses.
+"""Chooses the reader for a checkpoint.
 
-A new kind is one class in a file of its own and one row in `_FORMATS`.
+A new kind of checkpoint is a module with a reader, and a row in `_FORMATS`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
 from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
@@ -22,7 +21,7 @@ from tpu_embedding.layout.stacking import TableLayout
 
 _INDEX = ".index"
 _Reader = Callable[[str, str | None, Collection[str]], LogicalCheckpoint]
-# (whether a path is one, how it is read); what is none of them is TensorFlow's.
+# (whether a path is of this kind, its reader); any other path is TensorFlow's.
 _FORMATS: tuple[tuple[Callable[[str], bool], _Reader], ...] = (
     (is_numpy, read_numpy),
     (is_keras, read_keras),
@@ -37,7 +36,7 @@ def read(
 ) -> LogicalCheckpoint:
     """The tables of a checkpoint of any kind.
 
-    Only names and shapes are read at once; values when they are asked for.
+    Names and shapes are read now, values on request.
 
     Args:
       path: The prefix of a TensorFlow checkpoint, or its folder for the latest one;
@@ -45,8 +44,11 @@ def read(
         of a keras-rs DistributedEmbedding; a `.npy` or `.npz` file, or a folder of
         `.npy` files.
       root: The object that holds the tables, e.g. "embedding" or "model/embedding".
-        None finds it, if there is only one.
-      tables: Names known to be tables, which helps to find the object.
+        None finds the object, if there is only one.
+      tables: Names known to be tables, which help to find the object.
+
+    Returns:
+      The tables by name.
 
     Raises:
       tf.errors.NotFoundError: If no checkpoint is there.
@@ -61,20 +63,26 @@ def read(
 
 
 def read_layouts(path: str | os.PathLike[str]) -> list[TableLayout]:
-    """The layout record of a SparseCore checkpoint, of its first object that has one.
+    """The layout record of the first object of a SparseCore checkpoint that has one.
 
     Args:
       path: The prefix of a TensorFlow checkpoint, or its folder for the latest one.
 
+    Returns:
+      The place of each table.
+
     Raises:
       tf.errors.NotFoundError: If no checkpoint is there.
-      ValueError: If there is no such record: TPUEmbeddingV2 on SparseCores writes one.
+      ValueError: If there is no such record.
     """
     place = os.fspath(path)
     if not any(matches(place) for matches, _ in _FORMATS):
         for layouts in read_all_layouts(_prefix(place)):
             return layouts
-    raise errors.no_layouts(place)
+    raise ValueError(
+        f"{place} has no SparseCore layout record: its tables are stored whole. A "
+        "TPUEmbeddingV2 on SparseCores writes one with tf.train.Checkpoint."
+    )
 
 
 def _prefix(path: str) -> str:

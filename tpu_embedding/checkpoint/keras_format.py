@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.array_rows import ArrayRows
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.grouping import group_tables
-from tpu_embedding.checkpoint.roots import choose_root
+from tpu_embedding.checkpoint.checkpoint_view import (
+    LogicalCheckpoint,
+    choose_root,
+    group_tables,
+)
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.table_arrays import Rows
+from tpu_embedding.layout.table_arrays import ArrayRows, Rows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
 _WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
@@ -55,7 +56,12 @@ def read_keras(
             rows = _DatasetRows(item.shape, item.dtype, weights, name)
             holders.setdefault(layer, {})[table] = rows
     if not holders:
-        raise errors.no_keras_tables(path)
+        raise ValueError(
+            f"{path} has no tables of tpu_embedding's Keras layer, nor of a "
+            "keras_rs.layers.DistributedEmbedding on a CPU or GPU. Tables on a "
+            "SparseCore are stored stacked and without a record of how: save them with "
+            "get_embedding_tables() and numpy.savez."
+        )
     grouped = {layer: group_tables(rows, tables) for layer, rows in holders.items()}
     layer = choose_root(path, root, tables, grouped)
     return LogicalCheckpoint(path, "Keras", grouped[layer], updates.get(layer))

@@ -1,16 +1,21 @@
-"""Plain NumPy tables: a `.npy` file, an `.npz` file, a folder of `.npy` files.
+"""NumPy tables: a `.npy` file, an `.npz` file, or a folder of `.npy` files.
 
 In a folder `<table>.npy` is a table and `<table>/<slot>.npy` one of its slots; in an
-`.npz` file the names of the arrays are `<table>` and `<table>/<slot>`.
+`.npz` file the names of the arrays are `<table>` and `<table>/<slot>`. A `.npy` file
+has no checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import io
+import json
 import os
 import pathlib
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,21 +23,17 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.array_rows import ArrayRows
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.grouping import group_tables
-from tpu_embedding.checkpoint.locks import one_writer
-from tpu_embedding.checkpoint.progress import Progress
-from tpu_embedding.checkpoint.writing import SCRATCH
-from tpu_embedding.layout.table_arrays import Rows
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, group_tables
+from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
+from tpu_embedding.layout.table_arrays import SLICE_BYTES, ArrayRows, Rows
 
-_FILE, _ARCHIVE = ".npy", ".npz"
-_MOST_FILES = 100_000  # Below a folder; in more no one keeps tables, as in "/".
-_WIDEST = 8  # Bytes of a float64; TensorFlow has nothing for NumPy's longdouble.
+_FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
+_MOST_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
+_WIDEST = 8  # Bytes of a float64; TensorFlow has no equivalent of NumPy's longdouble.
 
 
 def is_numpy(path: str) -> bool:
-    """Whether a path is one of the three."""
+    """Whether a path is a file or folder of NumPy arrays."""
     if os.path.isdir(path):
         # The folder of a training run may well have arrays of its own somewhere.
         if tf.train.latest_checkpoint(path):
@@ -46,38 +47,60 @@ def read_numpy(
 ) -> LogicalCheckpoint:
     """See `formats.read`."""
     if root is not None:
-        raise errors.root_of_arrays(path, root)
+        raise ValueError(
+            f"{path} has arrays and no objects, so `root` must be None. Received: "
+            f"{root!r}."
+        )
     if not os.path.exists(path):
         raise errors.not_found(path)
     matrices: dict[str, Rows] = {}
+    checksums = _checksums(path)
     for name, where, load in _arrays(path):
+        checksum = checksums.pop(where, None)
         array = _loaded(where, load)
         if not isinstance(array, np.ndarray):  # Anything may lie in an archive.
             raise errors.corrupted(path, f"{name} is no array")
+        floating = _is_floating(array.dtype) and array.dtype.itemsize <= _WIDEST
+        if checksum is not None and not (array.ndim == 2 and floating):
+            raise errors.corrupted(where, "its header has changed")
         if array.ndim == 2:
-            if not _is_floating(array.dtype) or array.dtype.itemsize > _WIDEST:
-                raise errors.stored_dtype(path, name, str(array.dtype))
-            matrices[name] = _LoadedRows(array.shape, array.dtype, where, load)
+            if not floating:
+                raise TypeError(
+                    f"{name} in {path} has dtype {array.dtype}. Tables and slots are "
+                    "float16, bfloat16, float32 or float64. Convert the array first, "
+                    "e.g. with `.astype('float32')`."
+                )
+            matrices[name] = _LoadedRows(
+                array.shape, array.dtype, where, load, checksum
+            )
+    if checksums:
+        raise errors.corrupted(next(iter(checksums)), "it is missing")
     if not matrices:
         raise errors.no_tables(path)
     return LogicalCheckpoint(path, "NumPy", group_tables(matrices, tables))
 
 
 def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> str:
-    """Writes a folder of `.npy` files, which appears when all of them are there.
+    """Writes a folder of `.npy` files, which appears when all of them are complete.
 
     bfloat16, which NumPy does not have, becomes float32.
 
     Args:
       path: The folder.
       matrices: By name, `<table>` or `<table>/<slot>`.
-      progress: Told of each slice.
+      progress: Receives the bytes of each slice.
 
     Raises:
       tf.errors.AlreadyExistsError: If the folder is there.
-      ValueError: If a name is no path of a file below the folder.
+      ValueError: If a name cannot be the path of a file below the folder.
     """
-    _refuse_names(path, matrices)
+    for name in matrices:  # Names in checkpoints must not lead out of the folder.
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise ValueError(
+                f"Table or slot {name!r} cannot be a file below {path}. Rename the "
+                "table, e.g. with `--rename OLD=NEW`, to one without the parts '', '.' "
+                "and '..'."
+            )
     with one_writer(path):
         if os.path.exists(path):
             raise errors.exists(path)
@@ -89,45 +112,82 @@ def _write(path: str, matrices: Mapping[str, Rows], progress: Progress) -> None:
     scratch = pathlib.Path(path + SCRATCH)
     shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
     progress.start("Writing", sum(rows.nbytes for rows in matrices.values()))
+    checksums = {}
     for name, rows in matrices.items():
         file = scratch / (name + _FILE)
         file.parent.mkdir(parents=True, exist_ok=True)
         dtype = rows.dtype if _is_floating(rows.dtype) else np.dtype(np.float32)
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            header,
+            {
+                "descr": np.lib.format.dtype_to_descr(dtype),
+                "fortran_order": False,
+                "shape": rows.shape,
+            },
+        )
         with file.open("wb") as stream:
-            np.lib.format.write_array_header_1_0(
-                stream,
-                {
-                    "descr": np.lib.format.dtype_to_descr(dtype),
-                    "fortran_order": False,
-                    "shape": rows.shape,
-                },
-            )
+            stream.write(header.getvalue())
+            checksum = zlib.crc32(header.getvalue())
             for start, stop in rows.slices():
-                stream.write(rows.read(start, stop).astype(dtype).tobytes())
+                values = rows.read(start, stop).astype(dtype).tobytes()
+                stream.write(values)
+                checksum = zlib.crc32(values, checksum)
                 progress.advance((stop - start) * rows.row_bytes)
+        checksums[name + _FILE] = checksum
+    (scratch / _CHECKSUMS).write_text(json.dumps(checksums, indent=2))
     scratch.rename(path)
 
 
-def _refuse_names(path: str, matrices: Mapping[str, Rows]) -> None:
-    """Names come out of checkpoints of anyone: none may lead out of the folder."""
-    for name in matrices:
-        if not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise errors.no_file_name(path, name)
+def _checksums(path: str) -> dict[str, int]:
+    """The CRC-32 of each file of a folder, by path, where they are stored."""
+    manifest = pathlib.Path(path, _CHECKSUMS)
+    if not os.path.isdir(path) or not manifest.exists():
+        return {}
+    try:
+        stored = json.loads(manifest.read_text())
+        return {str(pathlib.Path(path, name)): int(crc) for name, crc in stored.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise errors.corrupted(
+            str(manifest), f"it cannot be parsed ({error})"
+        ) from error
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _LoadedRows(ArrayRows):
-    """An array that is opened for each read, so that none of it stays in memory."""
+    """An array that is opened for each read, so that none of it stays in memory.
+
+    Attributes:
+      path: Path of the file.
+      load: Opens the array.
+      checksum: CRC-32 of the file, if stored.
+    """
 
     path: str
     load: Callable[[], np.ndarray]
+    checksum: int | None
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        _ = self._verified
         return np.array(_loaded(self.path, self.load)[start:stop])
 
     def verify(self) -> None:
+        _ = self._verified
         if _loaded(self.path, self.load).shape != self.array_shape:
             raise errors.corrupted(self.path, "its shape has changed")
+
+    @functools.cached_property
+    def _verified(self) -> bool:
+        """True; raises DataLossError unless the file has its checksum."""
+        if self.checksum is None:
+            return True
+        checksum = 0
+        with open(self.path, "rb") as stream:
+            while octets := stream.read(SLICE_BYTES):
+                checksum = zlib.crc32(octets, checksum)
+        if checksum != self.checksum:
+            raise errors.corrupted(self.path, "its checksum differs")
+        return True
 
 
 def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
@@ -158,7 +218,11 @@ def _files(path: str) -> Iterator[pathlib.Path]:
     for folder, _, names in os.walk(path):
         seen += 1 + len(names)
         if seen > _MOST_FILES:
-            raise errors.large_folder(path, _MOST_FILES)
+            raise ValueError(
+                f"{path} has more than {_MOST_FILES:,} files and folders below it, "
+                "which is no folder of tables. Name the checkpoint itself, or the "
+                "folder of its .npy files."
+            )
         yield from (pathlib.Path(folder, n) for n in names if n.endswith(_FILE))
 
 

@@ -1,17 +1,16 @@
-"""The graph of objects that a TensorFlow checkpoint keeps beside its tensors."""
+"""The graph of objects that a TensorFlow checkpoint stores beside its tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from google.protobuf import message
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.bundle import Bundle
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _ATTRIBUTE = "VARIABLE_VALUE"
@@ -25,9 +24,9 @@ class SavedSlot:
     """A slot that an optimizer keeps for a variable.
 
     Attributes:
-      name: What the optimizer calls it.
-      variable: The key of the variable.
-      key: The key of the slot.
+      name: Name that the optimizer uses.
+      variable: Key of the variable.
+      key: Key of the slot.
     """
 
     name: str
@@ -41,55 +40,67 @@ class SavedObject:
 
     Attributes:
       path: Names of the children that lead to it from the root, "" for the root.
-      values: For each child that is a variable its key among the tensors.
-      children: Paths of all children, by name.
-      slots: Of an optimizer.
+      values: By name of a child that is a variable, the key of its tensor.
+      slots: The slots of an optimizer.
     """
 
     path: str
     values: Mapping[str, str]
-    children: Mapping[str, str]
     slots: tuple[SavedSlot, ...] = ()
 
 
-def read_objects(bundle: Bundle) -> dict[str, SavedObject]:
+def read_objects(
+    path: str, record: bytes | None, stored: Collection[str]
+) -> dict[str, SavedObject]:
     """All objects by their shortest path, the root first.
 
     A checkpoint without a graph, of tf.compat.v1.train.Saver, is one object whose
     children are its tensors.
+
+    Args:
+      path: Path of the index, for messages.
+      record: The stored graph, or None if there is none.
+      stored: Keys of all tensors.
+
+    Raises:
+      tf.errors.DataLossError: If the graph cannot be parsed, or names a tensor that is
+        not stored.
     """
-    if GRAPH_KEY not in bundle.entries:
-        return {"": SavedObject("", {key: key for key in bundle.entries}, {})}
+    if record is None:
+        if any(key.endswith(_SUFFIX) for key in stored):
+            raise errors.corrupted(path, "it lacks its object graph")
+        return {"": SavedObject("", {key: key for key in stored})}
     try:
-        graph = _Graph.FromString(bundle.value(GRAPH_KEY))
+        graph = _Graph.FromString(record)
     except message.DecodeError as error:
-        path = bundle.prefix + ".index"
         raise errors.corrupted(path, "its object graph cannot be parsed") from error
-    paths = _shortest_paths(graph)
-    keys = {i: _value_key(node) for i, node in enumerate(graph.nodes)}
-    objects = {}
-    for number, path in paths.items():
-        node = graph.nodes[number]
-        values = {
-            child.local_name: keys[child.node_id]
-            for child in node.children
-            if keys[child.node_id] in bundle.entries
-        }
-        children = {child.local_name: paths[child.node_id] for child in node.children}
-        slots = tuple(
-            SavedSlot(
-                name=slot.slot_name,
-                variable=keys[slot.original_variable_node_id],
-                key=keys[slot.slot_variable_node_id],
-            )
-            for slot in node.slot_variables
+    keys = {number: _value_key(node) for number, node in enumerate(graph.nodes)}
+    lost = [key for key in keys.values() if key and key not in stored]
+    if lost:
+        raise errors.corrupted(path, f"it lacks {lost[0]}")
+    return {
+        name: SavedObject(
+            name,
+            {
+                child.local_name: keys[child.node_id]
+                for child in graph.nodes[number].children
+                if keys[child.node_id]
+            },
+            tuple(
+                SavedSlot(
+                    name=slot.slot_name,
+                    variable=keys[slot.original_variable_node_id],
+                    key=keys[slot.slot_variable_node_id],
+                )
+                for slot in graph.nodes[number].slot_variables
+            ),
         )
-        objects[path] = SavedObject(path, values, children, slots)
-    return objects
+        for number, name in _shortest_paths(graph).items()
+    }
 
 
 def variable_key(path: str, name: str) -> str:
-    """The key of a variable that is the child `name` of the object at `path`."""
+    """Key of a variable that is the child `name` of the object at `path`."""
     escaped = name.replace(".", "..").replace("/", ".S")
     return "/".join(part for part in (path, escaped) if part) + _SUFFIX
 
@@ -98,8 +109,8 @@ def make_graph(path: str, names: Iterable[str]) -> bytes:
     """The graph of a checkpoint with one object that has variables as children.
 
     Args:
-      path: Where the object stands, e.g. "embedding"; "" is the root.
-      names: Of the variables.
+      path: Path of the object, e.g. "embedding"; "" is the root.
+      names: Names of the variables.
     """
     graph = _Graph()
     node: Any = graph.nodes.add()

@@ -1,32 +1,25 @@
-"""Saves an embedding and restores one, a slice of rows at a time."""
+"""Saves and restores an embedding, a slice of rows at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
-from tpu_embedding.checkpoint.arguments import (
-    check_layouts,
-    check_rename,
-    check_tables,
-)
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
     without_slots,
 )
-from tpu_embedding.checkpoint.progress import NoProgress, Progress
 from tpu_embedding.checkpoint.trackable import TrackableTables
-from tpu_embedding.checkpoint.writing import WriteOptions, write_tensorflow
+from tpu_embedding.checkpoint.writing import NoProgress, Progress, write_tensorflow
+from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows, Rows
-from tpu_embedding.optimizers.checks import check_flag
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -43,46 +36,50 @@ def save(
 ) -> str:
     """Writes the tables and slots as a TensorFlow checkpoint.
 
-    It is what `tf.train.Checkpoint(embedding=embedding).write(path)` writes, but
-    never holds more than a few slices of a table beside the tables themselves.
+    The files are those of `tf.train.Checkpoint(embedding=embedding).write(path)`, but
+    no more than a few slices of a table are held in memory beside the tables. The
+    slices are read one after the other: do not train in another thread meanwhile.
 
     Args:
-      embedding: Is built first if it is not yet.
+      embedding: An embedding. Built first if it is not built yet.
       path: The prefix of the new checkpoint.
-      root: What the object is called in it; "model/embedding" for an attribute.
+      root: Name of the object in the checkpoint; "model/embedding" for an attribute.
       slots: False saves the tables alone.
-      layouts: The place of each table on SparseCores, e.g. what `read_layouts` finds
-        in another checkpoint: the tables are stacked and cut so, with the record that
-        tf.tpu.experimental.embedding.TPUEmbeddingV2 restores by. None: plain.
-      progress: Told of the bytes written.
+      layouts: The place of each table on SparseCores, e.g. the result of
+        `read_layouts` for another checkpoint: the tables are stacked and cut in the
+        same way, with the record that tf.tpu.experimental.embedding.TPUEmbeddingV2
+        restores by. None saves whole tables.
+      progress: Receives the number of bytes written.
 
     Returns:
       The path.
 
     Raises:
-      TypeError: If `embedding` is none, or another argument of the wrong type.
+      TypeError: If `embedding` is not an embedding, or another argument has the wrong
+        type.
       tf.errors.AlreadyExistsError: If a checkpoint is there.
       ValueError: If `layouts` are of other tables, shapes or mixed slots.
     """
     _require_tables(embedding)
-    check_flag("slots", slots)
-    check_layouts(layouts)
+    _require(slots, bool, "slots", "a bool")
+    if layouts is not None:
+        expected = "a sequence of TableLayout, or None"
+        _require(layouts, Sequence, "layouts", expected)
+        for layout in layouts:
+            if not isinstance(layout, TableLayout):
+                raise argument_type("layouts", layouts, expected)
     tables = {
-        name: LogicalTable(
-            name,
-            arrays[PARAMETERS],
-            {array: rows for array, rows in arrays.items() if array != PARAMETERS},
-        )
+        name: LogicalTable(name, arrays.pop(PARAMETERS), arrays)
         for name, arrays in embedding.checkpoint_rows().items()
     }
     updates = embedding.checkpoint_updates() if slots else None
-    options = WriteOptions(
-        root=root,
+    return write_tensorflow(
+        os.fspath(path),
+        tables if slots else without_slots(tables),
+        root,
         layouts=layouts,
         updates=None if updates is None else int(updates.numpy()),
-    )
-    return write_tensorflow(
-        os.fspath(path), tables if slots else without_slots(tables), options, progress
+        progress=progress,
     )
 
 
@@ -97,52 +94,50 @@ def restore(
     slots: bool = True,
     progress: Progress = _SILENT,
 ) -> LogicalCheckpoint:
-    """Reads tables and slots from a checkpoint of any kind that `read` takes.
+    """Reads tables and slots from a checkpoint of any kind that `read` accepts.
 
     Everything is checked before anything changes: names, shapes, and the checksums
     of all values that will be read. Slots that the checkpoint lacks start at their
     initial value, with one warning.
 
     Args:
-      embedding: Is built first if it is not yet.
+      embedding: An embedding. Built first if it is not built yet.
       path: As for `read`.
       root: As for `read`.
-      tables: Names of the embedding's tables to restore; None for all of them.
-      rename: For tables that have another name in the checkpoint: that name, by
-        the embedding's.
-      resize: Take tables with another vocabulary: the rows that both have are
-        restored with their slots, further rows of the embedding stay as they are.
-      slots: False takes the tables alone; the slots start at their initial value.
-      progress: Told of the bytes read, first to check, then to assign.
+      tables: Names of the embedding's tables to restore; None restores all tables.
+      rename: For tables that have another name in the checkpoint: that name, by the
+        name in the embedding.
+      resize: Accept tables with another vocabulary: the rows that both have are
+        restored with their slots, further rows of the embedding keep their values.
+      slots: False restores the tables alone; the slots start at their initial value.
+      progress: Receives the number of bytes read, first to check, then to assign.
 
     Returns:
-      What was found at `path`.
+      The checkpoint at `path`.
 
     Raises:
       KeyError: If the checkpoint lacks a table.
-      ValueError: If a table has another shape; the text names both. If `tables` or
+      ValueError: If a table has another shape (the text names both), or if `tables` or
         `rename` has names that the embedding lacks.
-      TypeError: If a stored value is of no floating point dtype, `embedding` is no
-        embedding, or another argument is of the wrong type.
+      TypeError: If a stored value has no floating point dtype, `embedding` is not an
+        embedding, or another argument has the wrong type.
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
     _require_tables(embedding)
-    check_tables(tables)
-    check_rename(rename)
-    check_flag("resize", resize)
-    check_flag("slots", slots)
+    _require(resize, bool, "resize", "a bool")
+    _require(slots, bool, "slots", "a bool")
     live = embedding.checkpoint_rows()
-    names = _names(live, tables, rename or {})
+    names = _names(live, tables, {} if rename is None else rename)
     source = formats.read(path, root=root, tables=list(names.values()))
-    job = _match(source, {name: live[name] for name in names}, names, slots=slots)
+    job = Job.match(source, {name: live[name] for name in names}, names, slots=slots)
     job.check(source.path, resize=resize)
+    updates = embedding.checkpoint_updates()
+    counted = updates is not None and tables is None
     progress.start("Checking", job.nbytes)
     for copy in job.copies:
         copy.source.verify()
         progress.advance(copy.source.nbytes)
-    updates = embedding.checkpoint_updates()
-    counted = updates is not None and tables is None
     lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
     if slots and lacking:
         logging.warning(
@@ -164,6 +159,11 @@ def _require_tables(embedding: object) -> None:
         raise errors.not_an_embedding(embedding)
 
 
+def _require(value: object, kind: type, argument: str, expected: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, str) and kind is not str):
+        raise argument_type(argument, value, expected)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Copy:
     table: str
@@ -182,82 +182,124 @@ class _Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
-    """What a restore will do.
+class Job:
+    """The work of one restore.
 
     Attributes:
-      copies: Parameters and slots that are there.
+      copies: Parameters and slots that the checkpoint has.
       resets: Slots that start at their initial value.
-      lacking: Names of those among them that were looked for.
+      lacking: Names of `resets`.
     """
 
-    copies: list[_Copy]
-    resets: list[MutableRows]
-    lacking: list[str]
+    copies: list[_Copy] = dataclasses.field(default_factory=list)
+    resets: list[MutableRows] = dataclasses.field(default_factory=list)
+    lacking: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def match(
+        cls,
+        source: LogicalCheckpoint,
+        live: Mapping[str, Mapping[str, MutableRows]],
+        names: Mapping[str, str],
+        *,
+        slots: bool,
+    ) -> Job:
+        """Pairs what is stored with the arrays of an embedding.
+
+        Args:
+          source: The checkpoint.
+          live: The arrays of each table to restore.
+          names: By table its name in the checkpoint.
+          slots: False restores the tables alone.
+
+        Raises:
+          KeyError: If the checkpoint lacks a table.
+        """
+        missing = [name for name in names.values() if name not in source]
+        if missing:
+            raise KeyError(
+                f"{source.path} has no table called {', '.join(missing)}. It has: "
+                f"{', '.join(source) or 'none'}. If a table has another name there, "
+                "pass `rename={'name in the embedding': 'name in the checkpoint'}`."
+            )
+        job = cls()
+        for table, arrays in live.items():
+            stored = source[names[table]].arrays
+            for name, target in arrays.items():
+                if name in stored and (slots or name == PARAMETERS):
+                    job.copies.append(_Copy(table, name, stored[name], target))
+                else:
+                    job.resets.append(target)
+                    job.lacking.append(f"{table}/{name}")
+        return job
 
     @property
     def nbytes(self) -> int:
+        """Bytes to read."""
         return sum(copy.source.nbytes for copy in self.copies)
 
     def check(self, path: str, *, resize: bool) -> None:
-        """Raises unless every copy fits."""
+        """Raises ValueError unless every shape fits."""
         heights: dict[str, int] = {}  # Of each stored table; it comes before its slots.
         for copy in self.copies:
             expected, actual = copy.target.shape, copy.source.shape
-            same_rows = resize or expected[0] == actual[0]
+            there = f"but in {path} it has shape {errors.shape_text(actual)}"
             if copy.array == PARAMETERS:
                 heights[copy.table] = actual[0]
-                if not same_rows or expected[1] != actual[1]:
-                    raise errors.table_shape(copy.table, expected, path, actual)
-            elif actual != (heights[copy.table], expected[1]):
-                expected = (heights[copy.table], expected[1])
-                raise errors.array_shape(
-                    copy.table, copy.array, expected, (path, actual)
+                same_dim = expected[1] == actual[1]
+                if same_dim and (resize or expected[0] == actual[0]):
+                    continue
+                way_out = (
+                    "Pass `resize=True` to keep the rows that both have."
+                    if same_dim
+                    else "Tables of another dim cannot be restored."
+                )
+                raise ValueError(
+                    f"Table {copy.table} has shape {errors.shape_text(expected)}, "
+                    f"{there}. {way_out}"
+                )
+            expected = (heights[copy.table], expected[1])
+            if actual != expected:
+                raise ValueError(
+                    f"Table {copy.table}: {copy.array} has shape "
+                    f"{errors.shape_text(expected)}, {there}. Pass `slots=False` to "
+                    "restore tables alone."
                 )
 
     def run(self, progress: Progress) -> None:
+        """Assigns all values."""
         for copy in self.copies:
             copy.run(progress)
+        for copy in self.copies:  # Tables of one stack share what is kept in memory.
+            copy.source.release()
         for target in self.resets:
             for start, stop in target.slices():
                 target.write(start, target.initial_rows(stop - start))
 
 
 def _names(
-    live: Mapping[str, Any],
+    live: Mapping[str, Mapping[str, MutableRows]],
     tables: Collection[str] | None,
     rename: Mapping[str, str],
 ) -> dict[str, str]:
-    """For each table to restore its name in the checkpoint."""
+    """By table to restore its name in the checkpoint.
+
+    Raises:
+      TypeError: If `tables` or `rename` has the wrong type.
+      ValueError: If the embedding lacks a table.
+    """
+    if tables is not None:
+        _require(tables, Collection, "tables", "a collection of str, or None")
+    expected = "a dict of str by str, or None"
+    _require(rename, Mapping, "rename", expected)
+    if not all(isinstance(name, str) for pair in rename.items() for name in pair):
+        raise argument_type("rename", rename, expected)
     chosen = list(live) if tables is None else list(tables)
     for argument, names in (("tables", chosen), ("rename", rename)):
         for name in names:
             if name not in live:
-                raise errors.unknown_table(argument, name, live)
+                raise ValueError(
+                    f"Argument `{argument}` names the table {name!r}, which the "
+                    f"embedding does not have. Its tables: {', '.join(live)}."
+                )
     return {name: rename.get(name, name) for name in chosen}
-
-
-def _match(
-    source: LogicalCheckpoint,
-    live: Mapping[str, Mapping[str, MutableRows]],
-    names: Mapping[str, str],
-    *,
-    slots: bool,
-) -> _Job:
-    missing = [name for name in names.values() if name not in source]
-    if missing:
-        raise errors.missing_tables(source.path, missing, source)
-    job = _Job([], [], [])
-    for table, arrays in live.items():
-        stored = _arrays(source[names[table]], slots=slots)
-        for name, target in arrays.items():
-            if name in stored:
-                job.copies.append(_Copy(table, name, stored[name], target))
-            else:
-                job.resets.append(target)
-                job.lacking.append(f"{table}/{name}")
-    return job
-
-
-def _arrays(table: LogicalTable, *, slots: bool) -> Mapping[str, Rows]:
-    return table.arrays if slots else {PARAMETERS: table.parameters}

@@ -85,20 +85,32 @@ def stack(
     """
     laid_out = {layout.table_name for layout in layouts}
     if laid_out != tables.keys():
-        raise errors.missing_layouts(
-            sorted(tables.keys() - laid_out), sorted(laid_out - tables.keys())
+        missing = ", ".join(sorted(tables.keys() - laid_out)) or "none"
+        surplus = ", ".join(sorted(laid_out - tables.keys())) or "none"
+        raise ValueError(
+            f"There must be a layout for each table and no other. Tables without: "
+            f"{missing}; layouts without a table: {surplus}."
         )
     by_stack: dict[str, list[TableLayout]] = {}
     for layout in layouts:
         table = tables[layout.table_name]
         if table.parameters.shape != layout.unsharded_shape:
-            raise errors.layout_shape(layout, table.parameters.shape)
+            raise ValueError(
+                f"Table {layout.table_name} has shape "
+                f"{errors.shape_text(table.parameters.shape)}, but its layout is for "
+                f"shape {errors.shape_text(layout.unsharded_shape)}."
+            )
         by_stack.setdefault(layout.stacked_table_name, []).append(layout)
     matrices: dict[str, Rows] = {}
     for name, members in by_stack.items():
         arrays = [tables[layout.table_name].arrays for layout in members]
         if any(other.keys() != arrays[0].keys() for other in arrays):
-            raise errors.stack_of_two_kinds(name, [list(a) for a in arrays])
+            kinds = "; ".join(", ".join(names) for names in arrays)
+            raise ValueError(
+                f"The tables of stack {name} must have the same slots. Received: "
+                f"{kinds}. Give them stacks of their own, or leave the slots out with "
+                "`slots=False`."
+            )
         for array in arrays[0]:
             own = {la.table_name: tables[la.table_name].arrays[array] for la in members}
             matrices[checkpoint_name(name, array)] = StackedRows(own, members)
@@ -120,7 +132,16 @@ class LayoutRecord(base.Trackable):
         # record of several would be its own.
         record: Any = restored_tensors[VALUE_KEY].numpy()
         if not same_layouts(self._layouts, parse_layouts("the checkpoint", record)):
-            raise errors.other_stacks("the checkpoint")
+            raise other_stacks("the checkpoint")
+
+
+def other_stacks(path: str) -> ValueError:
+    """A checkpoint whose stacks are not those of an embedding on SparseCores."""
+    return ValueError(
+        f"The tables in {path} are not stacked and cut as those of this embedding on "
+        "SparseCores: other tables, devices or SparseCores, or none. Use "
+        "tpu_embedding.checkpoint.restore(embedding, path), which moves them."
+    )
 
 
 def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> bool:

@@ -1,30 +1,50 @@
-"""TensorFlow's checkpoints: which object holds the tables, and as what."""
+"""Reads TensorFlow's checkpoints by ranges of rows.
+
+RestoreV2 reads and checks each stored slice as a whole. A tensor that was written in
+slices, as `writing` does, is read a slice at a time; one that was written whole is
+held in memory while it is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import dataclasses
+import functools
+import os
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
-from tpu_embedding.checkpoint.bundle import Bundle, BundleRows
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
-from tpu_embedding.checkpoint.grouping import group_tables
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import (
+    LogicalCheckpoint,
+    LogicalTable,
+    choose_root,
+    group_tables,
+)
 from tpu_embedding.checkpoint.object_graph import (
+    GRAPH_KEY,
     SavedObject,
     SavedSlot,
     read_objects,
 )
-from tpu_embedding.checkpoint.roots import choose_root
 from tpu_embedding.checkpoint.sparse_core_format import (
     LAYOUTS,
     parse_layouts,
     unstack,
 )
+from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import Rows
+from tpu_embedding.layout.table_arrays import ArrayRows
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
+# Stored slices that are kept because the next read may need another part of them: a
+# table's rows lie in as many slices of a stack as there are SparseCores.
+_KEPT_SLICES = 8
 
-# What the optimizers of tf_keras call a slot, and the name of it here. The layer of
+# Slot names of the optimizers of tf_keras, and the names here. The layer of
 # tensorflow-recommenders leaves its slots to them.
 _OPTIMIZER_SLOTS = {
     "accumulator": "accumulators",
@@ -34,58 +54,174 @@ _OPTIMIZER_SLOTS = {
 }
 
 
+class Bundle:
+    """The tensors of a TensorFlow checkpoint.
+
+    Attributes:
+      prefix: Path of the checkpoint without `.index`.
+      shapes: By key of the tensor.
+      dtypes: By key of the tensor.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Reads the index.
+
+        Raises:
+          tf.errors.NotFoundError: If there is none.
+          tf.errors.DataLossError: If it is damaged.
+        """
+        self.prefix = prefix
+        self.index = prefix + ".index"
+        self.verified: set[str] = set()  # keys
+        if not tf.io.gfile.exists(self.index):
+            raise errors.not_found(prefix)
+        try:
+            reader = tf.train.load_checkpoint(prefix)
+            shapes = reader.get_variable_to_shape_map()
+            self.shapes: dict[str, list[int]] = dict(sorted(shapes.items()))
+            self.dtypes: dict[str, tf.DType] = reader.get_variable_to_dtype_map()
+        except (tf.errors.OpError, UnicodeDecodeError) as error:
+            raise errors.corrupted(self.index, str(error)) from error
+
+    def restore(self, key: str, spec: str = "") -> Any:
+        """A tensor, or a slice of one.
+
+        Raises:
+          tf.errors.DataLossError: If a file is missing or damaged.
+        """
+        try:
+            (value,) = tf.raw_ops.RestoreV2(
+                prefix=self.prefix,
+                tensor_names=[key],
+                shape_and_slices=[spec],
+                dtypes=[self.dtypes[key]],
+            )
+        except (tf.errors.OpError, UnicodeDecodeError) as error:
+            reason = f"{key} cannot be read ({error})"
+            raise errors.corrupted(self.prefix, reason) from error
+        return value.numpy()
+
+    def objects(self) -> dict[str, SavedObject]:
+        """See `read_objects`."""
+        record = self.restore(GRAPH_KEY) if GRAPH_KEY in self.shapes else None
+        return read_objects(self.index, record, self.shapes)
+
+    @functools.cached_property
+    def largest_file(self) -> int:
+        """Size of the largest data file; a larger tensor is stored in slices."""
+        folder, name = os.path.split(self.prefix)
+        files = [
+            file
+            for file in tf.io.gfile.listdir(folder or ".")
+            if file.startswith(f"{name}.data-")
+        ]
+        sizes = [tf.io.gfile.stat(os.path.join(folder, f)).length for f in files]
+        return max(sizes, default=0)
+
+    @functools.cached_property
+    def kept_slices(self) -> Any:
+        """`restore`, with the last slices kept in memory."""
+        return functools.lru_cache(_KEPT_SLICES)(self.restore)
+
+    @functools.cached_property
+    def kept_tensor(self) -> Any:
+        """`restore`, with the last tensor kept in memory."""
+        return functools.lru_cache(1)(self.restore)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _BundleRows(ArrayRows):
+    """One tensor of rank 2 of a checkpoint. Every read checks the checksums."""
+
+    bundle: Bundle
+    key: str
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        rows, size = self.array_shape[0], self.slice_rows
+        if stop - start == rows:
+            return self.bundle.restore(self.key)
+        if self._is_whole:
+            return self.bundle.kept_tensor(self.key)[start:stop]
+        if start % size == 0 and stop - start <= size:
+            return self.bundle.restore(self.key, self._spec(start, stop))
+        values = np.empty((stop - start, self.shape[1]), self.dtype)
+        for first in range(start // size * size, stop, size):
+            spec = self._spec(first, min(rows, first + size))
+            stored = self.bundle.kept_slices(self.key, spec)
+            begin, end = max(start, first), min(stop, first + size)
+            values[begin - start : end - start] = stored[begin - first : end - first]
+        return values
+
+    def verify(self) -> None:
+        if self.key in self.bundle.verified:
+            return  # By another table of the same stack.
+        if self._is_whole:
+            self.bundle.restore(self.key)
+        else:
+            for start, stop in self.slices():
+                self.bundle.restore(self.key, self._spec(start, stop))
+        self.bundle.verified.add(self.key)
+
+    def release(self) -> None:
+        self.bundle.kept_slices.cache_clear()
+        self.bundle.kept_tensor.cache_clear()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the tensor may be stored whole; if so, each read reads all of it."""
+        return self.nbytes <= self.bundle.largest_file
+
+    def _spec(self, start: int, stop: int) -> str:
+        rows, columns = self.shape
+        return slice_spec((rows, columns), start, stop)
+
+
 def read_tensorflow(
     prefix: str, root: str | None, tables: Collection[str]
 ) -> LogicalCheckpoint:
     """See `formats.read`."""
     bundle = Bundle(prefix)
-    objects = read_objects(bundle)
+    objects = bundle.objects()
     slots = [slot for node in objects.values() for slot in node.slots]
     holders: dict[str, dict[str, LogicalTable]] = {}
     seen: set[str] = set()  # Keys of tensors: a variable may have several parents.
     for path, node in objects.items():
         matrices = _matrices(bundle, node, slots)
         keys = {rows.key for rows in matrices.values()}
-        if not keys <= seen:
-            seen |= keys
-            holders[path] = _tables(bundle, node, matrices, tables)
-    mixed = [path for path in holders if _has_vectors(bundle, objects[path])]
+        if keys <= seen:
+            continue
+        seen |= keys
+        if LAYOUTS in node.values:
+            record = parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
+            holders[path] = unstack(prefix, matrices, record)
+        else:
+            holders[path] = group_tables(matrices, tables)
+    mixed = [
+        path
+        for path in holders
+        if any(len(bundle.shapes[key]) == 1 for key in objects[path].values.values())
+    ]
     path = choose_root(prefix, root, tables, holders, mixed)
+    values = objects[path].values
     return LogicalCheckpoint(
         path=prefix,
-        format=_SPARSE_CORE if LAYOUTS in objects[path].values else _PLAIN,
+        format=_SPARSE_CORE if LAYOUTS in values else _PLAIN,
         tables=holders[path],
-        updates=_updates(bundle, objects[path]),
+        updates=int(bundle.restore(values[UPDATES])) if UPDATES in values else None,
     )
 
 
 def read_all_layouts(prefix: str) -> Iterator[list[TableLayout]]:
     """The layout records of all objects of a checkpoint that have one."""
     bundle = Bundle(prefix)
-    for node in read_objects(bundle).values():
+    for node in bundle.objects().values():
         if LAYOUTS in node.values:
-            yield parse_layouts(prefix, bundle.value(node.values[LAYOUTS]))
-
-
-def _tables(
-    bundle: Bundle,
-    node: SavedObject,
-    matrices: Mapping[str, Rows],
-    tables: Collection[str],
-) -> dict[str, LogicalTable]:
-    if LAYOUTS not in node.values:
-        return group_tables(matrices, tables)
-    record = bundle.value(node.values[LAYOUTS])
-    return unstack(bundle.prefix, matrices, parse_layouts(bundle.prefix, record))
-
-
-def _has_vectors(bundle: Bundle, node: SavedObject) -> bool:
-    return any(len(bundle.shape(key)) == 1 for key in node.values.values())
+            yield parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
 
 
 def _matrices(
     bundle: Bundle, node: SavedObject, slots: Iterable[SavedSlot]
-) -> dict[str, BundleRows]:
+) -> dict[str, _BundleRows]:
     """The variables of rank 2 by name, slots as `<variable>/<slot>`."""
     names = {key: name for name, key in node.values.items()}
     keys = dict(node.values)
@@ -94,12 +230,12 @@ def _matrices(
             name = _OPTIMIZER_SLOTS.get(slot.name, slot.name)
             keys[f"{names[slot.variable]}/{name}"] = slot.key
     return {
-        name: bundle.rows(key)
+        name: _BundleRows(
+            tuple(bundle.shapes[key]),
+            np.dtype(bundle.dtypes[key].as_numpy_dtype),
+            bundle,
+            key,
+        )
         for name, key in keys.items()
-        if len(bundle.shape(key)) == 2 and bundle.dtype(key).is_floating
+        if len(bundle.shapes[key]) == 2 and bundle.dtypes[key].is_floating
     }
-
-
-def _updates(bundle: Bundle, node: SavedObject) -> int | None:
-    key = node.values.get(UPDATES)
-    return None if key is None else int(bundle.value(key))

@@ -1,4 +1,4 @@
-"""What makes the tables of an embedding part of TensorFlow's checkpoints."""
+"""Makes the tables of an embedding part of TensorFlow's checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_context
+from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.dtypes import check_dtypes
 from tpu_embedding.checkpoint.sparse_core_format import (
     LAYOUTS,
     LayoutRecord,
+    other_stacks,
     same_layouts,
 )
 from tpu_embedding.checkpoint.tensorflow_format import read_all_layouts
@@ -112,15 +113,19 @@ class TrackableTables(tf.__internal__.tracking.AutoTrackable):
         # Restoring asks once for each object, before it reads any value.
         own = self._stored_layouts
         if own and not any(same_layouts(own, la) for la in read_all_layouts(path)):
-            raise errors.other_stacks(path)
-        check_dtypes(path, self._stored_dtypes)
+            raise other_stacks(path)
+        _check_dtypes(path, self._stored_dtypes)
         return super()._checkpoint_adapter(path)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Restoring asks for each child that the object had when it was saved. Stacks
         # are no children of this object and would be left out without a word.
         if name == LAYOUTS and not self._stored_layouts:
-            raise errors.stacked_tables()
+            raise ValueError(
+                "This checkpoint holds the tables stacked and in shards, as "
+                "SparseCores have them, which tf.train.Checkpoint cannot restore here. "
+                "Use tpu_embedding.checkpoint.restore(embedding, path)."
+            )
         return super()._lookup_dependency(name, *args, **kwargs)
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
@@ -128,3 +133,42 @@ class TrackableTables(tf.__internal__.tracking.AutoTrackable):
         # once, parents before children: this puts the pending update before them.
         del object_map
         self.flush()
+
+
+def _check_dtypes(path: str, own: Mapping[str, tf.DType]) -> None:
+    """Refuses a checkpoint whose tables tf.train.Checkpoint could not restore.
+
+    Args:
+      path: The checkpoint's prefix.
+      own: By name of the table its dtype in the embedding.
+
+    Raises:
+      TypeError: If objects of the checkpoint have all these tables, but none has them
+        in these dtypes.
+    """
+    stored = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    found = [_stored_in(stored, name) for name in own]
+    holders = set(found[0]).intersection(*found[1:])
+    others = [
+        [
+            (name, dtype, dtypes[holder])
+            for (name, dtype), dtypes in zip(own.items(), found, strict=True)
+            if dtypes[holder] != dtype
+        ]
+        for holder in sorted(holders)
+    ]
+    if others and all(others):
+        name, dtype, other = others[0][0]
+        raise TypeError(
+            f"Table {name} is {dtype.name}, but in {path} it is {other.name}, and "
+            "tf.train.Checkpoint does not convert. Use "
+            "tpu_embedding.checkpoint.restore(embedding, path), which does."
+        )
+
+
+def _stored_in(stored: Mapping[str, tf.DType], table: str) -> dict[str, tf.DType]:
+    """By key of the object that holds it the dtype of each table of that name."""
+    end = f"/{escape_local_name(table)}/.ATTRIBUTES/VARIABLE_VALUE"
+    # With a slash before it, as the object may be the root, which has no key.
+    keys = {f"/{key}": dtype for key, dtype in stored.items()}
+    return {key[: -len(end)]: d for key, d in keys.items() if key.endswith(end)}

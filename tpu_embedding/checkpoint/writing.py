@@ -1,52 +1,127 @@
-"""Writes TensorFlow checkpoints out of slices, without a whole table in memory.
+"""Writes TensorFlow checkpoints in slices, without a whole table in memory.
 
-Their index comes last: until it is there, there is no checkpoint, and an interrupted
-save leaves those that were there before as they are. Processes write into a folder
-one after the other.
+SaveV2 takes all its tensors at once, so it is called for one part at a time;
+MergeV2Checkpoints then makes one checkpoint of the parts without copying them. The
+index comes last: until it is there, there is no checkpoint, and an interrupted save
+leaves earlier checkpoints as they are. Processes write into a folder one after the
+other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, named_matrices
-from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
-from tpu_embedding.checkpoint.parts import Piece, merge, write_parts, write_values
-from tpu_embedding.checkpoint.progress import Progress
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import Rows
 
-# A folder beside what is written, emptied first: no user may have one so called.
+# A folder beside the files being written, emptied first. Users must not use the name.
 SCRATCH = ".tpu_embedding_unfinished"
+_MIN_PART_BYTES = 16 << 20
+_MAX_PARTS = 128  # Of large checkpoints: each part becomes a file.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some network file systems
 
 
-@dataclasses.dataclass(frozen=True)
-class WriteOptions:
-    """How tables are written.
+class Progress(Protocol):
+    """Receives the number of bytes that a long task has read or written."""
+
+    def start(self, task: str, total: int) -> None:
+        """A task of `total` bytes begins."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes are done."""
+        ...
+
+
+class NoProgress:
+    """Reports nothing."""
+
+    def start(self, task: str, total: int) -> None:
+        del task, total
+
+    def advance(self, count: int) -> None:
+        del count
+
+
+@contextlib.contextmanager
+def one_writer(path: str) -> Iterator[None]:
+    """Waits until no other process writes into the folder of `path`.
+
+    The system releases the lock when the process ends, however it ends. Remote
+    paths ("gs://...") and file systems without locks have none.
+    """
+    if "://" in path:
+        yield
+        return
+    parent = os.path.dirname(os.path.abspath(path))
+    with contextlib.suppress(FileExistsError):  # To open a file is the clearer error.
+        os.makedirs(parent, exist_ok=True)
+    folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(folder)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of a matrix.
 
     Attributes:
-      root: What the object that holds them is called, e.g. "embedding".
-      layouts: For SparseCores the place of each table; None writes them plain.
-      updates: How many updates they have had, if that is known.
+      key: Key of the matrix in the checkpoint.
+      shape: Shape of the whole matrix.
+      start: Index of the first row.
+      values: [n, C].
     """
 
-    root: str
-    layouts: Sequence[TableLayout] | None = None
-    updates: int | None = None
+    key: str
+    shape: tuple[int, int]
+    start: int
+    values: np.ndarray
+
+
+def part_bytes(total: int) -> int:
+    """The size of a part where `total` bytes are written."""
+    return max(_MIN_PART_BYTES, total // _MAX_PARTS)
+
+
+def slice_spec(shape: tuple[int, int], start: int, stop: int) -> str:
+    """Rows of a matrix as SaveV2 and RestoreV2 take them; "" for all rows.
+
+    >>> slice_spec((9, 2), 3, 5), slice_spec((9, 2), 0, 9)
+    ('9 2 3,2:0,2', '')
+    """
+    rows, columns = shape
+    if stop - start == rows:
+        return ""
+    return f"{rows} {columns} {start},{stop - start}:0,{columns}"
 
 
 def write_tensorflow(
     path: str,
     tables: Mapping[str, LogicalTable],
-    options: WriteOptions,
+    root: str,
+    *,
+    layouts: Sequence[TableLayout] | None,
+    updates: int | None,
     progress: Progress,
 ) -> str:
     """Writes one object with tables and slots as a checkpoint.
@@ -54,8 +129,10 @@ def write_tensorflow(
     Args:
       path: The prefix of the new checkpoint.
       tables: By name.
-      options: How.
-      progress: Told of each part.
+      root: Name of the object that holds the tables, e.g. "embedding".
+      layouts: The place of each table on SparseCores; None writes whole tables.
+      updates: Number of updates applied to the tables, or None to store none.
+      progress: Receives the bytes written.
 
     Returns:
       `path`.
@@ -65,53 +142,99 @@ def write_tensorflow(
       ValueError: If the path ends in a slash, or a table has no rows or columns.
     """
     if not os.path.basename(path):
-        raise errors.no_prefix(path)
-    if options.layouts is None:
+        raise ValueError(
+            "A checkpoint's path is the beginning of the names of its files and must "
+            f"not be empty or end in a slash. Received: {path!r}. Pass e.g. "
+            "'folder/model'."
+        )
+    if layouts is None:
         matrices, values = named_matrices(tables), {}
     else:
-        matrices, values = stack(tables, options.layouts)
+        matrices, values = stack(tables, layouts)
     for name, rows in matrices.items():
         if 0 in rows.shape:
-            raise errors.empty_matrix(name, rows.shape)
-    if options.updates is not None:
-        values[UPDATES] = tf.constant(options.updates, tf.int64)
+            raise ValueError(
+                f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
+                "least one row and one column: leave it out of what is converted."
+            )
+    if updates is not None:
+        values[UPDATES] = tf.constant(updates, tf.int64)
+    small = {variable_key(root, name): value for name, value in values.items()}
+    small[GRAPH_KEY] = tf.constant(make_graph(root, [*matrices, *values]))
+    total = sum(rows.nbytes for rows in matrices.values())
+    pieces = (
+        Piece(variable_key(root, name), rows.shape, start, rows.read(start, stop))
+        for name, rows in matrices.items()
+        for start, stop in rows.slices()
+    )
     with one_writer(path):
         if tf.io.gfile.exists(path + ".index"):
             raise errors.exists(path)
-        _write(path, matrices, _Others(options.root, values), progress)
+        scratch = path + SCRATCH  # An interrupted save may have left one.
+        if tf.io.gfile.exists(scratch):
+            tf.io.gfile.rmtree(scratch)
+        tf.io.gfile.makedirs(scratch)
+        progress.start("Writing", total)
+        try:
+            parts = write_parts(scratch, pieces, total, progress)
+            tf.raw_ops.SaveV2(
+                prefix=f"{scratch}/values",
+                tensor_names=list(small),
+                shape_and_slices=[""] * len(small),
+                tensors=list(small.values()),
+            )
+            merge([*parts, f"{scratch}/values"], path)
+        finally:
+            if tf.io.gfile.exists(scratch):
+                tf.io.gfile.rmtree(scratch)
     return path
 
 
-@dataclasses.dataclass(frozen=True)
-class _Others:
-    """What is written beside the matrices; `root` as in WriteOptions."""
+def write_parts(
+    scratch: str, pieces: Iterable[Piece], total: int, progress: Progress
+) -> list[str]:
+    """Writes pieces as they come, several of them into a file.
 
-    root: str
-    values: Mapping[str, tf.Tensor]
+    Args:
+      scratch: A folder for the files.
+      pieces: The rows to write; those of one part are held in memory.
+      total: Size of all pieces in bytes.
+      progress: Receives the bytes of each part.
+
+    Returns:
+      The prefixes of the parts, for `merge`.
+    """
+    prefixes: list[str] = []
+    part: list[Piece] = []
+    size, limit = 0, part_bytes(total)
+
+    def write() -> None:
+        prefixes.append(f"{scratch}/{len(prefixes)}")
+        tf.raw_ops.SaveV2(
+            prefix=prefixes[-1],
+            tensor_names=[piece.key for piece in part],
+            shape_and_slices=[
+                slice_spec(piece.shape, piece.start, piece.start + len(piece.values))
+                for piece in part
+            ],
+            tensors=[piece.values for piece in part],
+        )
+        part.clear()  # Before the next piece is read.
+        progress.advance(size)
+
+    for piece in pieces:
+        if part and size + piece.values.nbytes > limit:
+            write()
+            size = 0
+        part.append(piece)
+        size += piece.values.nbytes
+    if part:
+        write()
+    return prefixes
 
 
-def _write(
-    path: str, matrices: Mapping[str, Rows], others: _Others, progress: Progress
-) -> None:
-    scratch = path + SCRATCH  # Of an interrupted save there may be some.
-    if tf.io.gfile.exists(scratch):
-        tf.io.gfile.rmtree(scratch)
-    tf.io.gfile.makedirs(scratch)
-    root, values = others.root, others.values
-    total = sum(rows.nbytes for rows in matrices.values())
-    progress.start("Writing", total)
-    small = {variable_key(root, name): value for name, value in values.items()}
-    small[GRAPH_KEY] = tf.constant(make_graph(root, [*matrices, *values]))
-    try:
-        parts = write_parts(scratch, _pieces(root, matrices), total, progress)
-        merge([*parts, write_values(f"{scratch}/values", small)], path)
-    finally:
-        if tf.io.gfile.exists(scratch):
-            tf.io.gfile.rmtree(scratch)
-
-
-def _pieces(root: str, matrices: Mapping[str, Rows]) -> Iterator[Piece]:
-    for name, rows in matrices.items():
-        for start, stop in rows.slices():
-            values = rows.read(start, stop)
-            yield Piece(variable_key(root, name), rows.shape, start, values)
+def merge(parts: Sequence[str], path: str) -> None:
+    """Makes one checkpoint of parts, and deletes the parts."""
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=parts, destination_prefix=path, delete_old_dirs=True
+    )

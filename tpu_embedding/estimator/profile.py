@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from tpu_embedding import errors
-from tpu_embedding.checkpoint.locks import one_writer
+from tpu_embedding.checkpoint.writing import one_writer
 from tpu_embedding.interop.embedding_config_spec import require_spec
 
 VERSION = 1

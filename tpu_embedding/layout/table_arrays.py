@@ -69,6 +69,10 @@ class Rows(abc.ABC):
         """Raises tf.errors.DataLossError unless all rows can be read."""
         return  # Matrices in memory are always readable.
 
+    def release(self) -> None:
+        """Frees memory that speeds up further reads."""
+        return
+
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
@@ -92,6 +96,28 @@ class Rows(abc.ABC):
     def numpy(self) -> np.ndarray:
         """Returns the whole matrix."""
         return self.read(0, self.shape[0])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayRows(Rows):
+    """A matrix whose shape and dtype are known before it is read.
+
+    Attributes:
+      array_shape: Shape, of rank 2.
+      array_dtype: Dtype of the values.
+    """
+
+    array_shape: tuple[int, ...]
+    array_dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.array_shape
+        return rows, columns
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array_dtype
 
 
 InitialValue = float | Callable[[tuple[int, int]], Any] | None
@@ -169,6 +195,9 @@ class UnstackedRows(Rows):
 
     def verify(self) -> None:
         self.stack.verify()
+
+    def release(self) -> None:
+        self.stack.release()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

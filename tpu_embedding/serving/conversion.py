@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.parts import Piece
+from tpu_embedding.checkpoint.writing import Piece
 from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.report import TableReport

@@ -18,10 +18,15 @@ import tensorflow as tf
 from tensorflow.python.saved_model import fingerprinting_utils
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
-from tpu_embedding.checkpoint.locks import one_writer
 from tpu_embedding.checkpoint.object_graph import variable_key
-from tpu_embedding.checkpoint.parts import Piece, merge, part_bytes, write_parts
-from tpu_embedding.checkpoint.progress import NoProgress
+from tpu_embedding.checkpoint.writing import (
+    NoProgress,
+    Piece,
+    merge,
+    one_writer,
+    part_bytes,
+    write_parts,
+)
 from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving import errors
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable
