@@ -194,6 +194,15 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "Both feature film/0 and feature film/0 would be the input 'film",
     ),
+    (
+        TABLE,
+        {
+            "feature_config": {"f": FEATURES["film"], "F": FEATURES["film"]},
+            "signatures": ["ragged"],
+        },
+        ValueError,
+        "The inputs 'F_values', of feature F, and 'f_values', of feature f, of the",
+    ),
     (KEPT, {"model": lambda activations: 3}, TypeError, "must return a tensor or a d"),
 ]
 
@@ -211,6 +220,20 @@ def test_bad_arguments_write_nothing(
         export(source, folder, **options)
     assert text in str(raised.value)
     assert not folder.exists()
+
+
+def test_names_that_differ_in_case_only_are_served_in_examples(
+    tmp_path: pathlib.Path,
+) -> None:
+    features = {"f": FEATURES["film"], "F": FEATURES["film"]}
+    export(TABLE, tmp_path, feature_config=features, signatures=["examples"])
+    example = tf.train.Example()
+    for name, film in (("f", 4), ("F", 5)):
+        example.features.feature[name].int64_list.value.append(film)
+    serialized = tf.constant([example.SerializeToString()])
+    found = load(tmp_path)["examples"](examples=serialized)
+    np.testing.assert_array_equal(found["f"], [[12, 13, 14]])
+    np.testing.assert_array_equal(found["F"], [[15, 16, 17]])
 
 
 def test_an_empty_path_is_not_the_working_directory() -> None:

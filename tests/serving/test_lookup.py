@@ -14,7 +14,6 @@ from conformance import cases
 from reference.embedding import Feature, ReferenceEmbedding, Table
 
 import tpu_embedding as te
-from tpu_embedding.serving import errors
 
 stock = tf.tpu.experimental.embedding
 V, D, MOST = 13, 5, 4
@@ -177,6 +176,42 @@ def test_sizes_of_batches(size: int) -> None:
         np.testing.assert_array_equal(activation, VALUES[dense])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_another_batch_size_than_that_of_the_output_shape(mode: str) -> None:
+    """As TensorFlow's: only ragged rows fill the output shape."""
+    table = films(combiner="sum")
+    config = {
+        "one": te.FeatureConfig(table, output_shape=[8]),
+        "two": te.FeatureConfig(table, output_shape=[8, 2]),
+        "sparse": te.FeatureConfig(table, output_shape=[8]),
+    }
+    sparse = tf.sparse.from_dense([[1, 2], [0, 3]])
+    two = tf.constant([[[1], [2]], [[3], [4]], [[5], [6]]])
+    ids = {"one": tf.constant([3, 5]), "two": two, "sparse": sparse}
+    serving = te.TPUEmbeddingForServing(config, None)
+    serving.embedding_tables[table].assign(VALUES)
+
+    @MODES[mode]
+    def look_up() -> Any:
+        by_function = te.serving_embedding_lookup(
+            ids, None, {table: tf.constant(VALUES)}, config
+        )
+        return by_function, serving(ids)
+
+    for found in look_up():
+        np.testing.assert_array_equal(found["one"], VALUES[[3, 5]])
+        np.testing.assert_array_equal(found["two"], VALUES[[[1, 2], [3, 4], [5, 6]]])
+        np.testing.assert_array_equal(
+            found["sparse"], [VALUES[1] + VALUES[2], VALUES[3]]
+        )
+    ragged = {"one": tf.ragged.constant([[1], [2], [3]])}
+    with pytest.raises(ValueError, match=r"one.*\(8,\).*FeatureConfig.output_shape"):
+        serving(ragged)
+    wrong = {"two": tf.constant([[[1], [2], [3]]])}
+    with pytest.raises(ValueError, match=r"two.*\(None, 2\)"):
+        serving(wrong)
+
+
 @pytest.mark.parametrize("combiner", cases.COMBINERS)
 def test_samples_without_ids_are_zeros(combiner: str) -> None:
     table = films(combiner=combiner)
@@ -210,8 +245,8 @@ def test_bad_arguments_are_named() -> None:
         return str(raised.value)
 
     values = {table: tf.constant(VALUES)}
-    assert refused(ValueError, {"x": ids["film"]}, None, values) == str(
-        errors.unknown_features(["x"], ["film"])
+    assert refused(ValueError, {"x": ids["film"]}, None, values) == (
+        "`inputs` has the features x, which `feature_config` lacks. It has film."
     )
     assert refused(ValueError, ids, None, {}) == (
         "`tables` lacks table films of feature film. Its keys must be the TableConfig "

@@ -14,10 +14,9 @@ from hypothesis.extra import numpy as arrays
 from serving.exported import ragged
 
 import tpu_embedding as te
-from tpu_embedding.serving import quantization, sources
-from tpu_embedding.serving.conversion import Conversion
+from tpu_embedding.serving import conversion, quantization
+from tpu_embedding.serving.conversion import Conversion, GatheredRows, Source
 from tpu_embedding.serving.quantization import STORAGES, WholeTable, stored_form
-from tpu_embedding.serving.sources import GatheredRows, Source
 
 EPSILON = 2.0**-24
 # The unit roundoff of each 16-bit type, and the half of its smallest step.
@@ -117,7 +116,7 @@ def test_slices_fit_together(
     for storage in STORAGES:
         whole = read(values, storage)
         with monkeypatch.context() as patch:
-            patch.setattr(sources, "SLICE_BYTES", 4 * 5 * 4)
+            patch.setattr(conversion, "SLICE_BYTES", 4 * 5 * 4)
             table, report = store(values, storage, size=200)
         sliced = table.read(tf.range(23, dtype=tf.int64))
         np.testing.assert_array_equal(whole[0], sliced)

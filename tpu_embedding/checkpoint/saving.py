@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
 
@@ -14,12 +13,13 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalTable,
     without_slots,
 )
+from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.checkpoint.writing import NoProgress, Progress, write_tensorflow
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows, Rows
+from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -134,10 +134,7 @@ def restore(
     job.check(source.path, resize=resize)
     updates = embedding.checkpoint_updates()
     counted = updates is not None and tables is None
-    progress.start("Checking", job.nbytes)
-    for copy in job.copies:
-        copy.source.verify()
-        progress.advance(copy.source.nbytes)
+    job.verify(progress)
     lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
     if slots and lacking:
         logging.warning(
@@ -145,7 +142,6 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
-    progress.start("Restoring", job.nbytes)
     job.run(progress)
     embedding.load_checkpoint_rows()
     if counted:
@@ -162,119 +158,6 @@ def _require_tables(embedding: object) -> None:
 def _require(value: object, kind: type, argument: str, expected: str) -> None:
     if not isinstance(value, kind) or (isinstance(value, str) and kind is not str):
         raise argument_type(argument, value, expected)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    table: str
-    array: str
-    source: Rows
-    target: MutableRows
-
-    def run(self, progress: Progress) -> None:
-        common = min(self.source.shape[0], self.target.shape[0])
-        dtype = self.target.dtype
-        for start, stop in self.source.slices():
-            if start < common:
-                values = self.source.read(start, min(stop, common))
-                self.target.write(start, values.astype(dtype, copy=False))
-            progress.advance((stop - start) * self.source.row_bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The work of one restore.
-
-    Attributes:
-      copies: Parameters and slots that the checkpoint has.
-      resets: Slots that start at their initial value.
-      lacking: Names of `resets`.
-    """
-
-    copies: list[_Copy] = dataclasses.field(default_factory=list)
-    resets: list[MutableRows] = dataclasses.field(default_factory=list)
-    lacking: list[str] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def match(
-        cls,
-        source: LogicalCheckpoint,
-        live: Mapping[str, Mapping[str, MutableRows]],
-        names: Mapping[str, str],
-        *,
-        slots: bool,
-    ) -> Job:
-        """Pairs what is stored with the arrays of an embedding.
-
-        Args:
-          source: The checkpoint.
-          live: The arrays of each table to restore.
-          names: By table its name in the checkpoint.
-          slots: False restores the tables alone.
-
-        Raises:
-          KeyError: If the checkpoint lacks a table.
-        """
-        missing = [name for name in names.values() if name not in source]
-        if missing:
-            raise KeyError(
-                f"{source.path} has no table called {', '.join(missing)}. It has: "
-                f"{', '.join(source) or 'none'}. If a table has another name there, "
-                "pass `rename={'name in the embedding': 'name in the checkpoint'}`."
-            )
-        job = cls()
-        for table, arrays in live.items():
-            stored = source[names[table]].arrays
-            for name, target in arrays.items():
-                if name in stored and (slots or name == PARAMETERS):
-                    job.copies.append(_Copy(table, name, stored[name], target))
-                else:
-                    job.resets.append(target)
-                    job.lacking.append(f"{table}/{name}")
-        return job
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return sum(copy.source.nbytes for copy in self.copies)
-
-    def check(self, path: str, *, resize: bool) -> None:
-        """Raises ValueError unless every shape fits."""
-        heights: dict[str, int] = {}  # Of each stored table; it comes before its slots.
-        for copy in self.copies:
-            expected, actual = copy.target.shape, copy.source.shape
-            there = f"but in {path} it has shape {errors.shape_text(actual)}"
-            if copy.array == PARAMETERS:
-                heights[copy.table] = actual[0]
-                same_dim = expected[1] == actual[1]
-                if same_dim and (resize or expected[0] == actual[0]):
-                    continue
-                way_out = (
-                    "Pass `resize=True` to keep the rows that both have."
-                    if same_dim
-                    else "Tables of another dim cannot be restored."
-                )
-                raise ValueError(
-                    f"Table {copy.table} has shape {errors.shape_text(expected)}, "
-                    f"{there}. {way_out}"
-                )
-            expected = (heights[copy.table], expected[1])
-            if actual != expected:
-                raise ValueError(
-                    f"Table {copy.table}: {copy.array} has shape "
-                    f"{errors.shape_text(expected)}, {there}. Pass `slots=False` to "
-                    "restore tables alone."
-                )
-
-    def run(self, progress: Progress) -> None:
-        """Assigns all values."""
-        for copy in self.copies:
-            copy.run(progress)
-        for copy in self.copies:  # Tables of one stack share what is kept in memory.
-            copy.source.release()
-        for target in self.resets:
-            for start, stop in target.slices():
-                target.write(start, target.initial_rows(stop - start))
 
 
 def _names(

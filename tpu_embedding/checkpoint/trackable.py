@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,19 +11,174 @@ from tensorflow.python.checkpoint import checkpoint_context
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.sparse_core_format import (
     LAYOUTS,
     LayoutRecord,
     other_stacks,
+    parse_layouts,
     same_layouts,
 )
-from tpu_embedding.checkpoint.tensorflow_format import read_all_layouts
+from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
+from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.engines import Engine
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.table_arrays import MutableRows
 
 
-class TrackableTables(tf.__internal__.tracking.AutoTrackable):
+class RestoresLayouts(tf.__internal__.tracking.Trackable):
+    """An object into which tf.train.Checkpoint restores whole and stacked tables.
+
+    TensorFlow pairs the children of an object with those in the checkpoint by name. A
+    stack is not the child of an object with whole tables, nor the reverse: there the
+    tables are copied as `checkpoint.restore` copies them.
+    """
+
+    _conversion: _Conversion | None = None
+
+    @property
+    def _stored_layouts(self) -> tuple[TableLayout, ...]:
+        """The place of each table if its checkpoints hold stacks, else nothing."""
+        return ()
+
+    @abc.abstractmethod
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """By table name "parameters" and slots, to be read and written by rows."""
+
+    @property
+    @abc.abstractmethod
+    def _table_names(self) -> Collection[str]:
+        """The names of all tables."""
+
+    def load_checkpoint_rows(self) -> None:
+        """To be called after any of `checkpoint_rows` was written."""
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        # Restoring calls this once for each object, before it reads any value.
+        root = _root_to_convert(path, self._stored_layouts, self._table_names)
+        self._conversion = None if root is None else _Conversion(self, path, root)
+        return super()._checkpoint_adapter(path)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Restoring asks for each child that the object had when it was saved.
+        conversion = self._conversion
+        if conversion is not None and name in conversion.names:
+            conversion.awaited = True
+            return None
+        if name == LAYOUTS and not self._stored_layouts:
+            raise ValueError(
+                "This checkpoint holds these tables twice: whole, and stacked in "
+                "shards as SparseCores have them. tf.train.Checkpoint cannot tell "
+                "which of them to restore here. Use "
+                "tpu_embedding.checkpoint.restore(embedding, path, root=...)."
+            )
+        return super()._lookup_dependency(name, *args, **kwargs)
+
+    @property
+    def _deferred_dependencies(self) -> Any:
+        # Restoring puts the position of a child that was not found here, once after
+        # each lookup.
+        if self._conversion is not None and self._conversion.awaited:
+            self._conversion.awaited = False
+            return self._conversion
+        return super()._deferred_dependencies
+
+
+class _Conversion:
+    """One restore of tables whose checkpoint has another layout.
+
+    Attributes:
+      names: The children of the object in the checkpoint that hold its tables.
+      awaited: Whether the position of a child is about to be added.
+    """
+
+    def __init__(self, tables: RestoresLayouts, path: str, root: str) -> None:
+        """Checks everything that will be restored.
+
+        Raises:
+          KeyError: If the checkpoint lacks a table.
+          ValueError: If a table has another shape.
+          tf.errors.DataLossError: If a file is truncated or damaged.
+          NotImplementedError: If a table has a CustomCombiner with weights.
+        """
+        live = tables.checkpoint_rows()
+        source = read_tensorflow(path, root, list(live))
+        values = Bundle(path).objects()[root].values
+        self.names = values.keys() - {UPDATES}
+        self.awaited = False
+        self._tables = tables
+        self._job = Job.match(source, live, {name: name for name in live}, slots=True)
+        self._job.check(path, resize=False)
+        self._job.verify(NoProgress())
+        self._parts: list[Any] = []  # Positions hold weak references.
+
+    def setdefault(self, name: str, default: Any) -> _Conversion:
+        """Stands for the list of positions of a child."""
+        del name, default
+        return self
+
+    def append(self, position: Any) -> None:
+        """Marks a child as restored, and restores all tables with the first one."""
+        part = tf.__internal__.tracking.Trackable()
+        part._maybe_initialize_trackable()
+        position.bind_object(part)
+        restored = position.checkpoint
+        part._update_uid = restored.restore_uid
+        self._parts.append(part)
+        if len(self._parts) > 1:
+            return
+        self._job.run(NoProgress())
+        self._tables.load_checkpoint_rows()
+        # The status of the restore counts these as matched.
+        children = self._tables._trackable_children()
+        own = [child for name, child in children.items() if name != UPDATES]
+        for number, child in enumerate(own):
+            restored.object_by_proto_id[-1 - number] = child
+
+
+def _root_to_convert(
+    path: str, own: Sequence[TableLayout], names: Collection[str]
+) -> str | None:
+    """The object of a checkpoint that holds tables in another layout.
+
+    Args:
+      path: The checkpoint's prefix.
+      own: The place of each table on SparseCores; empty for whole tables.
+      names: The names of the tables.
+
+    Returns:
+      The path of the object, or None if TensorFlow can restore the tables by name.
+
+    Raises:
+      ValueError: If several objects hold them.
+    """
+    bundle = Bundle(path)
+    stacked, whole = [], []
+    for root, node in bundle.objects().items():
+        if LAYOUTS in node.values:
+            record = parse_layouts(path, bundle.restore(node.values[LAYOUTS]))
+            if same_layouts(own, record):
+                return None
+            if any(layout.table_name in names for layout in record):
+                stacked.append(root)
+        elif any(name in node.values for name in names):
+            whole.append(root)
+    if not own and (whole or not stacked):
+        return None
+    found = [*stacked, *whole]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise other_stacks(path)
+    raise ValueError(
+        f"Several objects in {path} hold these tables in another layout: "
+        f"{', '.join(map(repr, found))}. tf.train.Checkpoint cannot tell which of them "
+        "to restore. Use tpu_embedding.checkpoint.restore(embedding, path, root=...)."
+    )
+
+
+class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
     """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
 
     Nothing saved is half an update: what pipelining left pending is applied before
@@ -40,13 +195,12 @@ class TrackableTables(tf.__internal__.tracking.AutoTrackable):
 
     @property
     @abc.abstractmethod
-    def _stored_layouts(self) -> tuple[TableLayout, ...]:
-        """Where each table is, if checkpoints hold stacks; else nothing."""
-
-    @property
-    @abc.abstractmethod
     def _stored_dtypes(self) -> Mapping[str, tf.DType]:
         """By name the dtype of each table."""
+
+    @property
+    def _table_names(self) -> Collection[str]:
+        return self._stored_dtypes
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -110,23 +264,10 @@ class TrackableTables(tf.__internal__.tracking.AutoTrackable):
         self._create_engine()
 
     def _checkpoint_adapter(self, path: str) -> Any:
-        # Restoring asks once for each object, before it reads any value.
-        own = self._stored_layouts
-        if own and not any(same_layouts(own, la) for la in read_all_layouts(path)):
-            raise other_stacks(path)
-        _check_dtypes(path, self._stored_dtypes)
-        return super()._checkpoint_adapter(path)
-
-    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Restoring asks for each child that the object had when it was saved. Stacks
-        # are no children of this object and would be left out without a word.
-        if name == LAYOUTS and not self._stored_layouts:
-            raise ValueError(
-                "This checkpoint holds the tables stacked and in shards, as "
-                "SparseCores have them, which tf.train.Checkpoint cannot restore here. "
-                "Use tpu_embedding.checkpoint.restore(embedding, path)."
-            )
-        return super()._lookup_dependency(name, *args, **kwargs)
+        adapter = super()._checkpoint_adapter(path)
+        if self._conversion is None:
+            _check_dtypes(path, self._stored_dtypes)
+        return adapter
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
         # An asynchronous save copies all values with one function that it traces

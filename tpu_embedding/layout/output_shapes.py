@@ -85,6 +85,13 @@ class OutputShapes:
             raise errors.batch_size_conflict(self._batch_size, batch_size)
         self._batch_size = batch_size
 
+    def allow_any_batch_size(self, feature: int) -> None:
+        """Accepts any size of the first axis of a declared shape."""
+        declared = self._declared[feature]
+        if declared is not None:
+            shape = (None, *declared.shape[1:])
+            self._declared[feature] = Declared(shape, declared.source)
+
     def remember_ranks(self, shapes: Sequence[Shape]) -> None:
         """Fixes the rank of each output by the inputs of the first batch."""
         for spec, shape in zip(self._features, shapes, strict=True):

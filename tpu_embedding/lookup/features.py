@@ -32,6 +32,8 @@ class FeatureLookup:
       max_samples: The largest number of samples that sparse input may claim to have.
       check_numerics: Whether weights must be finite.
       batch_size: The size that static shapes must agree with, or None for any size.
+      any_batch_size: Whether dense and sparse features may have another batch size than
+        their `output_shape`; ragged features fill it.
     """
 
     plan: Plan
@@ -39,6 +41,7 @@ class FeatureLookup:
     max_samples: int = MAX_SAMPLES
     check_numerics: bool = False
     batch_size: int | None = None
+    any_batch_size: bool = False
 
     def __call__(
         self,
@@ -145,6 +148,9 @@ class FeatureLookup:
             expected.set_batch_size(self.batch_size)
         for spec, batch, shape in zip(specs, batches, static, strict=True):
             ragged = batch.kind is InputKind.RAGGED
+            if self.any_batch_size and not ragged:
+                for declared in (expected, shapes):
+                    declared.allow_any_batch_size(spec.index)
             expected.check_input(spec.index, shape, ragged=ragged)
         shapes.remember_ranks(static)
         return shapes

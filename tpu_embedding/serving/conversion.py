@@ -1,4 +1,4 @@
-"""From tables to what is stored of them, a part at a time, and how far off that is."""
+"""Converts tables to the form in which they are served, a part at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,65 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.writing import Piece
+from tpu_embedding.layout.table_arrays import Rows
 from tpu_embedding.lookup.combine import TableReader
-from tpu_embedding.serving import errors
 from tpu_embedding.serving.report import TableReport
-from tpu_embedding.serving.sources import Source
+
+SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatheredRows(Rows):
+    """A variable or tensor [V, D] of the user, on any device."""
+
+    values: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, dim = self.values.shape
+        return rows, dim
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.values.dtype.as_numpy_dtype)
+
+    @property
+    def variable(self) -> Any:
+        return self.values if isinstance(self.values, tf.Variable) else None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        # gather reads these rows of a variable, and [start:stop] all of it.
+        return tf.gather(self.values, tf.range(start, stop)).numpy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A table to be exported.
+
+    Attributes:
+      name: Name of the table, for messages.
+      rows: Values of the table.
+    """
+
+    name: str
+    rows: Rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, D)."""
+        return self.rows.shape
+
+    @property
+    def variable(self) -> Any:
+        """The one float32 variable that is the table, or None."""
+        return self.rows.variable if self.rows.dtype == np.float32 else None
+
+    def slices(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields (first row, float32 rows) for the rows [start, stop)."""
+        step = max(1, SLICE_BYTES // (4 * self.shape[1]))
+        for begin in range(start, stop, step):
+            rows = self.rows.read(begin, min(begin + step, stop))
+            yield begin, rows.astype(np.float32, copy=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,8 +78,8 @@ class Converted:
 
     Attributes:
       parts: One array [n, C] for each part of the table.
-      values: What they mean, [n, D].
-      bounds: How far off each row may be, [n, 1].
+      values: The values that are read back, [n, D].
+      bounds: The largest error of a value of each row, [n, 1].
     """
 
     parts: list[np.ndarray]
@@ -42,7 +97,7 @@ class ConvertedTable(TableReader, tf.Module):
     @classmethod
     @abc.abstractmethod
     def row_bytes(cls, dim: int) -> int:
-        """What a row takes."""
+        """Size of a row."""
 
     @property
     @abc.abstractmethod
@@ -55,7 +110,7 @@ class ConvertedTable(TableReader, tf.Module):
 
 
 class Conversion:
-    """Fills one table, and keeps count of the errors."""
+    """Converts one table, and keeps count of the errors."""
 
     def __init__(self, source: Source, table: ConvertedTable) -> None:
         self._source, self._table = source, table
@@ -63,16 +118,16 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """What is stored."""
+        """Size of the converted table."""
         rows, dim = self._source.shape
         return rows * self._table.row_bytes(dim)
 
     def pieces(self, keys: Mapping[str, str], size: int) -> Iterator[Piece]:
-        """What is stored, to be written as it comes.
+        """The converted table, a piece at a time.
 
         Args:
-          keys: Of the parts in the checkpoint, by their names.
-          size: The bytes of the rows that are made at a time, more or less.
+          keys: Keys of the parts in the checkpoint, by name of the part.
+          size: Approximate size of a piece in bytes.
 
         Raises:
           tf.errors.InvalidArgumentError: If a value cannot be stored.
@@ -86,7 +141,7 @@ class Conversion:
                 yield Piece(keys[name], (rows, columns), begin, array)
 
     def report(self) -> TableReport:
-        """Of what `pieces` gave."""
+        """The errors of all pieces."""
         rows, dim = self._source.shape
         return TableReport(
             name=self._source.name,
@@ -122,11 +177,17 @@ class Conversion:
         if bad.any():
             row, column = np.argwhere(bad)[0]
             value, name = float(values[row, column]), self._source.name
-            raise errors.unstorable(name, start + int(row), value, self._table.storage)
+            raise tf.errors.InvalidArgumentError(
+                None,
+                None,
+                f"Table {name}: row {start + int(row)} holds {value}, which "
+                f"{self._table.storage} cannot store. Fix the table, or export it with "
+                'storage "float32".',
+            )
 
     def _count(self, values: np.ndarray, converted: Converted) -> None:
         if converted.values is values:
-            return  # Exact, be it NaN.
+            return  # Exact, even for NaN.
         difference = np.abs(values.astype(np.float64) - converted.values)
         self._largest = max(self._largest, float(difference.max()))
         self._squares += float(np.square(difference).sum())

@@ -16,7 +16,6 @@ from tpu_embedding.engines.variables import (
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
-from tpu_embedding.serving import errors
 from tpu_embedding.serving.lookup import (
     FeatureLookup,
     features_at,
@@ -78,9 +77,18 @@ class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
           NotImplementedError: If an option is not supported here.
         """
         if distribution.is_tpu():
-            raise errors.under_tpu_strategy()
+            raise RuntimeError(
+                "TPUEmbeddingForServing cannot be created under a TPU strategy: it "
+                "serves on the CPU. Create it outside of `strategy.scope()` and "
+                "restore the checkpoint there."
+            )
         if experimental_sparsecore_restore_info is not None:
-            raise errors.sparse_core_restore_info(experimental_sparsecore_restore_info)
+            raise NotImplementedError(
+                "TPUEmbeddingForServing does not support "
+                "`experimental_sparsecore_restore_info="
+                f"{experimental_sparsecore_restore_info!r}`: it restores whole tables. "
+                "Leave it at None; checkpoints of SparseCores are restored without it."
+            )
         adapted = adapt_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
         self._plan = plan_of(adapted, adapt_optimizer(optimizer))
@@ -99,7 +107,9 @@ class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
                 index: VariableReader(table.parameters)
                 for index, table in enumerate(variables)
             }
-            self._tables = _Tables(variables, FeatureLookup(self._plan, readers))
+            self._tables = _Tables(
+                variables, FeatureLookup(self._plan, readers, any_batch_size=True)
+            )
 
     def __call__(self, features: Any, weights: Any = None) -> Any:
         """See `embedding_lookup`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.serving import errors
+from tpu_embedding.serving.conversion import GatheredRows, Source
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form
@@ -28,7 +28,6 @@ from tpu_embedding.serving.signatures import (
     input_name,
     make_signature,
 )
-from tpu_embedding.serving.sources import GatheredRows, Source
 from tpu_embedding.tf_configs import adapt_features
 
 _SERVING_DEFAULT = "serving_default"
@@ -47,11 +46,11 @@ def export(
     invalid_ids: str | None = None,
     most_samples: int = MAX_SAMPLES,
 ) -> Report:
-    """Writes tables and a model as a SavedModel of stock TensorFlow ops, without slots.
+    """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
-    It loads wherever TensorFlow does, in Python or C, without this package; the id
-    rule and combiners are those of training. The first signature is also called
-    "serving_default".
+    The SavedModel loads wherever TensorFlow does, in Python or C, without this package.
+    It uses the combiners and the policy for invalid ids of training. The first
+    signature is also named "serving_default".
 
     >>> import tempfile
     >>> import tensorflow as tf
@@ -71,24 +70,24 @@ def export(
         variables or tensors [vocabulary_size, dim] by TableConfig, as
         `embedding_tables` has them.
       path: A folder that does not exist or is empty.
-      model: Takes the activations in the structure of the features and, if there are
-        `dense_inputs`, a dict of those; returns a tensor or a dict of tensors. None:
-        the activations are the outputs.
-      feature_config: For a dict of tables, the configuration.
+      model: A function of the activations in the structure of the features and, if
+        there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
+        tensors. None: the activations are the outputs.
+      feature_config: The configuration of a dict of tables.
       signatures: Any of "dense", "sparse", "ragged" and "examples" (serialised
         tf.train.Example); or by name Signatures of your own.
       storage: "float32", "bfloat16", "float16", "int8" or "int4", or one of them by
         TableConfig, "float32" for the others. Tables of rows that would not get
         smaller stay float32.
       weighted: Paths of the features that come with weights.
-      dense_inputs: By name what else the model takes, [None, ...] each.
-      invalid_ids: For a dict of tables, the rule for those of
+      dense_inputs: By name the further inputs of the model, [None, ...] each.
+      invalid_ids: For a dict of tables, the policy for those of
         tf.tpu.experimental.embedding.
       most_samples: Sparse input that claims more samples is refused, before memory
         is taken for them.
 
     Returns:
-      How each table is kept, its size and errors; print it.
+      The form, size and errors of each table. Print it.
 
     Raises:
       TypeError: If `source` or the model's result is of the wrong type.
@@ -98,11 +97,19 @@ def export(
     """
     for argument, value in (("signatures", signatures), ("weighted", weighted)):
         if isinstance(value, str):
-            raise errors.single_name(argument, value)
+            raise TypeError(
+                f"`{argument}` must be a list of names. Received the string {value!r}; "
+                f"pass [{value!r}]."
+            )
     if dense_inputs and model is None:
-        raise errors.dense_inputs_without_model()
+        raise ValueError(
+            "`dense_inputs` go to the model, and there is none. Pass `model`, or leave "
+            "them out."
+        )
     if not isinstance(most_samples, int) or most_samples < 1:
-        raise errors.most_samples(most_samples)
+        raise ValueError(
+            f"`most_samples` must be an int >= 1. Received: {most_samples!r}."
+        )
     exported = _read_source(source, feature_config, invalid_ids)
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
@@ -117,6 +124,7 @@ def export(
         dict(enumerate(tables)),
         most_samples,
         check_numerics=exported.check_numerics,
+        any_batch_size=True,
     )
     served = _Served(exported, lookup, model)
     functions = {name: served.function(signature) for name, signature in named.items()}
@@ -127,11 +135,11 @@ def export(
 
 @dataclasses.dataclass(frozen=True)
 class _Exported:
-    """What is exported.
+    """Tables and features to export.
 
     Attributes:
       plan: The tables and features.
-      structure: Of the features.
+      structure: Structure of the features.
       tables: By index.
       check_numerics: Whether weights must be finite.
     """
@@ -145,9 +153,15 @@ class _Exported:
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
     if isinstance(source, (EmbeddingBase, TPUEmbeddingForServing)):
         if feature_config is not None:
-            raise errors.feature_config_twice()
+            raise ValueError(
+                "export takes `feature_config` only with a dict of tables: an "
+                "embedding has its own. Leave it out."
+            )
         if invalid_ids is not None:
-            raise errors.invalid_ids_of_embedding()
+            raise ValueError(
+                "export takes `invalid_ids` only with a dict of tables: an embedding "
+                "keeps the rule it was made with. Leave it out."
+            )
         if isinstance(source, TPUEmbeddingForServing):
             tables = _gathered(source.plan, source.embedding_tables)
             return _Exported(source.plan, source.structure, tables)
@@ -155,9 +169,16 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
         tables = [Source(spec.name, rows[spec.name]) for spec in source.plan.tables]
         return _Exported(source.plan, source.structure, tables, source.check_numerics)
     if not isinstance(source, Mapping):
-        raise errors.export_source(source)
+        raise TypeError(
+            "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
+            "TPUEmbeddingForServing, or, together with `feature_config`, a dict of "
+            f"tables by TableConfig. Received: {source!r}."
+        )
     if feature_config is None:
-        raise errors.feature_config_missing()
+        raise ValueError(
+            "export needs `feature_config` for a dict of tables: it says which feature "
+            "looks up which table."
+        )
     plan = plan_of(adapt_features(feature_config, invalid_ids))
     return _Exported(plan, Structure(feature_config), _gathered(plan, source))
 
@@ -179,17 +200,25 @@ def _make_signatures(
     paths = [spec.path for spec in exported.plan.features]
     unknown = [path for path in weighted if path not in paths]
     if unknown:
-        raise errors.unknown_names("weighted", unknown, paths)
+        raise _unknown_names("weighted", unknown, paths)
     for name, spec in dense_inputs.items():
         batched = isinstance(spec, tf.TensorSpec) and spec.shape.rank
         if not batched or None in spec.shape.as_list()[1:] or spec.shape[0] is not None:
-            raise errors.dense_input(name, spec)
+            raise ValueError(
+                f"`dense_inputs[{name!r}]` must be a tf.TensorSpec whose first axis is "
+                "the batch, [None, ...], and whose other axes are known. Received: "
+                f"{spec!r}."
+            )
     if not signatures:
-        raise errors.no_signature()
+        raise ValueError("export needs at least one signature.")
     if isinstance(signatures, Mapping):
         for argument, value in (("weighted", weighted), ("dense_inputs", dense_inputs)):
             if value:
-                raise errors.own_signatures(argument)
+                raise ValueError(
+                    f"`{argument}` is for the signatures that export makes by itself. "
+                    "A Signature of your own has its weights and further inputs in its "
+                    f"Request: leave `{argument}` out."
+                )
         return dict(signatures)
     options = SignatureOptions(
         exported.plan.features, exported.structure.pack, weighted, dense_inputs
@@ -205,12 +234,22 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
     unknown = [repr(key) for key in storage if key not in keys]
     if unknown:
         names = [spec.name for spec in plan.tables]
-        raise errors.unknown_names("storage", unknown, names)
+        raise _unknown_names("storage", unknown, names)
     chosen = [storage.get(key, "float32") for key in keys]
     for value in chosen:
         if value not in STORAGES:
-            raise errors.unknown_storage(value, STORAGES)
+            raise ValueError(
+                f"Unknown storage {value!r}. Known are {', '.join(STORAGES)}."
+            )
     return chosen
+
+
+def _unknown_names(
+    argument: str, names: Iterable[str], known: Iterable[str]
+) -> ValueError:
+    return ValueError(
+        f"`{argument}` names {', '.join(names)}; known are {', '.join(known)}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +291,10 @@ class _Served:
         if not isinstance(outputs, Mapping) or not all(
             map(tf.is_tensor, outputs.values())
         ):
-            raise errors.model_output(outputs)
+            raise TypeError(
+                "The exported model must return a tensor or a dict of tensors. "
+                f"Received: {outputs!r}."
+            )
         return dict(outputs)
 
     @tf.autograph.experimental.do_not_convert

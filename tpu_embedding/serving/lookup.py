@@ -11,7 +11,6 @@ from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
-from tpu_embedding.serving import errors
 from tpu_embedding.tf_configs import AdaptedFeatures, adapt_features
 
 # The functions trace fine as they are; converting them would only cost time.
@@ -71,7 +70,8 @@ def serving_embedding_lookup(
         index: VariableReader(find_table(plan.tables[index], tables, path))
         for index, path in used.items()
     }
-    return look_up_structure(FeatureLookup(plan, readers), specs, inputs, weights)
+    lookup = FeatureLookup(plan, readers, any_batch_size=True)
+    return look_up_structure(lookup, specs, inputs, weights)
 
 
 def plan_of(adapted: AdaptedFeatures, optimizer: Any = None) -> Plan:
@@ -90,7 +90,10 @@ def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
     known = {spec.path: spec for spec in plan.features}
     unknown = [path for path in paths if path not in known]
     if unknown:
-        raise errors.unknown_features(unknown, known)
+        raise ValueError(
+            f"`inputs` has the features {', '.join(unknown)}, which `feature_config` "
+            f"lacks. It has {', '.join(known)}."
+        )
     return [known[path] for path in paths]
 
 
@@ -106,14 +109,24 @@ def find_table(spec: TableSpec, tables: Mapping[Any, Any], path: str) -> Any:
       ValueError: If it is not there, or of another shape or kind.
     """
     if spec.key not in tables:
-        raise errors.table_missing(spec.name, path)
+        raise ValueError(
+            f"`tables` lacks table {spec.name} of feature {path}. Its keys must be the "
+            "TableConfig objects of `feature_config` themselves."
+        )
     table = tables[spec.key]
     shape = (spec.config.vocabulary_size, spec.config.dim)
-    if not isinstance(table, (tf.Variable, tf.Tensor)) or not table.dtype.is_floating:
-        raise errors.table_kind(spec.name, shape, table)
-    if tuple(table.shape) != shape:
-        raise errors.table_kind(spec.name, shape, table)
-    return table
+    is_tensor = isinstance(table, (tf.Variable, tf.Tensor))
+    if is_tensor and table.dtype.is_floating and tuple(table.shape) == shape:
+        return table
+    received = (
+        f"{table.dtype.name} of shape {tuple(table.shape)}"
+        if hasattr(table, "shape") and hasattr(table, "dtype")
+        else repr(table)
+    )
+    raise ValueError(
+        f"Table {spec.name} must be a floating point variable or tensor of shape "
+        f"{shape}. Received: {received}."
+    )
 
 
 def look_up_structure(

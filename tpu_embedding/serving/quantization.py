@@ -1,6 +1,6 @@
-"""Tables as they are kept for serving: as they are, in 16 bits, or quantised by row.
+"""The forms of tables for serving: unchanged, in 16 bits, or quantized by row.
 
-A quantised row has a scale and an offset in bfloat16, and one code for each value:
+A quantized row has a scale and an offset in bfloat16, and one code for each value:
 
     value = offset + scale * (code - middle),   code in 0 .. levels - 1,
     middle = (levels - 1) / 2
@@ -21,9 +21,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from tpu_embedding.lookup.combine import TableReader
-from tpu_embedding.serving import errors
-from tpu_embedding.serving.conversion import Converted, ConvertedTable
-from tpu_embedding.serving.sources import Source
+from tpu_embedding.serving.conversion import Converted, ConvertedTable, Source
 
 _BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 
@@ -256,14 +254,10 @@ def stored_form(source: Source, storage: str) -> WholeTable | ConvertedTable:
 
     Args:
       source: The table.
-      storage: One of `STORAGES`. A row so short that its codes would take more than
+      storage: One of `STORAGES`. A row so short that its codes would be larger than
         its values stays float32.
 
-    Raises:
-      ValueError: If there is no such storage.
     """
-    if storage not in _STORAGES:
-        raise errors.unknown_storage(storage, STORAGES)
     chosen: Any = _STORAGES[storage]
     dim = source.shape[1]
     if chosen.row_bytes(dim) > Float32Table.row_bytes(dim):

@@ -1,9 +1,9 @@
-"""Writes a SavedModel with tables that are never held whole in their new form.
+"""Writes a SavedModel without holding a converted table in memory.
 
-TensorFlow saves the model and, of the variables, those that have a value. The
-converted tables have none: they are written in slices, as the files of a checkpoint,
-and merged with what TensorFlow wrote. All of it is made in a folder within the new
-one; `saved_model.pb`, by which others know that a model is complete, comes last.
+TensorFlow saves the model and the variables that have a value. The converted tables
+have none: they are written in slices, as the files of a checkpoint, and merged with
+TensorFlow's files. Everything is written in a folder within the new one;
+`saved_model.pb`, which marks a complete model, comes last.
 """
 
 from __future__ import annotations
@@ -28,27 +28,25 @@ from tpu_embedding.checkpoint.writing import (
     write_parts,
 )
 from tpu_embedding.lookup.combine import TableReader
-from tpu_embedding.serving import errors
-from tpu_embedding.serving.conversion import Conversion, ConvertedTable
+from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
 from tpu_embedding.serving.report import TableReport, unchanged
-from tpu_embedding.serving.sources import Source
 
 _SCRATCH = ".tpu_embedding_unfinished"
 _COMPLETE = "saved_model.pb"
-# What an export that was killed may have left, beside its scratch.
+# Files that a killed export may have left, beside its scratch folder.
 _INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables"}
 _PIECES = 4  # of a part: one of them is made while those of a part are held.
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What is saved.
+    """A model to be saved.
 
     Attributes:
-      sources: The tables as they are.
-      tables: For each the form in which it is saved.
-      model: The user's, or None.
-      functions: By name of their signature.
+      sources: The tables.
+      tables: The form in which each table is saved.
+      model: The model of the user, or None.
+      functions: By name of the signature.
     """
 
     sources: Sequence[Source]
@@ -57,7 +55,7 @@ class ServedModel:
     functions: Mapping[str, Any]
 
     def conversions(self) -> dict[str, tuple[ConvertedTable, Conversion]]:
-        """By name of the table those that are not saved as they are."""
+        """By name the tables that are converted."""
         return {
             source.name: (table, Conversion(source, table))
             for source, table in zip(self.sources, self.tables, strict=True)
@@ -65,34 +63,38 @@ class ServedModel:
         }
 
     def module(self) -> tf.Module:
-        """What TensorFlow saves."""
+        """The object that TensorFlow saves."""
         names = [source.name for source in self.sources]
         tables = dict(zip(names, self.tables, strict=True))
         return _Module(tables, self.model, self.functions)
 
 
 def require_empty(path: str | os.PathLike[str]) -> None:
-    """Refuses a folder in which something might be lost.
+    """Refuses a folder with files that would be lost.
 
-    What an export left that was killed is none of it.
+    Files that a killed export left do not count.
 
     Raises:
       ValueError: If the path is empty, or is neither new nor an empty folder.
     """
     if not os.fspath(path):
-        raise errors.no_folder(path)
+        raise ValueError(
+            f"`path` must name a new or an empty folder. Received: {path!r}."
+        )
     if not tf.io.gfile.exists(path):
         return
     left = set(_entries(path)) if tf.io.gfile.isdir(path) else {""}
     if left and not (_SCRATCH in left and left <= _INCOMPLETE):
-        raise errors.folder_not_empty(path)
+        raise ValueError(
+            f"{path} exists and is not an empty folder. Give export a new path."
+        )
 
 
 def save(saved: ServedModel, path: str | os.PathLike[str]) -> list[TableReport]:
     """Writes the SavedModel, into a folder that `require_empty` let pass.
 
     Returns:
-      For each table how it is kept.
+      The form and errors of each table.
 
     Raises:
       tf.errors.InvalidArgumentError: If a value cannot be stored.
@@ -155,7 +157,7 @@ def _scratch(path: str) -> Iterator[str]:
 
 
 def _clear(path: str) -> None:
-    """Removes what an export left that was killed."""
+    """Removes the files of a killed export."""
     for name in _INCOMPLETE.intersection(_entries(path)):
         left = f"{path}/{name}"
         (tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove)(left)
@@ -171,10 +173,10 @@ def _entries(path: str | os.PathLike[str]) -> list[str]:
 
 
 class _Module(tf.Module):
-    """What is saved: tables by name, and whatever else the functions read.
+    """The tables by name, and everything else that the functions read.
 
-    The model itself may hold more, such as slots. It is saved only where its graph
-    has resources that are no variables: the files of hash tables hang on the object.
+    The model itself may hold more, such as slots. It is saved only if its graph has
+    resources other than variables, because hash tables keep their files in the object.
     """
 
     def __init__(

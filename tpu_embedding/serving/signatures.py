@@ -1,4 +1,4 @@
-"""What an exported model is asked with: named tensors, and what to make of them."""
+"""The signatures of exported models: named tensors, and how to read them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.layout.plan import FeatureSpec
-from tpu_embedding.serving import errors
 
 Tensors = dict[str, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a signature makes of its inputs.
+    """The inputs of one call of an exported model.
 
     Attributes:
       features: Ids in the structure of the feature configuration.
       weights: None, or the same structure with weights or None.
-      dense: What else the model takes, by name.
+      dense: Further inputs of the model, by name.
     """
 
     features: Any
@@ -32,12 +31,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """One way to ask an exported model.
+    """One way to call an exported model.
 
     Attributes:
-      inputs: By name the tensors that a caller gives.
-      read: From those tensors, by name, to a Request. It is traced into the model, so
-        that it must be made of stock TensorFlow ops.
+      inputs: By name the tensors that a caller passes.
+      read: A function from those tensors, by name, to a Request. It is traced into the
+        model, so it must consist of TensorFlow's ops.
     """
 
     inputs: Mapping[str, tf.TensorSpec]
@@ -46,13 +45,13 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class SignatureOptions:
-    """What the signatures of one export have in common.
+    """The options of all signatures of one export.
 
     Attributes:
       features: All features of the plan.
       pack: From a list over `features` to the structure of the configuration.
       weighted: Paths of the features with weights.
-      dense: By name what else the model takes, of shape [None, ...].
+      dense: By name the further inputs of the model, of shape [None, ...].
     """
 
     features: Sequence[FeatureSpec]
@@ -87,18 +86,55 @@ def input_name(path: str) -> str:
 
 
 def make_signature(kind: str, options: SignatureOptions) -> Signature:
-    """One of the signatures that export makes by itself.
+    """Makes one of the signatures of `KINDS`.
 
     Args:
       kind: "dense", "sparse", "ragged" or "examples".
-      options: Of the export.
+      options: The options of the export.
 
     Raises:
       ValueError: If there is no such signature, or two inputs have one name.
     """
     if kind not in _MAKERS:
-        raise errors.unknown_signature(kind, _MAKERS)
+        raise ValueError(
+            f"Unknown signature {kind!r}. Known are {', '.join(_MAKERS)}; pass a dict "
+            "of names and Signature objects for others."
+        )
     return _MAKERS[kind](options)
+
+
+class _Inputs:
+    """The inputs of a signature by name, each name once.
+
+    Attributes:
+      specs: By name.
+    """
+
+    def __init__(self, *, case_matters: bool = False) -> None:
+        """TensorFlow renames graph inputs whose names differ only in case."""
+        self.specs: dict[str, Any] = {}
+        self._case_matters = case_matters
+        self._taken: dict[str, tuple[str, str]] = {}  # name and source
+
+    def add(self, name: str, spec: Any, source: str) -> None:
+        """Adds an input of `source`.
+
+        Raises:
+          ValueError: If another input has the name.
+        """
+        key = name if self._case_matters else name.lower()
+        if key in self._taken:
+            other, first = self._taken[key]
+            raise ValueError(
+                f"Both {first} and {source} would be the input {name!r} of the "
+                "exported model. Rename one of them in the feature configuration."
+                if other == name
+                else f"The inputs {other!r}, of {first}, and {name!r}, of {source}, of "
+                "the exported model differ only in case, which TensorFlow does not "
+                "support. Rename one of them in the feature configuration."
+            )
+        self._taken[key] = name, source
+        self.specs[name] = spec
 
 
 def _of_fields(make_field: Callable[[FeatureSpec, bool], _Field]) -> Any:
@@ -106,17 +142,14 @@ def _of_fields(make_field: Callable[[FeatureSpec, bool], _Field]) -> Any:
 
     def make(options: SignatureOptions) -> Signature:
         fields = [make_field(f, f.path in options.weighted) for f in options.features]
-        inputs: dict[str, tf.TensorSpec] = {}
-        sources: dict[str, str] = {}
+        inputs = _Inputs()
         named = [
             (f"feature {spec.path}", field.inputs)
             for spec, field in zip(options.features, fields, strict=True)
         ]
         for source, specs in [*named, ("`dense_inputs`", options.dense)]:
             for name, spec in specs.items():
-                if name in inputs:
-                    raise errors.same_input_name(name, (sources[name], source))
-                inputs[name], sources[name] = spec, source
+                inputs.add(name, spec, source)
 
         def read(tensors: Tensors) -> Request:
             return Request(
@@ -125,7 +158,7 @@ def _of_fields(make_field: Callable[[FeatureSpec, bool], _Field]) -> Any:
                 dense={name: tensors[name] for name in options.dense},
             )
 
-        return Signature(inputs, read)
+        return Signature(inputs.specs, read)
 
     return make
 
@@ -144,13 +177,13 @@ def _dense_field(feature: FeatureSpec, weighted: bool) -> _Field:
 
 
 def _dense_shape(feature: FeatureSpec) -> list[int | None]:
-    """One id for each sample, or where that is not possible any number."""
+    """One id for each sample, or any number where the shape allows it."""
     config = feature.config
     if config.max_sequence_length:
         return [None, None]
     if config.output_shape is None or len(config.output_shape) == 1:
         return [None]
-    return [*config.output_shape, None]
+    return [None, *config.output_shape[1:], None]
 
 
 def _sparse_field(feature: FeatureSpec, weighted: bool) -> _Field:
@@ -210,24 +243,18 @@ def _examples_signature(options: SignatureOptions) -> Signature:
     def lists(dtype: tf.DType) -> tf.io.RaggedFeature:
         return tf.io.RaggedFeature(dtype, row_splits_dtype=tf.int64)
 
-    parsed: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-
-    def add(name: str, feature: Any, source: str) -> None:
-        if name in parsed:
-            raise errors.same_input_name(name, (sources[name], source))
-        parsed[name], sources[name] = feature, source
-
+    parsed = _Inputs(case_matters=True)  # They are no inputs of the graph.
     for spec in options.features:
-        add(spec.path, lists(tf.int64), f"feature {spec.path}")
+        source = f"feature {spec.path}"
+        parsed.add(spec.path, lists(tf.int64), source)
         if spec.path in options.weighted:
-            add(f"{spec.path}_weights", lists(tf.float32), f"feature {spec.path}")
+            parsed.add(f"{spec.path}_weights", lists(tf.float32), source)
     for name, spec in options.dense.items():
         feature = tf.io.FixedLenFeature(spec.shape[1:], spec.dtype)
-        add(name, feature, "`dense_inputs`")
+        parsed.add(name, feature, "`dense_inputs`")
 
     def read(tensors: Tensors) -> Request:
-        found = tf.io.parse_example(tensors["examples"], parsed)
+        found = tf.io.parse_example(tensors["examples"], parsed.specs)
         paths = [spec.path for spec in options.features]
         return Request(
             features=options.pack([found[path] for path in paths]),
