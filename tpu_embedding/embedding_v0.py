@@ -10,14 +10,18 @@ from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint import errors as checkpoint_errors
+from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.embedding_base import do_not_convert
 from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.table_errors import partitioned
+from tpu_embedding.engines.variables import VariableRows
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
+    CopiedRows,
+    MutableRows,
     by_checkpoint_name,
     checkpoint_name,
 )
@@ -27,7 +31,7 @@ from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 
-class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
+class TPUEmbeddingV0(RestoresLayouts):
     """Embedding tables without an embedding engine, under any strategy.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs under every
@@ -163,6 +167,29 @@ class TPUEmbeddingV0(tf.__internal__.tracking.Trackable):
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host
         return self._structure.pack(lookup.in_program(specs, values, flat, on_host))
+
+    @property
+    def _table_names(self) -> list[str]:
+        return [spec.name for spec in self._plan.tables]
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_rows`."""
+        self.build()
+        found: dict[str, dict[str, MutableRows]] = {}
+        for spec in self._plan.tables:
+            slots = spec.optimizer.slots if spec.optimizer else ()
+            starts = {slot.name: slot.initial_value for slot in slots}
+            found[spec.name] = {
+                name: CopiedRows(
+                    [
+                        VariableRows(copy, starts.get(name))
+                        for copy in getattr(variable, "values", [variable])
+                    ],
+                    starts.get(name),
+                )
+                for name, variable in self._variables[spec.name].items()
+            }
+        return found
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raises TypeError: the strategy that holds the tables cannot be copied."""

@@ -25,6 +25,8 @@ from tensorflow.python.tpu import (
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
+from tpu_embedding.checkpoint import TableLayout
+from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS, LayoutRecord
 from tpu_embedding.engines.variables import VariableRows
 from tpu_embedding.layout.table_arrays import JoinedRows, MutableUnstackedRows
 
@@ -43,8 +45,95 @@ def test_sharded_to_plain(
     assert checkpoint.read(path).format == "TensorFlow, SparseCore"
     checkpoint.restore(target, path)
     models.assert_same(models.values(target), values)
-    with pytest.raises(ValueError, match=r"Use tpu_embedding.checkpoint.restore"):
-        tf.train.Checkpoint(embedding=target).read(path)
+    models.scramble(target, rng)
+    status = tf.train.Checkpoint(embedding=target).read(path)
+    status.assert_consumed()
+    models.assert_same(models.values(target), values)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("kind", ["serving", "v0", "mirrored v0", "v2"])
+def test_other_classes_restore_stacks(
+    kind: str, stacked: bool, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """64 rows of dim 8 need no padding: a stack has the shape of the table."""
+    sizes = {"films": (64, 8), "users": (128, 8)} if stacked else {"films": (64, 8)}
+    source = models.make(te.Adagrad(0.1), sizes)
+    models.scramble(source, rng)
+    values = models.values(source)
+    rows = 24 if stacked else 8
+    layouts = [
+        TableLayout(
+            table_name=name,
+            stacked_table_name="both" if stacked else "films",
+            num_sparse_cores=8,
+            num_partitions=2,
+            total_rows_per_sparse_core_shard=rows,
+            unsharded_shape=size,
+            unsharded_padded_shape=size,
+            sparse_core_shard_row_offset=8 if name == "users" else 0,
+            sparse_core_shard_rotation=3 if name == "users" else 0,
+        )
+        for name, size in sizes.items()
+    ]
+    path = checkpoint.save(source, tmp_path / "saved", layouts=layouts)
+    configs = {name: te.TableConfig(*size, name=name) for name, size in sizes.items()}
+    features = {name: te.FeatureConfig(table) for name, table in configs.items()}
+    target: Any
+    if kind == "mirrored v0":
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            target = te.TPUEmbeddingV0(features, te.Adagrad(0.1))
+    else:
+        make = {
+            "serving": te.TPUEmbeddingForServing,
+            "v0": te.TPUEmbeddingV0,
+            "v2": te.TPUEmbeddingV2,
+        }[kind]
+        target = make(features, te.Adagrad(0.1))
+    status = tf.train.Checkpoint(embedding=target).read(path)
+    status.assert_consumed()
+    status.assert_existing_objects_matched()
+    for name, config in configs.items():
+        for array, variable in target.variables[config].items():
+            for copy in getattr(variable, "values", [variable]):
+                np.testing.assert_array_equal(copy.numpy(), values[name][array])
+    other = features | {"more": te.FeatureConfig(te.TableConfig(3, 2, name="more"))}
+    lacking = te.TPUEmbeddingForServing(other, None)
+    with pytest.raises(KeyError, match="no table called more"):
+        tf.train.Checkpoint(embedding=lacking).read(path)
+
+
+def test_several_objects_with_stacks_are_refused(tmp_path: pathlib.Path) -> None:
+    """TensorFlow does not say which object of a checkpoint is restored."""
+    layout = TableLayout(
+        table_name="films",
+        stacked_table_name="films",
+        num_sparse_cores=2,
+        num_partitions=1,
+        total_rows_per_sparse_core_shard=8,
+        unsharded_shape=(16, 8),
+        unsharded_padded_shape=(16, 8),
+        sparse_core_shard_row_offset=0,
+        sparse_core_shard_rotation=0,
+    )
+    source = models.make(te.SGD(0.1), {"films": (16, 8)})
+
+    def stacks() -> Any:
+        trackable: Any = tf.__internal__.tracking.AutoTrackable()
+        trackable._track_trackable(LayoutRecord([layout]), LAYOUTS)
+        trackable._track_trackable(tf.Variable(tf.zeros([16, 8])), "films")
+        return trackable
+
+    both = tf.train.Checkpoint(one=stacks(), two=stacks())
+    path = both.write(str(tmp_path / "both"))
+    before = models.values(source)
+    with pytest.raises(ValueError, match=r"Several objects in .*'one', 'two'"):
+        tf.train.Checkpoint(one=source).read(path)
+    mixed = tf.train.Checkpoint(one=stacks(), two=source)
+    path = mixed.write(str(tmp_path / "mixed"))
+    with pytest.raises(ValueError, match="holds these tables twice"):
+        tf.train.Checkpoint(one=source).read(path)
+    models.assert_same(models.values(source), before)
 
 
 @GRIDS

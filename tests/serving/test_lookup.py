@@ -257,7 +257,9 @@ def test_bad_arguments_are_named() -> None:
             refused(ValueError, ids, None, {table: wrong})
         )
     assert "structure of `weights`" in refused(TypeError, ids, [None], values)
-    assert "int32 or int64" in refused(TypeError, {"film": tf.zeros([1])}, None, values)
+    assert "int32, int64 or floating" in refused(
+        TypeError, {"film": tf.constant([True])}, None, values
+    )
     assert "tf.Tensor, tf.SparseTensor" in refused(
         ValueError, {"film": "word"}, None, values
     )

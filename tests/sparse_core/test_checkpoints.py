@@ -108,19 +108,28 @@ def test_the_format_of_tensorflow(
     check(late, values)
 
 
-def test_checkpoints_of_another_layout_are_refused(
+def test_checkpoints_of_another_layout_are_converted(
     rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
     source = make(("v6e", 2))
-    scramble(source, rng)
+    values = scramble(source, rng)
     sharded = tf.train.Checkpoint(embedding=source).write(str(tmp_path / "sharded"))
-    plain = tf.train.Checkpoint(embedding=make(None)).write(str(tmp_path / "plain"))
+    host = make(None)
+    tf.train.Checkpoint(embedding=host).read(sharded).assert_consumed()
+    check(host, values)
+    plain = tf.train.Checkpoint(embedding=host).write(str(tmp_path / "plain"))
     for system, path in ((("v6e", 4), sharded), (("v6e", 2), plain)):
         target = make(system)
-        before = target.embedding_tables
-        with pytest.raises(ValueError, match=r"tpu_embedding.checkpoint.restore\("):
-            tf.train.Checkpoint(embedding=target).read(path)
-        for key, value in target.embedding_tables.items():
-            np.testing.assert_array_equal(value, before[key])
-    with pytest.raises(ValueError, match=r"Use tpu_embedding.checkpoint.restore"):
-        tf.train.Checkpoint(embedding=make(None)).read(sharded)
+        tf.train.Checkpoint(embedding=target).read(path).assert_consumed()
+        check(target, values)
+
+
+def test_a_checkpoint_without_the_tables_is_refused(tmp_path: pathlib.Path) -> None:
+    target = make(("v6e", 2))
+    other = tf.train.Checkpoint(step=tf.Variable(1))
+    path = tf.train.Checkpoint(embedding=other).write(str(tmp_path / "other"))
+    before = target.embedding_tables
+    with pytest.raises(ValueError, match=r"tpu_embedding.checkpoint.restore\("):
+        tf.train.Checkpoint(embedding=target).read(path)
+    for key, value in target.embedding_tables.items():
+        np.testing.assert_array_equal(value, before[key])

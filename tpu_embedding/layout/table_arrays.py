@@ -146,6 +146,34 @@ class MutableRows(Rows):
         """Replaces the rows from `start` on."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopiedRows(MutableRows):
+    """A matrix of which there are several equal copies, e.g. one for each replica.
+
+    Attributes:
+      copies: Matrices of one shape and dtype.
+      initial_value: See `MutableRows`.
+    """
+
+    copies: Sequence[MutableRows]
+    initial_value: InitialValue = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.copies[0].shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.copies[0].dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.copies[0].read(start, stop)
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        for copy in self.copies:
+            copy.write(start, values)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """Rows of a table that are adjacent in the stack.

@@ -8,12 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import distribution
+from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.engines.variables import (
     TableVariables,
     create_variables,
     named_variables,
+    variable_rows,
 )
 from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.serving.lookup import (
@@ -35,7 +38,7 @@ class _Tables:
     lookup: FeatureLookup
 
 
-class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
+class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
     """Embedding tables that are looked up by stock TensorFlow ops, without steps.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingForServing, with the
@@ -157,6 +160,19 @@ class TPUEmbeddingForServing(tf.__internal__.tracking.AutoTrackable):
         return {
             spec.key: {"parameters": table.parameters, **table.slots}
             for spec, table in zip(self._plan.tables, variables, strict=True)
+        }
+
+    @property
+    def _table_names(self) -> list[str]:
+        return [spec.name for spec in self._plan.tables]
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_rows`."""
+        return {
+            spec.name: dict(variable_rows(spec, table))
+            for spec, table in zip(
+                self._plan.tables, self._built().variables, strict=True
+            )
         }
 
     def _built(self) -> _Tables:
