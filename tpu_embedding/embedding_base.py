@@ -12,13 +12,18 @@ from tpu_embedding import distribution, engines, errors
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines import Engine, EngineOptions, Prepared, StepQueue
+from tpu_embedding.engines import (
+    Engine,
+    EngineOptions,
+    Prepared,
+    StepQueue,
+    TableArrays,
+)
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.output_shapes import OutputShapes, from_input
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
-from tpu_embedding.lookup.combine import StoredReader
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tf_configs import (
     adapt_features,
@@ -59,7 +64,12 @@ class EmbeddingBase(TrackableTables):
     """
 
     def __init__(
-        self, plan: Plan, options: EmbeddingOptions, public_class: str | None = None
+        self,
+        plan: Plan,
+        options: EmbeddingOptions,
+        public_class: str | None = None,
+        *,
+        topology: Topology | None = None,
     ) -> None:
         """Tables are made by the first call that needs them.
 
@@ -67,6 +77,7 @@ class EmbeddingBase(TrackableTables):
           plan: The tables and features.
           options: The rest.
           public_class: The name of the class, for engines that cannot serve it.
+          topology: That of the active strategy, if the caller has it already.
 
         Raises:
           NotImplementedError: If the engine cannot serve the class or the plan.
@@ -76,7 +87,7 @@ class EmbeddingBase(TrackableTables):
                 "check_numerics", options.check_numerics, "a bool"
             )
         self._plan = plan
-        self._topology = distribution.current()
+        self._topology = topology or distribution.current()
         self._engine_class = engines.choose(self._topology, plan)
         if public_class is not None:
             self._engine_class.refuse(public_class)
@@ -133,6 +144,11 @@ class EmbeddingBase(TrackableTables):
     @property
     def _stored_dtypes(self) -> dict[str, tf.DType]:
         return {t.name: tf.as_dtype(t.config.dtype) for t in self._plan.tables}
+
+    def set_batch_size(self, size: int | None) -> None:
+        """Fixes the batch size of a replica, unless `size` is None."""
+        if size is not None:
+            self._output_shapes.set_batch_size(size)
 
     @do_not_convert
     def retrieve(self) -> None:
@@ -235,6 +251,17 @@ class EmbeddingBase(TrackableTables):
         self._output_shapes.remember_ranks(shapes)
         return batches
 
+    def logical_variables(self) -> dict[str, Any]:
+        """By name in checkpoints each table and slot whole, as a variable or like one.
+
+        Also the number of updates, where a rate asks for it.
+        """
+        return self._create_engine().logical_variables()
+
+    def tables(self) -> dict[str, TableArrays]:
+        """Each table by name with its slots; see `Engine.tables`."""
+        return self._create_engine().tables()
+
     def look_up(
         self,
         values: Sequence[Any],
@@ -264,7 +291,23 @@ class EmbeddingBase(TrackableTables):
                 self._read_replica, values, weights or [None] * len(values)
             )
             prepared = engine.prepare(batch, training=training)
-            return engine.lookup(prepared, replica, training=training)
+            activations, looked_up = engine.lookup(prepared, replica, training=training)
+        if not tf.executing_eagerly():
+            self._set_static_shapes(activations, batch)
+        return activations, looked_up
+
+    def _set_static_shapes(
+        self, activations: Sequence[tf.Tensor], batch: Sequence[IdBatch]
+    ) -> None:
+        """Adds to activations what the shapes of the inputs say of theirs."""
+        dims = self._plan.dims
+        for spec, ids, activation in zip(
+            self._plan.features, batch, activations, strict=True
+        ):
+            if spec.config.output_shape is None:  # Else it has that shape.
+                shape = tuple(ids.static_shape.as_list())
+                rows = from_input(spec.path, spec.config, shape)
+                activation.set_shape((*rows, dims[spec.index]))
 
     def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
         """Updates the tables with the gradients of one `look_up`.
@@ -366,33 +409,7 @@ class CallEmbedding(NestedEmbedding):
           ValueError: Also if the number of replicas does not divide `batch_size`.
         """
         super().__init__(feature_config, optimizer, options, public_class)
-        size = per_replica(batch_size, self._topology)
-        if size is not None:
-            self._output_shapes.set_batch_size(size)
-
-    @property
-    def in_program(self) -> bool:
-        """Whether the caller is traced as a program of a TPU."""
-        return self._topology.program() is not None
-
-    def is_in_replica(self) -> bool:
-        """Whether `lookup` may be called here.
-
-        Raises:
-          RuntimeError: If a strategy is active that is not the embedding's own.
-        """
-        return self._topology.replica() is not None
-
-    def logical_variables(self) -> dict[str, Any]:
-        """By name in checkpoints each table and slot whole, as a variable or like one.
-
-        Also the number of updates, where a rate asks for it.
-        """
-        return self._create_engine().logical_variables()
-
-    def readers(self) -> list[StoredReader]:
-        """For each table of the plan what stock ops read of it, in any graph."""
-        return self._create_engine().readers()
+        self.set_batch_size(per_replica(batch_size, self._topology))
 
     @do_not_convert
     def lookup(

@@ -22,6 +22,8 @@ from tpu_embedding.config import (
 from tpu_embedding.nest_utils import flatten_with_paths
 
 _stock = tf.tpu.experimental.embedding
+# Of an optimizer and what it belongs to, for errors.
+OptimizerConverter = Callable[[Any, str], optimizers.Optimizer | None]
 
 # TensorFlow's class -> ours. Exact classes: a subclass may have another rule.
 _OPTIMIZERS: dict[type, Callable[..., optimizers.Optimizer]] = {
@@ -167,7 +169,9 @@ def _adapt_custom(optimizer: Any) -> optimizers.CustomOptimizer:
 
 
 def adapt_features(
-    feature_config: Any, invalid_ids: str | None = None
+    feature_config: Any,
+    invalid_ids: str | None = None,
+    convert: OptimizerConverter = adapt_optimizer,
 ) -> AdaptedFeatures:
     """Flattens a feature configuration and turns it into our own classes.
 
@@ -176,6 +180,7 @@ def adapt_features(
         of them, TensorFlow's and ours in any mix.
       invalid_ids: The rule for TensorFlow's own tables, which have none; None
         means "error". A table of ours keeps its own.
+      convert: Converts the optimizer of a table, as `adapt_optimizer` does.
 
     Raises:
       ValueError: If it holds no feature or something else than features, or an
@@ -192,7 +197,7 @@ def adapt_features(
             raise errors.not_a_feature_config(path, leaf)
         try:
             if leaf.table not in tables:
-                tables[leaf.table] = _adapt_table(leaf.table, invalid_ids)
+                tables[leaf.table] = _adapt_table(leaf.table, invalid_ids, convert)
             features.append(_adapt_feature(leaf, tables[leaf.table]))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise errors.located(path, error) from error
@@ -203,14 +208,16 @@ def adapt_features(
     return AdaptedFeatures(tuple(paths), tuple(features), keys)
 
 
-def _adapt_table(table: Any, invalid_ids: str | None) -> TableConfig:
-    optimizer = adapt_optimizer(table.optimizer, _describe(table))
+def _adapt_table(
+    table: Any, invalid_ids: str | None, convert: OptimizerConverter
+) -> TableConfig:
+    if not isinstance(table, (TableConfig, _stock.TableConfig)):
+        raise errors.feature_table(table)
+    optimizer = convert(table.optimizer, _describe(table))
     if isinstance(table, TableConfig):
         if optimizer is table.optimizer:
             return table
         return dataclasses.replace(table, optimizer=optimizer)
-    if not isinstance(table, _stock.TableConfig):
-        raise errors.feature_table(table)
     return TableConfig(
         vocabulary_size=table.vocabulary_size,
         dim=table.dim,

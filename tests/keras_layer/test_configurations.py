@@ -91,7 +91,7 @@ def test_tables_and_optimizers_survive_json():
     tables = tables_of_all_kinds()
     layer = layer_of_all_kinds(tables)
     other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
-    ours, theirs = (each._parts.resolved.plan.tables for each in (layer, other))
+    ours, theirs = (each._parts.features.plan.tables for each in (layer, other))
     for before, after in zip(ours, theirs, strict=True):
         assert before.name == after.name
         assert before.features == after.features
@@ -120,7 +120,7 @@ def test_rates_that_are_objects_of_keras_survive(tmp_path: pathlib.Path):
         other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
         rates: list[Any] = []
         for each in (layer, other):
-            resolved: Any = each._parts.resolved.plan.tables[0].optimizer
+            resolved: Any = each._parts.features.plan.tables[0].optimizer
             rates.append(resolved.learning_rate)
         takes_step = (
             not isinstance(optimizer, te.SGD) or optimizer.learning_rate is schedule
@@ -154,5 +154,5 @@ def test_a_namedtuple_cannot_be_saved():
     layer = TPUEmbedding([pair(feature, feature)], "sgd")
     ids = tf.constant([1])
     assert type(layer([pair(ids, ids)])[0]) is pair
-    with pytest.raises(ValueError, match=r"namedtuple Pair in .* Use a dict, and `sa"):
+    with pytest.raises(ValueError, match=r"namedtuple Pair in .* Use a dict, or `sa"):
         layer.get_config()

@@ -138,7 +138,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: pathlib.Path, seed: 
     models.make_model("sgd").save_weights(path)
     model = make_model()
     before = everything(model)
-    with pytest.raises(ValueError, match=r"misses some or all of .*films/momenta, "):
+    with pytest.raises(ValueError, match=r"lacks some or all of .*films/momenta, "):
         model.load_weights(path)
     tables = models.table_configs()
     tables["films"] = te.TableConfig(12, 3, name="films")

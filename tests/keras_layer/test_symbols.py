@@ -126,3 +126,28 @@ def test_symbolic_weights_of_each_kind(kind: str):
     assert layer(ids, weights)["a"].shape == (None, 2)
     with pytest.raises(ValueError, match=f"a keras.Input with {kind}=True. Received:"):
         layer(ids, {**weights, "a": keras.Input((None,))})
+
+
+def test_training_graphs_keep_static_batch_sizes():
+    layer = TPUEmbedding([CONFIG[0]] * 4 + [CONFIG[2]], "sgd")
+    layer.build()
+    features = [
+        tf.TensorSpec([16], tf.int64),
+        tf.TensorSpec([16, 2, 3], tf.int64),
+        tf.SparseTensorSpec([16, None], tf.int64),
+        tf.RaggedTensorSpec([16, None], tf.int64, ragged_rank=1),
+        tf.RaggedTensorSpec([16, None], tf.int64, ragged_rank=1),
+    ]
+    shapes = []
+
+    @tf.function(input_signature=[features])
+    def step(ids: Any) -> None:
+        with tf.GradientTape() as tape:
+            activations = layer(ids)
+            shapes.extend(a.shape.as_list() for a in activations)
+            loss = tf.add_n([tf.reduce_sum(a) for a in activations])
+        tape.gradient(loss, layer.trainable_variables)
+
+    step.get_concrete_function()
+    expected = [[16, 2], [16, 2, 2], [16, 2], [16, 2], [16, 5, 2]]
+    assert shapes == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -155,11 +156,15 @@ def test_options_for_tpus_are_carried_or_refused():
             ValueError,
             r"`embedding_feature` is V1, but .* are v6e",
         ),
-        ({"batch_size": None}, ValueError, "the Keras layer takes it from `batch_"),
+        (
+            {"batch_size": None},
+            ValueError,
+            "a TPU needs the shape of each input .* `batch_size`",
+        ),
         (
             {"trainable_tables": True, "batch_size": None},
             NotImplementedError,
-            "no TPU program can hold",
+            "that TPU programs do not support",
         ),
         ({"batch_size": 3}, ValueError, "samples per replica"),
         ({"optimizer": te.SGD(0.1, clipvalue=1.0)}, NotImplementedError, "clipvalue"),
@@ -207,3 +212,82 @@ def test_a_second_layer_on_v4_says_what_to_do():
     (table,) = layer.embedding_tables
     layer.update_embedding_table(table, np.ones((8, 2)))
     make_layer(SoftwareTPUStrategy("v4", 1))
+
+
+def functional(tpu: Any, batch_size: int | None) -> Any:
+    with tpu.scope():
+        table = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="t")
+        features = {"a": te.FeatureConfig(table), "b": te.FeatureConfig(table)}
+        layer = TPUEmbedding(features, te.SGD(0.5))
+        inputs = {
+            "a": keras.Input((), batch_size, dtype="int64", name="a"),
+            "b": keras.Input((3,), batch_size, dtype="int64", name="b"),
+        }
+        return keras.Model(inputs, layer(inputs)), layer
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_batch_sizes_come_from_inputs(generation: str):
+    tpu = SoftwareTPUStrategy(generation, 2)
+    model, layer = functional(tpu, 4)
+
+    def step(ids: Any) -> None:
+        with tf.GradientTape() as tape:
+            found = model({"a": ids, "b": tf.stack([ids] * 3, 1)})
+            loss = tf.reduce_sum(found["a"]) + tf.reduce_sum(found["b"])
+        tape.gradient(loss, layer.trainable_variables)
+
+    if generation == "v6e":  # On v4 the ids are arguments of strategy.run.
+        tpu.run(step, (IDS[0],))
+        (table,) = layer.embedding_tables.values()
+        # Row 1 occurs twice, four times in each sample, in each of two replicas.
+        np.testing.assert_array_equal(table.numpy()[:, 0], [-4, -7, 2, 3, 4, 1, 6, 7])
+    with pytest.raises(ValueError, match=r"Feature a: a TPU needs the shape of each"):
+        functional(SoftwareTPUStrategy(generation, 2), None)
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        table = te.TableConfig(8, 2, te.RowIdInitializer(), name="t")
+        self.embedding = TPUEmbedding(te.FeatureConfig(table), te.SGD(0.5))
+
+    def call(self, inputs: Any) -> Any:
+        return self.embedding(inputs)
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_batch_sizes_come_from_the_first_batch_of_fit(generation: str):
+    tpu = SoftwareTPUStrategy(generation, 2)
+    with tpu.scope():
+        model = Subclassed()
+        model.compile("sgd", "mse")
+    labels = np.zeros((8, 2), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((np.arange(8), labels)).batch(8, True)
+    model.fit(data, verbose=0, shuffle=False)
+    (table,) = model.embedding.embedding_tables.values()
+    np.testing.assert_allclose(table.numpy()[:, 0], np.arange(8) * (1 - 0.5 / 8))
+
+
+def test_layers_without_shapes_say_so():
+    with SoftwareTPUStrategy("v6e", 1).scope():
+        model = Subclassed()
+        with pytest.raises(ValueError, match="a TPU needs the shape of each input"):
+            _ = model.embedding.embedding_tables
+
+
+def test_updates_are_one_step_late_on_v4_where_asked():
+    tpu = SoftwareTPUStrategy("v4", 1)
+    layer = make_layer(tpu, te.SGD(1.0), pipeline_execution_with_tensor_core=True)
+
+    def step(ids: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = layer(ids)
+            loss = tf.reduce_sum(found)
+        tape.gradient(loss, layer.trainable_variables)
+        return found[0, 0]
+
+    ids = tf.constant([7, 6, 5, 4])
+    assert [float(tpu.run(step, (ids,))) for _ in range(3)] == [7.0, 7.0, 6.0]
+    (table,) = layer.embedding_tables.values()
+    np.testing.assert_array_equal(table.numpy()[:, 0], [0, 1, 2, 3, 1, 2, 3, 4])

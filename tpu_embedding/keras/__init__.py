@@ -1,6 +1,6 @@
-"""Keras layers over TPUEmbedding: `import tpu_embedding.keras`.
+"""The Keras layer of this package: `import tpu_embedding.keras`.
 
-Not imported with the package: who needs no layer need not wait for Keras.
+The package does not import it, to save the time that Keras takes to load.
 """
 
 from tpu_embedding.keras.layer import TPUEmbedding

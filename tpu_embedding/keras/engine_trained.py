@@ -6,88 +6,135 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tpu_embedding import distribution, engines
-from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, per_replica
-from tpu_embedding.keras import errors, gradient_hook, running
-from tpu_embedding.keras.calls import Calls
+from tpu_embedding import engines
+from tpu_embedding.distribution import Topology
+from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, per_replica
+from tpu_embedding.engines import Prepared
+from tpu_embedding.engines.variables import create_counter, create_state
+from tpu_embedding.keras import gradient_hook
+from tpu_embedding.keras.conversion import Features
+from tpu_embedding.keras.keras3 import as_weight
 from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
-from tpu_embedding.keras.resolve import Resolved
-from tpu_embedding.keras.tables import LayerTables
-from tpu_embedding.keras.weights import as_weight
+from tpu_embedding.layout.output_shapes import Shape, from_input
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.lookup.graph_checks import refuse
 from tpu_embedding.tf_configs import adapt_sparse_core
 
-# Where TensorFlow makes the gradients of tf.cond and of loops.
+# Graphs in which TensorFlow computes the gradients of tf.cond and of loops.
 _CONTROL_FLOW = (".cond_v2", ".while_v2")
+_CALLS_REMEMBERED = 1024  # Calls that may come between a call and its gradient.
+
+_NO_TAPE = (
+    "tpu_embedding.keras.TPUEmbedding was traced while no tf.GradientTape was "
+    "recording, as for evaluation and export, so no gradient can reach its tables. "
+    "Open the tape before the tf.function is first called, or inside of it, or use a "
+    "second tf.function for training."
+)
+_FOR_SERVING = (
+    "tpu_embedding.keras.TPUEmbedding was called with `serving_config`, which is for "
+    "serving: such a call consists of TensorFlow ops, and no gradient can reach the "
+    "tables through it. Train a model that calls the layer without it, or set "
+    "`layer.trainable = False` to train the rest of this one."
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """One lookup whose gradient may be asked for.
+    """One lookup of which a gradient may be computed.
 
     Attributes:
-      values: The ids, in the user's structure.
-      weights: Their weights or None, in the same.
-      activation: One of those that were looked up.
-      ticket: Of the lookup.
-      number: int64 scalar of a call in a graph, else None; see `Calls`.
+      values: The ids of each feature.
+      weights: The weights of each feature, or None.
+      activation: One of the activations.
+      looked_up: The result of the lookup for the update; not a tensor in all engines.
+      number: int64 scalar of a call in a graph, else None; see `_CallNumbers`.
     """
 
-    values: Any
-    weights: Any
+    values: Sequence[Any]
+    weights: Sequence[Any]
     activation: tf.Tensor
-    ticket: Any
+    looked_up: Prepared
     number: tf.Tensor | None
 
-    def reaches(self, graph: Any) -> bool:
-        """Whether the ticket can be used in `graph`: made there or around it."""
+    def is_visible_in(self, graph: Any) -> bool:
+        """Whether `graph` can use `looked_up`: created there or in an outer graph."""
         if hasattr(self.activation, "numpy"):
-            return True  # Made eagerly.
+            return True  # Created eagerly.
         while graph is not None and graph is not self.activation.graph:
             graph = getattr(graph, "outer_graph", None)
         return graph is not None
 
 
-class UpdatedTables(LayerTables):
-    """Tables of a core TPUEmbedding, updated in the backward pass."""
+class EngineTrainedTables:
+    """Tables of an engine, which updates them in the backward pass."""
 
     def __init__(
         self,
-        resolved: Resolved,
+        features: Features,
+        topology: Topology,
         *,
+        pipelined: bool,
         batch_size: int | None,
         sparse_core: Any,
         loss_scale: Any,
         check_numerics: bool,
     ) -> None:
-        """Makes the embedding for the strategy whose scope is open."""
-        self._resolved = resolved
+        """Checks the arguments of the layer; `build` creates the tables."""
+        self._features = features
+        self._topology = topology
         self._without_optimizer = [
-            spec.name for spec in resolved.plan.tables if spec.optimizer is None
+            spec.name for spec in features.plan.tables if spec.optimizer is None
         ]
         self._loss_scale = loss_scale
         self._check_numerics = check_numerics
-        where = distribution.current()
-        self._batch_size = per_replica(batch_size, where)
-        options = EmbeddingOptions(
-            pipelined=False, invalid_ids=None, check_numerics=check_numerics
+        self._batch_size = per_replica(batch_size, topology)
+        self._options = EmbeddingOptions(
+            pipelined=pipelined, invalid_ids=None, check_numerics=check_numerics
         )
-        features = resolved.features()
-        if engines.choose(where, resolved.plan).stores_stacks:
-            features = resolved.completed_features(self._batch_size)
+        engine = engines.choose(topology, features.plan)
+        if engine.stores_stacks:
             config = adapt_sparse_core(sparse_core)
-            options = dataclasses.replace(options, sparse_core=config)
-        self._core = CallEmbedding(features, resolved.optimizer, options, batch_size)
+            self._options = dataclasses.replace(self._options, sparse_core=config)
+        self._core: Any = None
+        shapes = self._output_shapes(None)
+        if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):
+            self._core = self._create_core(shapes if engine.stores_stacks else None)
         self._variables: dict[str, Any] = {}
-        self._virtual: Any = None
-        self._calls: Any = None
+        self._placeholder: Any = None
+        self._numbers: Any = None
 
-    def build(self, layer: keras.layers.Layer) -> None:
-        self._virtual = layer.add_weight(
-            name="virtual",
+    def can_build(self) -> bool:
+        """Whether `build` needs no shapes of inputs."""
+        return self._core is not None
+
+    def build(self, layer: Any, input_shapes: Any) -> None:
+        """Creates the tables, and the weights of the layer that Keras sees.
+
+        Args:
+          layer: Receives the weights.
+          input_shapes: In the structure of the features the shapes of a replica's
+            inputs, or None.
+
+        Raises:
+          ValueError: If the engine needs the shapes and an axis is unknown.
+        """
+        if self._core is None:
+            shapes = self._output_shapes(input_shapes)
+            for spec, shape in zip(self._features.plan.features, shapes, strict=True):
+                if shape is None or None in shape:
+                    raise ValueError(
+                        f"Feature {spec.path}: a TPU needs the shape of each input "
+                        "before the first step. Pass the layer `batch_size`, build the "
+                        "model with keras.Input(batch_size=...) or with tensors of "
+                        "static shape, both with the batch size of a replica, or set "
+                        "FeatureConfig(output_shape)."
+                    )
+            self._core = self._create_core(shapes)
+        self._placeholder = layer.add_weight(
+            name="virtual",  # The name in files.
             shape=(),
             initializer="zeros",
             dtype="float32",
@@ -95,121 +142,223 @@ class UpdatedTables(LayerTables):
         )
         self._variables = self._core.logical_variables()
         with tf.init_scope():
-            self._calls = Calls()
-        # For `get_weights` and what builds on it: EarlyStopping, summary, export.
+            self._numbers = _CallNumbers()
         layer.state_of_tables = [
-            as_weight(variable, name) for name, variable in self.variables().items()
+            as_weight(variable, name) for name, variable in self._variables.items()
         ]
 
     def variables(self) -> dict[str, Any]:
+        """Everything that is saved, by its name in checkpoints."""
         return dict(self._variables)
 
     def stored(self) -> list[Any]:
+        """The up-to-date tf.Variables that store the tables, for exported graphs."""
         self._core.retrieve()
-        return [v for reader in self._core.readers() for v in reader.variables]
+        tables = self._core.tables().values()
+        return [variable for table in tables for variable in table.reader.variables]
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
-        recording, in_program = running.is_recording(), self._core.in_program
-        in_replica = self._core.is_in_replica()
-        exportable = not tf.executing_eagerly() and not running.is_evaluation()
-        # Only stock ops go into a graph that may be exported, which no program is.
-        served = not recording and not in_program
-        if served and (exportable or not in_replica):
-            return self.serve(self._resolved, values, weights, trainable=trainable)
-        structure = self._resolved.structure
-        activations, ticket = self._core.lookup(
-            structure.pack(values),
-            structure.pack(weights),
-            training=trainable and recording,
-        )
-        flat = structure.flatten("activations", activations)
-        if not trainable:
-            return flat
-        if not recording:
-            # Read all the same: tf.recompute_grad, and so keras.RematScope, computes
-            # gradients of what it saw being read while nothing was recorded.
-            tf.convert_to_tensor(self._virtual)
-            return flat
-        check_scale_is_known(self._loss_scale)
-        call = _Call(
-            structure.pack(values),
-            structure.pack(weights),
-            flat[0],
-            ticket,
-            # In a program the ticket itself knows, for it is traced whole.
-            None if tf.executing_eagerly() or in_program else self._calls.number(),
-        )
+        """Looks up the features of the layer.
 
-        return gradient_hook.let_through(
-            self._virtual, flat, lambda gradients: self._backward(call, gradients)
-        )
-
-    def _backward(self, call: _Call, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Submits the gradients of a call; tensors that are there afterwards."""
-        if self._without_optimizer:
-            raise errors.no_optimizer(self._without_optimizer)
-        # A tf.gather of activations sends IndexedSlices.
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        divided = self._resolved.structure.pack(
-            unscaled(dense, self._loss_scale, check_numerics=self._check_numerics)
-        )
-        graph = tf.compat.v1.get_default_graph()
-        if call.reaches(graph):
-            self._core.submit(call.ticket, divided)
-            return []
-        if type(graph).__module__.endswith(_CONTROL_FLOW):
-            raise errors.gradient_of_control_flow()
-        return [self._submit_anew(call, divided)]
-
-    def _submit_anew(self, call: _Call, gradients: Any) -> tf.Tensor:
-        """Submits in the gradient of a function, which tickets cannot go to.
-
-        What a function hands over to its gradient needs a gradient itself, which a
-        ticket has not. And such graphs lack the control dependencies that order
-        stateful ops and keep them, which a function in them has.
+        Args:
+          values: For each feature the ids.
+          weights: For each feature the weights or None.
+          trainable: Whether a gradient may update the tables.
 
         Returns:
-          A tensor that is there once the update is applied.
+          For each feature the activations, float32.
         """
-
-        @tf.function(autograph=False)
-        def submit() -> tf.Tensor:
-            self._calls.take(call.number)
-            _, ticket = self._core.lookup(call.values, call.weights)
-            self._core.submit(ticket, gradients)
-            return tf.constant(True)
-
-        return submit()
+        recording = gradient_hook.is_recording()
+        in_program = self._topology.program() is not None
+        in_replica = self._topology.replica() is not None
+        exportable = not tf.executing_eagerly() and not gradient_hook.is_evaluation()
+        # A graph that may be exported must contain TensorFlow's ops only. A TPU program
+        # cannot be exported.
+        if not (recording or in_program) and (exportable or not in_replica):
+            plan = self._features.plan
+            return self.serve(plan, values, weights, trainable=trainable)
+        activations, looked_up = self._core.look_up(
+            values, weights, training=trainable and recording
+        )
+        if not trainable:
+            return activations
+        if not recording:
+            # tf.recompute_grad, and so keras.RematScope, computes gradients only of
+            # variables that were read while nothing was recorded.
+            tf.convert_to_tensor(self._placeholder)
+            return activations
+        check_scale_is_known(self._loss_scale)
+        # A TPU program is traced as a whole, so `looked_up` tells calls apart.
+        numbered = not (tf.executing_eagerly() or in_program)
+        number = self._numbers.take_next() if numbered else None
+        call = _Call(values, weights, activations[0], looked_up, number)
+        return gradient_hook.call_on_gradient(
+            self._placeholder,
+            activations,
+            lambda gradients: self._backward(call, gradients),
+        )
 
     def serve(
         self,
-        resolved: Resolved,
+        plan: Plan,
         values: Sequence[Any],
         weights: Sequence[Any],
         *,
         trainable: bool,
     ) -> list[tf.Tensor]:
-        if self._core.in_program:
-            raise errors.serving_in_program()
+        """Looks up the features of any plan over the tables with TensorFlow's ops.
+
+        Args:
+          plan: Has the tables of the layer.
+          values: As for `look_up`.
+          weights: As for `look_up`.
+          trainable: As for `look_up`; a gradient raises LookupError.
+        """
+        if self._topology.program() is not None:
+            raise NotImplementedError(
+                "`serving_config` is for serving: under a TPU strategy such a call "
+                "belongs outside of strategy.run. Inside, call the layer without it."
+            )
         self._core.retrieve()
-        # Outside of replicas Keras traces models with a batch of one replica, too.
-        checked = resolved is self._resolved and self._core.is_in_replica()
-        names = [spec.name for spec in self._resolved.plan.tables]
-        readers = dict(zip(names, self._core.readers(), strict=True))
+        own = plan is self._features.plan
+        # Outside of replicas, Keras also traces models with a replica's batch size.
+        checked = own and self._topology.replica() is not None
+        tables = self._core.tables().values()
         lookup = FeatureLookup(
-            resolved.plan,
-            {spec.index: readers[spec.name] for spec in resolved.plan.tables},
+            plan,
+            dict(enumerate(table.reader for table in tables)),
             check_numerics=self._check_numerics,
             batch_size=self._batch_size if checked else None,
         )
-        activations = lookup(resolved.plan.features, values, weights)
+        activations = lookup(plan.features, values, weights)
         if not trainable or tf.executing_eagerly():
             return activations
-        why = (
-            gradient_hook.NO_TAPE
-            if resolved is self._resolved
-            else gradient_hook.FOR_SERVING
+        reason = _NO_TAPE if own else _FOR_SERVING
+        return gradient_hook.refuse_gradient(self._placeholder, activations, reason)
+
+    def _backward(self, call: _Call, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Applies the gradients of a call; returns tensors that wait for the update."""
+        if self._without_optimizer:
+            raise RuntimeError(
+                f"The layer cannot train the tables "
+                f"{', '.join(self._without_optimizer)}: they have no optimizer. Pass "
+                "`optimizer` to the layer or to each TableConfig, or set "
+                "`layer.trainable = False`."
+            )
+        # The gradient of tf.gather is IndexedSlices.
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        dense = unscaled(dense, self._loss_scale, check_numerics=self._check_numerics)
+        graph = tf.compat.v1.get_default_graph()
+        if call.is_visible_in(graph):
+            self._core.update(call.looked_up, dense)
+            return []
+        if type(graph).__module__.endswith(_CONTROL_FLOW):
+            raise NotImplementedError(
+                "The layer was called inside tf.cond, tf.map_fn or a TensorFlow loop, "
+                "under a tape that was opened outside of it. Call the layer before, "
+                "with all ids at once, or open the tape inside."
+            )
+        return [self._look_up_again_and_update(call, dense)]
+
+    def _look_up_again_and_update(
+        self, call: _Call, gradients: list[tf.Tensor]
+    ) -> tf.Tensor:
+        """Updates in the gradient of a function, which cannot use `looked_up`.
+
+        Whatever a function passes to its gradient needs a gradient itself, and
+        `looked_up` has none. A function of its own adds the control dependencies that
+        order and keep stateful ops, which the graph of a gradient lacks.
+
+        Returns:
+          A tensor that waits for the update.
+        """
+
+        @tf.function(autograph=False)
+        def update() -> tf.Tensor:
+            self._numbers.use(call.number)
+            _, looked_up = self._core.look_up(call.values, call.weights)
+            self._core.update(looked_up, gradients)
+            return tf.constant(True)
+
+        return update()
+
+    def _output_shapes(self, input_shapes: Any) -> list[Shape | None]:
+        """The output shape of each feature, as far as it is known."""
+        features, structure = self._features.plan.features, self._features.structure
+        inputs = [None] * len(features)
+        if input_shapes is not None:
+            inputs = structure.flatten_shapes("input_shape", input_shapes)
+        shapes = []
+        for spec, shape in zip(features, inputs, strict=True):
+            config, size = spec.config, self._batch_size
+            found = config.output_shape
+            if found is None and size is not None:
+                length = config.max_sequence_length
+                found = (size, length) if length else (size,)
+            if found is None and shape is not None:
+                found = from_input(spec.path, config, tuple(shape))
+            shapes.append(found)
+        return shapes
+
+    def _create_core(self, shapes: Sequence[Any] | None) -> EmbeddingBase:
+        """Creates the embedding, whose features get output shapes unless None."""
+        plan, size = self._features.plan, self._batch_size
+        if shapes is not None:
+            tables = tuple(
+                dataclasses.replace(
+                    spec, config=dataclasses.replace(spec.config, name=spec.name)
+                )
+                for spec in plan.tables
+            )
+            features = []
+            for spec, shape in zip(plan.features, shapes, strict=True):
+                config = dataclasses.replace(
+                    spec.config, name=spec.config.name or spec.path
+                )
+                if config.max_sequence_length:
+                    size = shape[0]
+                else:
+                    config = dataclasses.replace(config, output_shape=shape)
+                features.append(dataclasses.replace(spec, config=config))
+            plan = Plan(tables=tables, features=tuple(features))
+        core = EmbeddingBase(plan, self._options, topology=self._topology)
+        core.set_batch_size(size)
+        return core
+
+
+class _CallNumbers:
+    """Numbers calls in graphs, to reject a second gradient of one call.
+
+    The engine rejects it too, but what it needs for that cannot leave the graph of a
+    function for the graph of its gradient; a number can. Each cell keeps the last
+    number used of those that map to it; numbers only grow.
+    """
+
+    def __init__(self) -> None:
+        """Creates the state, one for all replicas."""
+        self._count = create_counter("calls", "/device:CPU:0")
+        with tf.device("/device:CPU:0"):
+            self._used = create_state("used", tf.zeros([_CALLS_REMEMBERED], tf.int64))
+
+    def take_next(self) -> tf.Tensor:
+        """Returns the number of a new call, an int64 scalar."""
+        return tf.identity(self._count.assign_add(1))  # Read now, not when used.
+
+    def use(self, number: tf.Tensor) -> None:
+        """Marks a number as used; call it in a tf.function.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If the number was used before, or more
+            than `_CALLS_REMEMBERED` calls came in between.
+        """
+        cell = number % _CALLS_REMEMBERED
+        used = tf.gather(self._used, cell) >= number
+        text = (
+            "The gradients of this lookup were applied already; each lookup takes them "
+            "once. Call the layer again, or take all gradients with one tape.gradient "
+            f"call, at most {_CALLS_REMEMBERED} calls later."
         )
-        return gradient_hook.let_nothing_through(self._virtual, activations, why)
+        with tf.control_dependencies(refuse(tf.cast(used, tf.int32), ["", text])):
+            self._used.scatter_nd_update([[cell]], [number])

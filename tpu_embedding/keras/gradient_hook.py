@@ -1,4 +1,4 @@
-"""How gradients leave the tape: through a variable that stands for the tables."""
+"""Calls a function with the gradients of activations, in the backward pass."""
 
 from __future__ import annotations
 
@@ -6,96 +6,118 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
-from tpu_embedding.keras import errors
+from tpu_embedding.keras import keras3
 
-# Why a gradient is refused.
-NO_TAPE = (
-    "tpu_embedding.keras.TPUEmbedding was traced where no tf.GradientTape was "
-    "recording, as for evaluation and export, so no gradient can reach its tables. "
-    "Open the tape before the tf.function is first called, or inside of it, or use a "
-    "second tf.function for training."
-)
-FOR_SERVING = (
-    "tpu_embedding.keras.TPUEmbedding was called with `serving_config`, which is for "
-    "serving: such a call consists of stock ops, and no gradient can reach the tables "
-    "by it. Train a model that calls the layer without it, or set "
-    "`layer.trainable = False` to train the rest of this one."
-)
 _Tape: Any = tf.GradientTape  # Type checkers miss two of its methods.
-# They ask for many gradients of one call, of which the tables would take the first.
+# These ask for many gradients of one call; the tables would apply only the first.
 _JACOBIANS = (_Tape.jacobian, _Tape.batch_jacobian)
 
 
-def let_through(
-    virtual: keras.Variable,
+def call_on_gradient(
+    placeholder: Any,
     activations: Sequence[tf.Tensor],
     backward: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
 ) -> list[tf.Tensor]:
-    """The activations, with `backward` on their way back.
+    """Returns the activations, with `backward` attached to their gradients.
 
     Args:
-      virtual: A scalar that stands for the tables; it gets a gradient of 0.
+      placeholder: The scalar variable that represents the tables. Its gradient is 0.
       activations: float32.
-      backward: Called with the gradient of each activation, once for each gradient
-        with respect to `virtual` that a tape computes. What it returns must have
-        been computed before that gradient is there.
+      backward: Receives the gradient of each activation, once for each gradient with
+        respect to `placeholder` that a tape computes. The gradient of `placeholder`
+        waits for the tensors that `backward` returns.
     """
 
     @tf.custom_gradient
-    def gate(virtual_value: tf.Tensor, *activations: tf.Tensor) -> Any:
+    def hook(value: tf.Tensor, *activations: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> Any:
-            done = backward(upstream) if _is_asked_for(virtual) else []
+            done = backward(upstream) if _is_source(placeholder) else []
             with tf.control_dependencies(done):
-                nothing = tf.zeros_like(virtual_value)
-            return (nothing, *([None] * len(upstream)))
+                zero = tf.zeros_like(value)
+            return (zero, *([None] * len(upstream)))
 
-        return tuple(tf.identity(a) for a in activations), gradient
+        return [tf.identity(a) for a in activations], gradient
 
-    return list(gate(tf.convert_to_tensor(virtual), *activations))
+    return list(hook(tf.convert_to_tensor(placeholder), *activations))
 
 
-def let_nothing_through(
-    virtual: keras.Variable, activations: Sequence[tf.Tensor], why: str
+def refuse_gradient(
+    placeholder: Any, activations: Sequence[tf.Tensor], reason: str
 ) -> list[tf.Tensor]:
-    """The activations; a gradient of them is a LookupError that says why.
+    """Returns the activations; their gradient raises LookupError with `reason`.
 
-    Made of two stock ops that cost nothing, for it stands in exported graphs.
+    Made of two TensorFlow ops without cost, because exported graphs contain them.
     """
-    value = tf.convert_to_tensor(virtual)
-    trap = tf.raw_ops.PreventGradient(input=value, message=why)
+    value = tf.convert_to_tensor(placeholder)
+    trap = tf.raw_ops.PreventGradient(input=value, message=reason)
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]
 
 
-def _is_asked_for(variable: keras.Variable) -> bool:
-    """Whether the gradient being computed is one with respect to `variable`.
+def is_recording() -> bool:
+    """Whether a gradient of the ops created now may be computed later.
 
-    A tape walks back through all that it recorded, also past the tensors that it was
-    asked about: the gradient of a score with respect to activations or to a dense
-    kernel comes by here as well, and must not train the tables. Only the frame of
-    GradientTape.gradient knows what was asked for.
+    True under a tf.GradientTape, also while tracing a tf.function that is called under
+    a tape or opens one. TensorFlow has no public function for this.
+    """
+    return record.could_possibly_record()
+
+
+def is_evaluation() -> bool:
+    """Whether Keras evaluates or predicts, in a graph that nobody can export."""
+    return bool(_running_models("test_step", "predict_step"))
+
+
+def models_in_training() -> list[Any]:
+    """Returns the models whose training step is running, innermost first."""
+    return _running_models("train_step")
+
+
+def _running_models(*methods: str) -> list[Any]:
+    # Users may override these methods, so compare names instead of code objects.
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in methods and frame.f_code.co_argcount:
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(owner, keras3.Model):
+                found.append(owner)
+        frame = frame.f_back
+    return found
+
+
+def _is_source(placeholder: Any) -> bool:
+    """Whether the gradient being computed is one with respect to `placeholder`.
+
+    A tape walks back through everything that it recorded: the gradient of a score
+    with respect to activations or a dense kernel passes here too, and must not train
+    the tables. Only the frame of GradientTape.gradient knows the sources.
     """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is gradients_util._GradientsHelper.__code__:
-            return True  # The gradient of a function, to be used for any sources.
+            return True  # The gradient of a function, which serves any sources.
         if frame.f_code is tf.GradientTape.gradient.__code__:
             sources = tf.nest.flatten(frame.f_locals["sources"])
-            asked = _handle(variable) in [_handle(source) for source in sources]
-            if asked and _calls(frame, _JACOBIANS):
-                raise errors.jacobian()
+            asked = _handle(placeholder) in [_handle(source) for source in sources]
+            if asked and _is_within(frame, _JACOBIANS):
+                raise NotImplementedError(
+                    "A Jacobian with respect to the weights of "
+                    "tpu_embedding.keras.TPUEmbedding would update its tables once for "
+                    "each element of the target. Leave the layer's weights out of the "
+                    "sources, or call tape.gradient."
+                )
             return asked
-        if frame.f_code is let_through.__code__:
-            return False  # Of a tf.autodiff.ForwardAccumulator, in the forward pass.
+        if frame.f_code is call_on_gradient.__code__:
+            return False  # A tf.autodiff.ForwardAccumulator, in the forward pass.
         frame = frame.f_back
     return True
 
 
-def _calls(frame: Any, functions: Sequence[Any]) -> bool:
-    """Whether one of some functions is being run around a frame."""
+def _is_within(frame: Any, functions: Sequence[Any]) -> bool:
     codes = [function.__code__ for function in functions]
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
@@ -103,6 +125,6 @@ def _calls(frame: Any, functions: Sequence[Any]) -> bool:
 
 
 def _handle(value: Any) -> int:
-    """What tells variables apart, however they are wrapped."""
-    value = value.value if isinstance(value, keras.Variable) else value
+    """Identifies a variable, however it is wrapped."""
+    value = value.value if isinstance(value, keras3.Variable) else value
     return id(getattr(value, "handle", value))

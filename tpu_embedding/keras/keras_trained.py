@@ -1,50 +1,66 @@
-"""Tables that the optimizer of the model trains, as any other weight."""
+"""Tables that the optimizer of the model trains, like any other weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tpu_embedding import distribution
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.initializers import default_initializer
-from tpu_embedding.keras import errors
-from tpu_embedding.keras.resolve import Resolved
-from tpu_embedding.keras.tables import LayerTables
-from tpu_embedding.keras.weights import flat_name
+from tpu_embedding.keras.keras3 import weight_name
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 
 
-class TrainableTables(LayerTables):
-    """Tables that are weights of the layer, trained by the optimizer of the model."""
+class KerasTrainedTables:
+    """Tables that are trainable weights of the layer.
 
-    def __init__(self, resolved: Resolved, *, check_numerics: bool) -> None:
-        """Refuses optimizers that would have nothing to do.
+    Has the methods of `EngineTrainedTables`.
+    """
+
+    def __init__(self, plan: Plan, topology: Topology, *, check_numerics: bool) -> None:
+        """Checks the plan; `build` creates the tables.
 
         Raises:
           ValueError: If a table has an optimizer.
-          NotImplementedError: Under a TPU strategy; or if a table is not float32, which
-            the optimizer of the model would round to the nearest and so lose its steps.
+          NotImplementedError: Under a TPU strategy; or if a table is not float32: the
+            optimizer of the model would round to nearest and lose small steps.
         """
-        if distribution.is_tpu():
-            raise errors.trainable_tables_on_tpu()
-        require_dtypes(resolved.plan, ("float32",), "trainable_tables=True")
-        for spec in resolved.plan.tables:
+        if topology.tpu is not None:
+            raise NotImplementedError(
+                "`trainable_tables=True` looks up with TensorFlow ops that TPU "
+                "programs do not support. Leave it at False under a TPU strategy, "
+                "where each table has its own optimizer, or use "
+                "keras.layers.Embedding."
+            )
+        require_dtypes(plan, ("float32",), "trainable_tables=True")
+        for spec in plan.tables:
             if spec.optimizer is not None:
-                raise errors.trainable_tables_optimizer(f"table {spec.name}")
-        self._resolved = resolved
+                raise ValueError(
+                    "With `trainable_tables=True` the optimizer of the model trains "
+                    f"the tables, so table {spec.name} cannot have its own optimizer. "
+                    "Pass `optimizer=None` to the layer and leave "
+                    "TableConfig.optimizer at None."
+                )
+        self._plan = plan
         self._check_numerics = check_numerics
         self._variables: dict[str, Any] = {}
 
-    def build(self, layer: keras.layers.Layer) -> None:
-        for spec in self._resolved.plan.tables:
+    def can_build(self) -> bool:
+        """See `EngineTrainedTables.can_build`."""
+        return True
+
+    def build(self, layer: Any, input_shapes: Any) -> None:
+        """See `EngineTrainedTables.build`."""
+        del input_shapes
+        for spec in self._plan.tables:
             config = spec.config
             self._variables[spec.name] = layer.add_weight(
-                name=flat_name(spec.name),
+                name=weight_name(spec.name),
                 shape=(config.vocabulary_size, config.dim),
                 initializer=config.initializer or default_initializer(config.dim),
                 dtype="float32",
@@ -52,31 +68,35 @@ class TrainableTables(LayerTables):
             )
 
     def variables(self) -> dict[str, Any]:
+        """See `EngineTrainedTables.variables`."""
         return dict(self._variables)
 
     def stored(self) -> list[Any]:
+        """See `EngineTrainedTables.stored`."""
         return [variable.value for variable in self._variables.values()]
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
-        return self.serve(self._resolved, values, weights, trainable=trainable)
+        """See `EngineTrainedTables.look_up`."""
+        return self.serve(self._plan, values, weights, trainable=trainable)
 
     def serve(
         self,
-        resolved: Resolved,
+        plan: Plan,
         values: Sequence[Any],
         weights: Sequence[Any],
         *,
         trainable: bool,
     ) -> list[tf.Tensor]:
+        """See `EngineTrainedTables.serve`."""
         del trainable  # Keras leaves frozen weights out of trainable_variables.
         lookup = FeatureLookup(
-            resolved.plan,
+            plan,
             {
                 spec.index: VariableReader(self._variables[spec.name].value)
-                for spec in resolved.plan.tables
+                for spec in plan.tables
             },
             check_numerics=self._check_numerics,
         )
-        return lookup(resolved.plan.features, values, weights)
+        return lookup(plan.features, values, weights)

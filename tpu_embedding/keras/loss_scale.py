@@ -5,62 +5,91 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tpu_embedding.keras import errors, running, serialization
+from tpu_embedding.errors import type_name
+from tpu_embedding.keras import gradient_hook
+from tpu_embedding.keras.keras3 import LossScaleOptimizer, Optimizer
+from tpu_embedding.keras.serialization import encode_object
 from tpu_embedding.optimizers.checks import check_positive, is_number
 
 
 def check_loss_scale(value: Any) -> None:
-    """Raises unless it is None, a number > 0, an optimizer of Keras or a callable."""
+    """Checks the argument `loss_scale` of the layer.
+
+    Raises:
+      ValueError: If it is a number <= 0 or not finite.
+      TypeError: If it is not None, a number, a Keras optimizer or a callable.
+    """
     if is_number(value):
         check_positive("loss_scale", value)
-    elif value is not None and not _is_optimizer(value) and not callable(value):
-        raise errors.loss_scale_type(value)
+    elif value is not None and not isinstance(value, Optimizer) and not callable(value):
+        raise TypeError(
+            "Argument `loss_scale` must be None, a number, a Keras optimizer that "
+            "scales the loss, or a callable that returns a number or such an "
+            f"optimizer. Received: {value!r} of type {type_name(value)}. For a scale "
+            "held in a variable pass `lambda: variable`."
+        )
 
 
 def encode_loss_scale(value: Any) -> Any:
-    """As JSON.
+    """Returns `loss_scale` as JSON.
 
     Raises:
-      ValueError: If it is an optimizer, or nothing that Keras can serialise.
+      ValueError: If it is an optimizer, or Keras cannot serialize it.
     """
-    if _is_optimizer(value):
-        raise errors.saved_loss_scale(type(value).__name__)
-    if is_number(value):
-        return float(value)
-    return serialization.encode_object("`loss_scale`", value)
+    if isinstance(value, Optimizer):
+        raise ValueError(
+            "A layer whose `loss_scale` is an optimizer, here "
+            f"{type(value).__name__}, cannot be saved or cloned: the copy would follow "
+            "the scale of a copied optimizer, not that of its model. Use "
+            "`save_weights` or tf.train.Checkpoint, and create the model in code."
+        )
+    return float(value) if is_number(value) else encode_object("`loss_scale`", value)
 
 
 def check_scale_is_known(loss_scale: Any) -> None:
-    """Raises a ValueError in the step of a model whose scale is not `loss_scale`.
+    """Checks `loss_scale` against the optimizer of the model whose step is running.
 
-    As far as that can be seen: not what a callable would return, nor a number.
+    Cannot check the result of a callable, nor a number other than 1.
+
+    Raises:
+      ValueError: If the model's optimizer scales the loss and is not `loss_scale`.
     """
     unscaled = loss_scale is None or (is_number(loss_scale) and loss_scale == 1)
-    if not unscaled and not _is_optimizer(loss_scale):
+    if not unscaled and not isinstance(loss_scale, Optimizer):
         return
-    for model in running.models_in_training():
+    for model in gradient_hook.models_in_training():
         optimizer = model.optimizer
         factor = getattr(optimizer, "loss_scale_factor", None)
-        dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        scales = dynamic or factor not in (None, 1)
+        scales = isinstance(optimizer, LossScaleOptimizer) or factor not in (None, 1)
         if scales and optimizer is not loss_scale:
             name = type(optimizer).__name__
-            raise errors.loss_scale_missing(f"With the optimizer {name} of the model")
+            raise loss_scale_missing(f"With the optimizer {name} of the model")
+
+
+def loss_scale_missing(cause: str) -> ValueError:
+    """The error for a scaled loss without `loss_scale`."""
+    return ValueError(
+        f"{cause} Keras scales the loss and unscales the gradients only after they "
+        "have reached the embedding tables. Pass the layer `loss_scale`: the number, "
+        "the optimizer that scales, or a callable that returns either, such as "
+        "`lambda: model.optimizer` for one that `compile` creates. Or avoid scaling: "
+        'use the policy "mixed_bfloat16", or an optimizer without `loss_scale_factor` '
+        "in `compile(auto_scale_loss=False)`, and under float16 pass `loss_scale=1`."
+    )
 
 
 def unscaled(
     gradients: Sequence[tf.Tensor], loss_scale: Any, *, check_numerics: bool
 ) -> list[tf.Tensor]:
-    """The gradients, divided by what the loss was multiplied by.
+    """Returns the gradients divided by the scale of the loss.
 
     Args:
       gradients: float32, of one call.
-      loss_scale: What the layer was given.
-      check_numerics: Whether infinite gradients stay, to be an error; else all of
-        the call count as 0.
+      loss_scale: The argument of the layer.
+      check_numerics: Keep gradients that are not finite, so that the engine rejects
+        them. If False, and one is not finite, all gradients of the call become 0.
 
     Raises:
       TypeError: If a callable does not return a number or an optimizer.
@@ -71,7 +100,7 @@ def unscaled(
     divided = [gradient / scale for gradient in gradients]
     if check_numerics:
         return divided
-    # A scale grows until a gradient overflows; Keras leaves such steps out.
+    # A dynamic scale grows until a gradient overflows; Keras skips such steps.
     finite = tf.reduce_all(
         [tf.reduce_all(tf.math.is_finite(gradient)) for gradient in divided]
     )
@@ -79,20 +108,25 @@ def unscaled(
 
 
 def _current(loss_scale: Any) -> tf.Tensor:
-    """The scale now, a float32 scalar."""
-    called = callable(loss_scale) and not _is_optimizer(loss_scale)
-    value: Any = loss_scale() if called else loss_scale
-    if _is_optimizer(value):
-        value = value.scale_loss(tf.constant(1.0))  # Knows a scale before it is built.
+    """The scale of this step, a float32 scalar."""
+    value = loss_scale
+    if callable(value) and not isinstance(value, Optimizer):
+        value = value()
+    if isinstance(value, Optimizer):
+        value = value.scale_loss(tf.constant(1.0))  # Also before it is built.
     try:
         scale = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        raise errors.loss_scale_returned(value) from error
+        raise _not_a_scale(value) from error
     number = scale.dtype.is_floating or scale.dtype.is_integer
     if not number or not scale.shape.is_compatible_with([]):
-        raise errors.loss_scale_returned(value)
+        raise _not_a_scale(value)
     return tf.cast(scale, tf.float32)
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, keras.optimizers.Optimizer)
+def _not_a_scale(value: object) -> TypeError:
+    return TypeError(
+        "The callable given as `loss_scale` must return a number, a scalar tensor or "
+        f"variable, or a Keras optimizer. Received: {value!r} of type "
+        f"{type_name(value)}."
+    )

@@ -1,6 +1,6 @@
 """Keras optimizers as optimizers of embedding tables.
 
-| Keras    | here      | carried besides learning_rate and clipvalue               |
+| Keras    | here      | options converted besides learning_rate and clipvalue     |
 |----------|-----------|-----------------------------------------------------------|
 | SGD      | `SGD`     |                                                           |
 | Adagrad  | `Adagrad` | initial_accumulator_value                                 |
@@ -8,8 +8,7 @@
 | Ftrl     | `FTRL`    | learning_rate_power, initial_accumulator_value, beta, and |
 |          |           | l1_ and l2_regularization_strength                        |
 
-Every other option is refused by name unless it has the value that changes nothing.
-`translate_keras_optimizer` says where the numbers differ.
+Every other option raises ValueError, unless its value has no effect.
 """
 
 from __future__ import annotations
@@ -18,49 +17,46 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tpu_embedding import optimizers as rules
-from tpu_embedding.keras import errors
+from tpu_embedding.keras import keras3
 from tpu_embedding.optimizers import takes_step
-
-_PACKAGE = "tpu_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Translation:
-    """What becomes of one class of Keras.
+class _Conversion:
+    """How to convert one class of Keras.
 
     Attributes:
-      rule: Our class.
-      carried: Options that ours has under the same name.
-      neutral: The only value that an option of the class may have.
-      fixed: Arguments of ours that have no option in Keras.
+      rule: The class of this package.
+      converted: Options that `rule` has under the same name.
+      neutral: Other options, with the only value that is accepted.
+      fixed: Arguments of `rule` that have no option in Keras.
     """
 
     rule: Callable[..., rules.Optimizer]
-    carried: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
     neutral: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_TRANSLATIONS: dict[str, _Translation] = {
-    "SGD": _Translation(rules.SGD, neutral={"momentum": 0.0, "nesterov": False}),
-    "Adagrad": _Translation(
+_CONVERSIONS: dict[str, _Conversion] = {
+    "SGD": _Conversion(rules.SGD, neutral={"momentum": 0.0, "nesterov": False}),
+    "Adagrad": _Conversion(
         rules.Adagrad,
-        carried=("initial_accumulator_value",),
+        converted=("initial_accumulator_value",),
         neutral={"epsilon": 1e-7},
     ),
-    "Adam": _Translation(
+    "Adam": _Conversion(
         rules.Adam,
-        carried=("beta_1", "beta_2", "epsilon"),
+        converted=("beta_1", "beta_2", "epsilon"),
         neutral={"amsgrad": False},
-        fixed={"sum_inside_sqrt": False},  # Where Keras has its epsilon.
+        fixed={"sum_inside_sqrt": False},  # Keras adds epsilon outside the root.
     ),
-    "Ftrl": _Translation(
+    "Ftrl": _Conversion(
         rules.FTRL,
-        carried=(
+        converted=(
             "learning_rate_power",
             "initial_accumulator_value",
             "l1_regularization_strength",
@@ -70,7 +66,7 @@ _TRANSLATIONS: dict[str, _Translation] = {
         neutral={"l2_shrinkage_regularization_strength": 0.0},
     ),
 }
-# Options of all classes that must be left alone.
+# Options of all classes, with the only value that is accepted.
 _NEUTRAL: dict[str, Any] = {
     "weight_decay": None,
     "clipnorm": None,
@@ -82,12 +78,12 @@ _NEUTRAL: dict[str, Any] = {
     "gradient_accumulation_steps": None,
     "decay": 0.0,  # Of the legacy optimizers of tf_keras.
 }
-# Options of all classes that are carried, or that change no number.
+# Options of all classes that are converted, or that change no number.
 _HANDLED = ("learning_rate", "clipvalue", "name", "jit_compile", "is_legacy_optimizer")
 
 
 def is_keras_optimizer(value: object) -> bool:
-    """Whether a value comes from the optimizers of Keras 3 or of tf_keras."""
+    """Whether a value is an optimizer of Keras 3 or tf_keras."""
     package, *rest = type(value).__module__.split(".")
     return package in ("keras", "tf_keras") and "optimizers" in rest
 
@@ -95,107 +91,124 @@ def is_keras_optimizer(value: object) -> bool:
 def translate_keras_optimizer(
     optimizer: Any, *, bias_correction: bool = False
 ) -> rules.Optimizer:
-    """Turns an optimizer of Keras 3 or tf_keras into one for embedding tables.
+    """Converts an optimizer of Keras 3 or tf_keras for embedding tables.
 
     A learning rate held in a variable is read at each update, so callbacks that set
     `optimizer.learning_rate` work. A LearningRateSchedule is evaluated at the number
     of updates that the table has had; `optimizer.iterations` is neither read nor
     written.
 
-    The numbers are those of Keras but for this: rows that no entry names do not
-    change (in Keras the moments of Adam decay, and move, in all rows); Adam has no
-    bias correction unless `bias_correction` is set; Adagrad has no epsilon in the
-    divisor (in Keras 1e-7, beside an accumulator of at least 0.1).
+    The numbers are those of Keras, with three differences: rows that do not occur in
+    the batch do not change (in Keras the moments of Adam decay in all rows, and all
+    rows move); Adam has no bias correction unless `bias_correction` is set; Adagrad
+    has no epsilon in the divisor (in Keras 1e-7, next to an accumulator of at least
+    0.1).
 
     >>> import keras
     >>> translate_keras_optimizer(keras.optimizers.Ftrl(0.5, beta=0.25)).beta
     0.25
 
     Args:
-      optimizer: SGD (without momentum), Adagrad, Adam or Ftrl, no subclass.
+      optimizer: SGD (without momentum), Adagrad, Adam or Ftrl; not a subclass.
       bias_correction: For Adam: multiply the learning rate by
         sqrt(1 - beta_2^t) / (1 - beta_1^t) in the t-th update.
 
     Returns:
-      An optimizer for TPUEmbedding, of this package.
+      An optimizer of this package.
 
     Raises:
-      ValueError: If the class is another one, or an option cannot be carried.
+      ValueError: If the class is not supported, or an option cannot be converted.
     """
-    name = type(optimizer).__name__
-    translation = _TRANSLATIONS.get(name)
-    if translation is None or not is_keras_optimizer(optimizer):
-        raise errors.untranslatable(optimizer, _TRANSLATIONS)
-    if bias_correction and translation.rule is not rules.Adam:
-        raise errors.bias_correction(name)
+    cls = type(optimizer)
+    conversion = _CONVERSIONS.get(cls.__name__)
+    if conversion is None or not is_keras_optimizer(optimizer):
+        wraps = hasattr(optimizer, "inner_optimizer")
+        hint = " Pass its `inner_optimizer`, and itself as `loss_scale`."
+        raise ValueError(
+            f"translate_keras_optimizer cannot convert {cls.__module__}."
+            f"{cls.__qualname__}. It accepts {', '.join(_CONVERSIONS)} of Keras 3 and "
+            f"of tf_keras, but not their subclasses.{hint if wraps else ''}"
+        )
+    if bias_correction and conversion.rule is not rules.Adam:
+        raise ValueError(
+            "`bias_correction=True` is for Adam. Received: the optimizer "
+            f"{cls.__name__}."
+        )
     options = optimizer.get_config()
-    _check(name, translation, options)
-    rate = _rate(optimizer)
+    _check(cls.__name__, conversion, options)
+    rate = _held_rate(optimizer)
+    if not callable(rate):
+        rate = OptimizerRate(optimizer)
     if bias_correction:
         rate = BiasCorrectedRate(rate, options["beta_1"], options["beta_2"])
-    return translation.rule(
+    return conversion.rule(
         learning_rate=rate,
-        clipvalue=options.get("clipvalue") or None,  # In Keras 0 is None.
-        **{option: options[option] for option in translation.carried},
-        **translation.fixed,
+        clipvalue=options.get("clipvalue") or None,  # Keras treats 0 as None.
+        **{option: options[option] for option in conversion.converted},
+        **conversion.fixed,
     )
 
 
-def _check(name: str, translation: _Translation, options: Mapping[str, Any]) -> None:
-    neutral = {**_NEUTRAL, **translation.neutral}
+def _check(name: str, conversion: _Conversion, options: Mapping[str, Any]) -> None:
+    neutral = {**_NEUTRAL, **conversion.neutral}
     for option, value in options.items():
-        if option in _HANDLED or option in translation.carried:
+        if option in _HANDLED or option in conversion.converted:
             continue
-        # An option that this release has never heard of may stay unset.
+        # An option of a newer Keras is accepted while it is unset.
         expected = neutral.get(option)
         if value != expected and (value or expected):
-            raise errors.refused_option(name, option, value, expected)
+            raise ValueError(
+                f"Embedding tables do not support `{option}={value!r}` of the Keras "
+                f"optimizer {name}. Leave it at {expected!r}, or use an optimizer of "
+                "tpu_embedding."
+            )
 
 
 def _held_rate(optimizer: Any) -> Any:
-    """A variable, a schedule or another callable."""
+    """Returns the optimizer's variable, schedule or other callable."""
     held = getattr(optimizer, "_learning_rate", None)
     return optimizer.learning_rate if held is None else held  # None: legacy.
 
 
-def _rate(optimizer: Any) -> Any:
-    held = _held_rate(optimizer)
-    return held if callable(held) else OptimizerRate(optimizer)
-
-
-@keras.saving.register_keras_serializable(_PACKAGE)
+@keras3.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizerRate:
-    """The learning rate that a Keras optimizer has at the moment."""
+    """The current learning rate of a Keras optimizer."""
 
     optimizer: Any
 
     def __call__(self) -> tf.Tensor:
-        """The rate.
+        """Returns the rate.
 
         Raises:
-          RuntimeError: If a schedule was put in the place of the number.
+          RuntimeError: If a schedule has replaced the number.
         """
         held = _held_rate(self.optimizer)
         if callable(held):
-            raise errors.late_schedule(type(self.optimizer).__name__, held)
+            raise RuntimeError(
+                "The `learning_rate` of the Keras optimizer "
+                f"{type(self.optimizer).__name__} was a number when the layer was "
+                f"created, and now is {held!r}. Embedding tables count the updates for "
+                "a schedule from the first one: give the optimizer the schedule before "
+                "the layer is created, or assign numbers."
+            )
         return tf.convert_to_tensor(held)
 
     def get_config(self) -> dict[str, Any]:
-        return {"optimizer": keras.optimizers.serialize(self.optimizer)}
+        return {"optimizer": keras3.serialize_optimizer(self.optimizer)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OptimizerRate:
-        return cls(keras.optimizers.deserialize(config["optimizer"]))
+        return cls(keras3.deserialize_optimizer(config["optimizer"]))
 
 
-@keras.saving.register_keras_serializable(_PACKAGE)
+@keras3.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class BiasCorrectedRate:
     """A learning rate with the bias correction of Adam.
 
     Attributes:
-      rate: A callable of nothing, or of the number of updates.
+      rate: A callable without arguments, or of the number of updates.
       beta_1: Of Adam.
       beta_2: Of Adam.
     """
@@ -211,10 +224,10 @@ class BiasCorrectedRate:
         return tf.cast(rate, tf.float32) * correction
 
     def get_config(self) -> dict[str, Any]:
-        rate = keras.saving.serialize_keras_object(self.rate)
+        rate = keras3.serialize(self.rate)
         return {"rate": rate, "beta_1": self.beta_1, "beta_2": self.beta_2}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BiasCorrectedRate:
-        rate = keras.saving.deserialize_keras_object(config["rate"])
+        rate = keras3.deserialize(config["rate"])
         return cls(rate, config["beta_1"], config["beta_2"])

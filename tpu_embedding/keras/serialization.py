@@ -1,13 +1,13 @@
-"""The layer's configuration as JSON."""
+"""The layer's configuration as JSON, and its tables and slots in weight files."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
@@ -19,63 +19,54 @@ from tpu_embedding.config import (
     TableConfig,
 )
 from tpu_embedding.initializers import RowIdInitializer
-from tpu_embedding.keras import errors
+from tpu_embedding.keras import keras3
 from tpu_embedding.keras.optimizers import is_keras_optimizer
-from tpu_embedding.nest_utils import Structure
+from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.frequency_estimator import updates_so_far
 from tpu_embedding.tf_configs import adapt_optimizer
 
-# The rate of FrequencyEstimator, whose module knows no Keras.
-keras.saving.register_keras_serializable("tpu_embedding")(updates_so_far)
+# The rate of FrequencyEstimator, whose module does not import Keras.
+keras3.register(updates_so_far)
 
 
 def encode_features(feature_config: Any, invalid_ids: str | None) -> dict[str, Any]:
-    """A feature configuration as JSON; a table that is shared is written once.
+    """Returns a feature configuration as JSON; a shared table is written once.
 
     Raises:
-      ValueError: If it holds something that cannot be written.
+      ValueError: If a part of it cannot be written.
     """
-    structure = Structure(feature_config)
-    leaves = structure.flatten("feature_config", feature_config)
-    tables = list({leaf.table: None for leaf in leaves})
-    features = [
-        _Feature(_encode_feature(leaf, tables.index(leaf.table))) for leaf in leaves
-    ]
+    tables = list({f.table: None for _, f in flatten_with_paths(feature_config)})
     return {
         "tables": [_encode_table(table, invalid_ids) for table in tables],
-        "features": _encode_structure(structure.pack(features)),
+        "features": _encode_structure(feature_config, tables),
     }
 
 
 def decode_features(config: Mapping[str, Any]) -> Any:
-    """What `encode_features` was given, in classes of this package."""
+    """Reverses `encode_features`, in classes of this package."""
     tables = [_decode_table(table) for table in config["tables"]]
     return _decode_structure(config["features"], tables)
 
 
-@keras.saving.register_keras_serializable("tpu_embedding")
+@keras3.register
 @dataclasses.dataclass(frozen=True)
 class ServingFeatures:
     """A `serving_config` in the nodes of a functional model, which Keras saves.
 
     Attributes:
-      features: JSON; a table is its place among those of the layer.
+      features: JSON, with the index of each table in the layer.
     """
 
     features: dict[str, Any]
 
     @classmethod
     def of(cls, serving_config: Any, tables: Sequence[Any]) -> ServingFeatures:
-        """For a configuration over some of a layer's tables."""
-        structure = Structure(serving_config)
-        leaves = structure.flatten("serving_config", serving_config)
-        features = [
-            _Feature(_encode_feature(leaf, tables.index(leaf.table))) for leaf in leaves
-        ]
-        return cls(_encode_structure(structure.pack(features)))
+        """Encodes a configuration over some of a layer's tables."""
+        return cls(_encode_structure(serving_config, tables))
 
     def over(self, tables: Sequence[Any]) -> Any:
-        """The configuration over the tables of a layer, in classes of this package."""
+        """Decodes the configuration over a layer's tables."""
         return _decode_structure(self.features, tables)
 
     def get_config(self) -> dict[str, Any]:
@@ -87,7 +78,7 @@ class ServingFeatures:
 
 
 def encode_sparse_core(config: Any) -> dict[str, Any] | None:
-    """A SparseCoreEmbeddingConfig, of this package or of TensorFlow, as JSON."""
+    """Returns a SparseCoreEmbeddingConfig, ours or TensorFlow's, as JSON."""
     if config is None:
         return None
     return {
@@ -97,12 +88,12 @@ def encode_sparse_core(config: Any) -> dict[str, Any] | None:
 
 
 def decode_sparse_core(config: Any) -> SparseCoreEmbeddingConfig | None:
-    """What `encode_sparse_core` was given, in the class of this package."""
+    """Reverses `encode_sparse_core`, in the class of this package."""
     return None if config is None else SparseCoreEmbeddingConfig(**config)
 
 
 def encode_optimizer(optimizer: Any, where: str) -> Any:
-    """An optimizer of any kind that the layer takes, as JSON."""
+    """Returns any optimizer that the layer accepts as JSON."""
     if optimizer is None or isinstance(optimizer, str):
         return optimizer
     if is_keras_optimizer(optimizer):
@@ -121,7 +112,7 @@ def encode_optimizer(optimizer: Any, where: str) -> Any:
 
 
 def decode_optimizer(config: Any) -> Any:
-    """What `encode_optimizer` was given."""
+    """Reverses `encode_optimizer`."""
     if config is None or isinstance(config, str):
         return config
     options = dict(config)
@@ -137,12 +128,12 @@ def decode_optimizer(config: Any) -> Any:
     return rule(**options)
 
 
-def _encode_feature(feature: Any, table: int) -> dict[str, Any]:
+def _encode_feature(feature: Any, tables: Sequence[Any]) -> dict[str, Any]:
     shape = feature.output_shape
     if hasattr(shape, "as_list"):
         shape = None if shape.rank is None else shape.as_list()
     return {
-        "table": table,
+        "table": tables.index(feature.table),
         "max_sequence_length": feature.max_sequence_length,
         "validate_weights_and_indices": feature.validate_weights_and_indices,
         "output_shape": None if shape is None else list(shape),
@@ -154,11 +145,12 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
     where = f"table {table.name!r}" if table.name else "an unnamed table"
     quantization = table.quantization_config
     if quantization is not None:
-        quantization = [
-            quantization.num_buckets,
-            quantization.lower,
-            quantization.upper,
-        ]
+        limits = (quantization.lower, quantization.upper)
+        quantization = [quantization.num_buckets, *limits]
+    storage, dtype = {}, tf.as_dtype(table.dtype).name
+    if dtype != "float32":
+        seed = getattr(table, "rounding_seed", None)
+        storage = {"dtype": dtype, "rounding_seed": seed}
     return {
         "vocabulary_size": table.vocabulary_size,
         "dim": table.dim,
@@ -167,17 +159,10 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         "combiner": table.combiner,
         "name": table.name,
         "quantization_config": quantization,
-        # TensorFlow's own tables have no rule; the layer's stands in for it.
+        # TensorFlow's TableConfig has no policy; the layer's applies to it.
         "invalid_ids": getattr(table, "invalid_ids", invalid_ids or "error"),
-        **_encode_storage(table),
+        **storage,
     }
-
-
-def _encode_storage(table: Any) -> dict[str, Any]:
-    """How the rows are stored, where that is not as float32."""
-    name = tf.as_dtype(table.dtype).name
-    seed = getattr(table, "rounding_seed", None)
-    return {} if name == "float32" else {"dtype": name, "rounding_seed": seed}
 
 
 def _decode_table(config: Mapping[str, Any]) -> TableConfig:
@@ -191,28 +176,29 @@ def _decode_table(config: Mapping[str, Any]) -> TableConfig:
     return TableConfig(**arguments)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Feature:
-    """A leaf; a dict would be taken for one of the user's."""
-
-    arguments: dict[str, Any]
-
-
-def _encode_structure(structure: Any) -> Any:
-    """Containers as JSON that tells them apart."""
+def _encode_structure(structure: Any, tables: Sequence[Any]) -> Any:
+    """Returns nested containers as JSON that keeps their classes."""
     if isinstance(structure, Mapping):
-        # JSON has no tuples; a list is no key, so lists that are read were tuples.
+        # JSON has no tuples. A list cannot be a key, so each list there was a tuple.
         items = [
-            [list(key) if isinstance(key, tuple) else key, _encode_structure(value)]
+            [
+                list(key) if isinstance(key, tuple) else key,
+                _encode_structure(value, tables),
+            ]
             for key, value in structure.items()
         ]
         return {"kind": "dict", "items": items}
     if hasattr(structure, "_fields"):
-        raise errors.namedtuple(type(structure).__name__)  # Keras makes them lists.
+        raise ValueError(
+            f"The namedtuple {type(structure).__name__} in a feature configuration "
+            "cannot be saved or cloned: Keras writes the inputs of a layer without "
+            "the class. Use a dict, or `save_weights` or tf.train.Checkpoint."
+        )
     if isinstance(structure, (list, tuple)):
         kind = "list" if isinstance(structure, list) else "tuple"
-        return {"kind": kind, "items": [_encode_structure(s) for s in structure]}
-    return {"kind": "feature", **structure.arguments}
+        items = [_encode_structure(item, tables) for item in structure]
+        return {"kind": kind, "items": items}
+    return {"kind": "feature", **_encode_feature(structure, tables)}
 
 
 def _decode_structure(config: Mapping[str, Any], tables: Sequence[Any]) -> Any:
@@ -252,23 +238,86 @@ def _decode_initializer(config: Any) -> Any:
 
 
 def encode_object(what: str, value: Any) -> Any:
-    """A number, a flag, None, a pair, or what Keras can serialise."""
+    """Returns a number, bool, None, tuple or object that Keras can serialize as JSON.
+
+    Args:
+      what: The name of the object, for the error.
+      value: The object.
+
+    Raises:
+      ValueError: If Keras cannot serialize it.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, tuple):
         return list(value)
-    if getattr(value, "__name__", "") == "<lambda>":
-        raise errors.not_serializable(what, value)
-    try:
-        config = keras.saving.serialize_keras_object(value)
-        keras.saving.deserialize_keras_object(config)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise errors.not_serializable(what, value) from error
-    return config
+    cause = None
+    if getattr(value, "__name__", "") != "<lambda>":
+        try:
+            config = keras3.serialize(value)
+            keras3.deserialize(config)
+            return config
+        except (TypeError, ValueError, NotImplementedError) as error:
+            cause = error
+    raise ValueError(
+        f"{what} cannot be saved: {value!r}. Use an object of Keras or of this "
+        "package, or register the function or class with "
+        "`keras.saving.register_keras_serializable`."
+    ) from cause
 
 
 def decode_object(config: Any) -> Any:
-    """What `encode_object` was given; a pair comes back as a list."""
-    if isinstance(config, Mapping):
-        return keras.saving.deserialize_keras_object(config)
-    return config
+    """Reverses `encode_object`; a tuple comes back as a list."""
+    return keras3.deserialize(config) if isinstance(config, Mapping) else config
+
+
+def save_state(variables: Mapping[str, Any], store: Any) -> None:
+    """Writes tables and slots to a weight file.
+
+    Args:
+      variables: By name in checkpoints.
+      store: Keys are quoted as in URLs, because "/" would create groups in HDF5. HDF5
+        has no bfloat16: such tables are written as float32, with the same values.
+    """
+    for name, variable in variables.items():
+        value = tf.convert_to_tensor(variable)
+        rounded = value.dtype == tf.bfloat16
+        store[_key(name)] = tf.cast(value, tf.float32) if rounded else value
+
+
+def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
+    """Reads what `save_state` wrote, after checking all names and shapes.
+
+    A bfloat16 table takes the nearest values of a float32 table.
+
+    Args:
+      layer: The layer's name, for errors.
+      variables: By name in checkpoints.
+      store: The file.
+
+    Raises:
+      ValueError: If the file lacks a table or slot, or one has another shape.
+    """
+    stored = set(store.keys())
+    saved = {name: _key(name) for name in variables if _key(name) in stored}
+    missing = [name for name in variables if name not in {*saved, UPDATES}]
+    if missing:
+        raise ValueError(
+            f"The file lacks some or all of {', '.join(missing)} of the layer "
+            f"{layer!r}. Tables are found by name: give them the names they were saved "
+            "under, and the same kind of optimizer."
+        )
+    values = {name: store[key] for name, key in saved.items()}
+    for name, value in values.items():
+        own, other = tuple(variables[name].shape), tuple(value.shape)
+        if own != other:
+            raise ValueError(
+                f"{name} of the layer {layer!r} has shape {own}, but {other} in the "
+                "file."
+            )
+    for name, value in values.items():
+        variables[name].assign(tf.cast(value[()], variables[name].dtype))
+
+
+def _key(name: str) -> str:
+    return urllib.parse.quote(name, safe="")

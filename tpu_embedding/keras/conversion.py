@@ -1,0 +1,98 @@
+"""Converts the layer's configuration into classes of this package, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tpu_embedding import optimizers as rules
+from tpu_embedding.keras.optimizers import is_keras_optimizer, translate_keras_optimizer
+from tpu_embedding.layout.plan import FeatureSpec, Plan, make_plan
+from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
+
+_OPTIMIZERS_BY_NAME = {
+    "sgd": rules.SGD,
+    "adagrad": rules.Adagrad,
+    "adam": rules.Adam,
+    "ftrl": rules.FTRL,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Features:
+    """A converted feature configuration.
+
+    Attributes:
+      structure: The nesting of the user's configuration.
+      plan: The tables and features; `TableSpec.key` is the user's TableConfig.
+      optimizer: For tables without their own, or None.
+    """
+
+    structure: Structure
+    plan: Plan
+    optimizer: rules.Optimizer | None
+
+
+def convert_features(
+    feature_config: Any, optimizer: Any, invalid_ids: str | None
+) -> Features:
+    """Converts the arguments of the layer.
+
+    Raises:
+      ValueError: If the configuration is wrong, or an optimizer cannot be converted.
+      NotImplementedError: If the configuration has an unsupported option.
+    """
+    converted = adapt_features(feature_config, invalid_ids, convert_optimizer)
+    fallback = convert_optimizer(optimizer, "the whole embedding")
+    plan = make_plan(converted.paths, converted.features, converted.keys, fallback)
+    return Features(Structure(feature_config), plan, fallback)
+
+
+def convert_serving(serving_config: Any, layer: Features) -> Features:
+    """Converts other features over the tables of a layer.
+
+    Raises:
+      ValueError: If a table does not belong to the layer, or the configuration is
+        wrong.
+    """
+    # A TableConfig of the layer may have an optimizer that only the layer converts.
+    converted = adapt_features(serving_config, None, lambda optimizer, where: None)
+    tables = {spec.key: spec for spec in layer.plan.tables}
+    features = []
+    for path, feature in zip(converted.paths, converted.features, strict=True):
+        table = tables.get(converted.keys[feature.table])
+        if table is None:
+            raise ValueError(
+                f"Feature {path} of `serving_config` has a TableConfig that does not "
+                "belong to the layer. Use the TableConfig objects that the layer was "
+                "created with; for a loaded layer they are the keys of "
+                "`layer.embedding_tables`."
+            )
+        config = dataclasses.replace(feature, table=table.config)
+        features.append(FeatureSpec(len(features), path, config, table.index))
+    plan = dataclasses.replace(layer.plan, features=tuple(features))
+    return Features(Structure(serving_config), plan, None)
+
+
+def convert_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:
+    """Converts whatever the layer accepts as an optimizer.
+
+    Args:
+      optimizer: None, a name, or an optimizer of Keras, TensorFlow or this package.
+      where: What the optimizer belongs to, for the error.
+
+    Raises:
+      ValueError: If the optimizer cannot be converted.
+    """
+    if isinstance(optimizer, str):
+        if optimizer not in _OPTIMIZERS_BY_NAME:
+            names = ", ".join(map(repr, _OPTIMIZERS_BY_NAME))
+            raise ValueError(
+                f"Unknown optimizer {optimizer!r} for {where}. The names are {names}; "
+                "pass other optimizers as objects."
+            )
+        return _OPTIMIZERS_BY_NAME[optimizer]()
+    if is_keras_optimizer(optimizer):
+        return translate_keras_optimizer(optimizer)
+    return adapt_optimizer(optimizer, where)
