@@ -2,13 +2,13 @@
 
     python examples/01_movielens_ranking.py [--resume]
 
-All embedding tables live in one TPUEmbedding, which trains them with its own
-optimizers; the dense part is a Keras model. `Ranker.train_step` is the heart: enqueue,
+One te.TPUEmbedding holds all embedding tables and trains them with its optimizers; the
+dense model is made of Keras layers. `Ranker.train_step` is one training step: enqueue,
 dequeue, gradients, apply_gradients, in one tf.function. The folder movielens/ beside
-this file holds the rest: data, layers, the loop with its checkpoints, reports.
+this file has the rest: data, layers, the loop with its checkpoints, reports.
 
 Writes metrics.json, curves.png, saved_model/ and checkpoints/ into build/demo. The same
-seed gives the same metrics, to the last digit, also if a run was killed and resumed.
+seed gives the same metrics, to the last digit, even if a run is killed and resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Both are read when TensorFlow starts. oneDNN's kernels round as each CPU likes best.
+# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -74,7 +74,7 @@ class Ranker:
         return self.dense_part(inputs, training=False)
 
     def evaluate(self, ratings: data.Ratings, rows: np.ndarray) -> metrics.Evaluation:
-        """How good the predictions are for the ratings of these rows."""
+        """Evaluates the predictions for the ratings of these rows."""
         batches = ratings.batches(rows, 4096)
         predicted = np.concatenate([self.predict(batch).numpy() for batch in batches])
         return metrics.evaluate(predicted, ratings.rating[rows])
@@ -98,11 +98,16 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add = parser.add_argument
     add("--data", type=Path, help="folder with ml-100k.*; default: download them")
     add("--out", type=Path, default=BUILD / "demo", help="default: build/demo")
-    add("--epochs", type=int, default=24, help="the best is kept; default: 24")
-    add("--seed", type=int, default=1, help="of weights and order; default: 1")
-    add("--user", type=int, default=1, help="whom to recommend films, from 1")
-    add("--resume", action="store_true", help="go on where a run was interrupted")
-    add("--quick", action="store_true", help="two epochs, to see that all works")
+    add(
+        "--epochs",
+        type=int,
+        default=24,
+        help="the best is kept; default: 24",
+    )
+    add("--seed", type=int, default=1, help="seed of weights and order; default: 1")
+    add("--user", type=int, default=1, help="user to recommend films to, from 1")
+    add("--resume", action="store_true", help="continue an interrupted run")
+    add("--quick", action="store_true", help="two epochs, to see that everything works")
     options = parser.parse_args(argv, namespace=Options())
     options.epochs = 2 if options.quick else options.epochs
     return options
@@ -111,7 +116,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 def results_on_test(
     ranker: Ranker, ratings: data.Ratings, run: training.Run
 ) -> dict[str, float]:
-    """The numbers for metrics.json; the only place that looks at the test part."""
+    """Numbers for metrics.json; only this function uses the test part."""
     test = ratings.split.test
     found = ranker.evaluate(ratings, test)
     baseline = metrics.biases_alone(ratings, ratings.split.rest, test)
@@ -131,14 +136,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     keras.utils.set_random_seed(options.seed)
     tf.config.experimental.enable_op_determinism()
-    # How a matrix product is rounded depends on the number of threads that share it.
+    # The rounding of a matrix product depends on the number of threads.
     tf.config.threading.set_intra_op_parallelism_threads(2)
     ratings, catalogue = data.find(options.data, BUILD / "data")
 
     ranker = Ranker(catalogue, ratings.mean())
-    plan = training.Plan(options.epochs, options.seed, options.out / "checkpoints")
-    training.prepare(plan, resume=options.resume)
-    run = training.Run(ranker, ratings, plan)
+    schedule = training.Schedule(
+        options.epochs, options.seed, options.out / "checkpoints"
+    )
+    training.prepare(schedule, resume=options.resume)
+    run = training.Run(ranker, ratings, schedule)
     if options.resume:
         run.resume()
     run.train()

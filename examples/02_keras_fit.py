@@ -1,4 +1,4 @@
-"""The model of 01_movielens_ranking.py in plain Keras: fit, evaluate, save, export."""
+"""The model of 01_movielens_ranking.py with Keras: fit, evaluate, save, export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ warnings.filterwarnings("ignore", "__array__ impl", DeprecationWarning)  # Keras
 
 
 def make_model(sizes: dict[str, int], mean_rating: float) -> Any:
-    """All features through one embedding layer, then the dense part."""
+    """Builds the model: one embedding layer for all features, then the dense model."""
     features = model.make_feature_config(sizes)
     inputs = {name: keras.Input([], None, "int64", name=name) for name in features}
     for name in ("genres", "recent"):

@@ -2,11 +2,11 @@
 
     python examples/03_sparsecore_on_your_laptop.py
 
-TPUEmbeddingV2 trains under SoftwareTPUStrategy: two chips of TPU v6e with two
-SparseCores each, as programs on this machine's CPU. They run TensorFlow's own
-SparseCore ops, with the buffers and limits of the hardware. The same code then trains
-on the host engine, under MirroredStrategy, and ends with the same metrics. After that:
-what a batch says that is beyond the limits, and what is dropped if ids may be dropped.
+te.TPUEmbeddingV2 trains under SoftwareTPUStrategy: two devices of TPU v6e with two
+SparseCores each, emulated on this machine's CPU. They run TensorFlow's SparseCore ops,
+with the buffers and limits of the hardware. The same code then trains on the host
+engine, under MirroredStrategy, and reaches the same metrics. Finally the example shows
+the error of a batch beyond the limits, and counts dropped ids.
 
 Writes sparse_core.json into build/sparse_core.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Both are read when TensorFlow starts. oneDNN's kernels round as each CPU likes best.
+# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -36,8 +36,8 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 REPLICAS = 2
-BATCH = 256  # Of each replica.
-# Stacks are called after their tables. How many ids one SparseCore may ask another for.
+BATCH = 256  # For each replica.
+# The largest number of ids that one SparseCore may request from another.
 MANY = 4096
 
 
@@ -87,7 +87,7 @@ class Ranker:
         return error
 
     def train(self, ratings: data.Ratings, epochs: int) -> None:
-        """Trains whole batches only: those of SparseCores have one size."""
+        """Trains on whole batches only, because SparseCores need one batch size."""
         for epoch in range(epochs):
             batches = batches_of(ratings, epoch)
             distributed = self.strategy.distribute_datasets_from_function(
@@ -99,7 +99,7 @@ class Ranker:
             print(f"epoch {epoch + 1}: training RMSE {np.mean(losses) ** 0.5:.4f}")
 
     def evaluate(self, ratings: data.Ratings, rows: np.ndarray) -> metrics.Evaluation:
-        """How good the predictions are, by stock ops over the tables as they are."""
+        """Evaluates predictions; looks up with TensorFlow's ops."""
         plain = {
             name: te.FeatureConfig(feature.table, name=name)
             for name, feature in self.features.items()
@@ -115,7 +115,7 @@ class Ranker:
 
 
 def batches_of(ratings: data.Ratings, epoch: int) -> tf.data.Dataset:
-    """The training part in an order of the epoch's own, in whole batches."""
+    """The training part in the order of this epoch, in whole batches."""
     rows = np.random.default_rng((1, epoch)).permutation(ratings.split.train)
     whole = len(rows) // (REPLICAS * BATCH) * REPLICAS * BATCH
     dataset = ratings.batches(rows[:whole], BATCH)
@@ -123,7 +123,10 @@ def batches_of(ratings: data.Ratings, epoch: int) -> tf.data.Dataset:
 
 
 def limits_of(sizes: Iterable[str], limit: int) -> te.SparseCoreEmbeddingConfig:
-    """Limits for the two stacks: that of the biases, and that of all other tables."""
+    """Limits for two stacks: the biases, and all other tables.
+
+    A stack's name joins the names of its tables.
+    """
     biases = sorted(name for name in sizes if name.endswith("_bias"))
     others = sorted(name for name in sizes if not name.endswith("_bias"))
     limits = {"_".join(names): limit for names in (biases, others)}
@@ -133,7 +136,7 @@ def limits_of(sizes: Iterable[str], limit: int) -> te.SparseCoreEmbeddingConfig:
 
 
 def what_is_wrong(ranker: Ranker, ratings: data.Ratings) -> str:
-    """What the first batch says, if it is beyond the limits."""
+    """Returns the error of the first batch, if it exceeds the limits."""
     (batch,) = batches_of(ratings, 0).take(1)
     try:
         ranker.embedding.preprocess_features(ranker.catalogue.inputs(batch)[0])
@@ -145,7 +148,7 @@ def what_is_wrong(ranker: Ranker, ratings: data.Ratings) -> str:
 def count_dropped(
     ranker: Ranker, ratings: data.Ratings, batches: int
 ) -> dict[str, int]:
-    """How many ids of some batches have no room in the buffers, by table."""
+    """Counts the dropped ids of some batches, by table."""
     dropped: collections.Counter[str] = collections.Counter()
     for batch in batches_of(ratings, 0).take(batches):
         ids, _ = ranker.catalogue.inputs(batch)
@@ -155,13 +158,13 @@ def count_dropped(
 
 
 def main() -> None:
-    """Trains on both engines, compares, and goes beyond the limits."""
+    """Trains on both engines, compares, and exceeds the limits."""
     parser = argparse.ArgumentParser(description="Trains on SparseCores in software.")
     parser.add_argument("--out", type=Path, default=BUILD / "sparse_core")
     parser.add_argument("--quick", action="store_true", help="one epoch only")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    # First of all: it makes the devices.
+    # This comes first, because it creates the logical devices.
     tpu = SoftwareTPUStrategy("v6e", num_devices=REPLICAS)
     tf.config.experimental.enable_op_determinism()
     host = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(REPLICAS)])
@@ -173,16 +176,16 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, strategy in (("sparse_core", tpu), ("host", host)):
         ranker = make(strategy, limits=limits)
-        # More epochs would be of use, but small differences of rounding grow.
+        # With more epochs small rounding differences would grow.
         ranker.train(ratings, 1 if options.quick else 3)
         found = ranker.evaluate(ratings, ratings.split.test)
         print(f"{name}, test: {found}")
         results[name] = {"rmse": found.rmse, "auc": found.auc}
 
-    print("\nWith room for 256 ids of a partition, the default:")
+    print("\nWith the default limit of 256 ids for each partition:")
     print(what_is_wrong(make(tpu, limits=te.SparseCoreEmbeddingConfig()), ratings))
 
-    print("\nWith 16 places per sample, and ids dropped beyond them:")
+    print("\nWith 16 places per sample, and further ids dropped:")
     small = te.SparseCoreEmbeddingConfig(
         disable_table_stacking=True,
         max_ids_per_chip_per_sample=16,

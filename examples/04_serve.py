@@ -2,13 +2,12 @@
 
     python examples/04_serve.py [--demo build/demo]
 
-Takes the best checkpoint of example 01, or trains for two epochs if there is none. It
-exports the model three times, with tables of float32, int8 and int4; loads each as a
-server would, from its files alone; and asks it for the test ratings of MovieLens-100K,
-in batches of 1, 32 and 1024. Writes models, serving.json and serving.png into --out.
+The example takes the best checkpoint of example 01, or trains for two epochs if there
+is none. It exports the model three times, with tables of float32, int8 and int4, loads
+each model from its files alone, and queries it for the test ratings of MovieLens-100K,
+in batches of 1, 32 and 1024. It writes models, serving.json and serving.png into --out.
 
-The times are those of this machine while it did other things too: look at them side
-by side.
+Times depend on the machine and its load; compare only times of one run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# As in example 01, which made the checkpoint.
+# As in example 01, which writes the checkpoint.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -74,14 +73,14 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(description="Serves the recommender.")
     add = parser.add_argument
     add("--data", type=Path, help="folder with ml-100k.*; default: download them")
-    add("--demo", type=Path, default=BUILD / "demo", help="what example 01 wrote")
+    add("--demo", type=Path, default=BUILD / "demo", help="output of example 01")
     add("--out", type=Path, default=BUILD / "serving", help="default: build/serving")
-    add("--quick", action="store_true", help="few timings, to see that all works")
+    add("--quick", action="store_true", help="few timings, as a test")
     return parser.parse_args(argv, namespace=Options())
 
 
 def best_checkpoint(options: Options) -> str:
-    """The best checkpoint of example 01, which is run if there is none."""
+    """The best checkpoint of example 01; runs the example if there is none."""
     found = tf.train.latest_checkpoint(str(options.demo / "checkpoints" / "best"))
     if found is not None:
         return found
@@ -96,7 +95,7 @@ def best_checkpoint(options: Options) -> str:
 def restore(
     catalogue: data.Catalogue, checkpoint: str
 ) -> tuple[te.TPUEmbeddingForServing, serving.Recommender]:
-    """The model as example 01 left it, without the optimizers' slots."""
+    """The model of example 01, without the optimizers' slots."""
     features = model.make_feature_config(catalogue.vocabulary_sizes)
     for config in features.values():  # Without an optimizer there are no slots.
         features[config.name] = dataclasses.replace(
@@ -112,13 +111,13 @@ def restore(
 
 
 def predict(served: Any, ratings: data.Ratings) -> np.ndarray:
-    """What a loaded model answers for the test ratings."""
+    """The answers of a loaded model for the test ratings."""
     batches = ratings.batches(ratings.split.test, 4096)
     return np.concatenate([serving.ask_pairs(served, batch) for batch in batches])
 
 
 def time_all(asks: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """The median milliseconds of each call; they take turns, as the machine varies."""
+    """Median milliseconds of each call; calls take turns, because load varies."""
     seconds: list[list[float]] = [[] for _ in asks]
     for _ in range(rounds + 1):  # The first round warms up.
         for ask, own in zip(asks, seconds, strict=True):
@@ -131,7 +130,7 @@ def time_all(asks: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
 def measure(
     models: dict[str, Any], ratings: data.Ratings, rounds: int
 ) -> dict[str, dict[int, float]]:
-    """By storage and batch size the milliseconds of an answer."""
+    """Milliseconds of an answer, by storage and batch size."""
     times: dict[str, dict[int, float]] = {storage: {} for storage in models}
     for size in BATCHES:
         batch = next(iter(ratings.batches(ratings.split.test[:size], size)))
@@ -181,7 +180,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exports, loads, asks, compares."""
+    """Exports, loads, queries, compares."""
     options = parse_options(argv)
     ratings, catalogue = data.find(options.data, BUILD / "data")
     embedding, recommender = restore(catalogue, best_checkpoint(options))

@@ -1,14 +1,14 @@
-"""Runs the example of EmbeddingConfigSpec's documentation, and moves on from it.
+"""Trains an old EmbeddingConfigSpec model, then moves it into a TPUEmbedding.
 
     python examples/05_estimator_spec.py [--quick]
 
-The documentation of tf.estimator.tpu.experimental.EmbeddingConfigSpec printed an
-example with three mistakes, and TensorFlow 2.16 removed the class. Here it runs,
-corrected: `feature_columns=` for `column=`, DenseFeatures (here without Keras) for
-`DenseFeature`, and AdagradParameters from where it is. The model then leaves the
-trainer: its checkpoint goes into a TPUEmbedding, which predicts the same and trains on.
+TensorFlow 2.16 removed tf.estimator.tpu.experimental.EmbeddingConfigSpec, whose
+documentation had an example with three mistakes. Here the example runs with
+`feature_columns=` instead of `column=`, dense_features instead of `DenseFeature`, and
+AdagradParameters from the right module. The checkpoint then goes into a
+te.TPUEmbedding, which predicts the same and can be trained further.
 
-The data are made up: a visitor reads one article and is shown another, with an
+The data are synthetic: a visitor reads one article and is shown another, with an
 advertisement, and likes it if hidden tastes agree.
 """
 
@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Both are read when TensorFlow starts. oneDNN's kernels round as each CPU likes best.
+# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -31,7 +31,7 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding import estimator, interop
 
-# Feature columns say at length that they are old.
+# Feature columns log long deprecation warnings.
 tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
 
 ARTICLES, ADVERTISEMENTS, DIMENSION, BATCH = 50, 20, 8, 64
@@ -74,12 +74,12 @@ def agreement(joined: tf.Tensor) -> tf.Tensor:
 
 
 def metric_fn(labels: tf.Tensor, score: tf.Tensor) -> dict[str, Any]:
-    """The share of visits that are guessed right."""
+    """The fraction of visits that are predicted correctly."""
     return {"accuracy": tf.compat.v1.metrics.accuracy(labels, score > 0)}
 
 
 def visits(count: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Made-up visits: features [count, 1] and labels [count]."""
+    """Synthetic visits: features [count, 1] and labels [count]."""
     tastes = np.random.default_rng(0)
     articles = tastes.normal(size=(ARTICLES, 3))
     advertisements = tastes.normal(size=(ADVERTISEMENTS, 3))
@@ -92,7 +92,7 @@ def visits(count: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def input_fn_of(data: Any) -> Callable[[dict[str, Any]], tf.data.Dataset]:
-    """An input_fn over the visits, again and again."""
+    """An input_fn that repeats the visits."""
 
     def input_fn(params: dict[str, Any]) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_tensor_slices(data).repeat()
@@ -125,7 +125,7 @@ def train(out: str, steps: int, data: Any, held_back: Any) -> Any:
 
 
 def move(trained: Any, data: Any) -> te.TPUEmbedding:
-    """Takes tables and slots over; compares predictions with the estimator's."""
+    """Imports tables and slots; compares predictions with the estimator's."""
     embedding = spec.to_tpu_embedding()
     path = trained.latest_checkpoint()
     interop.import_estimator_checkpoint(path, spec).assign(embedding)
@@ -142,7 +142,7 @@ def move(trained: Any, data: Any) -> te.TPUEmbedding:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, evaluates, and moves on."""
+    """Trains, evaluates, and moves the model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
     parser.add_argument("--out", help="a new folder for checkpoints")
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = train(out, steps, data, held_back)
     embedding = move(trained, held_back)
     names = [config.name for config in embedding.embedding_tables]
-    print(f"tables, ready to train on: {', '.join(names)}")
+    print(f"tables, ready to be trained further: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -171,10 +171,10 @@ def test_without_pip_or_network_the_way_out_is_named(
 
 
 def test_resuming_another_plan_is_refused(tmp_path: pathlib.Path):
-    training.prepare(training.Plan(24, 1, tmp_path / "c"), resume=False)
-    training.prepare(training.Plan(24, 1, tmp_path / "c"), resume=True)
+    training.prepare(training.Schedule(24, 1, tmp_path / "c"), resume=False)
+    training.prepare(training.Schedule(24, 1, tmp_path / "c"), resume=True)
     with pytest.raises(SystemExit, match=r"'epochs': 24.*'epochs': 2.*give the same"):
-        training.prepare(training.Plan(2, 1, tmp_path / "c"), resume=True)
+        training.prepare(training.Schedule(2, 1, tmp_path / "c"), resume=True)
 
 
 def made_up_tables(rng: np.random.Generator) -> dict[str, source.Table]:

@@ -1,7 +1,7 @@
 """The ratings of MovieLens-100K as inputs of a ranking model.
 
-All ids count from 0, in the order of the files. What is known of a user beyond the
-registration form comes from training ratings only.
+All ids count from 0, in the order of the files. Features of a user that are not
+in the registration form come from training ratings only.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Split:
 
     @property
     def rest(self) -> np.ndarray:
-        """All that is not test."""
+        """The training and validation parts."""
         return np.concatenate([self.train, self.validation])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ratings:
-    """N ratings: who rated which film how well, and which films just before."""
+    """N ratings: user, film, rating, and the films that the user rated before."""
 
     user: np.ndarray  # int64 [N]
     item: np.ndarray  # int64 [N]
@@ -69,7 +69,7 @@ class Ratings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Catalogue:
-    """What is known of U users and I films."""
+    """The columns of U users and I films."""
 
     user_columns: dict[str, tf.Tensor]  # int64 [U] each: age, occupation, zip_code
     user_dense: tf.Tensor  # float32 [U, 1]: gender
@@ -111,7 +111,7 @@ class Catalogue:
         }
 
     def ids_per_rating(self, ratings: Ratings) -> np.ndarray:
-        """How many ids all features together look up for each rating, int64 [N]."""
+        """Number of ids that all features look up for each rating, int64 [N]."""
         single = len(self.vocabulary_sizes) - 2
         genres = tf.gather(self.genres.row_lengths(), ratings.item)
         return (single + genres + ratings.recent.row_lengths()).numpy()
@@ -156,7 +156,7 @@ def _recent_items(
 ) -> tuple[tf.RaggedTensor, tf.RaggedTensor]:
     """For each rating the films its user rated before; for each user the last ones.
 
-    Only ratings of the training part are seen, and never the rating itself.
+    Only ratings of the training part count, and never the rating itself.
     """
     known = np.zeros(len(user), bool)
     known[train] = True
@@ -206,7 +206,7 @@ def _catalogue(
 
 
 def _numbers(values: Sequence[str]) -> np.ndarray:
-    """The values as numbers; the median for those that are none."""
+    """The values as numbers; others become the median."""
     numbers = np.array([float(v) if v.isdigit() else np.nan for v in values])
     return np.where(np.isnan(numbers), np.nanmedian(numbers), numbers)
 
@@ -217,7 +217,7 @@ def _standardized(columns: Sequence[np.ndarray]) -> tf.Tensor:
 
 
 def _title(name: str, year: str) -> str:
-    """Undoes the files' sorting form.
+    """Moves the article of a title to its front.
 
     >>> _title("Usual Suspects, The", "1995")
     'The Usual Suspects (1995)'

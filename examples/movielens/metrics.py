@@ -1,4 +1,4 @@
-"""How good predictions are, and what a model without embeddings reaches."""
+"""Metrics of predictions, and a baseline without embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHRINK_USER, _SHRINK_ITEM = 5.0, 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How good predictions are."""
+    """Metrics of predictions."""
 
     rmse: float
     auc: float
@@ -39,7 +39,7 @@ def rmse(predicted: np.ndarray, rating: np.ndarray) -> float:
 
 
 def auc(predicted: np.ndarray, rating: np.ndarray) -> float:
-    """How often a film that was liked is predicted above one that was not.
+    """The fraction of pairs in which a liked film is predicted above another one.
 
     >>> auc(np.array([2.0, 3.0, 3.0]), np.array([1.0, 3.0, 5.0]))
     0.75
@@ -55,8 +55,8 @@ def auc(predicted: np.ndarray, rating: np.ndarray) -> float:
 def biases_alone(ratings: Ratings, known: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Predicts mean + user bias + film bias for `rows`, fitted to the `known` rows.
 
-    Each bias is the mean of what the other one leaves, shrunk towards 0 as if a few
-    more ratings had been average; the two are computed in turn until they settle.
+    Each bias is the mean of the residuals of the other, shrunk towards 0 as if a few
+    more ratings had been average. The two are computed in turn until they converge.
     """
     user, item, rating = ratings.user[known], ratings.item[known], ratings.rating[known]
     mean = rating.mean(dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A ranking model after DLRM: its embedding tables, and its dense part in Keras.
+"""A ranking model like DLRM: its embedding tables, and its dense model in Keras.
 
 Naumov et al. (2019), Deep Learning Recommendation Model for Personalization and
 Recommendation Systems, https://arxiv.org/abs/1906.00091. Added to it: a bias of each
@@ -28,11 +28,11 @@ FeatureConfigs = dict[str, te.FeatureConfig]
 def make_feature_config(
     vocabulary_sizes: Mapping[str, int], batch_size: int | None = None
 ) -> FeatureConfigs:
-    """A table of its own for each feature, keyed by the feature's name.
+    """Features by name, each with its own table.
 
     Args:
-      vocabulary_sizes: By name how many ids the feature has.
-      batch_size: Of a replica, where it must be known before a batch comes.
+      vocabulary_sizes: Number of ids of each feature, by name.
+      batch_size: Batch size of a replica, for TPUs, which need it beforehand.
     """
     shape = None if batch_size is None else [batch_size]
     return {
@@ -50,7 +50,7 @@ def _make_table(name: str, size: int) -> te.TableConfig:
 
 
 def make_dense_part(features: FeatureConfigs, mean_rating: float) -> keras.Model:
-    """The part of the model that is no embedding.
+    """The dense model.
 
     rating = user bias + item bias + top([vectors, dots of all pairs of vectors]),
     where the vectors are the activations of all other features and bottom(dense).

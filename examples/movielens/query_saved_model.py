@@ -1,4 +1,4 @@
-"""Loads the exported model as a service would, with nothing but TensorFlow.
+"""Loads the exported model and answers one request, using only TensorFlow.
 
     python query_saved_model.py FOLDER < request.json > response.json
 

@@ -1,4 +1,4 @@
-"""What the example shows: the curves as a picture, the films as a table."""
+"""The report of the example: a picture of the curves and a table of films."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recommendations(
 
     Films that the user rated in the training and validation parts are left out. Those
     of the test part count as unknown, and the user's true rating is shown beside them.
-    So are films that few have rated: what a model says of them is mostly chance.
+    Films with few ratings are left out, too: their predictions are mostly chance.
 
     Args:
       user: From 0.

@@ -1,4 +1,4 @@
-"""The trained model as a SavedModel of stock TensorFlow ops."""
+"""The trained model as a SavedModel of TensorFlow's ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUERY = Path(__file__).parent / "query_saved_model.py"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recommender:
-    """The dense part and the catalogue, as the exported model needs them."""
+    """The dense model and the catalogue of the exported model."""
 
     catalogue: Catalogue
     dense_part: keras.Model
@@ -37,7 +37,7 @@ class Recommender:
     def pairs(self) -> te.serving.Signature:
         """Asks for B pairs: "user" [B], "item" [B] and "recent", ragged [B, (films)].
 
-        All else that the model takes is looked up in the catalogue, in the graph.
+        The graph looks all other inputs of the model up in the catalogue.
         """
 
         def read(inputs: dict[str, tf.Tensor]) -> te.serving.Request:

@@ -1,4 +1,4 @@
-"""A training that can be killed at any moment and resumed to the same end."""
+"""Training that can be killed at any moment and resumed with the same result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS_BETWEEN_CHECKPOINTS = 50
 
 
 class Ranker(Protocol):
-    """What is trained."""
+    """The model that `Run` trains."""
 
     catalogue: Catalogue
     embedding: te.TPUEmbedding
@@ -35,27 +35,27 @@ class Ranker(Protocol):
         ...
 
     def evaluate(self, ratings: Ratings, rows: np.ndarray) -> Evaluation:
-        """How good the predictions are for the ratings of these rows."""
+        """Evaluates the predictions for the ratings of these rows."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How long to train, in which order, and where to keep the checkpoints."""
+class Schedule:
+    """Number of epochs, seed of their order, and folder of the checkpoints."""
 
     epochs: int
     seed: int
     folder: Path
 
 
-def prepare(plan: Plan, *, resume: bool) -> None:
+def prepare(schedule: Schedule, *, resume: bool) -> None:
     """Makes the folder of the checkpoints, empty unless a run is to be resumed.
 
     Raises:
-      SystemExit: the run to resume had another plan.
+      SystemExit: the run to resume had another schedule.
     """
-    path = plan.folder / "plan.json"
-    own = {"epochs": plan.epochs, "seed": plan.seed}
+    path = schedule.folder / "plan.json"
+    own = {"epochs": schedule.epochs, "seed": schedule.seed}
     if resume and path.exists():
         theirs = json.loads(path.read_text())
         if theirs != own:
@@ -63,21 +63,21 @@ def prepare(plan: Plan, *, resume: bool) -> None:
                 f"--resume: {path} says {theirs}, not {own}; give the same."
             )
     else:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-        plan.folder.mkdir(parents=True)
+        shutil.rmtree(schedule.folder, ignore_errors=True)
+        schedule.folder.mkdir(parents=True)
         path.write_text(json.dumps(own))
 
 
 class Progress(tf.Module):
-    """How far a training has come; saved in each checkpoint."""
+    """The progress of a training, which each checkpoint saves."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self.epoch = tf.Variable(0, dtype=tf.int64)  # Epochs done.
         self.step = tf.Variable(0, dtype=tf.int64)  # Steps done in the next one.
         self.squares = tf.Variable(0.0, dtype=tf.float64)  # Their errors, summed.
         self.seconds = tf.Variable(0.0, dtype=tf.float64)
-        zeros = tf.zeros([plan.epochs], tf.float64)
+        zeros = tf.zeros([schedule.epochs], tf.float64)
         self.train_rmse = tf.Variable(zeros)
         self.validation_rmse = tf.Variable(zeros)
         self.validation_auc = tf.Variable(zeros)
@@ -91,45 +91,45 @@ class Progress(tf.Module):
 class Run:
     """The epochs of one training, from the start or from the latest checkpoint."""
 
-    def __init__(self, ranker: Ranker, ratings: Ratings, plan: Plan) -> None:
-        self.progress = Progress(plan)
-        self._ranker, self._ratings, self._plan = ranker, ratings, plan
+    def __init__(self, ranker: Ranker, ratings: Ratings, schedule: Schedule) -> None:
+        self.progress = Progress(schedule)
+        self._ranker, self._ratings, self._schedule = ranker, ratings, schedule
         self._ids = ranker.catalogue.ids_per_rating(ratings)
         self._clock = 0.0  # When `seconds` was last brought up to date.
         # A Keras model given whole would be saved without its dropout's random state.
         weights = [variable.value for variable in ranker.dense_part.variables]
         best = {"embedding": ranker.embedding, "weights": weights}
         everything = {**best, "optimizer": ranker.optimizer, "progress": self.progress}
-        self._best = _manager(plan.folder / "best", best)
-        self._latest = _manager(plan.folder / "latest", everything)
+        self._best = _manager(schedule.folder / "best", best)
+        self._latest = _manager(schedule.folder / "latest", everything)
 
     def resume(self) -> None:
-        """Goes back to the latest checkpoint, if there is one."""
+        """Restores the latest checkpoint, if there is one."""
         if self._latest.latest_checkpoint:
             _restore(self._latest)
         else:
-            print(f"No checkpoint in {self._plan.folder}: starting anew.")
+            print(f"No checkpoint in {self._schedule.folder}: starting anew.")
 
     def train(self) -> None:
-        """Trains the epochs that are left; leaves the model as the best one was."""
+        """Trains the remaining epochs, then restores the best one."""
         self._clock = time.perf_counter()
-        total = self._plan.epochs * int(self._ids[self._ratings.split.train].sum())
+        total = self._schedule.epochs * int(self._ids[self._ratings.split.train].sum())
         done = self.ids_trained()
         with tqdm(total=total, initial=done, unit="ids", unit_scale=True) as bar:
-            while self.progress.epoch < self._plan.epochs:
+            while self.progress.epoch < self._schedule.epochs:
                 self._train_epoch(bar)
                 bar.write(self._end_epoch())
         _restore(self._best)
 
     def ids_trained(self) -> int:
-        """How many ids the steps so far have looked up."""
+        """Number of ids that all steps so far looked up."""
         in_epochs = self.progress.epoch * self._ids[self._ratings.split.train].sum()
         in_steps = self._ids[self._order()[: self._ratings_done()]].sum()
         return int(in_epochs) + int(in_steps)
 
     def _order(self) -> np.ndarray:
         """The training part as this epoch orders it, also after a resume."""
-        rng = np.random.default_rng((self._plan.seed, int(self.progress.epoch)))
+        rng = np.random.default_rng((self._schedule.seed, int(self.progress.epoch)))
         return rng.permutation(self._ratings.split.train)
 
     def _ratings_done(self) -> int:
