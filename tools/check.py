@@ -92,8 +92,10 @@ def tests_of(name: str, sources: dict[str, str]) -> Iterator[str]:
         yield from tests_importing(module, sources)
         return
     stem = path.stem.removesuffix("_test")
-    by_name = re.compile(rf"test_{re.escape(stem)}(_\w+)?\.py$")
-    yield from (test for test in sources if by_name.search(test))
+    by_name = re.compile(rf"/test_{re.escape(stem)}(_\w+)?\.py$")
+    found = [match for test in sources if (match := by_name.search(test))]
+    # test_config.py before test_config_errors.py.
+    yield from (match.string for match in sorted(found, key=lambda m: len(m[0])))
     if path.suffix in {".cc", ".h"}:
         yield from OF_CPP
         return
