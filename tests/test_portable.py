@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpu_embedding.engines.portable.cells import Cells, pack, unpack
 from tpu_embedding.engines.portable.engine import _host_of
+from tpu_embedding.engines.portable.step_queue import _Cells, pack, unpack
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 
 
 def test_cells_hold_any_tensors() -> None:
-    cells = Cells("cells", 3)
+    cells = _Cells("cells", 3)
     tensors = [tf.constant([1, 2], tf.int64), tf.zeros([0, 4])]
     specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 4])]
 

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.engines import table_errors
 from tpu_embedding.engines.initial_values import combiner_weights
 from tpu_embedding.engines.variables import create_state, variable_name
 from tpu_embedding.layout.csr import (
@@ -23,6 +24,7 @@ from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.optimizers import CustomOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,10 @@ class Combiners:
         a custom combiner, which may have none.
     """
 
-    def __init__(self, plan: Plan, layout: Layout) -> None:
+    def __init__(self, plan: Plan, layout: Layout | None) -> None:
         """Makes the weights, on the device that is current."""
-        self._plan, self._layout = plan, layout
+        self._plan = plan
+        self._stacks = layout.stacks if layout else ()
         self.weights: dict[int, tf.Variable] = {}
         self.of_features: dict[int, CustomCombiner] = {}
         for table in plan.tables:
@@ -195,7 +198,7 @@ class Combiners:
     ) -> dict[str, Any]:
         """The batch of a lookup with what it found."""
         packed: dict[str, Any] = dict(tables)
-        for stack in self._layout.stacks:
+        for stack in self._stacks:
             own = [found[f] for f in stack.features if f in found]
             if own:
                 packed[stack.name] = CombinedCsrFormatTensor(
@@ -221,7 +224,7 @@ class Combiners:
           tf.errors.InvalidArgumentError: If it is of another number of samples.
         """
         found = {}
-        for stack in self._layout.stacks:
+        for stack in self._stacks:
             own = [f for f in stack.features if f in self.of_features]
             if not own:
                 continue
@@ -319,3 +322,46 @@ def _positions(pointers: tf.Tensor) -> tf.Tensor:
     """The position of each entry of a plain CSR in its sample, int32."""
     counts = pointers[1:] - pointers[:-1]
     return tf.range(pointers[-1]) - tf.repeat(pointers[:-1], counts)
+
+
+def check_functions(plan: Plan) -> None:
+    """Traces each CustomOptimizer and CustomCombiner for its table.
+
+    Raises:
+      ValueError: If a function returns another shape, or number of tensors.
+      TypeError: If it takes other arguments, or returns what is no float32 tensor.
+    """
+    for table in plan.tables:
+        optimizer, combiner = table.optimizer, table.config.custom_combiner
+        if isinstance(optimizer, CustomOptimizer):
+            _check_rule(table.name, optimizer, table.config.dim)
+        if combiner is not None:
+            _check_combiner(table.name, combiner, table.config.dim)
+
+
+def _check_rule(table: str, optimizer: CustomOptimizer, dim: int) -> None:
+    row = tf.TensorSpec([1, dim])
+    slots = [tf.TensorSpec([1]) if slot.per_row else row for slot in optimizer.slots]
+    numbers = [tf.TensorSpec([])] * (1 + len(optimizer.hyperparameters))
+
+    def rule(gradient: Any, row: Any, *values: Any) -> Any:
+        own, numbers = values[: len(slots)], values[len(slots) :]
+        return optimizer.compute(gradient, row, own, *numbers, table=table)
+
+    _trace(table, "CustomOptimizer", rule, [row, row, *slots, *numbers])
+
+
+def _check_combiner(table: str, combiner: CustomCombiner, dim: int) -> None:
+    weights = [tf.TensorSpec([combiner.num_weights])] if combiner.num_weights else []
+
+    def combine(valency: Any, vectors: Any, *weights: Any) -> Any:
+        return combiner.compute(valency, vectors, *weights, table=table)
+
+    vectors = tf.TensorSpec([combiner.max_valency, dim])
+    inputs = [tf.TensorSpec([], tf.int32), vectors, *weights]
+    _trace(table, "CustomCombiner", combine, inputs)
+
+
+def _trace(table: str, what: str, function: Any, inputs: list[tf.TensorSpec]) -> None:
+    with table_errors.function_of(table, what):
+        tf.function(function, autograph=False).get_concrete_function(*inputs)

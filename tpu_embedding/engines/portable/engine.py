@@ -1,64 +1,124 @@
-"""The engine for any device: the same numbers and errors from stock TensorFlow ops."""
+"""The engine for any device: the same numbers and errors from TensorFlow's ops."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
+from tpu_embedding import errors
+from tpu_embedding.engines.base import (
+    QUEUE_CAPACITY,
+    EngineOptions,
+    Prepared,
+    StepQueue,
+)
 from tpu_embedding.engines.cpu_base import WholeTablesEngine
-from tpu_embedding.engines.portable.cells import pack, unpack
-from tpu_embedding.engines.portable.combiners import Combiners, Found
-from tpu_embedding.engines.portable.functions import check_functions
-from tpu_embedding.engines.portable.gradients import gradient_checks
-from tpu_embedding.engines.portable.packing import (
-    pack_entries,
-    unpack_entries,
-    unpack_row_sums,
+from tpu_embedding.engines.portable.combiners import (
+    Combiners,
+    Found,
+    check_functions,
 )
-from tpu_embedding.engines.portable.rounding import Rounding
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
-from tpu_embedding.engines.portable.steps import StepQueue
+from tpu_embedding.engines.portable.step_queue import BatchQueue, pack, unpack
 from tpu_embedding.engines.portable.tables import (
-    TableStep,
     entry_gradients,
-    merge,
     sum_by_row,
-    update,
+    update_table,
 )
-from tpu_embedding.engines.portable.turns import in_turn
+from tpu_embedding.engines.variables import create_state
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import (
-    PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
-)
+from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
-from tpu_embedding.lookup.graph_checks import Change, no_change, require
-from tpu_embedding.lookup.input_rows import FeatureInput
+from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
+from tpu_embedding.lookup.input_rows import FeatureInput, first
+
+_MAX_UPDATES = 1024  # Gradients of one replica that may wait for other replicas.
+_PARTIAL = (
+    "lookup: another replica has not handed in its gradients of the step before. Take "
+    "all lookups of a step before its gradients, and put the loop over steps outside "
+    "of strategy.run."
+)
+_NO_TURN = (
+    "The gradients of this replica came before those of the replica before it. Hand in "
+    "as many gradients in every replica, and put the loop over steps outside of "
+    "strategy.run."
+)
+_TOO_MANY = (
+    f"submit: {_MAX_UPDATES} lookups of this replica wait for those of the others. "
+    "Make the same lookups in every replica."
+)
+_USED = (
+    "The gradients of this lookup were applied already; each lookup takes them once. "
+    "Call the layer again, or take all gradients with one tape.gradient call."
+)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Owner = TypeVar("_Owner", bound=Any)
+
+
+def _in_turn(
+    method: Callable[Concatenate[_Owner, _Arguments], _Result],
+) -> Callable[Concatenate[_Owner, _Arguments], _Result]:
+    """Runs a method on the engine's host, one eager call of all threads at a time.
+
+    A tf.function that runs later is beyond the reach of a lock in Python.
+    """
+
+    @functools.wraps(method)
+    def call(
+        self: _Owner, *arguments: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
+        with self.turn, tf.device(self.host):
+            return method(self, *arguments, **named)
+
+    return call
 
 
 class PortableEngine(WholeTablesEngine):
-    """Batches travel as variants of entries, gradients as variants of row sums."""
+    """Batches travel as entries, gradients as their sums by row.
+
+    With several replicas, the gradients of a replica wait until the last replica hands
+    in its own. MirroredStrategy runs the replicas in their order, eagerly and in
+    graphs, so that the last replica is always the one that completes an update.
+
+    Attributes:
+      host: The CPU of the tables' device, which checks and queues.
+      turn: Held during eager calls.
+    """
 
     name = "portable"
 
     def __init__(self, options: EngineOptions) -> None:
-        """Makes the tables and the step queue; see `Engine`."""
+        """Makes the tables and the queues; see `Engine`."""
         check_functions(options.plan)
         super().__init__(options)
-        self._turn = threading.RLock()
-        self._host = _host_of(self._device)
+        self.turn = threading.RLock()
+        self.host = _host_of(self._device)
+        # By the context of a replica, one for each strategy.run, the calls made there.
+        self._calls: Any = weakref.WeakKeyDictionary()
+        self._is_trained = all(table.optimizer for table in self._plan.tables)
         with tf.device(self._device):
             self._combiners = Combiners(self._plan, options.layout)
-        with tf.device(self._host):
-            self._steps = StepQueue(
-                self._num_replicas, QUEUE_CAPACITY, pipelined=self._pipelined
-            )
+        dtypes = [tf.float32] + [tf.int64, tf.float32] * len(self._plan.tables)
+        with tf.device(self.host):
+            self._waiting = [
+                tf.queue.FIFOQueue(_MAX_UPDATES, dtypes)
+                for _ in range(self._num_replicas - 1)
+            ]
+            # One element is all of the pending update, so that it changes as one.
+            pending = [tf.int64, tf.float32, *dtypes]
+            self._pending = tf.queue.FIFOQueue(1, pending) if self._pipelined else None
+            self._batches = BatchQueue(self._num_replicas, QUEUE_CAPACITY)
+            # Written by each use of a lookup, so that graphs make the uses in order.
+            self._uses = create_state("uses", tf.zeros([], tf.int64))
 
     def variables(self) -> list[dict[str, Any]]:
         """See `Engine.variables`."""
@@ -76,256 +136,319 @@ class PortableEngine(WholeTablesEngine):
         }
         return {**super().checkpoint_variables(), **weights}
 
-    @in_turn
-    def enqueue(
-        self,
-        batches: Sequence[Sequence[IdBatch]],
-        replica: int | None,
-        *,
-        training: bool,
-    ) -> None:
-        """See `Queue.enqueue`."""
-        on_failure = no_change
-        if replica is not None and self._num_replicas > 1:
-            # A failure in one replica among several must be known to the others.
-            on_failure = functools.partial(self._steps.fail_enqueue, replica)
-        all_replicas = tuple(range(self._num_replicas))
-        replicas = all_replicas if replica is None else (replica,)
-        with tf.device(self._host):
-            packed = [self._prepare(batch, on_failure) for batch in batches]
-            with tf.control_dependencies(packed):
-                if self._pipelined and not training:
-                    self.flush()
-                self._steps.enqueue(packed, replicas, training=training)
+    def prepare(
+        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+    ) -> Prepared:
+        """See `Engine.prepare`."""
+        del training
+        if device is not None:
+            raise errors.enqueue_device(device)
+        shapes = self._options.output_shapes
+        with tf.device(self.host):
+            inputs = [
+                FeatureInput(
+                    spec=spec,
+                    table=self._plan.tables[spec.table],
+                    batch=feature,
+                    declared=shapes.declared(spec.index),
+                    check_numerics=self._options.check_numerics,
+                )
+                for spec, feature in zip(self._plan.features, batch, strict=True)
+            ]
+            entries = self._combiners.checked(build_entries(inputs))
+            return Prepared(_pack_entries(entries))
 
-    @in_turn
-    def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """See `Queue.dequeue`."""
-        with tf.device(self._host):
-            if self._pipelined:
-                self._apply_if(self._steps.is_ready_before_evaluation(replica))
-            batch = self._steps.dequeue(replica)
-            activations = self._look_up(self._unpack_entries(batch))
-            if self._pipelined:
-                self._apply_if(self._steps.lookups_are_done())
-        return activations
-
-    @in_turn
-    def apply_gradients(
-        self, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """See `Queue.apply_gradients`."""
-        on_failure = no_change
-        if self._num_replicas > 1:
-            on_failure = functools.partial(self._steps.fail_deposit, replica)
-        with tf.device(self._host):
-            rates, completes = self._evaluate_rates(replica, submitting=False)
-            with tf.control_dependencies([rates]):
-                batch = self._steps.owed(replica)
-            entries = self._unpack_entries(batch)
-            sums, of_weights = self._row_sums(entries, gradients, on_failure, {})
-            parts = pack([sums, rates, of_weights])
-            apply_now = self._steps.deposit(replica, parts)
-            self._rates.count_update(completes, after=apply_now)
-            if not self._pipelined:
-                self._apply_if(apply_now)
-
-    @in_turn
-    def lookup_call(
-        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
-    ) -> Lookup:
-        """See `Engine.lookup_call`."""
-        del training  # Tickets are forgotten by themselves.
-        with tf.device(self._host):
-            packed = self._prepare(batch, no_change)
-            with tf.control_dependencies([packed]):
-                ticket = self._steps.begin_lookup(replica, packed)
-            entries = self._unpack_entries(self._steps.ticket_batch(ticket))
-            activations = self._look_up(entries)
-        return Lookup(activations, ticket)
-
-    @in_turn
-    def submit(
-        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """See `Engine.submit`."""
-        with tf.device(self._host):
-            rates, completes = self._evaluate_rates(replica, submitting=True)
-            with tf.control_dependencies([rates]):
-                batch = self._steps.ticket_batch(ticket)
-            entries = self._unpack_entries(batch)
-            sums, of_weights = self._row_sums(entries, gradients, no_change, {})
-            parts = pack([sums, rates, of_weights])
-            apply_now = self._steps.submit(replica, ticket, parts)
-            self._rates.count_update(completes, after=apply_now)
-            self._apply_if(apply_now)
-
-    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Stacks.preprocess`."""
+    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`."""
+        if prepared.tensors is not None:
+            return prepared.tensors
         layout = self._stacks.layout
-        with tf.device(self._host):
-            entries = self._combiners.checked(build_entries(self._inputs(batch)))
+        with tf.device(self.host):
+            entries = self.unpack_entries(prepared.value)
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
             return self._stacks.pack(stacks, [entry.shape for entry in entries])
 
-    @in_turn
-    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Stacks.lookup_stacked`."""
-        shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
-        with tf.device(self._host):
+    @_in_turn
+    def lookup(
+        self, prepared: Prepared, replica: int, *, training: bool
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """See `Engine.lookup`."""
+        batch = prepared.tensors
+        if batch is None:
+            entries = self.unpack_entries(prepared.value)
+        else:
+            shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
             entries = self._read_stacks(batch.tables, shapes)
-            nothing = pack([])
+        if training:
             with tf.control_dependencies([entries[-1].rows]):
-                ticket = self._steps.begin_lookup(replica, nothing)
-            with tf.control_dependencies([ticket]):
-                activations, found = self._look_up_combined(entries)
-                return Lookup(activations, self._combiners.pack(batch.tables, found))
+                begun = self._begin_lookup(replica)
+            with tf.control_dependencies(begun):
+                entries = [
+                    dataclasses.replace(e, rows=tf.identity(e.rows)) for e in entries
+                ]
+        activations, found = self.look_up(entries)
+        if batch is not None:
+            tables = self._combiners.pack(batch.tables, found)
+            return activations, Prepared(None, batch._replace(tables=tables))
+        # Gets an entry when the lookup is used, and is freed together with the lookup.
+        used = tf.raw_ops.AnonymousMutableHashTable(
+            key_dtype=tf.int64, value_dtype=tf.int64
+        )
+        return activations, Prepared(pack([prepared.value, used]))
 
-    @in_turn
-    def update_stacked(
+    @_in_turn
+    def update(
         self,
-        tables: Mapping[str, PartitionedCsrFormatTensor],
+        looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Stacks.update_stacked`."""
-        with tf.device(self._host):
-            flat = self._by_sample(gradients)
-            rates, completes = self._evaluate_rates(replica, submitting=True)
-            with tf.control_dependencies([rates]):
-                counts = self._stacks.samples(tables)
-                entries = self._read_stacks(tables, [n[tf.newaxis] for n in counts])
+        """See `Engine.update`."""
+        if looked_up.tensors is not None:
+            tables = looked_up.tensors.tables
+            counts = self._stacks.samples(tables)
+            entries = self._read_stacks(tables, [n[tf.newaxis] for n in counts])
             found = self._combiners.unpack(tables, counts)
-            sums, of_weights = self._row_sums(entries, flat, no_change, found)
-            ticket = self._steps.new_ticket(pack([]))
-            parts = pack([sums, rates, of_weights])
-            apply_now = self._steps.submit(replica, ticket, parts)
-            self._rates.count_update(completes, after=apply_now)
-            self._apply_if(apply_now)
+            self.hand_in(entries, self._by_sample(gradients), replica, found)
+            return
+        batch, used = unpack(
+            looked_up.value,
+            [tf.TensorSpec([], tf.variant), tf.TensorSpec([], tf.resource)],
+        )
+        self.hand_in(self.unpack_entries(batch), gradients, replica, {}, used)
 
-    @in_turn
-    def reset(self) -> None:
-        """See `Engine.reset`."""
-        with tf.device(self._host):
-            self._steps.reset()
+    def queue(self) -> StepQueue:
+        """See `Engine.queue`."""
+        return _Queue(self, self._batches)
 
-    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
-        return self._steps.completes(replica, submitting=submitting)
+    # The older methods of the base, until they go.
+    lookup_call = submit = enqueue = dequeue = apply_gradients = _completes = None  # pyright: ignore  # noqa: PGH003
+    preprocess = lookup_stacked = update_stacked = _apply_update = None  # pyright: ignore  # noqa: PGH003
 
-    @in_turn
+    @_in_turn
     def flush(self) -> None:
         """See `Engine.flush`."""
-        if self._pipelined:
-            with tf.device(self._host):
-                self._apply_if(self._steps.is_ready())
+        self.flush_if(tf.constant(True))
 
-    def _apply_update(self) -> None:
-        spec = [
-            tf.TensorSpec([], tf.variant),
-            tf.TensorSpec([self._rates.size]),
-            tf.TensorSpec([self._combiners.num_weights]),
-        ]
-        parts = [unpack(part, spec) for part in self._steps.take_ready()]
-        replicas = [unpack_row_sums(sums, self._plan) for sums, *_ in parts]
-        rates = tf.add_n([rates for _, rates, _ in parts])  # zeros from all but one
-        step = self._rates.step_of_update()
+    @_in_turn
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._batches.reset()
+        self.discard_waiting(tf.constant(True))
+        if self._pending is not None:
+            size = self._pending.size()
+            if self._rates.updates is not None:
+                self._rates.updates.assign_sub(tf.cast(size, tf.int64))
+            _discard(self._pending, size)
+
+    def called_before(self, *calls: str) -> bool:
+        """Whether the replica has made one of these calls in this strategy.run."""
+        context = tf.distribute.get_replica_context()
+        return any(call in self._calls.get(context, ()) for call in calls)
+
+    def note_call(self, call: str) -> None:
+        """Notes a call of the calling replica in this strategy.run."""
+        context = tf.distribute.get_replica_context()
+        if context is not None:
+            self._calls.setdefault(context, set()).add(call)
+
+    def is_partial(self, replica: int) -> tf.Tensor:
+        """Whether gradients of `replica` wait for those of other replicas."""
+        if replica == self._num_replicas - 1:
+            return tf.constant(False)
+        return self._waiting[replica].size() > 0
+
+    def discard_waiting(self, condition: tf.Tensor) -> None:
+        """Gives a refused step up: discards gradients that wait, of all replicas."""
+        for queue in self._waiting:
+            _discard(queue, tf.where(condition, queue.size(), 0))
+
+    def flush_if(self, condition: tf.Tensor) -> tf.Tensor:
+        """Applies the pending update if there is one and `condition` holds."""
+        queue = self._pending
+        if queue is None or not self._is_trained:
+            return tf.constant(False)
+
+        def apply() -> tf.Tensor:
+            number, rates, *sums = queue.dequeue()
+            number.set_shape([])
+            rates.set_shape([self._rates.size])
+            self._apply(number, rates, self._with_shapes(sums))
+            return tf.constant(True)
+
+        return tf.cond(condition & (queue.size() > 0), apply, lambda: False)
+
+    def hand_in(
+        self,
+        entries: Sequence[Entries],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        found: Mapping[int, Found],
+        used: tf.Tensor | None = None,
+    ) -> list[Any]:
+        """Takes the gradients of one lookup; those of the last replica update.
+
+        Args:
+          entries: The batch, one for each feature.
+          gradients: For each feature float32 of its activation's shape, or None.
+          replica: Index of the calling replica.
+          found: What the lookup found for features with a custom combiner.
+          used: Marks the lookup as used, if it can be used once only.
+
+        Returns:
+          Control inputs for ops that must not run if the call is refused.
+        """
+        is_last = replica == self._num_replicas - 1
+        self.note_call("update")
+        # Before anything changes: a learning rate that fails changes nothing.
+        rates = self._rates.evaluate() if is_last else tf.zeros([0])
+        with tf.control_dependencies(self._check_gradients(entries, gradients)):
+            sums = self._row_sums(entries, gradients, found)
+        accepted = [rates, *sums]
+        with tf.control_dependencies(accepted):
+            accepted += self._check_turn(replica)
+        with tf.control_dependencies(accepted):
+            accepted += [] if used is None else self._use(used)
+        with tf.control_dependencies(accepted):
+            if is_last:
+                parts = [self._with_shapes(queue.dequeue()) for queue in self._waiting]
+                self._complete(rates, _merged([*parts, sums]))
+            else:
+                self._waiting[replica].enqueue(sums)
+        return accepted
+
+    def _begin_lookup(self, replica: int) -> list[Any]:
+        """Gives a refused step up, if the one before was; returns control inputs."""
+        if replica == self._num_replicas - 1:
+            return []
+        partial = self.is_partial(replica)
+        if self.called_before("update"):
+            return refuse(tf.cast(partial, tf.int32), ["", _PARTIAL])
+        self.discard_waiting(partial)
+        return []
+
+    def _check_turn(self, replica: int) -> list[Any]:
+        """Checks that replicas come in their order; returns control inputs."""
+        if self._num_replicas == 1:
+            return []
+        waiting = [queue.size() for queue in self._waiting] + [tf.constant(0)]
+        code = tf.where(waiting[replica] >= _MAX_UPDATES, 2, 0)
+        if replica > 0:
+            code = tf.where(waiting[replica - 1] <= waiting[replica], 1, code)
+        return refuse(tf.cast(code, tf.int32), ["", _NO_TURN, _TOO_MANY])
+
+    def _use(self, used: tf.Tensor) -> list[Any]:
+        """Marks a lookup as used; returns control inputs."""
+        with tf.control_dependencies([self._uses.read_value()]):
+            size = tf.raw_ops.LookupTableSizeV2(table_handle=used)
+        code = tf.cast(size > 0, tf.int32)
+        zero = tf.zeros([1], tf.int64)
+        with tf.control_dependencies(refuse(code, ["", _USED])):
+            done = tf.raw_ops.LookupTableInsertV2(
+                table_handle=used, keys=zero, values=zero
+            )
+        with tf.control_dependencies([done]):
+            return [self._uses.assign(zero[0], read_value=False)]
+
+    def _complete(self, rates: tf.Tensor, sums: Sequence[tf.Tensor]) -> None:
+        """Applies an update, or leaves it pending and applies the one before it."""
+        updates = self._rates.updates
+        number = tf.zeros([], tf.int64) if updates is None else updates.read_value()
+        number = tf.identity(number)
+        if self._pending is None:
+            self._apply(number, rates, sums)
+        else:
+            with tf.control_dependencies([self.flush_if(tf.constant(True))]):
+                self._pending.enqueue([number, rates, *sums])
+        if updates is not None:
+            with tf.control_dependencies([number]):
+                updates.assign_add(1)
+
+    def _apply(
+        self, number: tf.Tensor, rates: tf.Tensor, sums: Sequence[tf.Tensor]
+    ) -> None:
+        """Applies one update.
+
+        Args:
+          number: int64 scalar, the number of updates before it.
+          rates: What `Rates.evaluate` returned for it.
+          sums: As of `_row_sums`, of all replicas.
+        """
+        of_weights, *by_table = sums
+        numbers = [self._rates.of_table(rates, t.index) for t in self._plan.tables]
         with tf.device(self._device):
             self._combiners.update(
-                tf.add_n([weights for *_, weights in parts]),
-                lambda table: self._rates.of_table(rates, table).combiner_rate,
+                of_weights, lambda table: numbers[table].combiner_rate
             )
-        for table, variables in zip(self._plan.tables, self._variables, strict=True):
-            assert table.optimizer is not None
-            with tf.device(self._device):
-                rows, sums = merge([sums[table.index] for sums in replicas])
-                rounding = Rounding(table.rounding_seed, step)
-                numbers = self._rates.of_table(rates, table.index)
-                how = TableStep(table.optimizer, numbers, rounding)
-                update(variables, how, rows, sums)
+            for spec in self._plan.tables:
+                rows, gradient = by_table[2 * spec.index : 2 * spec.index + 2]
+                variables = self._variables[spec.index]
+                update_table(
+                    spec, variables, numbers[spec.index], number, rows, gradient
+                )
 
-    def _prepare(self, batch: Sequence[IdBatch], on_failure: Change) -> tf.Tensor:
-        """Checks one replica's batch; a variant that the queue takes."""
-        entries = build_entries(self._inputs(batch), on_failure)
-        return pack_entries(entries)
-
-    def _inputs(self, batch: Sequence[IdBatch]) -> list[FeatureInput]:
-        shapes = self._options.output_shapes
-        return [
-            FeatureInput(
-                spec=spec,
-                table=self._plan.tables[spec.table],
-                batch=feature,
-                declared=shapes.declared(spec.index),
-                check_numerics=self._options.check_numerics,
-            )
-            for spec, feature in zip(self._plan.features, batch, strict=True)
-        ]
-
-    def _read_stacks(
-        self,
-        tables: Mapping[str, PartitionedCsrFormatTensor],
-        shapes: Sequence[tf.Tensor],
-    ) -> list[Entries]:
+    def _read_stacks(self, tables: Any, shapes: Sequence[tf.Tensor]) -> list[Entries]:
         entries = read_stacks(self._plan, self._stacks.layout, tables, shapes)
         return self._combiners.checked(entries)
 
-    def _unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
-        return unpack_entries(batch, self._plan, self._options.output_shapes)
+    def unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
+        """Undoes `_pack_entries`."""
+        specs = []
+        for feature in self._plan.features:
+            shape = self._options.output_shapes.activation(feature.index)
+            ids, gains = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None])
+            specs += [ids, ids, gains, tf.TensorSpec([len(shape)], tf.int64)]
+        tensors = unpack(batch, specs)
+        return [Entries(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
-    def _look_up(self, entries: Sequence[Entries]) -> list[tf.Tensor]:
+    def look_up(
+        self, entries: Sequence[Entries]
+    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
+        """The activations, and what the update of custom combiners is to know."""
         activations = []
         with tf.device(self._device):
-            for feature, entry, dim in zip(
-                self._plan.features, entries, self._plan.dims, strict=True
-            ):
+            places = self._combiners.all_places(entries)
+            for feature, entry in zip(self._plan.features, places, strict=True):
                 config = self._plan.tables[feature.table].config
                 table = VariableReader(self._variables[feature.table].parameters)
                 reader = reader_of(table, config.quantization_config)
-                activation = look_up(reader, entry)
-                if feature.index not in self._combiners.of_features:
-                    shape = self._options.output_shapes.activation(feature.index)
-                    activation = tf.ensure_shape(activation, (*shape, dim))
-                activations.append(activation)
-        return activations
+                activations.append(look_up(reader, entry))
+            activations, found = self._combiners.combine_all(entries, activations)
+        shapes = self._options.output_shapes
+        for feature, dim in zip(self._plan.features, self._plan.dims, strict=True):
+            at = feature.index
+            shape = (*shapes.activation(at), dim)
+            activations[at] = tf.ensure_shape(activations[at], shape)
+        return activations, found
 
-    def _look_up_combined(
-        self, entries: Sequence[Entries]
-    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
-        """As `_look_up`, with custom combiners and what they are to know later."""
-        activations = self._look_up(self._combiners.all_places(entries))
-        with tf.device(self._device):
-            return self._combiners.combine_all(entries, activations)
+    def _check_gradients(
+        self, entries: Sequence[Entries], gradients: Sequence[tf.Tensor | None]
+    ) -> list[Any]:
+        checks = []
+        for at, gradient in enumerate(gradients):
+            if gradient is not None:
+                shape = tf.concat([entries[at].shape, [self._plan.dims[at]]], 0)
+                name = f"Feature {self._plan.features[at].path}"
+                checks.append(_shape_check(name, gradient, shape))
+                if self._options.check_numerics:
+                    checks.append(_finite_check(name, gradient))
+        return require(checks)
 
     def _row_sums(
         self,
         entries: Sequence[Entries],
         gradients: Sequence[tf.Tensor | None],
-        on_failure: Change,
         found: Mapping[int, Found],
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Checks one replica's gradients.
+    ) -> list[tf.Tensor]:
+        """The sums of one replica's gradients.
 
         Returns:
-          (A variant of rows and sums by table, the gradients of all weights of custom
-          combiners one after another).
+          [Gradients of the weights of all custom combiners, then for each table the
+          rows, each once, and the sums of their gradients].
         """
-        checks = [
-            check
-            for feature, gradient in enumerate(gradients)
-            if gradient is not None
-            for check in gradient_checks(
-                self._plan.features[feature].path,
-                gradient,
-                tf.concat([entries[feature].shape, [self._plan.dims[feature]]], 0),
-                check_numerics=self._options.check_numerics,
-            )
-        ]
-        tensors = []
-        with (
-            tf.control_dependencies(require(checks, on_failure)),
-            tf.device(self._device),
-        ):
+        with tf.device(self._device):
             of_vectors, of_weights = self._combiners.backward(found, gradients)
+            sums = [of_weights]
             for table in self._plan.tables:
                 rows = [entries[f].rows for f in table.features]
                 values = [
@@ -334,8 +457,8 @@ class PortableEngine(WholeTablesEngine):
                     )
                     for f in table.features
                 ]
-                tensors += sum_by_row(tf.concat(rows, 0), tf.concat(values, 0))
-        return pack(tensors), of_weights
+                sums += sum_by_row(tf.concat(rows, 0), tf.concat(values, 0))
+        return sums
 
     def _entry_gradients(
         self, feature: int, gradient: tf.Tensor | None, entries: Entries
@@ -346,6 +469,145 @@ class PortableEngine(WholeTablesEngine):
         if feature in self._combiners.of_features:
             entries = self._combiners.places(feature, entries)
         return entry_gradients(gradient, entries, dim)
+
+    def _with_shapes(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums that come out of a queue, with their static shapes."""
+        shapes: list[Any] = [[self._combiners.num_weights]]
+        for table in self._plan.tables:
+            shapes += [[None], [None, table.config.dim]]
+        for tensor, shape in zip(sums, shapes, strict=True):
+            tensor.set_shape(shape)
+        return list(sums)
+
+
+class _Queue(StepQueue):
+    """Puts batches of entries into a `BatchQueue` and takes them through the engine."""
+
+    def __init__(self, engine: PortableEngine, batches: BatchQueue) -> None:
+        self._engine, self._batches = engine, batches
+
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.enqueue`."""
+        del name
+        engine = self._engine
+        with engine.turn, tf.device(engine.host):
+            packed = [batch.value for batch in batches]
+            begins = replica is not None and not engine.called_before("enqueue")
+            with tf.control_dependencies(packed):
+                gave_up = self._batches.enqueue(
+                    packed, replica, training=training, begins=begins
+                )
+            engine.note_call("enqueue")
+            with tf.control_dependencies([gave_up]):
+                engine.discard_waiting(gave_up)
+                if not training:
+                    engine.flush()
+
+    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+        """See `StepQueue.dequeue`."""
+        del name
+        engine = self._engine
+        with engine.turn, tf.device(engine.host):
+            batch, training, gave_up = self._batches.dequeue(
+                replica,
+                partial=engine.is_partial(replica),
+                begins=not engine.called_before("dequeue", "update"),
+            )
+            engine.note_call("dequeue")
+            with tf.control_dependencies([gave_up]):
+                engine.discard_waiting(gave_up)
+                flushed = engine.flush_if(~training)
+            with tf.control_dependencies([flushed]):
+                return engine.look_up(engine.unpack_entries(batch))[0]
+
+    def apply_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.apply_gradients`."""
+        del name
+        engine = self._engine
+        with engine.turn, tf.device(engine.host):
+            entries = engine.unpack_entries(self._batches.owed(replica))
+            with tf.control_dependencies(
+                engine.hand_in(entries, gradients, replica, {})
+            ):
+                self._batches.settle(replica)
+
+
+def _pack_entries(entries: Sequence[Entries]) -> tf.Tensor:
+    """The entries of all features as one scalar variant."""
+    return pack([x for e in entries for x in (e.rows, e.samples, e.gains, e.shape)])
+
+
+def _merged(replicas: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """The sums of all replicas, as of `PortableEngine._row_sums`, in replica order."""
+    if len(replicas) == 1:
+        return list(replicas[0])
+    of_weights, *by_table = zip(*replicas, strict=True)
+    merged = [tf.add_n(of_weights)]
+    for rows, sums in zip(by_table[::2], by_table[1::2], strict=True):
+        merged += sum_by_row(tf.concat(rows, 0), tf.concat(sums, 0))
+    return merged
+
+
+def _discard(queue: tf.queue.FIFOQueue, count: tf.Tensor) -> None:
+    """Takes `count` elements out of a queue that holds as many."""
+
+    def discard_one(left: tf.Tensor) -> list[tf.Tensor]:
+        with tf.control_dependencies(queue.dequeue()):
+            return [left - 1]
+
+    tf.while_loop(lambda left: left > 0, discard_one, [count])
+
+
+def _shape_check(name: str, gradient: tf.Tensor, expected: tf.Tensor) -> Check:
+    shape = tf.shape(gradient, out_type=tf.int64)
+    size = tf.minimum(tf.size(shape), tf.size(expected))
+    is_same = tf.reduce_all(tf.equal(shape[:size], expected[:size]))
+
+    def message() -> tf.Tensor:
+        shapes = [
+            tf.strings.reduce_join(tf.strings.as_string(axes), separator=",")
+            for axes in (shape, expected)
+        ]
+        return text(
+            f"{name}: the gradient has shape [",
+            shapes[0],
+            "], but the activation had [",
+            shapes[1],
+            "].",
+        )
+
+    return Check(is_same & tf.equal(tf.size(shape), tf.size(expected)), message)
+
+
+def _finite_check(name: str, gradient: tf.Tensor) -> Check:
+    values = tf.reshape(gradient, [-1])
+    is_finite = tf.math.is_finite(values)
+
+    def message() -> tf.Tensor:
+        at = first(~is_finite)
+        sample = at // tf.shape(gradient, tf.int64)[-1]
+        return text(
+            f"{name}: the gradient of sample ",
+            sample,
+            " is not finite (",
+            values[at],
+            ").",
+        )
+
+    return Check(is_finite, message)
 
 
 def _host_of(device: str) -> str:

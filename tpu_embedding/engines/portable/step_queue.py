@@ -1,0 +1,310 @@
+"""The batches of TPUEmbedding on the portable engine: a queue of TensorFlow's ops.
+
+Each replica has a ring of batches in a variable of variants; one int64 variable counts
+what is where. Unlike a tf.queue.FIFOQueue a ring never blocks, can be read without
+taking, and discards the batches of a refused step by a change of counts alone. A batch
+is first written into its ring and then counted, so a call that is interrupted in
+between changes nothing. Calls must not overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tpu_embedding.engines.variables import create_state
+from tpu_embedding.lookup.graph_checks import refuse
+
+_OTHERS_OWE = (
+    "dequeue: another replica has not applied its gradients of the step before. Put "
+    "the loop over steps outside of strategy.run."
+)
+_DISAGREE = (
+    "enqueue: the replicas disagree on `training` within one step. Pass the same value "
+    "in every replica."
+)
+_EMPTY = (
+    "dequeue: no batch is enqueued. Call enqueue before dequeue, once for each dequeue."
+)
+_OWES = (
+    "dequeue: the training batch dequeued before still owes its gradients. Call "
+    "apply_gradients first, or enqueue with training=False; after a step that failed "
+    "call reset."
+)
+_NOTHING_OWED = (
+    "apply_gradients: no dequeued batch owes gradients. Enqueue with training=True and "
+    "dequeue first; gradients can be applied once per dequeue."
+)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Tensors of any dtypes and shapes as one scalar variant."""
+    return tf.raw_ops.CompositeTensorVariantFromComponents(
+        components=list(tensors), metadata=""
+    )
+
+
+def unpack(variant: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """The tensors in a variant of `pack`, with the dtypes and static shapes given."""
+    tensors = tf.raw_ops.CompositeTensorVariantToComponents(
+        encoded=variant, metadata="", Tcomponents=[spec.dtype for spec in specs]
+    )
+    for tensor, spec in zip(tensors, specs, strict=True):
+        tensor.set_shape(spec.shape)
+    return tensors
+
+
+class _Cells:
+    """A variable of scalar variants, read and written one by one."""
+
+    def __init__(self, name: str, size: int) -> None:
+        """Makes the variable, on the device that is current."""
+        self._variable = create_state(name, tf.fill([size], pack([tf.zeros([0])])))
+
+    def get(self, index: tf.Tensor | int) -> tf.Tensor:
+        return tf.gather(self._variable, index)
+
+    def put(self, index: tf.Tensor | int, variant: tf.Tensor) -> Any:
+        return tf.raw_ops.ResourceScatterUpdate(
+            resource=self._variable.handle,
+            indices=tf.reshape(index, [1]),
+            updates=tf.reshape(variant, [1]),
+        )
+
+    def clear(self, index: tf.Tensor | int) -> Any:
+        return self.put(index, pack([tf.zeros([0])]))
+
+
+class _Counts(NamedTuple):
+    """How many batches there are.
+
+    Attributes:
+      enqueued: int64 [R], the batches that each replica has enqueued so far.
+      dequeued: int64 [R], those that it has dequeued.
+      owes: int64 [R], 1 if a batch that it has dequeued owes its gradients.
+      training: int64 [capacity, R], 1 for training batches, by place in the ring.
+    """
+
+    enqueued: tf.Tensor
+    dequeued: tf.Tensor
+    owes: tf.Tensor
+    training: tf.Tensor
+
+    @staticmethod
+    def of_matrix(matrix: tf.Tensor) -> _Counts:
+        return _Counts(matrix[0], matrix[1], matrix[2], matrix[3:])
+
+    def to_matrix(self) -> tf.Tensor:
+        head = tf.stack([self.enqueued, self.dequeued, self.owes])
+        return tf.concat([head, self.training], 0)
+
+    def next_is_training(self, replica: int) -> tf.Tensor:
+        place = self.dequeued[replica] % self.training.shape[0]
+        return self.has_batch(replica) & (self.training[place, replica] > 0)
+
+    def has_batch(self, replica: int) -> tf.Tensor:
+        return self.enqueued[replica] > self.dequeued[replica]
+
+
+class BatchQueue:
+    """The batches of R replicas, packed as scalar variants, in the order of steps.
+
+    The n-th batches of all replicas make up one step. A step in which only some
+    replicas went on was refused in another one; a replica that begins the next step
+    gives it up for all replicas.
+    """
+
+    def __init__(self, num_replicas: int, capacity: int) -> None:
+        """Makes the variables, on the device that is current."""
+        self._num_replicas, self._capacity = num_replicas, capacity
+        self._batches = _Cells("queued", num_replicas * capacity)
+        self._owed = _Cells("owed", num_replicas)
+        zeros = tf.zeros([3 + capacity, num_replicas], tf.int64)
+        self._counts = create_state("counts", zeros)
+
+    def enqueue(
+        self,
+        batches: Sequence[tf.Tensor],
+        replica: int | None,
+        *,
+        training: bool,
+        begins: bool,
+    ) -> tf.Tensor:
+        """Queues the batches of all replicas, or of one; all enter or none.
+
+        Args:
+          batches: For each replica, or for `replica` alone.
+          replica: The calling replica, or None for all.
+          training: Whether the batches will owe gradients.
+          begins: Whether `replica` may begin a step: it has not enqueued before in
+            this strategy.run.
+
+        Returns:
+          Bool scalar, whether a refused step was given up.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If the queue is full, or the replicas
+            disagree on `training`.
+        """
+        rule = self._rule(_enqueue, self._capacity, replica, training, begins)
+        code, matrix, gave_up = rule(self._counts.read_value(), tf.constant(False))
+        full = (
+            f"enqueue: the queue is full ({self._capacity} batches). Call dequeue once "
+            "for each enqueue."
+        )
+        replicas = range(self._num_replicas) if replica is None else [replica]
+        with tf.control_dependencies(refuse(code, ["", full, _DISAGREE])):
+            puts = [
+                self._batches.put(self._cell(r, matrix[0, r] - 1), batch)
+                for r, batch in zip(replicas, batches, strict=True)
+            ]
+        with tf.control_dependencies(puts):
+            done = self._counts.assign(matrix, read_value=False)
+        with tf.control_dependencies([done]):
+            return tf.identity(gave_up)
+
+    def dequeue(
+        self, replica: int, *, partial: tf.Tensor, begins: bool
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Takes the next batch of `replica`; a training batch then owes its gradients.
+
+        Args:
+          replica: The calling replica.
+          partial: Bool scalar, whether gradients of `replica` wait for other replicas.
+          begins: Whether `replica` may begin a step: it has not dequeued or handed in
+            gradients before in this strategy.run.
+
+        Returns:
+          (The batch; bool scalars, whether it is for training and whether a refused
+          step was given up).
+
+        Raises:
+          tf.errors.FailedPreconditionError: If none is queued, or the step before
+            still owes gradients.
+        """
+        rule = self._rule(_dequeue, replica, begins and self._num_replicas > 1)
+        code, matrix, gave_up, training = rule(self._counts.read_value(), partial)
+        messages = ["", _OTHERS_OWE, _EMPTY, _OWES]
+        with tf.control_dependencies(refuse(code, messages)):
+            cell = self._cell(replica, matrix[1, replica] - 1)
+            batch = self._batches.get(cell)
+
+        def owe() -> tf.Tensor:
+            with tf.control_dependencies([self._owed.put(replica, batch)]):
+                return tf.constant(True)
+
+        with tf.control_dependencies([tf.cond(training, owe, lambda: False)]):
+            done = self._counts.assign(matrix, read_value=False)
+        with tf.control_dependencies([done]):
+            cleared = self._batches.clear(cell)
+        with tf.control_dependencies([cleared]):
+            return batch, training, tf.identity(gave_up)
+
+    def owed(self, replica: int) -> tf.Tensor:
+        """The batch whose gradients `replica` owes.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If there is none.
+        """
+        owes = _Counts.of_matrix(self._counts.read_value()).owes[replica]
+        code = tf.cast(tf.equal(owes, 0), tf.int32)
+        with tf.control_dependencies(refuse(code, ["", _NOTHING_OWED])):
+            return self._owed.get(replica)
+
+    def settle(self, replica: int) -> None:
+        """Notes that `replica` has handed in the gradients that it owed."""
+        counts = _Counts.of_matrix(self._counts.read_value())
+        owes = counts.owes * (
+            1 - tf.one_hot(replica, self._num_replicas, dtype=tf.int64)
+        )
+        self._counts.assign(counts._replace(owes=owes).to_matrix(), read_value=False)
+        self._owed.clear(replica)
+
+    def reset(self) -> None:
+        """Discards all batches; the cells are overwritten later."""
+        self._counts.assign(tf.zeros_like(self._counts), read_value=False)
+
+    def _cell(self, replica: int, number: tf.Tensor) -> tf.Tensor:
+        return replica * self._capacity + number % self._capacity
+
+    def _rule(self, rule: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+        return _compiled(rule, 3 + self._capacity, self._num_replicas, *arguments)
+
+
+def _enqueue(
+    matrix: tf.Tensor,
+    partial: tf.Tensor,
+    capacity: int,
+    replica: int | None,
+    training: bool,
+    begins: bool,
+) -> tuple[tf.Tensor, ...]:
+    """(Number of a message or 0, counts afterwards, whether a step was given up)."""
+    del partial
+    counts = _Counts.of_matrix(matrix)
+    enqueued, dequeued, owes, flags = counts
+    # Without a refusal all replicas have enqueued as often when a step begins.
+    complete = tf.reduce_min(enqueued)
+    gave_up = tf.constant(False)
+    if replica is not None and begins:
+        gave_up = enqueued[replica] > complete
+        owes = tf.where(gave_up & (dequeued > complete), tf.zeros_like(owes), owes)
+        dequeued = tf.where(gave_up, tf.minimum(dequeued, complete), dequeued)
+        enqueued = tf.where(gave_up, complete, enqueued)
+    num_replicas = int(enqueued.shape[0] or 0)
+    chosen = range(num_replicas) if replica is None else [replica]
+    is_full = tf.reduce_any(tf.gather(enqueued - dequeued, chosen) >= capacity)
+    disagrees = tf.constant(False)
+    for r in chosen:
+        place = enqueued[r] % capacity
+        others = tf.cast(enqueued > enqueued[r], tf.int64)  # Who is further on.
+        disagrees |= tf.reduce_any(others * tf.abs(flags[place] - int(training)) > 0)
+        flags = tf.tensor_scatter_nd_update(flags, [[place, r]], [int(training)])
+    mask = tf.reduce_sum(tf.one_hot(chosen, num_replicas, dtype=tf.int64), 0)
+    after = _Counts(enqueued + mask, dequeued, owes, flags)
+    code = tf.where(is_full, 1, tf.where(disagrees, 2, 0))
+    return code, after.to_matrix(), gave_up
+
+
+def _dequeue(
+    matrix: tf.Tensor, partial: tf.Tensor, replica: int, begins: bool
+) -> tuple[tf.Tensor, ...]:
+    """As `_enqueue`, and whether the batch is for training."""
+    counts = _Counts.of_matrix(matrix)
+    debt = counts.next_is_training(replica) & (counts.owes[replica] > 0)
+    gave_up = tf.constant(False)
+    if begins:
+        gave_up = partial | debt
+        latest = tf.maximum(counts.dequeued, tf.reduce_max(counts.dequeued))
+        counts = counts._replace(
+            dequeued=tf.where(gave_up, latest, counts.dequeued),
+            owes=tf.where(gave_up, tf.zeros_like(counts.owes), counts.owes),
+        )
+        partial = debt = tf.constant(False)
+    is_empty = ~counts.has_batch(replica)
+    code = tf.where(partial, 1, tf.where(is_empty, 2, tf.where(debt, 3, 0)))
+    training = counts.next_is_training(replica)
+    one = tf.one_hot(replica, counts.owes.shape[0], dtype=tf.int64)
+    after = counts._replace(
+        dequeued=counts.dequeued + one,
+        owes=tf.maximum(counts.owes, one * tf.cast(training, tf.int64)),
+    )
+    return code, after.to_matrix(), gave_up, training
+
+
+@functools.cache
+def _compiled(
+    rule: Callable[..., Any], rows: int, num_replicas: int, *arguments: Any
+) -> Callable[..., Any]:
+    """A rule as one graph: eagerly its many small ops would take milliseconds."""
+
+    def call(matrix: tf.Tensor, partial: tf.Tensor) -> Any:
+        return rule(matrix, partial, *arguments)
+
+    with tf.init_scope():
+        return tf.function(call, autograph=False).get_concrete_function(
+            tf.TensorSpec([rows, num_replicas], tf.int64), tf.TensorSpec([], tf.bool)
+        )
