@@ -5,6 +5,7 @@ No other module asks about strategies.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -19,6 +20,8 @@ from tpu_embedding import errors, tpu_generations
 from tpu_embedding.ops import library
 
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
+# Attribute of an input of a software TPU's program: the device that it comes from.
+INPUT_DEVICE_ATTRIBUTE = "_software_tpu_input_device"
 CPU_ENGINES = ("host", "portable")
 # By what a generation has for embeddings.
 TPU_ENGINES = {"v1": "tpu_v2_v4", "sparse_core": "sparse_core", "none": "none"}
@@ -66,6 +69,16 @@ class TPUSystem:
     def cores_per_replica(self) -> int:
         """The cores that work on one replica's part of the batch."""
         return len(self.devices[0])
+
+    def holds(self, device: str) -> bool:
+        """Whether a tensor on `device` is in the memory of a TPU.
+
+        The host of a simulated TPU is also the first of its devices; tensors there
+        count as being on the host.
+        """
+        if not self.simulated:
+            return tf.DeviceSpec.from_string(device).device_type == "TPU"
+        return self.find(device) not in (None, *self.hosts)
 
     @property
     def system(self) -> str:
@@ -170,6 +183,30 @@ class Topology:
         with tf.control_dependencies(tensors):
             nothing = tf.zeros([], tf.int32)
             return [context.all_reduce(tf.distribute.ReduceOp.SUM, nothing)]
+
+    def require_on_host(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+        """Refuses ids in the memory of a TPU, before or inside of strategy.run.
+
+        Args:
+          paths: Paths of the features.
+          values: The features as the user passed them.
+
+        Raises:
+          ValueError: If a tensor is on a TPU.
+        """
+        if self.tpu is None:
+            return
+        for path, value in zip(paths, values, strict=True):
+            for part in self.strategy.experimental_local_results(value):
+                for tensor in tf.nest.flatten(part, expand_composites=True):
+                    for device in _devices_of(tensor):
+                        if self.tpu.holds(device):
+                            raise ValueError(
+                                f"Feature {path}: ids must be on the host, not on "
+                                f"{device}, which is a TPU. Distribute the data set "
+                                "with tf.distribute.InputOptions("
+                                "experimental_fetch_to_device=False)."
+                            )
 
     def find(self, device: Any) -> str:
         """The full name of the TPU device that a user named.
@@ -295,6 +332,20 @@ def _tpu_system(strategy: Any) -> TPUSystem:
         assigned=extended._device_assignment is not None,
         simulated=False,
     )
+
+
+def _devices_of(tensor: Any) -> list[str]:
+    """Returns the known devices of a tensor; outside of strategy.run if passed in."""
+    if not tf.is_tensor(tensor):
+        return []
+    devices = [tensor.device]
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type == "Identity":
+        source = tensor.op.inputs[0].op
+        if source.type == "TPUReplicatedInput":
+            devices = [replica.device for replica in source.inputs]
+        with contextlib.suppress(ValueError):  # The op has no such attribute.
+            devices = [tf.compat.as_str(tensor.op.get_attr(INPUT_DEVICE_ATTRIBUTE))]
+    return [device for device in devices if device]
 
 
 def _hosts(devices: Sequence[str]) -> tuple[str, ...]:

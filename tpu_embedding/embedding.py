@@ -188,6 +188,7 @@ class TPUEmbedding(CallEmbedding):
             self._require_optimizers("enqueue(training=True)")
         values = self._structure.flatten("features", features)
         self._engine_class.check_inputs(self._topology, self._plan.paths, values)
+        self._topology.require_on_host(self._plan.paths, values)
         replica = self._topology.replica()
 
         def enqueue() -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding import checkpoint, tpu_generations
 from tpu_embedding.distribution import TPUSystem
-from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
+from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -253,7 +253,7 @@ def test_rows_of_each_host(rows: int, tmp_path: pathlib.Path) -> None:
         simulated=True,
     )
     restored: list[int] = []
-    table = StandInTable(plan.tables[0], tpu, lambda: restored.append(1))
+    table = HostTable(plan.tables[0], tpu, lambda: restored.append(1))
     heights = {1: [1], 2: [1, 1], 7: [3, 2, 2]}[rows]
     offsets = [sum(heights[:shard]) for shard in range(len(heights))]
     assert seen == [((h, 1), (o, 0)) for h, o in zip(heights, offsets, strict=True)]

@@ -111,7 +111,7 @@ def test_several_cores_for_each_replica(
     batch = twin.draw(rng)
     twin.evaluate(batch)
     inputs = twin.distribute(batch.values)
-    with pytest.raises(NotImplementedError, match="one core, but 2 cores work on each"):
+    with pytest.raises(NotImplementedError, match="one core, but each replica has 2"):
         twin.strategy.run(twin.embedding.enqueue, args=(inputs,))
 
 

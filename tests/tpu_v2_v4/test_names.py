@@ -156,5 +156,5 @@ def test_every_wait_says_which_side_is_missing() -> None:
     fill(tf.constant(63))
     with pytest.raises(LATE, match=r"queue of core [01] is full: it holds 64 batch"):
         fill(tf.constant(1))
-    with pytest.raises(NotImplementedError, match=r"empties its queues.*restore\."):
+    with pytest.raises(NotImplementedError, match=r"empties the queues.*restore\."):
         embedding.reset()

@@ -14,7 +14,7 @@ from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
 
 import tpu_embedding as te
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
-from tpu_embedding.engines.tpu_v2_v4.tables import StandInTable
+from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.keras import TPUEmbedding as TPUEmbeddingLayer
 
 stock: Any = tf.tpu.experimental.embedding
@@ -30,8 +30,8 @@ RAGGED = tf.RaggedTensorSpec([B, None], tf.int32)
 def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what is run when an embedding is built."""
     monkeypatch.setattr(TPUV2V4Engine, "_configure", lambda engine: None)
-    monkeypatch.setattr(StandInTable, "load", lambda table, config: None)
-    monkeypatch.setattr(StandInTable, "retrieve", lambda table, config: None)
+    monkeypatch.setattr(HostTable, "load", lambda table, config: None)
+    monkeypatch.setattr(HostTable, "retrieve", lambda table, config: None)
 
 
 def make_strategy(cores: int = 0) -> tf.distribute.TPUStrategy:
@@ -324,15 +324,9 @@ def test_shapes_must_be_known() -> None:
     [
         ({}, None, ValueError, "Table films has no optimizer"),
         ({}, te.RowwiseAdagrad(0.1), NotImplementedError, "optimizer='RowwiseAdagrad'"),
-        (
-            {},
-            te.Adagrad(0.1, slot_variable_creation_fn=lambda *args: {}),
-            NotImplementedError,
-            "slot_variable_creation_fn",
-        ),
         ({"layout": 3}, te.SGD(0.1), NotImplementedError, "layout=3"),
     ],
-    ids=["none", "rowwise", "slots", "layout"],
+    ids=["none", "rowwise", "layout"],
 )
 def test_what_the_hardware_lacks(
     table: dict[str, Any], optimizer: Any, error: type[Exception], text: str
@@ -354,7 +348,7 @@ def test_calls_that_the_hardware_lacks() -> None:
     for call in (embedding.dequeue, lambda: embedding.apply_gradients(None)):
         with pytest.raises(RuntimeError, match="belongs to one replica, of 4"):
             call()
-    with pytest.raises(NotImplementedError, match="cannot forget the batches"):
+    with pytest.raises(NotImplementedError, match="cannot discard queued"):
         embedding.reset()
 
 

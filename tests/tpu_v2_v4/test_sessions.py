@@ -12,7 +12,7 @@ from tpu_embedding import checkpoint
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 IDS = tf.constant([1, 2])
-ENDED = "tables are gone: the TPU was initialized again after it was made"
+ENDED = "embedding are gone: the TPU was initialized again after"
 
 
 def make(strategy: SoftwareTPUStrategy) -> te.TPUEmbedding:

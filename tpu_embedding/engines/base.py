@@ -414,20 +414,20 @@ class Engine(abc.ABC):
 
     # Older methods, which go once every engine has those above.
 
-    @abc.abstractmethod
     def variables(self) -> list[dict[str, Any]]:
         """For each table of the plan its values by "parameters" and slots, [V, ...].
 
         Variables where each table is one, else tensors with what they hold now.
         """
+        return [dict(table.values()) for table in self.tables().values()]
 
-    @abc.abstractmethod
     def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
         """For each table (device, rows there) of each part, without padding."""
+        return [table.shards() for table in self.tables().values()]
 
-    @abc.abstractmethod
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """By name of the stack the variables that store it, in order of its rows."""
+        raise NotImplementedError(f"The {self.name} engine has no stacks.")
 
     @abc.abstractmethod
     def checkpoint_variables(self) -> dict[str, Any]:
@@ -440,17 +440,17 @@ class Engine(abc.ABC):
         Or, where it is stored otherwise, as a `LogicalVariable`.
         """
 
-    @abc.abstractmethod
     def readers(self) -> list[StoredReader]:
         """For each table of the plan what stock ops read of it, in any graph."""
+        return [table.reader for table in self.tables().values()]
 
     @abc.abstractmethod
     def updates(self) -> tf.Variable | None:
         """The number of updates already applied, where anything asks for it."""
 
-    @abc.abstractmethod
     def rows(self) -> dict[str, dict[str, MutableRows]]:
         """Tables in their logical form: by name "parameters" and slots, unpadded."""
+        return {name: dict(table.rows) for name, table in self.tables().items()}
 
     def require_plain_rows(self) -> None:
         """Refuses tables with more to them than `rows` has.
@@ -475,7 +475,6 @@ class Engine(abc.ABC):
         """Takes over what was written into `rows` or `checkpoint_variables`."""
         return  # Where they are the tables themselves.
 
-    @abc.abstractmethod
     def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
     ) -> Lookup:
@@ -491,8 +490,8 @@ class Engine(abc.ABC):
         Raises:
           NotImplementedError: If it must wait for the `submit` of an earlier one.
         """
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def submit(
         self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
     ) -> None:
@@ -503,6 +502,7 @@ class Engine(abc.ABC):
           gradients: float32, of the activations' shapes; None counts as zeros.
           replica: Who calls.
         """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def reset(self) -> None:

@@ -153,9 +153,8 @@ def _create_parameters(spec: TableSpec) -> tf.Variable:
 def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
     if spec.optimizer is None:
         return {}
-    create_slots = spec.optimizer.slot_variable_creation_fn
-    if create_slots is not None:
-        return _user_slots(spec, parameters, create_slots)
+    if spec.optimizer.slot_variable_creation_fn is not None:
+        return user_slots(spec, parameters)
     return {
         slot.name: _create_variable(
             checkpoint_name(spec.name, slot.name),
@@ -166,11 +165,11 @@ def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Vari
     }
 
 
-def _user_slots(
-    spec: TableSpec, parameters: tf.Variable, create: Callable[..., Any]
-) -> dict[str, tf.Variable]:
-    """The slots that the user's own function makes, checked and in rule order."""
+def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
+    """Returns the slots of `slot_variable_creation_fn`, checked and in rule order."""
     assert spec.optimizer is not None
+    create = spec.optimizer.slot_variable_creation_fn
+    assert create is not None
     wanted = spec.optimizer.slots
     names = [slot.name for slot in wanted]
     with tf.variable_creator_scope(_plain_variable):

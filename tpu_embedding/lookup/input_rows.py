@@ -160,6 +160,24 @@ def first(mask: tf.Tensor) -> tf.Tensor:
     return tf.where(mask)[0, 0]
 
 
+def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
+    """Checks that the gradient of a feature, float32 [..., dim], is finite."""
+    values = tf.reshape(gradient, [-1])
+    bad = ~tf.math.is_finite(values)
+
+    def not_finite() -> tf.Tensor:
+        at = first(bad)
+        return text(
+            f"Feature {path}: the gradient of sample ",
+            at // gradient.shape[-1],
+            " is not finite (",
+            values[at],
+            ").",
+        )
+
+    return Check(~tf.reduce_any(bad), not_finite)
+
+
 def output_axes(
     feature: FeatureInput, rows: Rows
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:

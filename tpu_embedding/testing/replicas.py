@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.distribute import distribute_utils
 
+from tpu_embedding.distribution import INPUT_DEVICE_ATTRIBUTE
 from tpu_embedding.testing import library
 from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 
@@ -131,6 +132,8 @@ def _taken_in(arguments: Any) -> Any:
             return value
         taken = tf.identity(value, name="replicated_input")
         taken.op._set_attr("_tpu_input_identity", _AttrValue(b=True))
+        device = tf.compat.as_bytes(value.device or "")
+        taken.op._set_attr(INPUT_DEVICE_ATTRIBUTE, _AttrValue(s=device))
         return taken
 
     return tf.nest.map_structure(take_in, arguments, expand_composites=True)

@@ -11,7 +11,12 @@ from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Engine, EngineOptions, Lookup, Stacks
+from tpu_embedding.engines.base import (
+    Engine,
+    EngineOptions,
+    Prepared,
+    TableArrays,
+)
 from tpu_embedding.engines.full_table_view import logical_counter, logical_rows
 from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
@@ -28,7 +33,6 @@ from tpu_embedding.engines.tickets import TracedTicket
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
     BufferSizes,
-    PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
 from tpu_embedding.layout.partitioning import (
@@ -40,15 +44,14 @@ from tpu_embedding.layout.partitioning import (
 )
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
-from tpu_embedding.layout.table_arrays import MutableRows, checkpoint_name
-from tpu_embedding.lookup.combine import StoredReader
+from tpu_embedding.layout.table_arrays import checkpoint_name
 from tpu_embedding.preprocessing import PartitionOptions, partition
 
 # By stack name, the inputs of an update op.
 UpdateInputs = Mapping[str, Mapping[str, tf.Tensor]]
 
 
-class SparseCoreEngine(Engine, Stacks):
+class SparseCoreEngine(Engine):
     """Preprocesses batches on the host; TensorFlow's XLA ops do the rest.
 
     There is no queue: a lookup returns its batch, and an update takes it back.
@@ -64,6 +67,7 @@ class SparseCoreEngine(Engine, Stacks):
         """Creates and fills the stacks; see `Engine`."""
         super().__init__(options)
         topology, plan, layout = options.topology, options.plan, options.layout
+        assert layout is not None
         self._partitioning = make_partitioning(
             plan,
             layout,
@@ -80,7 +84,7 @@ class SparseCoreEngine(Engine, Stacks):
         self._preprocessing = PartitionOptions(
             check_numerics=options.check_numerics, device=topology.device
         )
-        self._stacks = outside_of_replicas(lambda: create_state(options))
+        self._stacks = outside_of_replicas(lambda: create_state(options, layout))
         self._functions = outside_of_replicas(
             lambda: [functions_of(plan, stack) for stack in layout.stacks]
         )
@@ -110,27 +114,6 @@ class SparseCoreEngine(Engine, Stacks):
         make_partitioning(plan, layout, options, config)  # Raises its errors early.
         return layout
 
-    def variables(self) -> list[dict[str, Any]]:
-        """See `Engine.variables`."""
-        found = {
-            index: {
-                **{array: tf.constant(rows.numpy()) for array, rows in arrays.items()},
-                **stack.combiner_values(),
-            }
-            for stack in self._stacks
-            for index, arrays in stack.tables()
-        }
-        return [found[index] for index in range(len(self._plan.tables))]
-
-    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
-        """See `Engine.table_shards`."""
-        found = {
-            index: stack.shards(index)
-            for stack in self._stacks
-            for index in stack.stack.tables
-        }
-        return [found[index] for index in range(len(self._plan.tables))]
-
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: one variable for each device."""
         return {
@@ -159,65 +142,52 @@ class SparseCoreEngine(Engine, Stacks):
             found[UPDATES] = logical_counter(self._rates.updates)
         return found
 
-    def readers(self) -> list[StoredReader]:
-        """See `Engine.readers`."""
-        found = {
-            index: s.reader(index) for s in self._stacks for index in s.stack.tables
-        }
-        return [found[index] for index in range(len(self._plan.tables))]
-
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
         return self._rates.updates
 
-    def rows(self) -> dict[str, dict[str, MutableRows]]:
-        """See `Engine.rows`."""
+    def tables(self) -> dict[str, TableArrays]:
+        """See `Engine.tables`."""
         found = {
-            index: arrays for stack in self._stacks for index, arrays in stack.tables()
+            index: table for stack in self._stacks for index, table in stack.tables()
         }
         return {spec.name: found[spec.index] for spec in self._plan.tables}
 
-    def lookup_call(
-        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
-    ) -> Lookup:
-        """See `Engine.lookup_call`."""
-        del training  # A lookup without an update leaves nothing behind.
-        found = self.lookup_stacked(self.preprocess(batch), replica)
-        return Lookup(found.activations, TracedTicket(found.ticket))
-
-    def submit(
-        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """See `Engine.submit`."""
-        self.update_stacked(ticket.take(), gradients, replica)
-
-    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Stacks.preprocess`."""
+    def prepare(
+        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+    ) -> Prepared:
+        """See `Engine.prepare`."""
+        del training
         topology = self._options.topology
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
             raise errors.in_control_flow()
-        if not self._shares_cuts:
-            return topology.on_host(self._preprocess, batch)
-        if topology.replica() is None:
-            raise self._cuts_outside_of_replicas()
-        cuts = host_to_device.union_of_cuts(topology.on_host(self._cuts, batch))
-        return topology.on_host(self._preprocess, batch, cuts)
-
-    def preprocess_on(
-        self, device: str, batch: Sequence[IdBatch]
-    ) -> PreprocessedFeatures:
-        """See `Stacks.preprocess_on`."""
-        topology = self._options.topology
-        assert topology.tpu is not None
+        cuts = None
         if self._shares_cuts:
-            raise self._cuts_outside_of_replicas()
-        with tf.device(topology.tpu.host_of(device)):
-            return self._preprocess(batch)
+            if device is not None or topology.replica() is None:
+                raise RuntimeError(
+                    f"With minibatching, the batches of all {topology.num_replicas} "
+                    "replicas must be cut at the same places, so one batch cannot be "
+                    "preprocessed alone. Pass the raw features to embedding_lookup "
+                    "inside strategy.run, or raise the limits and set minibatching to "
+                    "False."
+                )
+            cuts = host_to_device.union_of_cuts(topology.on_host(self._cuts, batch))
+        if device is None:
+            features = topology.on_host(self._preprocess, batch, cuts)
+        else:
+            assert topology.tpu is not None
+            with tf.device(topology.tpu.host_of(device)):
+                features = self._preprocess(batch)
+        return Prepared(tensors=features)
 
-    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Stacks.lookup_stacked`."""
-        del replica  # Each replica is a program of its own.
+    def lookup(
+        self, prepared: Prepared, replica: int, *, training: bool
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """See `Engine.lookup`."""
+        del replica, training  # Each replica is a program; nothing awaits an update.
+        batch = prepared.tensors
+        assert batch is not None
         for stack in self._stacks:
             if stack.stack.name not in batch.sizes:
                 raise ValueError(
@@ -245,16 +215,22 @@ class SparseCoreEngine(Engine, Stacks):
                     quantization,
                     functions.combiner,
                 )
-        return Lookup(self._samples.split(activations), tables)
+        return self._samples.split(activations), Prepared(
+            TracedTicket(None), batch._replace(tables=tables)
+        )
 
-    def update_stacked(
+    def update(
         self,
-        tables: Mapping[str, PartitionedCsrFormatTensor],
+        looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
         replica: int,
     ) -> None:
-        """See `Stacks.update_stacked`."""
+        """See `Engine.update`."""
         del replica
+        if looked_up.value is not None:
+            looked_up.value.take()
+        assert looked_up.tensors is not None
+        tables = looked_up.tensors.tables
         host_to_device.check_sizes(tables, self._partitioning)
         rates = self._rates.evaluate()
         if self._options.check_numerics:
@@ -323,15 +299,6 @@ class SparseCoreEngine(Engine, Stacks):
             },
             sorted_pos_ids=result.sorted_pos_ids,
             marks=tf.constant(self._partitioning.marks, tf.int64),
-        )
-
-    def _cuts_outside_of_replicas(self) -> RuntimeError:
-        return RuntimeError(
-            "With minibatching, the batches of all "
-            f"{self._options.topology.num_replicas} replicas must be cut at the same "
-            "places, so one batch cannot be preprocessed alone. Pass the raw features "
-            "to embedding_lookup inside strategy.run, or raise the limits and set "
-            "minibatching to False."
         )
 
     def _each_stack(

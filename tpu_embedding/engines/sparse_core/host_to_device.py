@@ -22,7 +22,7 @@ from tpu_embedding.layout.partitioning import Partitioning
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.graph_checks import Check, require, text
-from tpu_embedding.lookup.input_rows import first
+from tpu_embedding.lookup.input_rows import finite_gradient
 
 _NUM_CUTS = 63  # Places at which 64 buckets of rows can be cut apart.
 
@@ -100,30 +100,12 @@ def check_gradients(
       tf.errors.InvalidArgumentError: If a value is not finite.
     """
     checks = [
-        is_finite(spec.path, gradient)
+        finite_gradient(spec.path, gradient)
         for spec, gradient in zip(plan.features, gradients, strict=True)
         if gradient is not None
     ]
     with tf.control_dependencies(require(checks)):
         return [None if g is None else tf.identity(g) for g in gradients]
-
-
-def is_finite(path: str, gradient: tf.Tensor) -> Check:
-    """Checks that the gradient of a feature, float32 [..., dim], is finite."""
-    values = tf.reshape(gradient, [-1])
-    bad = ~tf.math.is_finite(values)
-
-    def not_finite() -> tf.Tensor:
-        at = first(bad)
-        return text(
-            f"Feature {path}: the gradient of sample ",
-            at // gradient.shape[-1],
-            " is not finite (",
-            values[at],
-            ").",
-        )
-
-    return Check(~tf.reduce_any(bad), not_finite)
 
 
 def union_of_cuts(cuts: tf.Tensor) -> tf.Tensor:

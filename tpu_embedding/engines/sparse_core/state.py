@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from tensorflow.python.trackable import base
 from tensorflow.python.training.saving import saveable_object
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.base import EngineOptions, TableArrays
 from tpu_embedding.engines.full_table_view import ShardedReader
 from tpu_embedding.engines.initial_values import (
     ShardInfo,
@@ -28,7 +28,7 @@ from tpu_embedding.engines.initial_values import (
     takes_shard_info,
 )
 from tpu_embedding.engines.variables import VariableRows, variable_name
-from tpu_embedding.layout.stacking import Stack, TableLayout
+from tpu_embedding.layout.stacking import Layout, Stack, TableLayout
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     InitialValue,
@@ -70,44 +70,47 @@ class StackState:
             return tf.zeros([0])
         return self.combiner_weights.read_value()
 
-    def combiner_values(self) -> dict[str, tf.Tensor]:
-        """Returns the current weights of a CustomCombiner, by name."""
-        if self.combiner_weights is None:
-            return {}
-        first = self.combiner_weights.values[0]  # All replicas have the same.
-        return {CustomCombiner.NAME: tf.identity(first.read_value())}
-
     def rows(self, array: str) -> JoinedRows:
         """Returns the whole stack, or one of its slots, from all devices."""
         start = self.initial_values.get(array)
         parts = [VariableRows(part, start) for part in self.arrays[array].values]
         return JoinedRows(parts, start)
 
-    def tables(self) -> Iterator[tuple[int, dict[str, MutableRows]]]:
-        """Yields the index of each table, and its arrays without padding."""
-        joined = {array: self.rows(array) for array in self.arrays}
+    def tables(self) -> Iterator[tuple[int, TableArrays]]:
+        """Yields the index of each table in the plan, and the table without padding."""
         for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
+            rows = self.rows_of_table(layout)
+            row_of = functools.partial(
+                layout.sharding.stack_row, rows_per_shard=self.stack.rows_per_shard
+            )
+            reader = ShardedReader(
+                self.parameters.values, row_of, layout.unsharded_shape[1]
+            )
             yield (
                 index,
-                {
-                    array: MutableUnstackedRows(rows, layout, rows.initial_value)
-                    for array, rows in joined.items()
-                },
+                TableArrays(
+                    rows=rows,
+                    reader=reader,
+                    values=functools.partial(self._values, rows),
+                    shards=functools.partial(self._shards, layout),
+                ),
             )
 
-    def reader(self, index: int) -> ShardedReader:
-        """Returns a reader of one table of the plan, on all devices."""
-        layout = self.stack.layouts[self.stack.tables.index(index)]
-        sharding, height = layout.sharding, self.stack.rows_per_shard
-        return ShardedReader(
-            self.parameters.values,
-            lambda ids: sharding.stack_row(ids, height),
-            layout.unsharded_shape[1],
-        )
+    def rows_of_table(self, layout: TableLayout) -> dict[str, MutableRows]:
+        """Returns the parameters and slots of one table without padding."""
+        return {
+            array: MutableUnstackedRows(rows, layout, rows.initial_value)
+            for array, rows in ((array, self.rows(array)) for array in self.arrays)
+        }
 
-    def shards(self, index: int) -> list[tuple[str, tf.Tensor]]:
-        """Returns (device, rows) for each part of one table of the plan."""
-        layout = self.stack.layouts[self.stack.tables.index(index)]
+    def _values(self, rows: Mapping[str, MutableRows]) -> dict[str, tf.Tensor]:
+        values = {array: tf.constant(own.numpy()) for array, own in rows.items()}
+        if self.combiner_weights is not None:
+            weights = self.combiner_weights.values[0]  # The same in all replicas.
+            values[CustomCombiner.NAME] = tf.identity(weights.read_value())
+        return values
+
+    def _shards(self, layout: TableLayout) -> list[tuple[str, tf.Tensor]]:
         vocabulary, dim = layout.unsharded_shape
         rows = layout.sharding.stack_row(
             np.arange(vocabulary), self.stack.rows_per_shard
@@ -122,14 +125,14 @@ class StackState:
         ]
 
 
-def create_state(options: EngineOptions) -> list[StackState]:
+def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
     """Creates and fills the variables of all stacks.
 
     Must be called outside of replicas; see `outside_of_replicas`.
     """
     with options.topology.strategy.scope():
-        states = [_create_stack(options, stack) for stack in options.layout.stacks]
-    fill_tables(options, [state.rows(PARAMETERS) for state in states])
+        states = [_create_stack(options, stack) for stack in layout.stacks]
+    fill_tables(options, states)
     for state in states:
         _fill_slots(options, state)
     return states
@@ -199,7 +202,9 @@ def _start(slot: Slot, shape: tuple[int, int]) -> tf.Tensor:
 
 def _fill_slots(options: EngineOptions, state: StackState) -> None:
     """Fills the slots with callable initializers, table by table."""
-    for index, arrays in state.tables():
+    stack = state.stack
+    for index, layout in zip(stack.tables, stack.layouts, strict=True):
+        arrays = state.rows_of_table(layout)
         spec = options.plan.tables[index]
         assert spec.optimizer is not None
         for slot in spec.optimizer.slots:
@@ -260,13 +265,8 @@ class _SavedPart(saveable_object.SaveableObject):
             return self._part.assign(restored_tensors[0])
 
 
-def fill_tables(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
-    """Fills the parameters of all stacks, as `SparseCoreEmbeddingConfig` says.
-
-    Args:
-      options: The plan with the initializers.
-      stacks: For each stack of the layout, its parameters, all zero.
-    """
+def fill_tables(options: EngineOptions, states: Sequence[StackState]) -> None:
+    """Fills the parameters of all stacks, as `SparseCoreEmbeddingConfig` says."""
     topology = options.topology
     assert topology.tpu is not None
     on_host = options.sparse_core.initialize_tables_on_host
@@ -277,15 +277,15 @@ def fill_tables(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
         else _fill_one_by_one
     )
     with tf.device(device):
-        fill(options, stacks)
+        fill(options, states)
 
 
-def _fill_one_by_one(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
+def _fill_one_by_one(options: EngineOptions, states: Sequence[StackState]) -> None:
     """Fills tables in plan order, with the same random numbers as the host engine."""
     places = {
-        index: (stack, layout, rows)
-        for stack, rows in zip(options.layout.stacks, stacks, strict=True)
-        for index, layout in zip(stack.tables, stack.layouts, strict=True)
+        index: (state.stack, layout, state.rows(PARAMETERS))
+        for state in states
+        for index, layout in zip(state.stack.tables, state.stack.layouts, strict=True)
     }
     for spec in options.plan.tables:
         stack, layout, rows = places[spec.index]
@@ -333,9 +333,10 @@ def _fill_by_device(
             rows.write(begin, part[core * height : (core + 1) * height].numpy())
 
 
-def _fill_at_once(options: EngineOptions, stacks: Sequence[MutableRows]) -> None:
+def _fill_at_once(options: EngineOptions, states: Sequence[StackState]) -> None:
     """Fills whole parts with the initializer of the first table of each stack."""
-    for stack, rows in zip(options.layout.stacks, stacks, strict=True):
+    for state in states:
+        stack, rows = state.stack, state.rows(PARAMETERS)
         initializer = initializer_of(options.plan.tables[stack.tables[0]])
         shape = (stack.rows_per_device, stack.width)
         for device in range(stack.num_devices):

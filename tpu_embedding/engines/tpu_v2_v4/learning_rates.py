@@ -15,19 +15,19 @@ class ProgramRates:
     """The callable learning rates, in the order of their tags.
 
     Attributes:
-      updates: int64 scalar, the number of updates already applied, one on each
-        device; or None where no rate asks for it.
+      updates: int64 scalar, the number of updates already applied, with a copy in each
+        replica; None if no rate takes it.
     """
 
     def __init__(self, plan: Plan, strategy: tf.distribute.Strategy) -> None:
-        """Makes the counter, where a rate asks for it."""
+        """Creates the counter, if a rate takes it."""
         self._rates = dynamic_rates(plan)
         self.updates: tf.Variable | None = None
         if counts_updates(plan):
             self.updates = outside_of_replicas(lambda: _create_counter(strategy))
 
     def evaluate(self) -> list[tf.Tensor]:
-        """float32 scalars."""
+        """Returns float32 scalars."""
         values = []
         for rate in self._rates:
             arguments = [self.updates] if takes_step(rate) else []
@@ -38,13 +38,13 @@ class ProgramRates:
         return values
 
     def count_update(self) -> None:
-        """Notes one more update, in each replica."""
+        """Counts one update, in each replica."""
         if self.updates is not None:
             self.updates.assign_add(1)
 
 
 def counts_updates(plan: Plan) -> bool:
-    """Whether a rate asks for the number of updates."""
+    """Whether a learning rate takes the number of updates."""
     return any(takes_step(rate) for rate in dynamic_rates(plan))
 
 

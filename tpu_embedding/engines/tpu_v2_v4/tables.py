@@ -1,8 +1,8 @@
-"""Variables on the hosts that stand in for tables in the memory of TPUs.
+"""Copies on the hosts of the tables in the memory of TPUs.
 
-A TPU is loaded from them, and they are brought up to date before anything reads them.
-Host h has the rows [h * V / H, (h + 1) * V / H), the first hosts one more where H hosts
-do not divide V: a table and its slots are one tensor, in slices, in a checkpoint.
+The TPU is loaded from the copies, and they are retrieved from it before reads. Host h
+of H has the rows [h * V / H, (h + 1) * V / H); the first hosts have one more if H does
+not divide V. In a checkpoint a table, or a slot, is one tensor, saved in slices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpu_embedding.engines.initial_values import (
     initializer_of,
     takes_shard_info,
 )
-from tpu_embedding.engines.variables import VariableRows, create_state
+from tpu_embedding.engines.variables import VariableRows, create_state, user_slots
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
@@ -33,7 +33,7 @@ from tpu_embedding.layout.table_arrays import (
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 
 
-class StandIn(tf.__internal__.tracking.Trackable):
+class HostArray(tf.__internal__.tracking.Trackable):
     """A table or slot: one variable on each host that has rows of it."""
 
     def __init__(
@@ -42,11 +42,11 @@ class StandIn(tf.__internal__.tracking.Trackable):
         initial_value: float | None,
         on_restore: Callable[[], None],
     ) -> None:
-        """Takes the variables.
+        """Stores the arguments.
 
         Args:
-          shards: In order of the hosts.
-          initial_value: Of a slot.
+          shards: The variables, in the order of the hosts.
+          initial_value: Initial value of a slot; None for a table.
           on_restore: Called after a checkpoint was restored into the variables.
         """
         self.shards = list(shards)
@@ -54,12 +54,12 @@ class StandIn(tf.__internal__.tracking.Trackable):
         self._on_restore = on_restore
 
     def rows(self) -> MutableRows:
-        """All rows; who writes them has to load the TPU afterwards."""
+        """Returns all rows. After writing them, the TPU must be loaded."""
         parts = [VariableRows(shard, self._initial_value) for shard in self.shards]
         return JoinedRows(parts, self._initial_value)
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        # The one way to save a tensor in slices, as TensorFlow's own class does.
+        # TensorFlow's class does the same: there is no other way to save slices.
         def savers(name: str) -> list[Any]:
             shards = zip(self._slices(), self.shards, strict=True)
             return [_Saver(shard, s, name, self._on_restore) for s, shard in shards]
@@ -74,7 +74,7 @@ class StandIn(tf.__internal__.tracking.Trackable):
         )
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # A SavedModel would hold a function that saves, which cannot have the slices.
+        # A SavedModel would contain a function that saves, which cannot save slices.
         if save_type == "savedmodel":
             raise NotImplementedError(
                 "tf.saved_model.save cannot save a TPUEmbedding on TPU v2 to v4: its "
@@ -86,7 +86,7 @@ class StandIn(tf.__internal__.tracking.Trackable):
         return super()._trackable_children(save_type, **kwargs)
 
     def _slices(self) -> list[str]:
-        """Where each shard is in the whole, as checkpoints write it; "" for all."""
+        """Returns the slice of each shard in the format of checkpoints; "" for all."""
         if len(self.shards) == 1:
             return [""]
         shapes: list[Any] = [tuple(shard.shape) for shard in self.shards]
@@ -108,52 +108,52 @@ class _Saver(saveable_object_util.ResourceVariableSaveable):
         self._on_restore = on_restore
 
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
-        """Assigns what a checkpoint has."""
+        """Assigns the values of a checkpoint."""
         restored = super().restore(restored_tensors, restored_shapes)
         self._on_restore()
         return restored
 
 
-class StandInTable:
-    """One table and its slots, and how to load and retrieve them.
+class HostTable:
+    """One table and its slots, with the ops that load and retrieve them.
 
     Attributes:
-      arrays: By "parameters" and slots, in the order of the ops.
+      arrays: By "parameters" and slot name, in the order of the ops.
     """
 
     def __init__(
         self, spec: TableSpec, tpu: TPUSystem, on_restore: Callable[[], None]
     ) -> None:
-        """Makes the variables, with their initial values."""
-        assert spec.optimizer is not None
-        assert spec.optimizer.tpu is not None
+        """Creates the variables, with their initial values."""
+        optimizer = spec.optimizer
+        assert optimizer is not None
+        assert optimizer.tpu is not None
         self._name = spec.name
         self._hosts = tpu.hosts
-        operation = f"TPUEmbedding{spec.optimizer.tpu.ops}Parameters"
+        operation = f"TPUEmbedding{optimizer.tpu.ops}Parameters"
         self._load = getattr(tf.raw_ops, f"Load{operation}")
         self._retrieve = getattr(tf.raw_ops, f"Retrieve{operation}")
         heights = _heights(spec.config.vocabulary_size, len(tpu.hosts))
-        arrays: dict[str, tuple[list[tf.Tensor], float | None]] = {
-            PARAMETERS: (_parameters(spec, heights), None)
+        shards: dict[str, list[tf.Variable]] = {
+            name: [] for name in (PARAMETERS, *(slot.name for slot in optimizer.slots))
         }
-        for slot in spec.optimizer.slots:
-            width = 1 if slot.per_row else spec.config.dim
-            values = [tf.fill((h, width), float(slot.initial_value)) for h in heights]
-            arrays[slot.name] = (values, slot.initial_value)
-        self.arrays: dict[str, StandIn] = {}
-        for name, (values, initial) in arrays.items():
-            full_name = checkpoint_name(spec.name, name)
-            shards = []
-            for host, value in zip(tpu.hosts, values, strict=False):
-                with tf.device(host):
-                    shards.append(create_state(full_name, value))
-            self.arrays[name] = StandIn(shards, initial, on_restore)
+        for host, value in zip(tpu.hosts, _parameters(spec, heights), strict=False):
+            with tf.device(host):
+                parameters = create_state(spec.name, value)
+                shards[PARAMETERS].append(parameters)
+                for name, slot in _create_slots(spec, parameters).items():
+                    shards[name].append(slot)
+        initial_values = {slot.name: slot.initial_value for slot in optimizer.slots}
+        self.arrays: dict[str, HostArray] = {
+            name: HostArray(own, initial_values.get(name), on_restore)
+            for name, own in shards.items()
+        }
 
     def load(self, config: bytes) -> None:
-        """Sends the values of the variables to the TPU.
+        """Loads the TPU from the variables.
 
         Args:
-          config: The configuration, or nothing where the TPU has seen it.
+          config: The configuration for the first table, b"" for the others.
         """
         for shard, host in enumerate(self._hosts):
             with tf.device(host):
@@ -164,7 +164,7 @@ class StandInTable:
                 )
 
     def retrieve(self, config: bytes) -> None:
-        """Brings the variables up to date; `config` as for `load`."""
+        """Retrieves the variables from the TPU; `config` as for `load`."""
         for shard, host in enumerate(self._hosts):
             with tf.device(host):
                 values = self._retrieve(
@@ -173,7 +173,7 @@ class StandInTable:
             arrays = list(self.arrays.values())
             values = [values] if len(arrays) == 1 else list(values)
             for array, value in zip(arrays, values, strict=True):
-                if shard < len(array.shards):  # Else the host has padding only.
+                if shard < len(array.shards):  # Other hosts have only padding.
                     array.shards[shard].assign(value)
 
     def _place(self, shard: int) -> dict[str, Any]:
@@ -184,23 +184,38 @@ class StandInTable:
         }
 
     @staticmethod
-    def _shard(array: StandIn, shard: int) -> tf.Tensor:
+    def _shard(array: HostArray, shard: int) -> tf.Tensor:
         if shard < len(array.shards):
             return array.shards[shard].read_value()
-        return tf.zeros_like(array.shards[0])  # Padding, of one row.
+        return tf.zeros_like(array.shards[0])  # One row of padding.
+
+
+def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
+    """Creates the slots of the part of a table on one host."""
+    assert spec.optimizer is not None
+    if spec.optimizer.slot_variable_creation_fn is not None:
+        return user_slots(spec, parameters)
+    rows, dim = parameters.shape
+    return {
+        slot.name: create_state(
+            checkpoint_name(spec.name, slot.name),
+            tf.fill((rows, 1 if slot.per_row else dim), float(slot.initial_value)),
+        )
+        for slot in spec.optimizer.slots
+    }
 
 
 def _heights(rows: int, num_hosts: int) -> list[int]:
-    """The rows of each host that has any."""
+    """Returns the number of rows of each host that has rows."""
     least, more = divmod(rows, num_hosts)
     heights = [least + (host < more) for host in range(num_hosts)]
     return [height for height in heights if height]
 
 
 def _parameters(spec: TableSpec, heights: Sequence[int]) -> list[tf.Tensor]:
-    """The initial values of each shard: parts of the whole table.
+    """Returns the initial values of each shard of the whole table.
 
-    An initializer that takes `shard_info` is called for each shard, as by TensorFlow.
+    As in TensorFlow, an initializer that takes `shard_info` is called for each shard.
     """
     initializer = initializer_of(spec)
     rows, dim = spec.config.vocabulary_size, spec.config.dim
