@@ -38,6 +38,18 @@ WARN_PARAMETERS = 6
 WARN_COMPLEXITY = 12
 ACCEPTED = re.compile(r"(#|//) length: \w+")
 LINES_FOR_ACCEPTING_A_FILE = 10
+# One word per thing (docs/glossary.md): words of other pages, and the word to use.
+WORDS = {
+    r"\b[Ss]tock (?!price)|\bupstream TensorFlow|\bTensorFlow's own\b": "TensorFlow's",
+    r"\boff (a )?TPUs?\b": "on CPUs",
+    r"\b(is|are) an? [A-Za-z.]+Error\b": "raises ...Error",
+    r"\b[Bb]ut for\b": "except",
+    r"\b[Mm]end(s|ed)?\b": "fix",
+    r"\b[Rr]efused? by name\b": "raises ... that names the option",
+    r"\bids out of range\b|\bbad ids\b": "out-of-range ids",
+    r"\b([Ww]hoever|[Ww]ho calls)\b": "the caller",
+    r"\bquantis|\bbehaviour|\bregularis": "American spelling",
+}
 # The folders of a user, of temporary files, of a container's work tree.
 MACHINE_PATH = re.compile(r"/(home|root|tmp|work|usr/local)/")
 
@@ -200,6 +212,15 @@ def check_complexity() -> Iterator[Finding]:
             yield Finding(place, message, error=False)
 
 
+def check_words(name: str, lines: Sequence[str]) -> Iterator[Finding]:
+    """Words for which the glossary has another one."""
+    for number, line in enumerate(lines, 1):
+        for pattern, word in WORDS.items():
+            if found := re.search(pattern, line):
+                message = f"{found[0].strip()!r}: write {word!r}"
+                yield Finding(f"{name}:{number}", message, error=False)
+
+
 def findings() -> Iterator[Finding]:
     """Everything that this module finds in the repository."""
     for name in sources(".py", ".cc", ".h"):
@@ -209,6 +230,11 @@ def findings() -> Iterator[Finding]:
             yield from check_python_functions(name, lines)
         else:
             yield from check_cpp_functions(name, lines)
+        if name.startswith("tpu_embedding/"):
+            yield from check_words(name, lines)
+    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]):
+        name = str(page.relative_to(ROOT))
+        yield from check_words(name, page.read_text().splitlines())
     for path in tracked_text():
         yield from check_text(path)
     yield from check_p90()
