@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.layout.table_arrays import PARAMETERS, Rows, by_checkpoint_name
+from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
 
 _SUFFIX = f"/{PARAMETERS}"
 
@@ -70,18 +70,6 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         for table in self._tables.values():
             for rows in table.arrays.values():
                 rows.verify()
-
-
-def without_slots(tables: Mapping[str, LogicalTable]) -> dict[str, LogicalTable]:
-    """The same tables, without slots."""
-    return {
-        name: dataclasses.replace(table, slots={}) for name, table in tables.items()
-    }
-
-
-def named_matrices(tables: Mapping[str, LogicalTable]) -> dict[str, Rows]:
-    """All matrices by name: `<table>` and `<table>/<slot>`."""
-    return by_checkpoint_name({name: table.arrays for name, table in tables.items()})
 
 
 def group_tables(

@@ -16,13 +16,12 @@ import numpy as np
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
-    named_matrices,
-    without_slots,
 )
 from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
+from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
 
 _PATH_HELP = (
     "a TensorFlow checkpoint or its folder, weights of Keras, a .npy or .npz file or a "
@@ -111,8 +110,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         )
     checkpoint = read(arguments.path, root=arguments.root)
     tables = _renamed(checkpoint, arguments.rename)
+    arrays = {name: table.arrays for name, table in tables.items()}
     if arguments.no_slots:
-        tables = without_slots(tables)
+        arrays = {name: {PARAMETERS: a[PARAMETERS]} for name, a in arrays.items()}
     checkpoint.verify()
     updates = None if arguments.no_slots else checkpoint.updates
     path, progress = arguments.destination, TextProgress()
@@ -122,11 +122,11 @@ def _convert(arguments: argparse.Namespace) -> int:
                 f"NumPy files do not keep the number of updates, {updates}.",
                 file=sys.stderr,
             )
-        write_numpy(path, named_matrices(tables), progress)
+        write_numpy(path, by_checkpoint_name(arrays), progress)
     else:
         write_tensorflow(
             path,
-            tables,
+            arrays,
             DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
             layouts=read_layouts(arguments.like) if arguments.like else None,
             updates=updates,

@@ -27,7 +27,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     group_tables,
 )
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.table_arrays import ArrayRows, Rows
+from tpu_embedding.layout.table_arrays import Rows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
 _WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
@@ -53,7 +53,7 @@ def read_keras(
         if table == UPDATES:
             updates[layer] = int(item.value)
         elif table and len(item.shape) == 2:
-            rows = _DatasetRows(item.shape, item.dtype, weights, name)
+            rows = _DatasetRows(item, weights, name)
             holders.setdefault(layer, {})[table] = rows
     if not holders:
         raise ValueError(
@@ -145,16 +145,16 @@ def _place(name: str, item: _Dataset) -> tuple[str, str]:
     return owner, ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _DatasetRows(ArrayRows):
+class _DatasetRows(Rows):
     """A dataset of an HDF5 file."""
 
-    weights: _Weights
-    name: str
+    def __init__(self, item: _Dataset, weights: _Weights, name: str) -> None:
+        super().__init__(item.shape, item.dtype)
+        self._weights, self._name = weights, name
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        with self.weights.opened() as file:
-            return file[self.name][start:stop]
+        with self._weights.opened() as file:
+            return file[self._name][start:stop]
 
     def verify(self) -> None:
         for start, stop in self.slices():

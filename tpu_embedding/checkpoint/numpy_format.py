@@ -7,8 +7,6 @@ has no checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each fi
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import io
 import json
 import os
@@ -25,7 +23,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, group_tables
 from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
-from tpu_embedding.layout.table_arrays import SLICE_BYTES, ArrayRows, Rows
+from tpu_embedding.layout.table_arrays import SLICE_BYTES, Rows
 
 _FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
 _MOST_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
@@ -70,9 +68,7 @@ def read_numpy(
                     "float16, bfloat16, float32 or float64. Convert the array first, "
                     "e.g. with `.astype('float32')`."
                 )
-            matrices[name] = _LoadedRows(
-                array.shape, array.dtype, where, load, checksum
-            )
+            matrices[name] = _LoadedRows(array, where, load, checksum)
     if checksums:
         raise errors.corrupted(next(iter(checksums)), "it is missing")
     if not matrices:
@@ -153,41 +149,40 @@ def _checksums(path: str) -> dict[str, int]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _LoadedRows(ArrayRows):
-    """An array that is opened for each read, so that none of it stays in memory.
+class _LoadedRows(Rows):
+    """An array that is opened for each read, so that none of it stays in memory."""
 
-    Attributes:
-      path: Path of the file.
-      load: Opens the array.
-      checksum: CRC-32 of the file, if stored.
-    """
-
-    path: str
-    load: Callable[[], np.ndarray]
-    checksum: int | None
+    def __init__(
+        self,
+        array: np.ndarray,
+        path: str,
+        load: Callable[[], np.ndarray],
+        checksum: int | None,
+    ) -> None:
+        """Takes the array's file, a function that opens it, and its CRC-32 or None."""
+        super().__init__(array.shape, array.dtype)
+        self._path, self._load, self._checksum = path, load, checksum
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        _ = self._verified
-        return np.array(_loaded(self.path, self.load)[start:stop])
+        self._check_checksum()
+        return np.array(_loaded(self._path, self._load)[start:stop])
 
     def verify(self) -> None:
-        _ = self._verified
-        if _loaded(self.path, self.load).shape != self.array_shape:
-            raise errors.corrupted(self.path, "its shape has changed")
+        self._check_checksum()
+        if _loaded(self._path, self._load).shape != self.shape:
+            raise errors.corrupted(self._path, "its shape has changed")
 
-    @functools.cached_property
-    def _verified(self) -> bool:
-        """True; raises DataLossError unless the file has its checksum."""
-        if self.checksum is None:
-            return True
+    def _check_checksum(self) -> None:
+        """Reads the file and compares its CRC-32, once."""
+        if self._checksum is None:
+            return
         checksum = 0
-        with open(self.path, "rb") as stream:
+        with open(self._path, "rb") as stream:
             while octets := stream.read(SLICE_BYTES):
                 checksum = zlib.crc32(octets, checksum)
-        if checksum != self.checksum:
-            raise errors.corrupted(self.path, "its checksum differs")
-        return True
+        if checksum != self._checksum:
+            raise errors.corrupted(self._path, "its checksum differs")
+        self._checksum = None
 
 
 def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf import message
@@ -102,25 +102,25 @@ def read_objects(
 def variable_key(path: str, name: str) -> str:
     """Key of a variable that is the child `name` of the object at `path`."""
     escaped = name.replace(".", "..").replace("/", ".S")
-    return "/".join(part for part in (path, escaped) if part) + _SUFFIX
+    return f"{path}/{escaped}{_SUFFIX}" if path else escaped + _SUFFIX
 
 
-def make_graph(path: str, names: Iterable[str]) -> bytes:
+def make_graph(path: str, keys: Mapping[str, str]) -> bytes:
     """The graph of a checkpoint with one object that has variables as children.
 
     Args:
       path: Path of the object, e.g. "embedding"; "" is the root.
-      names: Names of the variables.
+      keys: Keys of the variables by name.
     """
     graph = _Graph()
     node: Any = graph.nodes.add()
     for part in path.split("/") if path else []:
         node.children.add(node_id=len(graph.nodes), local_name=part)
         node = graph.nodes.add()
-    for name in names:
+    for name, key in keys.items():
         node.children.add(node_id=len(graph.nodes), local_name=name)
         graph.nodes.add().attributes.add(
-            name=_ATTRIBUTE, full_name=name, checkpoint_key=variable_key(path, name)
+            name=_ATTRIBUTE, full_name=name, checkpoint_key=key
         )
     return graph.SerializeToString()
 

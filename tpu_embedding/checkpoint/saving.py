@@ -8,11 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
-from tpu_embedding.checkpoint.checkpoint_view import (
-    LogicalCheckpoint,
-    LogicalTable,
-    without_slots,
-)
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.checkpoint.writing import NoProgress, Progress, write_tensorflow
@@ -60,22 +56,23 @@ def save(
       tf.errors.AlreadyExistsError: If a checkpoint is there.
       ValueError: If `layouts` are of other tables, shapes or mixed slots.
     """
-    _require_tables(embedding)
-    _require(slots, bool, "slots", "a bool")
+    if not isinstance(embedding, TrackableTables):
+        raise errors.not_an_embedding(embedding)
+    if not isinstance(slots, bool):
+        raise argument_type("slots", slots, "a bool")
     if layouts is not None:
         expected = "a sequence of TableLayout, or None"
         _require(layouts, Sequence, "layouts", expected)
         for layout in layouts:
             if not isinstance(layout, TableLayout):
                 raise argument_type("layouts", layouts, expected)
-    tables = {
-        name: LogicalTable(name, arrays.pop(PARAMETERS), arrays)
-        for name, arrays in embedding.checkpoint_rows().items()
-    }
+    tables = embedding.checkpoint_rows()
+    if not slots:
+        tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
     updates = embedding.checkpoint_updates() if slots else None
     return write_tensorflow(
         os.fspath(path),
-        tables if slots else without_slots(tables),
+        tables,
         root,
         layouts=layouts,
         updates=None if updates is None else int(updates.numpy()),
@@ -124,7 +121,8 @@ def restore(
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
-    _require_tables(embedding)
+    if not isinstance(embedding, TrackableTables):
+        raise errors.not_an_embedding(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")
     live = embedding.checkpoint_rows()
@@ -148,11 +146,6 @@ def restore(
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)
     return source
-
-
-def _require_tables(embedding: object) -> None:
-    if not isinstance(embedding, TrackableTables):
-        raise errors.not_an_embedding(embedding)
 
 
 def _require(value: object, kind: type, argument: str, expected: str) -> None:

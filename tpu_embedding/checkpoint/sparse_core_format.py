@@ -20,6 +20,7 @@ from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.table_arrays import (
+    PARAMETERS,
     Rows,
     StackedRows,
     UnstackedRows,
@@ -72,13 +73,13 @@ def unstack(
 
 
 def stack(
-    tables: Mapping[str, LogicalTable], layouts: Sequence[TableLayout]
+    tables: Mapping[str, Mapping[str, Rows]], layouts: Sequence[TableLayout]
 ) -> tuple[dict[str, Rows], dict[str, Any]]:
     """Tables as the stacks of a checkpoint.
 
     Args:
-      tables: By name.
-      layouts: For each of them its place.
+      tables: By name the parameters and slots.
+      layouts: The place of each table.
 
     Returns:
       (the stacks and their slots by name, the other variables by name).
@@ -94,16 +95,16 @@ def stack(
     by_stack: dict[str, list[TableLayout]] = {}
     for layout in layouts:
         table = tables[layout.table_name]
-        if table.parameters.shape != layout.unsharded_shape:
+        if table[PARAMETERS].shape != layout.unsharded_shape:
             raise ValueError(
                 f"Table {layout.table_name} has shape "
-                f"{errors.shape_text(table.parameters.shape)}, but its layout is for "
+                f"{errors.shape_text(table[PARAMETERS].shape)}, but its layout is for "
                 f"shape {errors.shape_text(layout.unsharded_shape)}."
             )
         by_stack.setdefault(layout.stacked_table_name, []).append(layout)
     matrices: dict[str, Rows] = {}
     for name, members in by_stack.items():
-        arrays = [tables[layout.table_name].arrays for layout in members]
+        arrays = [tables[layout.table_name] for layout in members]
         if any(other.keys() != arrays[0].keys() for other in arrays):
             kinds = "; ".join(", ".join(names) for names in arrays)
             raise ValueError(
@@ -112,7 +113,7 @@ def stack(
                 "`slots=False`."
             )
         for array in arrays[0]:
-            own = {la.table_name: tables[la.table_name].arrays[array] for la in members}
+            own = {la.table_name: tables[la.table_name][array] for la in members}
             matrices[checkpoint_name(name, array)] = StackedRows(own, members)
     return matrices, {LAYOUTS: tf.constant(_to_record(layouts))}
 

@@ -7,7 +7,6 @@ held in memory while it is read.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -37,7 +36,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import ArrayRows
+from tpu_embedding.layout.table_arrays import Rows
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
 # Stored slices that are kept because the next read may need another part of them: a
@@ -129,51 +128,46 @@ class Bundle:
         return functools.lru_cache(1)(self.restore)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _BundleRows(ArrayRows):
+class _BundleRows(Rows):
     """One tensor of rank 2 of a checkpoint. Every read checks the checksums."""
 
-    bundle: Bundle
-    key: str
+    def __init__(self, bundle: Bundle, key: str) -> None:
+        dtype = np.dtype(bundle.dtypes[key].as_numpy_dtype)
+        super().__init__(bundle.shapes[key], dtype)
+        self._bundle, self.key = bundle, key
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        rows, size = self.array_shape[0], self.slice_rows
+        rows, size = self.shape[0], self.slice_rows
         if stop - start == rows:
-            return self.bundle.restore(self.key)
+            return self._bundle.restore(self.key)
         if self._is_whole:
-            return self.bundle.kept_tensor(self.key)[start:stop]
+            return self._bundle.kept_tensor(self.key)[start:stop]
         if start % size == 0 and stop - start <= size:
-            return self.bundle.restore(self.key, self._spec(start, stop))
+            spec = slice_spec(self.shape, start, stop)
+            return self._bundle.restore(self.key, spec)
         values = np.empty((stop - start, self.shape[1]), self.dtype)
         for first in range(start // size * size, stop, size):
-            spec = self._spec(first, min(rows, first + size))
-            stored = self.bundle.kept_slices(self.key, spec)
+            spec = slice_spec(self.shape, first, min(rows, first + size))
+            stored = self._bundle.kept_slices(self.key, spec)
             begin, end = max(start, first), min(stop, first + size)
             values[begin - start : end - start] = stored[begin - first : end - first]
         return values
 
     def verify(self) -> None:
-        if self.key in self.bundle.verified:
+        if self.key in self._bundle.verified:
             return  # By another table of the same stack.
-        if self._is_whole:
-            self.bundle.restore(self.key)
-        else:
-            for start, stop in self.slices():
-                self.bundle.restore(self.key, self._spec(start, stop))
-        self.bundle.verified.add(self.key)
+        for start, stop in [(0, self.shape[0])] if self._is_whole else self.slices():
+            self._bundle.restore(self.key, slice_spec(self.shape, start, stop))
+        self._bundle.verified.add(self.key)
 
     def release(self) -> None:
-        self.bundle.kept_slices.cache_clear()
-        self.bundle.kept_tensor.cache_clear()
+        self._bundle.kept_slices.cache_clear()
+        self._bundle.kept_tensor.cache_clear()
 
     @property
     def _is_whole(self) -> bool:
         """Whether the tensor may be stored whole; if so, each read reads all of it."""
-        return self.nbytes <= self.bundle.largest_file
-
-    def _spec(self, start: int, stop: int) -> str:
-        rows, columns = self.shape
-        return slice_spec((rows, columns), start, stop)
+        return self.nbytes <= self._bundle.largest_file
 
 
 def read_tensorflow(
@@ -230,12 +224,7 @@ def _matrices(
             name = _OPTIMIZER_SLOTS.get(slot.name, slot.name)
             keys[f"{names[slot.variable]}/{name}"] = slot.key
     return {
-        name: _BundleRows(
-            tuple(bundle.shapes[key]),
-            np.dtype(bundle.dtypes[key].as_numpy_dtype),
-            bundle,
-            key,
-        )
+        name: _BundleRows(bundle, key)
         for name, key in keys.items()
         if len(bundle.shapes[key]) == 2 and bundle.dtypes[key].is_floating
     }

@@ -10,22 +10,22 @@ other.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, named_matrices
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.table_arrays import Rows, by_checkpoint_name
 
 # A folder beside the files being written, emptied first. Users must not use the name.
 SCRATCH = ".tpu_embedding_unfinished"
@@ -81,20 +81,17 @@ def one_writer(path: str) -> Iterator[None]:
         os.close(folder)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """Some rows of a matrix.
 
     Attributes:
       key: Key of the matrix in the checkpoint.
-      shape: Shape of the whole matrix.
-      start: Index of the first row.
+      spec: The place of the rows; see `slice_spec`.
       values: [n, C].
     """
 
     key: str
-    shape: tuple[int, int]
-    start: int
+    spec: str
     values: np.ndarray
 
 
@@ -117,7 +114,7 @@ def slice_spec(shape: tuple[int, int], start: int, stop: int) -> str:
 
 def write_tensorflow(
     path: str,
-    tables: Mapping[str, LogicalTable],
+    tables: Mapping[str, Mapping[str, Rows]],
     root: str,
     *,
     layouts: Sequence[TableLayout] | None,
@@ -128,7 +125,7 @@ def write_tensorflow(
 
     Args:
       path: The prefix of the new checkpoint.
-      tables: By name.
+      tables: By name the parameters, called "parameters", and the slots.
       root: Name of the object that holds the tables, e.g. "embedding".
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
@@ -148,22 +145,24 @@ def write_tensorflow(
             "'folder/model'."
         )
     if layouts is None:
-        matrices, values = named_matrices(tables), {}
+        matrices, values = by_checkpoint_name(tables), {}
     else:
         matrices, values = stack(tables, layouts)
+    total = 0
     for name, rows in matrices.items():
         if 0 in rows.shape:
             raise ValueError(
                 f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
                 "least one row and one column: leave it out of what is converted."
             )
+        total += rows.nbytes
     if updates is not None:
         values[UPDATES] = tf.constant(updates, tf.int64)
-    small = {variable_key(root, name): value for name, value in values.items()}
-    small[GRAPH_KEY] = tf.constant(make_graph(root, [*matrices, *values]))
-    total = sum(rows.nbytes for rows in matrices.values())
+    keys = {name: variable_key(root, name) for name in (*matrices, *values)}
+    small = {keys[name]: value for name, value in values.items()}
+    small[GRAPH_KEY] = tf.constant(make_graph(root, keys))
     pieces = (
-        Piece(variable_key(root, name), rows.shape, start, rows.read(start, stop))
+        Piece(keys[name], slice_spec(rows.shape, start, stop), rows.read(start, stop))
         for name, rows in matrices.items()
         for start, stop in rows.slices()
     )
@@ -205,31 +204,26 @@ def write_parts(
       The prefixes of the parts, for `merge`.
     """
     prefixes: list[str] = []
-    part: list[Piece] = []
+    keys: list[str] = []
+    specs: list[str] = []
+    values: list[np.ndarray] = []
     size, limit = 0, part_bytes(total)
-
-    def write() -> None:
-        prefixes.append(f"{scratch}/{len(prefixes)}")
-        tf.raw_ops.SaveV2(
-            prefix=prefixes[-1],
-            tensor_names=[piece.key for piece in part],
-            shape_and_slices=[
-                slice_spec(piece.shape, piece.start, piece.start + len(piece.values))
-                for piece in part
-            ],
-            tensors=[piece.values for piece in part],
-        )
-        part.clear()  # Before the next piece is read.
-        progress.advance(size)
-
-    for piece in pieces:
-        if part and size + piece.values.nbytes > limit:
-            write()
-            size = 0
-        part.append(piece)
-        size += piece.values.nbytes
-    if part:
-        write()
+    for piece in itertools.chain(pieces, [None]):
+        if values and (piece is None or size + piece.values.nbytes > limit):
+            prefixes.append(f"{scratch}/{len(prefixes)}")
+            tf.raw_ops.SaveV2(
+                prefix=prefixes[-1],
+                tensor_names=keys,
+                shape_and_slices=specs,
+                tensors=values,
+            )
+            progress.advance(size)
+            keys, specs, values, size = [], [], [], 0
+        if piece is not None:
+            keys.append(piece.key)
+            specs.append(piece.spec)
+            values.append(piece.values)
+            size += piece.values.nbytes
     return prefixes
 
 

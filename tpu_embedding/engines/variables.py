@@ -56,18 +56,9 @@ class VariableRows(MutableRows):
     """
 
     def __init__(self, variable: tf.Variable, initial_value: InitialValue) -> None:
-        self._variable = variable
-        self.initial_value = initial_value
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        shape: Any = self._variable.shape
-        rows, columns = shape
-        return rows, columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self._variable.dtype.as_numpy_dtype)
+        shape: Any = variable.shape
+        super().__init__(shape, np.dtype(variable.dtype.as_numpy_dtype))
+        self._variable, self.initial_value = variable, initial_value
 
     @property
     def variable(self) -> tf.Variable:
@@ -96,13 +87,13 @@ class VariableRows(MutableRows):
 
 def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, MutableRows]:
     """The table as "parameters", and its slots by name."""
-    wanted = spec.optimizer.slots if spec.optimizer else ()
-    initial = {slot.name: initial_rows(slot) for slot in wanted}
-    slots = {
-        name: VariableRows(slot, initial[name])
-        for name, slot in variables.slots.items()
+    rows: dict[str, MutableRows] = {
+        PARAMETERS: VariableRows(variables.parameters, None)
     }
-    return {PARAMETERS: VariableRows(variables.parameters, None), **slots}
+    for slot in spec.optimizer.slots if spec.optimizer else ():
+        variable = variables.slots[slot.name]
+        rows[slot.name] = VariableRows(variable, initial_rows(slot))
+    return rows
 
 
 def create_variables(plan: Plan, device: str) -> list[TableVariables]:

@@ -37,24 +37,30 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
       tables: For each table name the arrays by "parameters" and slot name.
     """
     return {
-        checkpoint_name(table, array): value
+        table if array == PARAMETERS else f"{table}/{array}": value
         for table, arrays in tables.items()
         for array, value in arrays.items()
     }
 
 
 class Rows(abc.ABC):
-    """A matrix [V, C] that is read by ranges of rows."""
+    """A matrix [V, C] that is read by ranges of rows.
 
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """[V, C]; V is the vocabulary without padding."""
+    Attributes:
+      shape: [V, C]; V is the vocabulary without padding.
+      dtype: A floating point dtype.
+      row_bytes: Size of a row.
+      nbytes: Size of the matrix.
+      slice_rows: Number of rows in a slice of about `SLICE_BYTES`.
+    """
 
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> np.dtype[Any]:
-        """A floating point dtype."""
+    def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+        rows, columns = shape
+        self.shape: tuple[int, int] = (rows, columns)
+        self.dtype = dtype
+        self.row_bytes: int = columns * dtype.itemsize
+        self.nbytes: int = rows * self.row_bytes
+        self.slice_rows = max(1, SLICE_BYTES // max(1, self.row_bytes))
 
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -62,7 +68,7 @@ class Rows(abc.ABC):
 
     @property
     def variable(self) -> Any:
-        """The variable that stores exactly this matrix, or None."""
+        """The one variable that is this matrix, or None where there is none."""
         return None
 
     def verify(self) -> None:
@@ -73,68 +79,31 @@ class Rows(abc.ABC):
         """Frees memory that speeds up further reads."""
         return
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.shape[1] * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.shape[0] * self.row_bytes
-
-    @property
-    def slice_rows(self) -> int:
-        """Number of rows in a slice of about `SLICE_BYTES`."""
-        return max(1, SLICE_BYTES // max(1, self.row_bytes))
-
-    def slices(self) -> Iterator[tuple[int, int]]:
-        """Yields the range of each slice, in order."""
-        for start in range(0, self.shape[0], self.slice_rows):
-            yield start, min(self.shape[0], start + self.slice_rows)
+    def slices(self) -> list[tuple[int, int]]:
+        """Ranges of rows, each a slice, that make up the matrix."""
+        starts = range(0, self.shape[0], self.slice_rows)
+        return list(zip(starts, [*starts[1:], self.shape[0]], strict=False))
 
     def numpy(self) -> np.ndarray:
         """Returns the whole matrix."""
         return self.read(0, self.shape[0])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ArrayRows(Rows):
-    """A matrix whose shape and dtype are known before it is read.
-
-    Attributes:
-      array_shape: Shape, of rank 2.
-      array_dtype: Dtype of the values.
-    """
-
-    array_shape: tuple[int, ...]
-    array_dtype: np.dtype[Any]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.array_shape
-        return rows, columns
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.array_dtype
-
-
 InitialValue = float | Callable[[tuple[int, int]], Any] | None
 
 
 class MutableRows(Rows):
-    """A matrix of a live embedding, which is also written by ranges of rows.
+    """A matrix that is also written by ranges of rows: a part of a live embedding.
 
     Attributes:
-      initial_value: Initial value of a slot: a number, or a function of the shape.
-        None for a table, which has an initializer.
+      initial_value: Initial value of a slot: a number, or a function of the shape that
+        returns the values; None for a table, which has an initializer.
     """
 
-    initial_value: InitialValue
+    initial_value: InitialValue = None
 
     def initial_rows(self, count: int) -> np.ndarray:
-        """Returns `count` rows of a slot with their initial value."""
+        """Returns `count` rows of initial values of a slot."""
         assert self.initial_value is not None
         shape = (count, self.shape[1])
         if callable(self.initial_value):
@@ -146,31 +115,20 @@ class MutableRows(Rows):
         """Replaces the rows from `start` on."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CopiedRows(MutableRows):
-    """A matrix of which there are several equal copies, e.g. one for each replica.
+    """A matrix of which there are several equal copies, e.g. one for each replica."""
 
-    Attributes:
-      copies: Matrices of one shape and dtype.
-      initial_value: See `MutableRows`.
-    """
-
-    copies: Sequence[MutableRows]
-    initial_value: InitialValue = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.copies[0].shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.copies[0].dtype
+    def __init__(
+        self, copies: Sequence[MutableRows], initial_value: InitialValue = None
+    ) -> None:
+        super().__init__(copies[0].shape, copies[0].dtype)
+        self._copies, self.initial_value = copies, initial_value
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self.copies[0].read(start, stop)
+        return self._copies[0].read(start, stop)
 
     def write(self, start: int, values: np.ndarray) -> None:
-        for copy in self.copies:
+        for copy in self._copies:
             copy.write(start, values)
 
 
@@ -191,7 +149,6 @@ class _Run:
     count: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class UnstackedRows(Rows):
     """One table, or one of its slots, read from a stack.
 
@@ -201,17 +158,10 @@ class UnstackedRows(Rows):
       layout: Place of the table.
     """
 
-    stack: Rows
-    layout: TableLayout
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.layout.unsharded_shape
-        return rows, min(columns, self.stack.shape[1])
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stack.dtype
+    def __init__(self, stack: Rows, layout: TableLayout) -> None:
+        rows, columns = layout.unsharded_shape
+        super().__init__((rows, min(columns, stack.shape[1])), stack.dtype)
+        self.stack, self.layout = stack, layout
 
     def read(self, start: int, stop: int) -> np.ndarray:
         columns = self.shape[1]
@@ -228,69 +178,54 @@ class UnstackedRows(Rows):
         self.stack.release()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class MutableUnstackedRows(MutableRows):
-    """`UnstackedRows` of a live embedding.
+    """`UnstackedRows` of a live embedding."""
 
-    Attributes:
-      stack: As in `UnstackedRows`.
-      layout: As in `UnstackedRows`.
-      initial_value: See `MutableRows`.
-    """
-
-    stack: MutableRows
-    layout: TableLayout
-    initial_value: InitialValue = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return UnstackedRows(self.stack, self.layout).shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stack.dtype
+    def __init__(
+        self,
+        stack: MutableRows,
+        layout: TableLayout,
+        initial_value: InitialValue = None,
+    ) -> None:
+        self._rows = UnstackedRows(stack, layout)
+        super().__init__(self._rows.shape, stack.dtype)
+        self._stack, self._layout = stack, layout
+        self.initial_value = initial_value
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return UnstackedRows(self.stack, self.layout).read(start, stop)
+        return self._rows.read(start, stop)
 
     def write(self, start: int, values: np.ndarray) -> None:
-        padding = self.stack.shape[1] - values.shape[1]
+        padding = self._stack.shape[1] - values.shape[1]
         padded = np.pad(values, ((0, 0), (0, padding)))
         stop = start + len(values)
-        for run in _runs(self.layout, self.stack.shape[0], start, stop):
-            self.stack.write(run.place, padded[run.first - start :: run.step])
+        for run in _runs(self._layout, self._stack.shape[0], start, stop):
+            self._stack.write(run.place, padded[run.first - start :: run.step])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class StackedRows(Rows):
     """A stack, or one of its slots, assembled from its tables; padding is 0.
 
     Each of the n shards holds every n-th row of a table, so reading the whole stack
     reads each table n times.
-
-    Attributes:
-      tables: By table name.
-      layouts: Place of each table.
     """
 
-    tables: Mapping[str, Rows]
-    layouts: Sequence[TableLayout]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        first = self.layouts[0]
+    def __init__(
+        self, tables: Mapping[str, Rows], layouts: Sequence[TableLayout]
+    ) -> None:
+        """Stacks `tables`, by name, at the places in `layouts`."""
+        first = layouts[0]
+        table = tables[first.table_name]
+        per_row = table.shape[1] < first.unsharded_shape[1]
         rows = first.total_rows_per_sparse_core_shard * first.num_sparse_cores
-        per_row = self.tables[first.table_name].shape[1] < first.unsharded_shape[1]
-        return rows, 1 if per_row else first.unsharded_padded_shape[1]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.tables[self.layouts[0].table_name].dtype
+        width = 1 if per_row else first.unsharded_padded_shape[1]
+        super().__init__((rows, width), table.dtype)
+        self._tables, self._layouts = tables, layouts
 
     def read(self, start: int, stop: int) -> np.ndarray:
         values = np.zeros((stop - start, self.shape[1]), self.dtype)
-        for layout in self.layouts:
-            table = self.tables[layout.table_name]
+        for layout in self._layouts:
+            table = self._tables[layout.table_name]
             for run in _runs(layout, self.shape[0], 0, table.shape[0]):
                 first = max(start, run.place)
                 last = min(stop, run.place + run.count)
@@ -301,25 +236,16 @@ class StackedRows(Rows):
         return values
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class JoinedRows(MutableRows):
-    """Parts of a matrix, one below the other, e.g. the parts of all devices.
+    """Parts of a matrix, one below the other, e.g. the parts of all devices."""
 
-    Attributes:
-      parts: Matrices of the same width.
-      initial_value: See `MutableRows`.
-    """
-
-    parts: Sequence[MutableRows]
-    initial_value: InitialValue = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.parts[0].dtype
+    def __init__(
+        self, parts: Sequence[MutableRows], initial_value: InitialValue = None
+    ) -> None:
+        """Joins `parts`, which have one width and dtype."""
+        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        super().__init__(shape, parts[0].dtype)
+        self._parts, self.initial_value = parts, initial_value
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.concatenate(
@@ -339,7 +265,7 @@ class JoinedRows(MutableRows):
     ) -> Iterator[tuple[MutableRows, int, int, int]]:
         """Yields each part in the range, its first row, and the rows in the range."""
         offset = 0
-        for part in self.parts:
+        for part in self._parts:
             first, last = max(start, offset), min(stop, offset + part.shape[0])
             if first < last:
                 yield part, offset, first, last

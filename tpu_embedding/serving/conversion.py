@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.writing import Piece
+from tpu_embedding.checkpoint.writing import Piece, slice_spec
 from tpu_embedding.layout.table_arrays import Rows
 from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving.report import TableReport
@@ -18,28 +18,20 @@ from tpu_embedding.serving.report import TableReport
 SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class GatheredRows(Rows):
     """A variable or tensor [V, D] of the user, on any device."""
 
-    values: Any
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, dim = self.values.shape
-        return rows, dim
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.values.dtype.as_numpy_dtype)
+    def __init__(self, values: Any) -> None:
+        super().__init__(values.shape, np.dtype(values.dtype.as_numpy_dtype))
+        self._values = values
 
     @property
     def variable(self) -> Any:
-        return self.values if isinstance(self.values, tf.Variable) else None
+        return self._values if isinstance(self._values, tf.Variable) else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         # gather reads these rows of a variable, and [start:stop] all of it.
-        return tf.gather(self.values, tf.range(start, stop)).numpy()
+        return tf.gather(self._values, tf.range(start, stop)).numpy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +129,9 @@ class Conversion:
         for begin in range(0, rows, step):
             arrays = self._convert(begin, min(begin + step, rows))
             for name, array in arrays.items():
-                columns = array.shape[1]
-                yield Piece(keys[name], (rows, columns), begin, array)
+                shape = (rows, array.shape[1])
+                spec = slice_spec(shape, begin, begin + len(array))
+                yield Piece(keys[name], spec, array)
 
     def report(self) -> TableReport:
         """The errors of all pieces."""
