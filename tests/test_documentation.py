@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in DOCS.glob("*.md")),
 ]
-TUTORIALS = sorted(path.name for path in DOCS.glob("tutorial_*.md"))
+PROGRAMS = ["../README.md", *sorted(p.name for p in DOCS.glob("tutorial_*.md"))]
 
 
 def links(page: pathlib.Path) -> Iterator[str]:
@@ -76,16 +76,16 @@ def test_optimizers_are_listed_with_their_engines():
         assert name in te.__all__
 
 
-@pytest.mark.parametrize("tutorial", TUTORIALS)
-def test_tutorials_run(tutorial: str, tmp_path: pathlib.Path):
-    """In a process of its own: a tutorial makes TensorFlow's devices itself."""
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_run(page: str, tmp_path: pathlib.Path):
+    """In a process of its own: a tutorial creates TensorFlow's devices itself."""
     blocks = re.findall(
         r"^```python\n(.*?)^```",
-        (DOCS / tutorial).read_text(),
+        (DOCS / page).read_text(),
         re.DOTALL | re.MULTILINE,
     )
     assert blocks
-    script = tmp_path / "tutorial.py"
+    script = tmp_path / "program.py"
     script.write_text("\n".join(blocks))
     package = pathlib.Path(te.__file__).parents[1]
     subprocess.run(
