@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -74,6 +75,18 @@ def test_optimizers_are_listed_with_their_engines():
         assert re.search(row, text), name
         assert f"| `{name}`" in (DOCS / "semantics.md").read_text()
         assert name in te.__all__
+
+
+def test_every_layer_is_described():
+    text = (DOCS / "architecture.md").read_text()
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (layers,) = [
+        contract["layers"]
+        for contract in configuration["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    ]
+    for name in [name for layer in layers for name in layer.split(" | ")]:
+        assert f"`{name}/`" in text or f"`{name}.py`" in text or f"`{name}/" in text
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
