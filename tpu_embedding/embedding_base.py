@@ -19,6 +19,7 @@ from tpu_embedding.engines import (
     StepQueue,
     TableArrays,
 )
+from tpu_embedding.engines.full_table_view import full_variables
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes, from_input
 from tpu_embedding.layout.plan import Plan, make_plan
@@ -252,11 +253,8 @@ class EmbeddingBase(TrackableTables):
         return batches
 
     def logical_variables(self) -> dict[str, Any]:
-        """By name in checkpoints each table and slot whole, as a variable or like one.
-
-        Also the number of updates, where a rate asks for it.
-        """
-        return self._create_engine().logical_variables()
+        """See `full_variables`."""
+        return full_variables(self._create_engine())
 
     def tables(self) -> dict[str, TableArrays]:
         """Each table by name with its slots; see `Engine.tables`."""

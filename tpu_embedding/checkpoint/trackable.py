@@ -229,7 +229,7 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         engine = self._create_engine()
         engine.retrieve()
         engine.require_plain_rows()
-        return engine.rows()
+        return {name: dict(table.rows) for name, table in engine.tables().items()}
 
     def _track_state(self, engine: Engine) -> None:
         """Makes what an engine holds a part of checkpoints of this object."""

@@ -433,13 +433,6 @@ class Engine(abc.ABC):
     def checkpoint_variables(self) -> dict[str, Any]:
         """Every object to be tracked for checkpoints, by its name there."""
 
-    @abc.abstractmethod
-    def logical_variables(self) -> dict[str, Any]:
-        """By the same names each table and slot as one variable [V, ...], unpadded.
-
-        Or, where it is stored otherwise, as a `LogicalVariable`.
-        """
-
     def readers(self) -> list[StoredReader]:
         """For each table of the plan what stock ops read of it, in any graph."""
         return [table.reader for table in self.tables().values()]

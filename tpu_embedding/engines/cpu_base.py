@@ -134,10 +134,6 @@ class WholeTablesEngine(Engine, Queue, Stacks):
             variables[UPDATES] = self._rates.updates
         return variables
 
-    def logical_variables(self) -> dict[str, Any]:
-        """See `Engine.logical_variables`."""
-        return self.checkpoint_variables()
-
     def readers(self) -> list[StoredReader]:
         """See `Engine.readers`."""
         return [VariableReader(table.parameters) for table in self._variables]

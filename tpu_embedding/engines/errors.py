@@ -56,22 +56,6 @@ def second_lookup() -> NotImplementedError:
     )
 
 
-def logical_in_graph(name: str) -> NotImplementedError:
-    """A table that is stored in parts, read or assigned in a graph."""
-    return NotImplementedError(
-        f"Under a TPU strategy a table or slot of a layer, here {name!r}, is no "
-        "tf.Variable: it can be read and assigned outside of tf.function and "
-        "strategy.run only. Inside, call the layer."
-    )
-
-
-def logical_shape(name: str, own: object, given: object) -> ValueError:
-    """A value of another shape for a table or slot."""
-    return ValueError(
-        f"The table or slot {name!r} has shape {own}. Received: shape {given}."
-    )
-
-
 def in_control_flow() -> RuntimeError:
     """Enqueue in a part of a TPU program."""
     return RuntimeError(

@@ -1,4 +1,4 @@
-"""Tables as one variable each, for engines that store them in another form."""
+"""Tables as one variable each, whatever the form in which an engine stores them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.engines import errors
+from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.table_arrays import MutableRows, by_checkpoint_name
 from tpu_embedding.lookup.combine import StoredReader
@@ -18,61 +18,72 @@ _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 
 
 class LogicalVariable(tf.__internal__.tracking.Trackable):
-    """Read, assigned and saved as a variable, outside of graphs and replicas.
+    """Read, assigned and saved like a variable, outside of graphs and replicas.
 
-    A checkpoint of it is that of a variable of the same value.
+    Its checkpoints are those of a variable with the same value.
     """
 
     def __init__(
         self,
         name: str,
-        value: np.ndarray | MutableRows,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
         read: Callable[[], np.ndarray],
         write: Callable[[np.ndarray], None],
     ) -> None:
-        """Takes the functions that reach what is stored.
+        """Takes the functions that read and write the value.
 
         Args:
-          name: In checkpoints.
-          value: Has its shape and dtype.
-          read: Gives the whole value.
-          write: Replaces it.
+          name: Name in checkpoints.
+          shape: Shape of the value.
+          dtype: Dtype of the value.
+          read: Returns the whole value.
+          write: Replaces the whole value.
         """
         self.name = name
-        self.shape = tf.TensorShape(value.shape)
-        self.dtype = tf.as_dtype(value.dtype)
+        self.shape = tf.TensorShape(shape)
+        self.dtype = tf.as_dtype(dtype)
         self._read = read
         self._write = write
 
     def numpy(self) -> np.ndarray:
-        """What is stored now."""
-        if not tf.inside_function():
-            return self._read()
-        raise errors.logical_in_graph(self.name)
+        """The current value."""
+        self._refuse_graphs()
+        return self._read()
 
     def read_value(self) -> tf.Tensor:
-        """What is stored now."""
+        """The current value."""
         return tf.constant(self.numpy())
 
     def assign(self, value: Any) -> None:
-        """Replaces what is stored.
+        """Replaces the value.
 
         Raises:
           ValueError: If the shape differs.
         """
-        if tf.inside_function():
-            raise errors.logical_in_graph(self.name)
+        self._refuse_graphs()
         array = np.asarray(value, self.dtype.as_numpy_dtype)
         if array.shape != tuple(self.shape):
-            raise errors.logical_shape(self.name, tuple(self.shape), array.shape)
+            raise ValueError(
+                f"The table or slot {self.name!r} has shape {tuple(self.shape)}. "
+                f"Received: shape {array.shape}."
+            )
         self._write(array)
+
+    def _refuse_graphs(self) -> None:
+        if tf.inside_function():
+            raise NotImplementedError(
+                f"Under a TPU strategy a table or slot of a layer, here {self.name!r}, "
+                "is not a tf.Variable: it can be read and assigned outside of "
+                "tf.function and strategy.run only. Inside, call the layer."
+            )
 
     def __repr__(self) -> str:
         shape, dtype = tuple(self.shape), self.dtype.name
         return f"<LogicalVariable {self.name!r} shape={shape} dtype={dtype}>"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # It is one.
+        del copy  # The value is a copy already.
         return np.asarray(self.numpy(), dtype)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -85,57 +96,59 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         self.assign(restored_tensors[_KEY])
 
 
-def logical_rows(
-    tables: Mapping[str, Mapping[str, MutableRows]],
-    retrieve: Callable[[], None],
-    load: Callable[[], None],
-) -> dict[str, LogicalVariable]:
-    """Tables and slots by their names in checkpoints.
+def full_variables(engine: Engine) -> dict[str, Any]:
+    """Each table and slot, and the number of updates, by their names in checkpoints.
 
-    Args:
-      tables: By name of the table "parameters" and slots.
-      retrieve: Called before any of them is read.
-      load: Called after any of them was written.
+    Returns:
+      A tf.Variable [V, ...] where one variable is the array, else a `LogicalVariable`.
     """
-
-    def variable(name: str, rows: MutableRows) -> LogicalVariable:
-        def read() -> np.ndarray:
-            retrieve()
-            return rows.numpy()
-
-        def write(value: np.ndarray) -> None:
-            retrieve()  # What is written is a part of what is loaded.
-            rows.write(0, value)
-            load()
-
-        return LogicalVariable(name, rows, read, write)
-
-    named = by_checkpoint_name(tables)
-    return {name: variable(name, rows) for name, rows in named.items()}
+    arrays = {name: table.rows for name, table in engine.tables().items()}
+    found: dict[str, Any] = {
+        name: rows.variable
+        if rows.variable is not None
+        else _variable(engine, name, rows)
+        for name, rows in by_checkpoint_name(arrays).items()
+    }
+    updates: Any = engine.updates()
+    if updates is not None:
+        copies = getattr(updates, "values", None)  # One for each replica, all equal.
+        found[UPDATES] = updates if copies is None else _counter(copies)
+    return found
 
 
-def logical_counter(counter: Any) -> LogicalVariable:
-    """A scalar of which each replica has its own, all the same."""
+def _variable(engine: Engine, name: str, rows: MutableRows) -> LogicalVariable:
+    def read() -> np.ndarray:
+        engine.retrieve()
+        return rows.numpy()
 
     def write(value: np.ndarray) -> None:
-        for copy in counter.values:
+        engine.retrieve()  # The written array is loaded together with the others.
+        rows.write(0, value)
+        engine.load()
+
+    return LogicalVariable(name, rows.shape, rows.dtype, read, write)
+
+
+def _counter(copies: Sequence[Any]) -> LogicalVariable:
+    def write(value: np.ndarray) -> None:
+        for copy in copies:
             copy.assign(value)
 
     def read() -> np.ndarray:
-        return np.asarray(counter.values[0].numpy())
+        return np.asarray(copies[0].numpy())
 
-    return LogicalVariable(UPDATES, read(), read, write)
+    return LogicalVariable(UPDATES, (), np.dtype(np.int64), read, write)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedReader(StoredReader):
-    """A table in shards, one below the other, that may be trained meanwhile.
+    """A table in shards, one below the other, which may be trained at the same time.
 
     Attributes:
-      shards: Variables [rows, width]; the first ones have one row more where their
-        number does not divide that of all rows.
-      row_of: By int64 ids where they are among all rows.
-      columns: Of the table; the others are padding.
+      shards: Variables [rows, width]; if their number does not divide the number of
+        all rows, the first shards have one row more.
+      row_of: A function from int64 ids to their rows among all rows.
+      columns: Number of columns of the table; further columns are padding.
     """
 
     shards: Sequence[tf.Variable]

@@ -17,7 +17,6 @@ from tpu_embedding.engines.base import (
     Prepared,
     TableArrays,
 )
-from tpu_embedding.engines.full_table_view import logical_counter, logical_rows
 from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import host_to_device, ops
@@ -134,13 +133,6 @@ class SparseCoreEngine(Engine):
         if self._rates.updates is not None:
             saved[UPDATES] = self._rates.updates
         return saved
-
-    def logical_variables(self) -> dict[str, Any]:
-        """See `Engine.logical_variables`."""
-        found: dict[str, Any] = {**logical_rows(self.rows(), self.flush, self.load)}
-        if self._rates.updates is not None:
-            found[UPDATES] = logical_counter(self._rates.updates)
-        return found
 
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""

@@ -22,11 +22,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
-from tpu_embedding.engines.full_table_view import (
-    ShardedReader,
-    logical_counter,
-    logical_rows,
-)
+from tpu_embedding.engines.full_table_view import ShardedReader
 from tpu_embedding.engines.tickets import QueuedTickets
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
@@ -197,13 +193,6 @@ class TPUV2V4Engine(Engine):
         if self._rates.updates is not None:
             objects[UPDATES] = self._rates.updates
         return objects
-
-    def logical_variables(self) -> dict[str, Any]:
-        """See `Engine.logical_variables`."""
-        found: dict[str, Any] = {**logical_rows(self.rows(), self.retrieve, self.load)}
-        if self._rates.updates is not None:
-            found[UPDATES] = logical_counter(self._rates.updates)
-        return found
 
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
