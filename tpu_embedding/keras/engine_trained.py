@@ -13,9 +13,8 @@ from tpu_embedding.distribution import Topology
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, per_replica
 from tpu_embedding.engines import Prepared
 from tpu_embedding.engines.variables import create_counter, create_state
-from tpu_embedding.keras import gradient_hook
+from tpu_embedding.keras import gradient_hook, keras3
 from tpu_embedding.keras.conversion import Features
-from tpu_embedding.keras.keras3 import as_weight
 from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
 from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
@@ -111,10 +110,10 @@ class EngineTrainedTables:
         return self._core is not None
 
     def build(self, layer: Any, input_shapes: Any) -> None:
-        """Creates the tables, and the weights of the layer that Keras sees.
+        """Creates the tables, and the placeholder variable of the layer.
 
         Args:
-          layer: Receives the weights.
+          layer: Receives the variable.
           input_shapes: In the structure of the features the shapes of a replica's
             inputs, or None.
 
@@ -133,19 +132,12 @@ class EngineTrainedTables:
                         "FeatureConfig(output_shape)."
                     )
             self._core = self._create_core(shapes)
-        self._placeholder = layer.add_weight(
-            name="virtual",  # The name in files.
-            shape=(),
-            initializer="zeros",
-            dtype="float32",
-            autocast=False,
-        )
+        # "virtual" is the name in files.
+        self._placeholder = keras3.add_weight(layer, "virtual", (), "zeros")
         self._variables = self._core.logical_variables()
         with tf.init_scope():
             self._numbers = _CallNumbers()
-        layer.state_of_tables = [
-            as_weight(variable, name) for name, variable in self._variables.items()
-        ]
+        keras3.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
         """Everything that is saved, by its name in checkpoints."""

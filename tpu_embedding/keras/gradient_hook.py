@@ -57,13 +57,10 @@ def refuse_gradient(
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]
 
 
-def is_recording() -> bool:
-    """Whether a gradient of the ops created now may be computed later.
-
-    True under a tf.GradientTape, also while tracing a tf.function that is called under
-    a tape or opens one. TensorFlow has no public function for this.
-    """
-    return record.could_possibly_record()
+# Whether a gradient of the ops created now may be computed later: True under a
+# tf.GradientTape, also while tracing a tf.function that is called under a tape or opens
+# one. TensorFlow has no public function for this.
+is_recording = record.could_possibly_record
 
 
 def is_evaluation() -> bool:

@@ -1,10 +1,11 @@
 """The parts of Keras 3 that the layer uses, apart from `keras.layers.Layer`.
 
-No other module below `layer.py` and `symbolic.py` imports Keras.
+Only this module and `layer.py` import Keras 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -39,20 +40,45 @@ def is_stateless() -> bool:
     return in_stateless_scope() and not in_symbolic_scope()
 
 
-def as_weight(variable: Any, name: str) -> keras.Variable:
-    """Wraps a table or slot for `get_weights` and everything built on it.
+def policy_of_scaled_loss(layer: Any) -> str | None:
+    """Returns a dtype policy under which Keras scales the loss, if one applies."""
+    policies = (layer.dtype_policy, keras.config.dtype_policy())
+    return next((p.name for p in policies if p.compute_dtype == "float16"), None)
+
+
+def track(layer: Any, variable: Any, name: str) -> None:
+    """Adds a variable to the checkpoints of a layer."""
+    layer._track_trackable(variable, name)
+
+
+def add_weight(layer: Any, name: str, shape: Any, initializer: Any) -> keras.Variable:
+    """Adds a trainable float32 weight to a layer, whatever its dtype policy."""
+    return layer.add_weight(
+        name=_weight_name(name),
+        shape=shape,
+        initializer=initializer,
+        dtype="float32",
+        autocast=False,
+    )
+
+
+def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
+    """Shows tables and slots to `get_weights` and everything built on it.
 
     Args:
-      variable: A tf.Variable or a LogicalVariable.
-      name: The name in checkpoints.
+      layer: Gets weights that are not trainable.
+      variables: By name in checkpoints each tf.Variable or LogicalVariable.
     """
-    logical = isinstance(variable, LogicalVariable)
-    return (_LogicalWeight if logical else _TableWeight)(variable, name)
+    layer.state_of_tables = [
+        (_LogicalWeight if isinstance(variable, LogicalVariable) else _TableWeight)(
+            variable, name
+        )
+        for name, variable in variables.items()
+    ]
 
 
-def weight_name(name: str) -> str:
-    """Returns a name that Keras accepts for a variable."""
-    return name.replace("/", "_")
+def _weight_name(name: str) -> str:
+    return name.replace("/", "_")  # Keras does not accept it.
 
 
 class _TableWeight(keras.Variable):
@@ -65,7 +91,7 @@ class _TableWeight(keras.Variable):
             dtype=variable.dtype,
             trainable=False,
             autocast=False,
-            name=weight_name(name),
+            name=_weight_name(name),
         )
 
     def _initialize_with_initializer(self, initializer: Any) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.initializers import default_initializer
-from tpu_embedding.keras.keras3 import weight_name
+from tpu_embedding.keras import keras3
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
@@ -59,12 +59,11 @@ class KerasTrainedTables:
         del input_shapes
         for spec in self._plan.tables:
             config = spec.config
-            self._variables[spec.name] = layer.add_weight(
-                name=weight_name(spec.name),
-                shape=(config.vocabulary_size, config.dim),
-                initializer=config.initializer or default_initializer(config.dim),
-                dtype="float32",
-                autocast=False,
+            self._variables[spec.name] = keras3.add_weight(
+                layer,
+                spec.name,
+                (config.vocabulary_size, config.dim),
+                config.initializer or default_initializer(config.dim),
             )
 
     def variables(self) -> dict[str, Any]:

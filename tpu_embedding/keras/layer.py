@@ -1,64 +1,38 @@
-"""The Keras layer: lookups in the forward pass, updates in the backward pass."""
+"""The layer for Keras 3: lookups in the forward pass, updates in the backward pass."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
-from tpu_embedding import distribution
-from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding import errors
 from tpu_embedding.engines.full_table_view import LogicalVariable
-from tpu_embedding.errors import argument_type
-from tpu_embedding.keras import keras3, serialization, symbolic
-from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
-from tpu_embedding.keras.engine_trained import EngineTrainedTables
-from tpu_embedding.keras.keras_trained import KerasTrainedTables
-from tpu_embedding.keras.loss_scale import (
-    check_loss_scale,
-    encode_loss_scale,
-    loss_scale_missing,
-)
-from tpu_embedding.optimizers.checks import check_flag
+from tpu_embedding.inputs import InputKind, kind_of
+from tpu_embedding.keras import keras3
+from tpu_embedding.keras.base import Arguments, EmbeddingLayer
+from tpu_embedding.keras.conversion import Features
+from tpu_embedding.keras.serialization import ServingFeatures
+from tpu_embedding.layout.output_shapes import OutputShapes, from_input
 
-_EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
-_SparseCoreConfigs = (
-    SparseCoreEmbeddingConfig,
-    tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig,
-)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Arguments:
-    """The constructor's arguments, for `get_config`."""
-
-    feature_config: Any
-    optimizer: Any
-    pipeline_execution_with_tensor_core: bool
-    batch_size: int | None
-    embedding_feature: Any
-    sparse_core_embedding_config: Any
-    trainable_tables: bool
-    loss_scale: Any
-    invalid_ids: str | None
-    check_numerics: bool
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Parts:
-    """The state of the layer in one object: Keras would wrap lists and dicts."""
-
-    arguments: _Arguments
-    features: Features
-    tables: EngineTrainedTables | KerasTrainedTables
+# The smallest and largest rank of each kind of input.
+_RANKS: dict[InputKind, tuple[int, float, str]] = {
+    InputKind.DENSE: (1, math.inf, ">= 1"),
+    InputKind.SPARSE: (2, math.inf, ">= 2"),
+    InputKind.RAGGED: (2, 2, "2"),
+}
+_NAMES = {
+    InputKind.DENSE: "dense keras.Input",
+    InputKind.SPARSE: "keras.Input with sparse=True",
+    InputKind.RAGGED: "keras.Input with ragged=True",
+}
 
 
 @keras3.register
-class TPUEmbedding(keras.layers.Layer):
+class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
     """Embedding tables as a Keras layer; each table has its own optimizer.
 
     >>> import keras
@@ -144,31 +118,22 @@ class TPUEmbedding(keras.layers.Layer):
                 f"runs on {keras.backend.backend()!r}. Set the environment variable "
                 'KERAS_BACKEND to "tensorflow" before Keras is imported.'
             )
-        check_flag(
-            "pipeline_execution_with_tensor_core", pipeline_execution_with_tensor_core
-        )
-        check_loss_scale(loss_scale)
-        check_flag("trainable_tables", trainable_tables)
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no kernels for these lookups.
-        arguments = _Arguments(
-            feature_config=feature_config,
-            optimizer=optimizer,
-            pipeline_execution_with_tensor_core=pipeline_execution_with_tensor_core,
-            batch_size=batch_size,
-            embedding_feature=embedding_feature,
-            sparse_core_embedding_config=sparse_core_embedding_config,
-            trainable_tables=trainable_tables,
-            loss_scale=loss_scale,
-            invalid_ids=invalid_ids,
-            check_numerics=check_numerics,
+        self._configure(
+            Arguments(
+                feature_config=feature_config,
+                optimizer=optimizer,
+                pipeline_execution_with_tensor_core=pipeline_execution_with_tensor_core,
+                batch_size=batch_size,
+                embedding_feature=embedding_feature,
+                sparse_core_embedding_config=sparse_core_embedding_config,
+                trainable_tables=trainable_tables,
+                loss_scale=loss_scale,
+                invalid_ids=invalid_ids,
+                check_numerics=check_numerics,
+            )
         )
-        topology = distribution.current()
-        _check_hints(arguments, topology)
-        features = convert_features(feature_config, optimizer, invalid_ids)
-        tables = _create_tables(arguments, features, topology)
-        self._parts = _Parts(arguments, features, tables)
-        self._refused_load: ValueError | None = None
 
     def build(self, input_shape: Any = None) -> None:
         """Creates tables and slots.
@@ -184,15 +149,7 @@ class TPUEmbedding(keras.layers.Layer):
         """
         if self.built:
             return
-        policies = (self.dtype_policy, keras.config.dtype_policy())
-        scaled = [p.name for p in policies if p.compute_dtype == "float16"]
-        arguments = self._parts.arguments
-        updates = not arguments.trainable_tables
-        if scaled and updates and arguments.loss_scale is None:
-            raise loss_scale_missing(f"Under the dtype policy {scaled[0]!r}")
-        self._parts.tables.build(self, input_shape)
-        for name, variable in self._parts.tables.variables().items():
-            self._track_trackable(variable, name)
+        self._build_tables(input_shape)
         self.built = True
 
     def __call__(
@@ -204,15 +161,13 @@ class TPUEmbedding(keras.layers.Layer):
     ) -> Any:
         """See `call`."""
         if serving_config is not None and not isinstance(
-            serving_config, serialization.ServingFeatures
+            serving_config, ServingFeatures
         ):
             leaves = keras.tree.flatten((features, weights))
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 # Keras saves the arguments of symbolic calls.
-                self._convert(serving_config)  # Raises errors for wrong ones.
-                serving_config = serialization.ServingFeatures.of(
-                    serving_config, self._table_keys()
-                )
+                self._convert_serving(serving_config)  # Raises errors for wrong ones.
+                serving_config = ServingFeatures.of(serving_config, self._table_keys())
         return super().__call__(
             features, weights=weights, serving_config=serving_config, **kwargs
         )
@@ -239,35 +194,22 @@ class TPUEmbedding(keras.layers.Layer):
           tf.errors.InvalidArgumentError: As TPUEmbedding.lookup.
           NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
-        parts = self._parts
-        if keras3.is_stateless() and not parts.arguments.trainable_tables:
+        if keras3.is_stateless() and not self._parts.arguments.trainable_tables:
             raise NotImplementedError(
                 "`stateless_call` passes the values of all weights, but the tables of "
                 "tpu_embedding.keras.TPUEmbedding are looked up and updated in place. "
                 "Call the layer, or create it with `trainable_tables=True`."
             )
-        wanted = self._convert(serving_config)
-        structure = wanted.structure
-        values = structure.flatten("features", features)
-        if keras3.is_tracing_shapes():
-            values = symbolic.with_integer_ids(values)
-        flat_weights = structure.flatten_weights(weights)
-        if serving_config is None:
-            activations = parts.tables.look_up(
-                values, flat_weights, trainable=self.trainable
-            )
-        else:
-            activations = parts.tables.serve(
-                wanted.plan, values, flat_weights, trainable=self.trainable
-            )
-        return structure.pack([tf.cast(a, self.compute_dtype) for a in activations])
+        return self._look_up(features, weights, serving_config)
 
     def compute_output_spec(
         self, features: Any, weights: Any = None, serving_config: Any = None
     ) -> Any:
         """Checks the arguments of a symbolic call and returns its KerasTensors."""
-        wanted = self._convert(serving_config)
-        return symbolic.output_spec(wanted, features, weights, self.compute_dtype)
+        wanted = self._parts.features
+        if serving_config is not None:
+            wanted = self._convert_serving(serving_config)
+        return _output_spec(wanted, features, weights, self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Returns the shapes of the activations.
@@ -276,81 +218,7 @@ class TPUEmbedding(keras.layers.Layer):
           input_shape: In the structure of `feature_config` the shape of each feature,
             with its batch axis.
         """
-        return symbolic.output_shape(self._parts.features, input_shape)
-
-    @property
-    def embedding_tables(self) -> dict[Any, Any]:
-        """The table variables, [vocabulary_size, dim] of TableConfig.dtype.
-
-        Keyed by the TableConfig that the user passed. Builds the layer. Under a TPU
-        strategy the values are not variables, but are read and assigned like
-        variables, outside of graphs.
-        """
-        self._ensure_built()
-        variables = self._parts.tables.variables()
-        return {
-            spec.key: variables[spec.name] for spec in self._parts.features.plan.tables
-        }
-
-    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
-        """Assigns new values to a table and keeps its slots.
-
-        Args:
-          table: A key of `embedding_tables`.
-          embedding_table: [vocabulary_size, dim] of any floating dtype; a bfloat16
-            table takes the nearest values.
-
-        Raises:
-          ValueError: If the layer has no such table, or the shape differs.
-        """
-        tables = self.embedding_tables
-        if table not in tables:
-            raise ValueError(
-                f"The layer has no table for {table!r}. The keys of "
-                "`layer.embedding_tables` are its TableConfig objects."
-            )
-        tables[table].assign(tf.cast(embedding_table, tables[table].dtype))
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns the configuration as JSON.
-
-        Raises:
-          ValueError: If an initializer, a learning rate or another object cannot be
-            serialized by Keras, or features are in a namedtuple.
-        """
-        arguments = self._parts.arguments
-        hint = arguments.embedding_feature
-        return {
-            **super().get_config(),
-            **vars(arguments),
-            "feature_config": serialization.encode_features(
-                arguments.feature_config, arguments.invalid_ids
-            ),
-            "optimizer": serialization.encode_optimizer(
-                arguments.optimizer, "the layer"
-            ),
-            "embedding_feature": None if hint is None else hint.name,
-            "sparse_core_embedding_config": serialization.encode_sparse_core(
-                arguments.sparse_core_embedding_config
-            ),
-            "loss_scale": encode_loss_scale(arguments.loss_scale),
-        }
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> TPUEmbedding:
-        """Creates a layer from `get_config`, with new TableConfig objects."""
-        arguments = dict(config)
-        arguments["feature_config"] = serialization.decode_features(
-            config["feature_config"]
-        )
-        arguments["optimizer"] = serialization.decode_optimizer(config["optimizer"])
-        arguments["loss_scale"] = serialization.decode_object(config["loss_scale"])
-        hint = config["embedding_feature"]
-        arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
-        arguments["sparse_core_embedding_config"] = serialization.decode_sparse_core(
-            config["sparse_core_embedding_config"]
-        )
-        return cls(**arguments)
+        return _output_shape(self._parts.features, input_shape)
 
     def get_build_config(self) -> dict[str, Any] | None:
         """Returns whether the layer is built; a copy may have other input shapes."""
@@ -361,31 +229,6 @@ class TPUEmbedding(keras.layers.Layer):
         del config
         if self._parts.tables.can_build():
             self.build()
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes tables and slots by name, without the placeholder variable."""
-        self._ensure_built()
-        serialization.save_state(self._parts.tables.variables(), store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote.
-
-        Raises:
-          ValueError: If the file lacks a table or slot, or one has another shape.
-        """
-        self._ensure_built()
-        try:
-            serialization.load_state(self.name, self._parts.tables.variables(), store)
-        except ValueError as error:
-            # Keras tries again at other places of the file and shows the last error.
-            if store.keys() or self._refused_load is None:
-                self._refused_load = error
-                raise
-            raise ValueError(
-                f"The file has no other data for the layer {self.name!r}. Its data was "
-                f"refused: {self._refused_load}"
-            ) from error
-        self._refused_load = None
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
@@ -404,72 +247,95 @@ class TPUEmbedding(keras.layers.Layer):
             with keras.name_scope(self.name, caller=self):
                 self.build()
 
-    def _table_keys(self) -> list[Any]:
-        return [spec.key for spec in self._parts.features.plan.tables]
 
-    def _convert(self, serving_config: Any) -> Features:
-        if serving_config is None:
-            return self._parts.features
-        if isinstance(serving_config, serialization.ServingFeatures):
-            serving_config = serving_config.over(self._table_keys())
-        return convert_serving(serving_config, self._parts.features)
+def _output_spec(features: Features, ids: Any, weights: Any, dtype: str) -> Any:
+    """Checks a symbolic call and returns the KerasTensors of its activations.
+
+    Args:
+      features: The features to look up.
+      ids: In the structure of the features KerasTensors or tensors.
+      weights: None, or the same structure; None for features without weights.
+      dtype: Of the activations.
+
+    Raises:
+      TypeError: If a structure is of the wrong type, ids are not integers, or weights
+        are not floating point.
+      ValueError: If an input's kind or shape does not fit its feature, or weights
+        differ in layout from their ids.
+    """
+    plan, structure = features.plan, features.structure
+    shapes = OutputShapes(plan.features)
+    values = structure.flatten("features", ids)
+    flat_weights = structure.flatten_weights(weights)
+    outputs = []
+    for spec, value, weight in zip(plan.features, values, flat_weights, strict=True):
+        kind = _check_ids(spec.path, value)
+        shape = tuple(value.shape)
+        shapes.check_input(spec.index, shape, ragged=kind is InputKind.RAGGED)
+        if weight is not None:
+            _check_weights(spec.path, weight, kind, shape)
+        rows = spec.config.output_shape
+        if rows is None:
+            rows = from_input(spec.path, spec.config, shape)
+        dim = plan.tables[spec.table].config.dim
+        outputs.append(keras.KerasTensor((*rows, dim), dtype=dtype))
+    return structure.pack(outputs)
 
 
-def _check_hints(arguments: _Arguments, topology: distribution.Topology) -> None:
-    """Checks the arguments that describe TPUs."""
-    hint = arguments.embedding_feature
-    if hint is not None and not isinstance(hint, _EmbeddingFeature):
-        raise argument_type("embedding_feature", hint, "None or an EmbeddingFeature")
-    config = arguments.sparse_core_embedding_config
-    if config is not None and not isinstance(config, _SparseCoreConfigs):
-        raise argument_type(
-            "sparse_core_embedding_config",
-            config,
-            "None or a SparseCoreEmbeddingConfig",
+def _output_shape(features: Features, shapes: Any) -> Any:
+    """Returns the shapes of activations for shapes of inputs, in the same structure.
+
+    Raises:
+      TypeError, ValueError: As `_output_spec`, for structures and shapes.
+    """
+    structure = features.structure
+    leaves = structure.flatten("input_shape", shapes, container_leaves=True)
+    inputs = []
+    for spec, leaf in zip(features.plan.features, leaves, strict=True):
+        try:
+            shape = tuple(tf.TensorShape(leaf).as_list())
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`input_shape` must hold the shape of feature {spec.path}, a tuple "
+                f"of int or None. Received: {leaf!r}."
+            ) from error
+        # An input of rank 2 may be ragged, which can fill more output shapes.
+        inputs.append(keras.KerasTensor(shape, "int64", ragged=len(shape) == 2))
+    outputs = _output_spec(features, structure.pack(inputs), None, "float32")
+    flat = structure.flatten("activations", outputs)
+    return structure.pack([tuple(output.shape) for output in flat])
+
+
+def _check_ids(path: str, value: Any) -> InputKind:
+    kind = _kind(value)
+    if kind is None:
+        raise errors.feature_kind(path, value)
+    name = keras.backend.standardize_dtype(value.dtype)
+    if name not in ("int32", "int64"):
+        raise TypeError(
+            f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
+            f'tensor of {name}. Use `keras.Input(shape, dtype="int64")`, also as the '
+            "first layer of a Sequential, which otherwise assumes float32."
         )
-    if hint is not None and not topology.has_feature(hint.name):
-        assert topology.tpu is not None
-        raise ValueError(
-            f"`embedding_feature` is {hint.name}, but the strategy's TPUs are "
-            f"{topology.tpu.generation.name}. Leave it at None: the layer asks the "
-            "strategy."
-        )
+    smallest, largest, allowed = _RANKS[kind]
+    if not smallest <= len(value.shape) <= largest:
+        raise errors.input_rank(path, kind.value, len(value.shape), allowed)
+    return kind
 
 
-def _create_tables(
-    arguments: _Arguments, features: Features, topology: distribution.Topology
-) -> EngineTrainedTables | KerasTrainedTables:
-    pipelined = arguments.pipeline_execution_with_tensor_core
-    if arguments.trainable_tables:
-        for option in ("batch_size", "loss_scale"):
-            value = getattr(arguments, option)
-            if value is not None:
-                raise ValueError(
-                    "With `trainable_tables=True` the tables are ordinary weights, "
-                    f"which do not support `{option}={value!r}`. Leave it at None."
-                )
-    if pipelined and (arguments.trainable_tables or topology.engine != "tpu_v2_v4"):
-        # Evaluation, export, get_weights and callbacks read the tables without a
-        # chance to apply a pending update first; TPU v2 to v4 apply it themselves.
-        logging.log_first_n(
-            logging.WARNING,
-            "tpu_embedding.keras.TPUEmbedding ignores "
-            "`pipeline_execution_with_tensor_core=True` except on TPU v2 to v4: it "
-            "applies each update at once. To pipeline elsewhere, use "
-            "tpu_embedding.TPUEmbedding or TPUEmbeddingV2 in a custom loop.",
-            1,
-        )
-        pipelined = False
-    if arguments.trainable_tables:
-        return KerasTrainedTables(
-            features.plan, topology, check_numerics=arguments.check_numerics
-        )
-    return EngineTrainedTables(
-        features,
-        topology,
-        pipelined=pipelined,
-        batch_size=arguments.batch_size,
-        sparse_core=arguments.sparse_core_embedding_config,
-        loss_scale=arguments.loss_scale,
-        check_numerics=arguments.check_numerics,
-    )
+def _check_weights(path: str, weights: Any, kind: InputKind, shape: Any) -> None:
+    if _kind(weights) is not kind:
+        raise errors.weights_kind(path, _NAMES[kind], weights)
+    name = keras.backend.standardize_dtype(weights.dtype)
+    if not tf.as_dtype(name).is_floating:
+        raise errors.weights_dtype(path, name)
+    if not tf.TensorShape(shape).is_compatible_with(weights.shape):
+        raise errors.weights_shape(path, shape, tuple(weights.shape))
+
+
+def _kind(value: Any) -> InputKind | None:
+    if not isinstance(value, keras.KerasTensor):
+        return kind_of(value)
+    if getattr(value, "ragged", False):
+        return InputKind.RAGGED
+    return InputKind.SPARSE if value.sparse else InputKind.DENSE

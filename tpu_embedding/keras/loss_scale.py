@@ -109,7 +109,7 @@ def unscaled(
 
 def _current(loss_scale: Any) -> tf.Tensor:
     """The scale of this step, a float32 scalar."""
-    value = loss_scale
+    value: Any = loss_scale
     if callable(value) and not isinstance(value, Optimizer):
         value = value()
     if isinstance(value, Optimizer):

@@ -1,0 +1,302 @@
+"""The part of the Keras layer that does not depend on the version of Keras."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding import distribution
+from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.errors import argument_type
+from tpu_embedding.keras import keras3, serialization
+from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
+from tpu_embedding.keras.engine_trained import EngineTrainedTables
+from tpu_embedding.keras.keras_trained import KerasTrainedTables
+from tpu_embedding.keras.loss_scale import (
+    check_loss_scale,
+    encode_loss_scale,
+    loss_scale_missing,
+)
+from tpu_embedding.optimizers.checks import check_flag
+
+_EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
+_SparseCoreConfigs = (
+    SparseCoreEmbeddingConfig,
+    tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arguments:
+    """The constructor's arguments, for `get_config`."""
+
+    feature_config: Any
+    optimizer: Any
+    pipeline_execution_with_tensor_core: bool
+    batch_size: int | None
+    embedding_feature: Any
+    sparse_core_embedding_config: Any
+    trainable_tables: bool
+    loss_scale: Any
+    invalid_ids: str | None
+    check_numerics: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Parts:
+    """The state of the layer in one object: Keras would wrap lists and dicts."""
+
+    arguments: Arguments
+    features: Features
+    tables: EngineTrainedTables | KerasTrainedTables
+
+
+class EmbeddingLayer:
+    """Base of the layer; the other base is the Layer class of a version of Keras.
+
+    Subclasses call `_configure` in the constructor, and `_build_tables` and `_look_up`
+    from the methods of their Layer.
+    """
+
+    name: str
+    built: bool
+    trainable: bool
+    compute_dtype: str
+    _parts: _Parts
+    _refused_load: ValueError | None
+
+    def _configure(self, arguments: Arguments) -> None:
+        check_flag(
+            "pipeline_execution_with_tensor_core",
+            arguments.pipeline_execution_with_tensor_core,
+        )
+        check_flag("trainable_tables", arguments.trainable_tables)
+        check_loss_scale(arguments.loss_scale)
+        topology = distribution.current()
+        _check_hints(arguments, topology)
+        features = convert_features(
+            arguments.feature_config, arguments.optimizer, arguments.invalid_ids
+        )
+        tables = _create_tables(arguments, features, topology)
+        self._parts = _Parts(arguments, features, tables)
+        self._refused_load = None
+
+    def _build_tables(self, input_shape: Any) -> None:
+        arguments, tables = self._parts.arguments, self._parts.tables
+        scaled = keras3.policy_of_scaled_loss(self)
+        if scaled and not arguments.trainable_tables and arguments.loss_scale is None:
+            raise loss_scale_missing(f"Under the dtype policy {scaled!r}")
+        tables.build(self, input_shape)
+        for name, variable in tables.variables().items():
+            keras3.track(self, variable, name)
+
+    def _look_up(self, features: Any, weights: Any, serving_config: Any) -> Any:
+        parts = self._parts
+        wanted = parts.features
+        if serving_config is not None:
+            wanted = self._convert_serving(serving_config)
+        structure = wanted.structure
+        values = structure.flatten("features", features)
+        if keras3.is_tracing_shapes():
+            values = _with_integer_ids(values)
+        flat_weights = structure.flatten_weights(weights)
+        if serving_config is None:
+            activations = parts.tables.look_up(
+                values, flat_weights, trainable=self.trainable
+            )
+        else:
+            activations = parts.tables.serve(
+                wanted.plan, values, flat_weights, trainable=self.trainable
+            )
+        if self.compute_dtype != "float32":
+            activations = [tf.cast(a, self.compute_dtype) for a in activations]
+        return structure.pack(activations)
+
+    def _convert_serving(self, serving_config: Any) -> Features:
+        """Converts a `serving_config`, also one that was encoded for a file."""
+        if isinstance(serving_config, serialization.ServingFeatures):
+            serving_config = serving_config.over(self._table_keys())
+        return convert_serving(serving_config, self._parts.features)
+
+    def _table_keys(self) -> list[Any]:
+        return [spec.key for spec in self._parts.features.plan.tables]
+
+    def _ensure_built(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def embedding_tables(self) -> dict[Any, Any]:
+        """The table variables, [vocabulary_size, dim] of TableConfig.dtype.
+
+        Keyed by the TableConfig that the user passed. Builds the layer. Under a TPU
+        strategy the values are not variables, but are read and assigned like
+        variables, outside of graphs.
+        """
+        self._ensure_built()
+        variables = self._parts.tables.variables()
+        return {
+            spec.key: variables[spec.name] for spec in self._parts.features.plan.tables
+        }
+
+    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
+        """Assigns new values to a table and keeps its slots.
+
+        Args:
+          table: A key of `embedding_tables`.
+          embedding_table: [vocabulary_size, dim] of any floating dtype; a bfloat16
+            table takes the nearest values.
+
+        Raises:
+          ValueError: If the layer has no such table, or the shape differs.
+        """
+        tables = self.embedding_tables
+        if table not in tables:
+            raise ValueError(
+                f"The layer has no table for {table!r}. The keys of "
+                "`layer.embedding_tables` are its TableConfig objects."
+            )
+        tables[table].assign(tf.cast(embedding_table, tables[table].dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration as JSON.
+
+        Raises:
+          ValueError: If an initializer, a learning rate or another object cannot be
+            serialized by Keras, or features are in a namedtuple.
+        """
+        arguments = self._parts.arguments
+        hint = arguments.embedding_feature
+        return {
+            **super().get_config(),  # pyright: ignore[reportAttributeAccessIssue]
+            **vars(arguments),
+            "feature_config": serialization.encode_features(
+                arguments.feature_config, arguments.invalid_ids
+            ),
+            "optimizer": serialization.encode_optimizer(
+                arguments.optimizer, "the layer"
+            ),
+            "embedding_feature": None if hint is None else hint.name,
+            "sparse_core_embedding_config": serialization.encode_sparse_core(
+                arguments.sparse_core_embedding_config
+            ),
+            "loss_scale": encode_loss_scale(arguments.loss_scale),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Creates a layer from `get_config`, with new TableConfig objects."""
+        arguments = dict(config)
+        arguments["feature_config"] = serialization.decode_features(
+            config["feature_config"]
+        )
+        arguments["optimizer"] = serialization.decode_optimizer(config["optimizer"])
+        arguments["loss_scale"] = serialization.decode_object(config["loss_scale"])
+        hint = config["embedding_feature"]
+        arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
+        arguments["sparse_core_embedding_config"] = serialization.decode_sparse_core(
+            config["sparse_core_embedding_config"]
+        )
+        return cls(**arguments)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes tables and slots by name, without the placeholder variable."""
+        self._ensure_built()
+        serialization.save_state(self._parts.tables.variables(), store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what `save_own_variables` wrote.
+
+        Raises:
+          ValueError: If the file lacks a table or slot, or one has another shape.
+        """
+        self._ensure_built()
+        try:
+            serialization.load_state(self.name, self._parts.tables.variables(), store)
+        except ValueError as error:
+            # Keras tries again at other places of the file and shows the last error.
+            if store.keys() or self._refused_load is None:
+                self._refused_load = error
+                raise
+            raise ValueError(
+                f"The file has no other data for the layer {self.name!r}. Its data was "
+                f"refused: {self._refused_load}"
+            ) from error
+        self._refused_load = None
+
+
+def _with_integer_ids(values: Sequence[Any]) -> list[Any]:
+    """Casts the ids of a call that Keras traces for shapes only.
+
+    With several replicas, `fit` and `evaluate` build a model with the mean of the
+    replicas' first batches, in which ids are floating point.
+    """
+    return [
+        tf.cast(value, tf.int64)
+        if tf.is_tensor(value) and value.dtype.is_floating
+        else value
+        for value in values
+    ]
+
+
+def _check_hints(arguments: Arguments, topology: distribution.Topology) -> None:
+    """Checks the arguments that describe TPUs."""
+    hint = arguments.embedding_feature
+    if hint is not None and not isinstance(hint, _EmbeddingFeature):
+        raise argument_type("embedding_feature", hint, "None or an EmbeddingFeature")
+    config = arguments.sparse_core_embedding_config
+    if config is not None and not isinstance(config, _SparseCoreConfigs):
+        raise argument_type(
+            "sparse_core_embedding_config",
+            config,
+            "None or a SparseCoreEmbeddingConfig",
+        )
+    if hint is not None and not topology.has_feature(hint.name):
+        assert topology.tpu is not None
+        raise ValueError(
+            f"`embedding_feature` is {hint.name}, but the strategy's TPUs are "
+            f"{topology.tpu.generation.name}. Leave it at None: the layer asks the "
+            "strategy."
+        )
+
+
+def _create_tables(
+    arguments: Arguments, features: Features, topology: distribution.Topology
+) -> EngineTrainedTables | KerasTrainedTables:
+    pipelined = arguments.pipeline_execution_with_tensor_core
+    if arguments.trainable_tables:
+        for option in ("batch_size", "loss_scale"):
+            value = getattr(arguments, option)
+            if value is not None:
+                raise ValueError(
+                    "With `trainable_tables=True` the tables are ordinary weights, "
+                    f"which do not support `{option}={value!r}`. Leave it at None."
+                )
+    if pipelined and (arguments.trainable_tables or topology.engine != "tpu_v2_v4"):
+        # Evaluation, export, get_weights and callbacks read the tables without a
+        # chance to apply a pending update first; TPU v2 to v4 apply it themselves.
+        logging.log_first_n(
+            logging.WARNING,
+            "tpu_embedding.keras.TPUEmbedding ignores "
+            "`pipeline_execution_with_tensor_core=True` except on TPU v2 to v4: it "
+            "applies each update at once. To pipeline elsewhere, use "
+            "tpu_embedding.TPUEmbedding or TPUEmbeddingV2 in a custom loop.",
+            1,
+        )
+        pipelined = False
+    if arguments.trainable_tables:
+        return KerasTrainedTables(
+            features.plan, topology, check_numerics=arguments.check_numerics
+        )
+    return EngineTrainedTables(
+        features,
+        topology,
+        pipelined=pipelined,
+        batch_size=arguments.batch_size,
+        sparse_core=arguments.sparse_core_embedding_config,
+        loss_scale=arguments.loss_scale,
+        check_numerics=arguments.check_numerics,
+    )
