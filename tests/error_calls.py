@@ -1,4 +1,4 @@
-"""Bad calls and the exact errors that come of them: a part of test_errors.py."""
+"""Bad calls and the exact errors that they raise, for test_errors.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _all(valency: Any, vectors: Any) -> Any:
 
 
 class Thing:
-    """An object that no argument may be."""
+    """An object that is not valid as any argument."""
 
     def __repr__(self) -> str:
         return "Thing()"
@@ -38,16 +38,15 @@ SLOT_NAMED = TableConfig(8, 4, name="a/accumulators")
 OTHER = FeatureConfig(TableConfig(8, 4, name="films"))
 ENGINE_RULES = (
     "Momentum, RMSProp, CenteredRMSProp, Adadelta, ProximalAdagrad, ProximalYogi, "
-    "FrequencyEstimator, MDLAdagradLight"
+    "FrequencyEstimator"
 )
 RAGGED = tf.ragged.constant([[1, 2], []])
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A bad call, and the function of `errors` and the error that it leads to."""
+    """A bad call, and the error that it raises."""
 
-    function: str
     call: Callable[[], Any]
     error: type[Exception]
     text: str
@@ -60,39 +59,33 @@ def _plan(*features: FeatureConfig) -> Any:
 
 CALLS = [
     Case(
-        "argument_value",
         lambda: optimizers.Adagrad(initial_accumulator_value=0.0),
         ValueError,
         "Argument `initial_accumulator_value` must be positive. Received: 0.0.",
     ),
     Case(
-        "argument_value",
         lambda: TableConfig(8, 4, invalid_ids="skip"),
         ValueError,
         "Argument `invalid_ids` must be one of ('error', 'drop', 'mod'). "
         "Received: 'skip'.",
     ),
     Case(
-        "argument_type",
         lambda: optimizers.Adam(lazy_adam=1),  # pyright: ignore[reportArgumentType]
         TypeError,
         "Argument `lazy_adam` must be a bool. Received: 1 of type int.",
     ),
     Case(
-        "argument_int",
         lambda: TableConfig(8, True),
         ValueError,
         "Argument `dim` must be an int >= 1. Received: True of type bool. Convert "
         "other kinds of integers with int(...).",
     ),
     Case(
-        "argument_order",
         lambda: optimizers.SGD(clip_weight_min=1.0, clip_weight_max=0.5),
         ValueError,
         "`clip_weight_min` must not exceed `clip_weight_max`. Received: 1.0 and 0.5.",
     ),
     Case(
-        "learning_rate",
         lambda: optimizers.SGD("0.1"),  # pyright: ignore[reportArgumentType]
         TypeError,
         "Argument `learning_rate` must be a finite number or a callable that returns "
@@ -100,7 +93,6 @@ CALLS = [
         "`lambda: variable`.",
     ),
     Case(
-        "learning_rate_arguments",
         lambda: optimizers.SGD(operator.add),  # pyright: ignore[reportArgumentType]
         TypeError,
         "A callable `learning_rate` takes no argument, or one: the number of updates "
@@ -108,7 +100,6 @@ CALLS = [
         "2. Bind the others with functools.partial or a lambda.",
     ),
     Case(
-        "clip_without_accumulation",
         lambda: optimizers.SGD(clipvalue=0.5, use_gradient_accumulation=False),
         ValueError,
         "`clipvalue` clips the summed gradient of a row, so it cannot be used with "
@@ -116,7 +107,6 @@ CALLS = [
         "at None or `use_gradient_accumulation` at True.",
     ),
     Case(
-        "dense_adam_without_accumulation",
         lambda: optimizers.Adam(lazy_adam=False, use_gradient_accumulation=False),
         ValueError,
         "`lazy_adam=False` updates every row once per step, so it cannot be used with "
@@ -124,47 +114,41 @@ CALLS = [
         "or `lazy_adam` at True.",
     ),
     Case(
-        "combiner",
-        lambda: combiners.adapt("max"),
+        lambda: combiners.convert_combiner("max"),
         ValueError,
-        'Argument `combiner` must be one of "sum", "mean", "sqrtn". Received: \'max\'.',
+        'Argument `combiner` must be one of "sum", "mean", "sqrtn", or a '
+        "CustomCombiner. Received: 'max'.",
     ),
     Case(
-        "dtype",
         lambda: TableConfig(8, 4, dtype="float16"),
         ValueError,
         "Argument `dtype` must be float32 or bfloat16. Received: 'float16'.",
     ),
     Case(
-        "dtype_of_integers",
         lambda: TableConfig(8, 4, dtype="int32"),
         NotImplementedError,
-        "Tables of dtype int32 are not supported by this release. Argument `dtype` "
-        "must be float32 or bfloat16.",
+        "Tables of dtype int32 are not supported. Argument `dtype` must be float32 or "
+        "bfloat16.",
     ),
     Case(
-        "seed_without_rounding",
         lambda: TableConfig(8, 4, rounding_seed=3),
         ValueError,
         "Argument `rounding_seed` is 3, but a table of dtype float32 is not rounded. "
         'Leave it at None, or set `dtype="bfloat16"`.',
     ),
     Case(
-        "feature_table",
         lambda: FeatureConfig("films"),
         ValueError,
         "Argument `table` must be a TableConfig, of this package or of "
-        "tf.tpu.experimental.embedding. Received: 'films' of type str.",
+        "tf.tpu.experimental.embedding. Received: 'films'.",
     ),
     Case(
-        "sequence_with_output_shape",
         lambda: FeatureConfig(TABLE, 3, output_shape=[8], name="recent"),
         ValueError,
         "A feature called 'recent' cannot have both `max_sequence_length` and "
         "`output_shape`. Received: 3 and (8,). Leave one of them at its default.",
     ),
     Case(
-        "reserved_table_name",
         lambda: make_plan(
             ["a", "b"],
             [FeatureConfig(SLOT_OWNER), FeatureConfig(SLOT_NAMED)],
@@ -176,36 +160,31 @@ CALLS = [
         "slot or for the count of updates. Give the table another name.",
     ),
     Case(
-        "no_features",
-        lambda: tf_configs.adapt_features({}),
+        lambda: tf_configs.convert_features({}),
         ValueError,
         "`feature_config` holds no FeatureConfig. Pass one, or a dict, list or tuple "
         "of them.",
     ),
     Case(
-        "not_a_feature_config",
-        lambda: tf_configs.adapt_features({"user": [3]}),
+        lambda: tf_configs.convert_features({"user": [3]}),
         ValueError,
         "Feature user/0: each leaf of `feature_config` must be a FeatureConfig, of "
         "this package or of tf.tpu.experimental.embedding. Received: 3 of type int.",
     ),
     Case(
-        "located",
-        lambda: tf_configs.adapt_features(
+        lambda: tf_configs.convert_features(
             [stock.FeatureConfig(stock.TableConfig(8, 4, name=""))]
         ),
         ValueError,
         "Feature 0: Argument `name` must be None or not empty. Received: ''.",
     ),
     Case(
-        "too_many_rows",
         lambda: _plan(FeatureConfig(TableConfig(2**31, 1, name="ids"))),
         ValueError,
         "Table 'ids' has vocabulary_size=2147483648, but rows are numbered by int32 as "
         "on TPUs: at most 2147483647. Spread the ids over several tables.",
     ),
     Case(
-        "duplicate_table_name",
         lambda: _plan(FEATURE, OTHER),
         ValueError,
         "Two different tables are called 'films': the one of feature f/0 and the one "
@@ -213,8 +192,7 @@ CALLS = [
         "pass the same TableConfig object to share one table.",
     ),
     Case(
-        "unsupported_optimizer",
-        lambda: tf_configs.adapt_optimizer("adagrad"),
+        lambda: tf_configs.convert_optimizer("adagrad"),
         ValueError,
         "Unsupported optimizer for the whole embedding: 'adagrad' of type str. "
         "Supported are SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad, "
@@ -222,48 +200,41 @@ CALLS = [
         "names.",
     ),
     Case(
-        "computed",
         lambda: CustomCombiner(_all, 4).compute(1, np.zeros((4, 2))),
         ValueError,
         f"{_all!r} returned a tensor of shape (4, 2); it must return a float64 tensor "
-        "of shape (2,) there.",
+        "of shape (2,).",
     ),
     Case(
-        "unknown_generation",
         lambda: tpu_generations.generation("v1"),
         ValueError,
         "Unknown TPU generation 'v1'. Known are v2, v3, v4, v5e, v5p, v6e, 7x.",
     ),
     Case(
-        "feature_kind",
         lambda: inputs.to_id_batch("a", THING),
         ValueError,
         "Feature a must be a tf.Tensor, tf.SparseTensor or tf.RaggedTensor. Received: "
         f"Thing() of type {__name__}.Thing.",
     ),
     Case(
-        "weights_kind",
         lambda: inputs.to_id_batch("a", RAGGED, THING),
         ValueError,
         "The weights of feature a must be None or, as the feature itself, a "
         f"tf.RaggedTensor. Received: Thing() of type {__name__}.Thing.",
     ),
     Case(
-        "weights_shape",
         lambda: inputs.to_id_batch("a", tf.constant([1, 2]), tf.constant([1.0])),
         ValueError,
         "The weights of feature a must have the shape of its ids, (2,). Received: "
         "(1,).",
     ),
     Case(
-        "weights_dtype",
         lambda: inputs.to_id_batch("a", RAGGED, RAGGED),
         TypeError,
         "The weights of feature a must be of a floating point dtype. Received: int32. "
         "Convert them with tf.cast.",
     ),
     Case(
-        "input_rank",
         lambda: inputs.to_id_batch("a", tf.constant(1)),
         ValueError,
         "Feature a: the rank of a dense input must be >= 1 and known. Received: rank "

@@ -51,7 +51,7 @@ OPTIMIZERS = [
     ),
     Case(
         optimizers.RowwiseAdagrad,
-        stock.Adagrad,
+        None,
         ({}, {"initial_accumulator_value": 1e-3}),
         ("initial_accumulator_value", 0.3),
     ),
@@ -143,7 +143,6 @@ OPTIMIZERS = [
 # Those that not every table or not every engine can have: values like the others.
 SPECIAL = [
     Case(optimizers.FrequencyEstimator, None, ({},), ("tau", 0.5)),
-    Case(optimizers.MDLAdagradLight, None, ({},), ("mdl_min_weight", 0.5)),
 ]
 STOCK = [case for case in OPTIMIZERS if case.stock]
 

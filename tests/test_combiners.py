@@ -9,7 +9,7 @@ from tpu_embedding import combiners
 
 @pytest.mark.parametrize("combiner", combiners.COMBINERS)
 def test_every_combiner_passes_its_own_check(combiner: str) -> None:
-    combiners.adapt(combiner)
+    combiners.convert_combiner(combiner)
 
 
 @pytest.mark.parametrize("combiner", combiners.COMBINERS)
@@ -21,4 +21,4 @@ def test_tensorflow_and_the_reference_know_every_combiner(combiner: str) -> None
 @pytest.mark.parametrize("combiner", ["", "max", "Mean", None, 0, ["sum"]])
 def test_other_combiners_are_refused(combiner: object) -> None:
     with pytest.raises(ValueError, match="combiner"):
-        combiners.adapt(combiner)
+        combiners.convert_combiner(combiner)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tpu_embedding as te
+from tpu_embedding import keras
 from tpu_embedding.config import (
     FeatureConfig,
     QuantizationConfig,
@@ -219,25 +221,74 @@ def test_quantization_compares_by_value() -> None:
     assert QuantizationConfig(4, 0.0, 1.0) != QuantizationConfig(5, 0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
-        (TableConfig(4, 2), "vocabulary_size"),
-        (FeatureConfig(TableConfig(4, 2)), "table"),
-        (QuantizationConfig(4, 0.0, 1.0), "lower"),
-    ],
-)
-def test_configs_are_frozen(config: Any, field: str) -> None:
+def test_quantization_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, field, 1)
+        QuantizationConfig(4, 0.0, 1.0).lower = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _embeddings(feature: FeatureConfig) -> list[Any]:
+    """One call for each class that is made of configs."""
+    return [
+        lambda: te.TPUEmbedding([feature], te.SGD()),
+        lambda: te.TPUEmbeddingV2([feature], te.SGD()),
+        lambda: te.TPUEmbeddingV0([feature], te.SGD()),
+        lambda: te.TPUEmbeddingForServing([feature], None),
+        lambda: keras.TPUEmbedding([feature], te.SGD()),
+    ]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_configs_can_be_changed_until_an_embedding_is_made(which: int) -> None:
+    feature = FeatureConfig(TableConfig(4, 2))
+    feature.max_sequence_length = 3
+    feature.table = table = TableConfig(4, 2)
+    table.vocabulary_size = 6
+    table.dtype = tf.float32
+    table.name = "films"
+    embedding = _embeddings(feature)[which]()
+    if which == 4:
+        assert embedding([tf.constant([[5, 0, 1, 2]])])[0].shape == (1, 3, 2)
+    with pytest.raises(AttributeError, match="`name` of this TableConfig cannot be"):
+        table.name = "users"
+    with pytest.raises(AttributeError, match=r"dataclasses.replace\(config, table="):
+        feature.table = TableConfig(4, 2)
+    assert table.name == "films"
+    assert table.dtype == "float32"
+    other = dataclasses.replace(table, name="users")
+    other.dim = 3
+    assert (other.name, other.dim, table.dim) == ("users", 3, 2)
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_changed_configs_are_checked_again(which: int) -> None:
+    feature = FeatureConfig(TableConfig(4, 2))
+    feature.table.dim = 0
+    with pytest.raises(ValueError, match="Argument `dim` must be an int >= 1"):
+        _embeddings(feature)[which]()
+    feature.table.dim = 2  # Nothing was made of it yet.
+    feature.max_sequence_length = -1
+    with pytest.raises(ValueError, match="Argument `max_sequence_length`"):
+        _embeddings(feature)[which]()
+    feature.max_sequence_length = 0
+    _embeddings(feature)[which]()
+
+
+def test_functions_leave_configs_changeable() -> None:
+    feature = FeatureConfig(TableConfig(4, 2), name="f", output_shape=[2])
+    rows = {feature.table: tf.zeros([4, 2])}
+    te.serving_embedding_lookup(tf.constant([1, 3]), None, rows, feature)
+    feature.table.name = "films"
 
 
 def test_configs_survive_pickle_and_copy() -> None:
     feature = FeatureConfig(TableConfig(4, 2, name="t"), output_shape=[3, None])
+    feature.freeze()
+    feature.table.freeze()
     for again in (pickle.loads(pickle.dumps(feature)), copy.deepcopy(feature)):
         assert again.output_shape == (3, None)
         assert again.table.name == "t"
         assert again.table is not feature.table
+        again.table.name = again.name = "u"  # No embedding was made of a copy.
 
 
 def test_sparse_core_config_keeps_limits_of_its_own() -> None:

@@ -18,11 +18,11 @@ import tpu_embedding as te
 
 KNOWN = (32, 64, 128)
 ROWS, STEPS = 40, 3
-# The rules that treat columns alike, of tables of any dim.
+# The rules that treat all columns alike.
 CASES = [
     case
     for case in optimizer_cases.OPTIMIZERS
-    if case.cls not in (te.RowwiseAdagrad, te.FrequencyEstimator)
+    if not any(slot.per_row for slot in case.cls().slots)
 ]
 
 

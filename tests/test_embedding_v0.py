@@ -291,11 +291,11 @@ def test_errors() -> None:
 
 
 def test_optimizers_that_a_cpu_cannot_apply() -> None:
-    """Their slots are made all the same; nothing here applies them."""
-    table = te.TableConfig(V, D, name="films")
+    """Their tables and slots are made all the same; nothing here applies them."""
+    table = te.TableConfig(V, 1, name="films")
     for optimizer, slots in (
         (te.SGD(0.1, low_dimensional_packing_status=True), []),
-        (te.MDLAdagradLight(0.1), ["accumulators", "weights", "benefits"]),
+        (te.FrequencyEstimator(weight_exponent=0.5), ["last_hit_step"]),
     ):
         embedding = te.TPUEmbeddingV0([te.FeatureConfig(table)], optimizer)
         assert list(embedding.variables[table]) == ["parameters", *slots]

@@ -124,9 +124,6 @@ def test_bad_common_arguments(
         ("FrequencyEstimator", {"max_delta": 0}, ValueError),
         ("FrequencyEstimator", {"outlier_threshold": 0}, ValueError),
         ("FrequencyEstimator", {"weight_exponent": "1"}, TypeError),
-        ("MDLAdagradLight", {"initial_accumulator_value": 0}, ValueError),
-        ("MDLAdagradLight", {"l2": NAN}, ValueError),
-        ("MDLAdagradLight", {"mdl_regularize": 1}, TypeError),
     ],
     ids=str,
 )

@@ -72,17 +72,6 @@ def test_duplicate_names_are_refused(features: dict[str, FeatureConfig]) -> None
         _plan(features)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", object(), optimizers.SGD])
-def test_unsupported_optimizers_are_refused_with_table_and_path(
-    optimizer: Any,
-) -> None:
-    where = r"for table 'films' \(feature a\)"
-    with pytest.raises(ValueError, match=where):
-        _plan({"a": _feature(optimizer=optimizer, name="films")})
-    with pytest.raises(ValueError, match=where):
-        _plan({"a": _feature(name="films")}, optimizer)
-
-
 def test_paths_and_features_must_agree() -> None:
     feature = _feature()
     with pytest.raises(ValueError, match="zip"):

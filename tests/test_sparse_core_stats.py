@@ -16,7 +16,7 @@ from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
 from tpu_embedding.preprocessing import HOST_OPS_VARIABLE, partition, statistics
 from tpu_embedding.testing import library as software_tpu
-from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
+from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
 STOCK = tf.tpu.experimental.embedding
 CHIPS, CORES = 2, 4
@@ -66,9 +66,9 @@ def counted(batch: Any, layouts: dict[str, Any]) -> dict[str, dict[tuple, dict]]
 
 
 def plan_of(configuration: dict[str, Any]) -> Plan:
-    adapted = adapt_features(configuration, None)
+    converted = convert_features(configuration, None)
     return make_plan(
-        adapted.paths, adapted.features, adapted.keys, adapt_optimizer(te.SGD())
+        converted.paths, converted.features, converted.keys, convert_optimizer(te.SGD())
     )
 
 

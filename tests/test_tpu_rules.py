@@ -39,6 +39,7 @@ def test_every_rule_that_tensorflow_can_load_is_there() -> None:
         for name in dir(tf.raw_ops)
         if name.startswith(prefix) and name.endswith(suffix)
     }
+    loaded.remove("MDLAdagradLight")  # Its update rule is not published.
     assert {cls.tpu.ops for cls in RULES if cls.tpu} == loaded
 
 

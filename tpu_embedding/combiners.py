@@ -1,4 +1,4 @@
-"""How the rows that one sample names become one activation.
+"""How the rows of one sample are combined into one activation.
 
 With weights w_1..w_k (1 where none are given), entry j of a sample has the gain
   sum: w_j    mean: w_j / sum(w)    sqrtn: w_j / sqrt(sum(w^2)).
@@ -19,33 +19,34 @@ COMBINERS: tuple[str, ...] = ("sum", "mean", "sqrtn")
 
 @dataclasses.dataclass(frozen=True)
 class CustomCombiner:
-    """A function of the rows that one sample names.
+    """A combiner that is the user's function of the rows of one sample.
 
       combiner_computation(valency, vectors) -> activation
       combiner_computation(valency, vectors, weights) -> activation, if num_weights > 0
 
-    `valency` is the number of ids of the sample, an int32 scalar; `vectors` are their
-    rows in the order of the input, each times its weight, float32 [max_valency, D], and
-    zeros after them; `weights` are float32 [num_weights], trained by SGD; the
-    activation is float32 [D]. The function is called for all samples at once where that
-    is faster, so that it must be a pure function of TensorFlow ops; it must stand
-    samples without ids. For TPUEmbeddingV2 only. Arguments, their order and defaults
-    are those of tf.tpu.experimental.embedding.CustomCombiner.
+    `valency` is the number of ids of the sample, an int32 scalar. `vectors` are the
+    rows of these ids in input order, each multiplied by its weight, float32
+    [max_valency, D], padded with zeros. `weights` are float32 [num_weights], trained by
+    SGD. The activation is float32 [D]. The function must be a pure function of
+    TensorFlow ops (engines may call it once for all samples, vectorized) and must
+    accept samples without ids. Only TPUEmbeddingV2 supports it. Arguments, their order
+    and defaults are those of tf.tpu.experimental.embedding.CustomCombiner.
 
     >>> CustomCombiner(lambda valency, vectors: vectors[0], max_valency=4).num_weights
     0
 
     Attributes:
       combiner_computation: The function.
-      max_valency: The most ids that a sample may have.
-      num_weights: How many weights it has, of each table that it is given to.
+      max_valency: The largest number of ids of a sample.
+      num_weights: The number of weights, for each table that uses the combiner.
       initializer: A callable of (shape, dtype) for the weights.
-      combiner_weights_learning_rate: Theirs: a number, or a callable of
-        nothing, called by apply_gradients.
+      combiner_weights_learning_rate: Learning rate of the weights: a number, or a
+        callable without arguments that apply_gradients calls.
 
     Raises:
-      ValueError: If a number is out of range, or `initializer` is missing.
-      TypeError: If what is to be called cannot be.
+      ValueError: If a number is out of range.
+      TypeError: If a number or a callable is of the wrong type, or `initializer` is
+        missing.
     """
 
     NAME: ClassVar[str] = "custom_combiner_variables"
@@ -69,47 +70,46 @@ class CustomCombiner:
             if not callable(value) and not (optional and value is None):
                 raise errors.argument_type(argument, value, "a callable")
         rate = self.combiner_weights_learning_rate
-        if not callable(rate):
-            _check_rate("combiner_weights_learning_rate", rate)
+        if callable(rate):
+            return
+        argument = "combiner_weights_learning_rate"
+        if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
+            raise errors.argument_type(argument, rate, "a number or a callable")
+        if not math.isfinite(rate):
+            raise errors.argument_value(argument, rate, "finite")
 
     def compute(
         self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
     ) -> Any:
-        """The activation of one sample.
+        """Calls the user's function for one sample.
 
         Args:
           valency: int32 scalar.
           vectors: [max_valency, D].
           *weights: [num_weights], if there are any.
-          table: Whose sample it is, for errors.
+          table: Name of the table, for errors.
+
+        Returns:
+          The activation, [D].
 
         Raises:
-          ValueError: If the user's function returns another shape.
-          TypeError: If it returns what is no tensor, or one of another dtype.
+          ValueError: If the function returns another shape.
+          TypeError: If it returns a value that is not a tensor of the vectors' dtype.
         """
-        found = self.combiner_computation(valency, vectors, *weights)
+        activation = self.combiner_computation(valency, vectors, *weights)
         wanted = (vectors.shape[1:], vectors.dtype)
-        error = errors.computed(self.combiner_computation, found, wanted, table)
-        if error is not None:
-            raise error
-        return found
+        errors.check_returned(self.combiner_computation, activation, wanted, table)
+        return activation
 
 
-def _check_rate(argument: str, rate: Any) -> None:
-    if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
-        raise errors.argument_type(argument, rate, "a number or a callable")
-    if not math.isfinite(rate):
-        raise errors.argument_value(argument, rate, "finite")
+def convert_combiner(combiner: Any) -> Any:
+    """Converts TensorFlow's CustomCombiner; returns other combiners unchanged.
 
-
-def adapt(combiner: Any) -> Any:
-    """TensorFlow's CustomCombiner as one of ours, anything else as it is.
-
-    It is known by its attribute `combiner_computation`: this module imports no
-    TensorFlow.
+    TensorFlow's class is recognized by its attribute `combiner_computation`, because
+    this module does not import TensorFlow.
 
     Raises:
-      ValueError: If it is none of `COMBINERS` and no CustomCombiner.
+      ValueError: If `combiner` is neither in `COMBINERS` nor a CustomCombiner.
     """
     if isinstance(combiner, CustomCombiner):
         return combiner
@@ -123,5 +123,8 @@ def adapt(combiner: Any) -> Any:
             combiner.combiner_weights_learning_rate,
         )
     if not isinstance(combiner, str) or combiner not in COMBINERS:
-        raise errors.combiner(combiner)
+        allowed = ", ".join(f'"{name}"' for name in COMBINERS)
+        raise errors.argument_value(
+            "combiner", combiner, f"one of {allowed}, or a CustomCombiner"
+        )
     return combiner

@@ -1,4 +1,8 @@
-"""Tables and features as the user describes them: frozen, checked at birth."""
+"""The configuration classes of tables and features.
+
+A TableConfig or FeatureConfig is checked when it is made, and again when an embedding
+or layer is made of it; from then on it cannot be changed.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,42 @@ from tpu_embedding import combiners, errors
 
 INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
 
-# What tables may be stored as.
+# The dtypes in which tables can be stored.
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
-_MOST_SEED = 2**63 - 1
+_MAX_SEED = 2**63 - 1
+
+
+class _ChangeableUntilUsed:
+    """Base of configs that can be changed until an embedding or layer uses them."""
+
+    def freeze(self) -> None:
+        """Forbids further changes."""
+        self.__dict__["_frozen"] = True
+
+    def check_again(self) -> None:
+        """Checks the attributes as the constructor does: they may have changed."""
+        if "_frozen" not in self.__dict__:
+            self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Checks the attributes and brings them into one form."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_frozen" in self.__dict__:
+            cls = type(self).__name__
+            raise AttributeError(
+                f"`{name}` of this {cls} cannot be changed to {value!r}: an embedding "
+                f"or layer was made of the {cls}. Change it before, or make a new one "
+                f"with dataclasses.replace(config, {name}=...)."
+            )
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No embedding was made of a copy, so a copy can be changed.
+        state = dict(self.__dict__)
+        state.pop("_frozen", None)
+        return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +61,12 @@ class QuantizationConfig:
       x = clip(x, lower, upper);  h = (upper - lower) / (num_buckets - 1)
       x = floor((x - lower) / h + 0.5) * h + lower
 
-    The stored table stays as it is, and gradients pass unchanged.
+    The stored table does not change, and gradients pass through unchanged.
 
     Attributes:
-      num_buckets: Number of different values that are left, at least 2.
-      lower: The smallest of them.
-      upper: The largest of them.
+      num_buckets: Number of different values, at least 2.
+      lower: The smallest value.
+      upper: The largest value.
     """
 
     num_buckets: int
@@ -50,14 +87,15 @@ class QuantizationConfig:
             raise errors.argument_value("upper", self.upper, f"above {self.lower!r}")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TableConfig:
+@dataclasses.dataclass(eq=False)
+class TableConfig(_ChangeableUntilUsed):
     """One embedding table of shape [vocabulary_size, dim].
 
     Tables compare by identity: two equal configurations are two tables, and
-    features that hold the same object share one. Arguments, their order and
-    defaults are those of tf.tpu.experimental.embedding.TableConfig, and
-    `invalid_ids` and `rounding_seed`.
+    features that hold the same object share one table. The attributes can be changed
+    until an embedding or layer is made of the table. Arguments, their order and
+    defaults are those of tf.tpu.experimental.embedding.TableConfig, plus `invalid_ids`
+    and `rounding_seed`.
 
     >>> TableConfig(1000, 16, combiner="sum", name="films").dtype
     'float32'
@@ -67,25 +105,27 @@ class TableConfig:
       dim: Number of columns D.
       initializer: A callable of (shape, dtype) that returns the whole table, or
         None: truncated normal, mean 0, standard deviation 1 / sqrt(dim).
-      optimizer: Goes before the optimizer of the whole embedding. Not checked
-        here: the Keras layer takes names and Keras optimizers too.
+      optimizer: Overrides the optimizer of the whole embedding. It is not checked
+        here, because the Keras layer also accepts names and Keras optimizers.
       combiner: "mean", "sum" or "sqrtn", or a CustomCombiner of this package or of
         tf.tpu.experimental.embedding.
       name: A unique name, or None for "table_0", "table_1", ...
       quantization_config: A QuantizationConfig, or None.
       layout: How a TPU stores the table, or None.
-      dtype: What the rows are stored as: "float32" or "bfloat16", or a dtype object of
-        that name. Slots, sums and activations are float32 with either.
-      invalid_ids: What an id below 0 or not below V does: "error" fails the call
-        and changes nothing; "drop" treats the entry as absent; "mod" takes the id
-        modulo V.
-      rounding_seed: Of the random numbers by which the updates of a bfloat16 table are
-        rounded, an int from 0 to 2**63 - 1; None takes it from the table's name. See
+      dtype: The dtype of the stored rows: "float32" or "bfloat16", or a dtype object
+        of that name. Slots, sums and activations are always float32.
+      invalid_ids: The policy for ids below 0 or not below V: "error" fails the call
+        and changes nothing, "drop" ignores the entry, "mod" uses the id modulo V.
+      rounding_seed: Seed of the random numbers that round the updates of a bfloat16
+        table, an int from 0 to 2**63 - 1; None derives it from the table's name. See
         docs/semantics.md.
 
     Raises:
-      ValueError: If an argument is not as above.
+      ValueError: If a value is not allowed.
+      TypeError: If `name`, `rounding_seed` or `quantization_config` is of the wrong
+        type.
       NotImplementedError: For the dtype int32.
+      AttributeError: On assignment, once an embedding or layer was made of the table.
     """
 
     vocabulary_size: int
@@ -113,32 +153,30 @@ class TableConfig:
             )
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)
-        # Frozen from here on; what may come in several forms is kept in one.
-        object.__setattr__(self, "combiner", combiners.adapt(self.combiner))
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        self.combiner = combiners.convert_combiner(self.combiner)
+        self.dtype = _dtype_name(self.dtype)
         _check_seed(self.rounding_seed, self.dtype)
-        object.__setattr__(
-            self, "quantization_config", _quantization(self.quantization_config)
-        )
+        self.quantization_config = _quantization(self.quantization_config)
 
     @property
     def custom_combiner(self) -> combiners.CustomCombiner | None:
-        """The combiner, where it is a CustomCombiner."""
+        """The combiner if it is a CustomCombiner, else None."""
         custom = isinstance(self.combiner, combiners.CustomCombiner)
         return self.combiner if custom else None
 
     @property
     def entry_combiner(self) -> str:
-        """What makes the gains of entries: "sum" where a CustomCombiner combines."""
+        """The combiner that gives the gains of entries: "sum" for a CustomCombiner."""
         return self.combiner if self.custom_combiner is None else "sum"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class FeatureConfig:
+@dataclasses.dataclass(eq=False)
+class FeatureConfig(_ChangeableUntilUsed):
     """One feature: a table to look up, and the shape of the result.
 
-    Features compare by identity. Arguments, their order and defaults are those
-    of tf.tpu.experimental.embedding.FeatureConfig.
+    Features compare by identity. The attributes can be changed until an embedding or
+    layer is made of the feature. Arguments, their order and defaults are those of
+    tf.tpu.experimental.embedding.FeatureConfig.
 
     >>> table = TableConfig(1000, 16)
     >>> FeatureConfig(table, output_shape=[8, 2]).output_shape
@@ -147,18 +185,19 @@ class FeatureConfig:
     Attributes:
       table: A TableConfig, of this package or of tf.tpu.experimental.embedding.
       max_sequence_length: L > 0 gives activations [B, L, D], one position for each
-        entry, cut or padded with zeros. 0 combines the entries.
-      validate_weights_and_indices: Kept for TensorFlow's sake; ids are always
-        checked and empty samples are zeros.
+        entry, truncated or padded with zeros. 0 combines the entries.
+      validate_weights_and_indices: Accepted for compatibility with TensorFlow and
+        ignored: ids are always checked, and samples without ids are zeros.
       output_shape: Shape of the activations without D, for each replica; None
         takes it from build() or from the input. Kept as a tuple whose unknown
         axes are None.
       name: A name for messages and for SparseCore, or None.
 
     Raises:
-      ValueError: If an argument is not as above, or if `max_sequence_length` comes
-        together with `output_shape`.
+      ValueError: If a value is not allowed, or if both `max_sequence_length` and
+        `output_shape` are set.
       TypeError: If `output_shape` or `name` is of the wrong type.
+      AttributeError: On assignment, once an embedding or layer was made of the feature.
     """
 
     table: Any
@@ -170,7 +209,11 @@ class FeatureConfig:
     def __post_init__(self) -> None:
         table, length = self.table, self.max_sequence_length
         if not all(hasattr(table, a) for a in ("vocabulary_size", "dim", "combiner")):
-            raise errors.feature_table(table)
+            raise errors.argument_value(
+                "table",
+                table,
+                "a TableConfig, of this package or of tf.tpu.experimental.embedding",
+            )
         if not _is_int(length) or length < 0:
             raise errors.argument_int("max_sequence_length", length, smallest=0)
         if not isinstance(self.validate_weights_and_indices, bool):
@@ -180,48 +223,52 @@ class FeatureConfig:
                 "a bool",
             )
         _check_name(self.name)
-        shape = _shape(self.output_shape)
-        object.__setattr__(self, "output_shape", shape)
-        if length and shape is not None:
-            raise errors.sequence_with_output_shape(self.name, length, shape)
+        self.output_shape = _shape(self.output_shape)
+        if length and self.output_shape is not None:
+            called = f" called {self.name!r}" if self.name else ""
+            raise ValueError(
+                f"A feature{called} cannot have both `max_sequence_length` and "
+                f"`output_shape`. Received: {length} and {self.output_shape}. Leave "
+                "one of them at its default."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseCoreEmbeddingConfig:
-    """How TPUEmbeddingV2 lays tables and batches out for SparseCores.
+    """How TPUEmbeddingV2 lays out tables and batches for SparseCores.
 
     Fields, their order and defaults are those of
-    tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig, and
-    `stock_feature_counts` and `minibatching`. The limits concern the buffers of a TPU
-    (or of the software TPU); the host engine has no such buffers and keeps every id.
+    tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig, plus
+    `stock_feature_counts`, `minibatching` and `shard_loads`. The limits concern the
+    buffers of a TPU (or of the software TPU); the host engine has no such buffers and
+    keeps every id.
 
     >>> SparseCoreEmbeddingConfig(max_ids_per_table={"films": 512}).allow_id_dropping
     False
 
     Attributes:
       disable_table_stacking: Each table is a stack of its own.
-      max_ids_per_chip_per_sample: Times the samples of a stack it is the size of a
-        device's buffer of ids, a positive int.
-      max_ids_per_table: By name of the stack: how many ids one SparseCore may ask
-        another for in one step; 256 for stacks that are not named.
-      max_unique_ids_per_table: The same of different ids.
-      allow_id_dropping: Drop the ids that the buffer has no room for instead of
-        failing.
-      initialize_tables_on_host: Make the initial values on the host rather than on
+      max_ids_per_chip_per_sample: Capacity of the per-device id buffer, in ids per
+        sample of a stack; at least 1.
+      max_ids_per_table: For each stack name, the number of ids that one SparseCore may
+        request from another SparseCore in one step; 256 for stacks without an entry.
+      max_unique_ids_per_table: The same limit for distinct ids.
+      allow_id_dropping: Drop the ids that exceed a limit instead of failing.
+      initialize_tables_on_host: Create the initial values on the host instead of on
         the TPU.
-      enable_fast_table_initialization: Fill a whole stack by the initializer of its
-        first table, on the TPU. Other numbers than those of docs/semantics.md.
-      stock_feature_counts: Count samples as TensorFlow's own TPUEmbeddingV2 does,
-        which sees only the first feature of all: for checkpoints that it wrote.
-      minibatching: Cut a batch that is beyond the limits of a table into minibatches,
-        up to 64, instead of failing. All replicas must be cut alike, so that with
-        several of them only lookups inside strategy.run can do it.
-      shard_loads: By name of the table how many ids are asked for whose remainder by
-        the number of all SparseCores is 0, 1, ..., in any unit, as a profile has it
+      enable_fast_table_initialization: Initialize a whole stack with the initializer of
+        its first table, on the TPU. The values differ from those of docs/semantics.md.
+      stock_feature_counts: Count samples as TensorFlow's TPUEmbeddingV2 does, which
+        counts only the first feature of a stack: for checkpoints that it wrote.
+      minibatching: Split a batch that exceeds the limits of a table into minibatches,
+        up to 64, instead of failing. All replicas must split alike, so with several
+        replicas only lookups inside strategy.run support it.
+      shard_loads: For each table name, the number of ids, in any unit, whose remainder
+        modulo the number of all SparseCores is 0, 1, ..., as a profile reports it
         (`estimator.EmbeddingProfiler.shard_loads`). The tables of a stack are then
-        turned so that no SparseCore has much more to do than the others, which
-        TensorFlow's stacker cannot; checkpoints are laid out by it. The host engine
-        has no shards.
+        rotated so that the SparseCores share the load evenly, which TensorFlow's
+        stacker cannot do. The rotation changes the layout of checkpoints. The host
+        engine ignores it.
 
     Raises:
       TypeError: If a field is of the wrong type.
@@ -270,12 +317,12 @@ def check_invalid_ids(value: object) -> None:
 
 
 def _is_int(value: object) -> bool:
-    # As in TensorFlow, NumPy's integers are refused; a bool is one by mistake.
+    # As in TensorFlow, NumPy's integers are not accepted; a bool would be a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _limits(argument: str, limits: object) -> dict[str, int]:
-    """A copy: the user may change his own dict later."""
+    """Copies the limits: the user may change the dict later."""
     if not isinstance(limits, Mapping) or not all(isinstance(k, str) for k in limits):
         raise errors.argument_type(argument, limits, "a dict by stack name or None")
     for name, limit in limits.items():
@@ -315,9 +362,12 @@ def _dtype_name(dtype: Any) -> str:
     # tf.float32 and np.dtype have a `name`; np.float32 is a class.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
     if name == "int32":
-        raise errors.dtype_of_integers(name)
+        raise NotImplementedError(
+            "Tables of dtype int32 are not supported. Argument `dtype` must be float32 "
+            "or bfloat16."
+        )
     if name not in DTYPES:
-        raise errors.dtype(dtype)
+        raise errors.argument_value("dtype", dtype, "float32 or bfloat16")
     return name
 
 
@@ -326,14 +376,17 @@ def _check_seed(seed: object, dtype: str) -> None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise errors.argument_type("rounding_seed", seed, "an int or None")
-    if not 0 <= seed <= _MOST_SEED:
+    if not 0 <= seed <= _MAX_SEED:
         raise errors.argument_value("rounding_seed", seed, "from 0 to 2**63 - 1")
     if dtype != "bfloat16":
-        raise errors.seed_without_rounding(seed, dtype)
+        raise ValueError(
+            f"Argument `rounding_seed` is {seed}, but a table of dtype {dtype} is not "
+            'rounded. Leave it at None, or set `dtype="bfloat16"`.'
+        )
 
 
 def _quantization(value: Any) -> QuantizationConfig | None:
-    """Ours as it is; TensorFlow's, which has the same attributes, as ours."""
+    """Converts TensorFlow's QuantizationConfig, which has the same attributes."""
     if value is None or isinstance(value, QuantizationConfig):
         return value
     if not all(hasattr(value, a) for a in ("num_buckets", "lower", "upper")):
@@ -344,7 +397,7 @@ def _quantization(value: Any) -> QuantizationConfig | None:
 
 
 def _shape(shape: Any) -> tuple[int | None, ...] | None:
-    """A shape as a tuple; None, as TensorShape(None), where the rank is unknown."""
+    """A shape as a tuple; None, as for TensorShape(None), if the rank is unknown."""
     if shape is None or getattr(shape, "rank", 0) is None:
         return None
     if hasattr(shape, "as_list"):

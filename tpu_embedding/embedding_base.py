@@ -27,9 +27,10 @@ from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tf_configs import (
-    adapt_features,
-    adapt_optimizer,
     check_batch_size,
+    convert_features,
+    convert_optimizer,
+    freeze_configs,
 )
 
 # The methods trace fine as they are; converting them would only cost time.
@@ -362,16 +363,17 @@ class NestedEmbedding(EmbeddingBase):
         Raises:
           The errors of TPUEmbedding and TPUEmbeddingV2.
         """
-        adapted = adapt_features(feature_config, options.invalid_ids)
+        converted = convert_features(feature_config, options.invalid_ids)
         self._structure = Structure(feature_config)
         plan = make_plan(
-            adapted.paths,
-            adapted.features,
-            adapted.keys,
-            adapt_optimizer(optimizer),
+            converted.paths,
+            converted.features,
+            converted.keys,
+            convert_optimizer(optimizer),
             custom=custom,
         )
         super().__init__(plan, options, public_class)
+        freeze_configs(feature_config)
 
     @property
     def structure(self) -> Structure:

@@ -28,7 +28,7 @@ from tpu_embedding.layout.table_arrays import (
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
+from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 
 class TPUEmbeddingV0(RestoresLayouts):
@@ -88,16 +88,20 @@ class TPUEmbeddingV0(RestoresLayouts):
         """
         if not isinstance(check_numerics, bool):
             raise errors.argument_type("check_numerics", check_numerics, "a bool")
-        adapted = adapt_features(feature_config, invalid_ids)
+        converted = convert_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
         self._plan: Plan = make_plan(
-            adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
+            converted.paths,
+            converted.features,
+            converted.keys,
+            convert_optimizer(optimizer),
         )
         refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
         self._check_numerics = check_numerics
         self._topology = distribution.without_engine()
         self._variables: dict[str, dict[str, Any]] = {}
+        freeze_configs(feature_config)
 
     @do_not_convert
     def build(self) -> None:

@@ -25,7 +25,7 @@ from tpu_embedding.layout.partitioning import (
 )
 from tpu_embedding.layout.stacking import Layout, layout_fields
 from tpu_embedding.preprocessing import statistics
-from tpu_embedding.tf_configs import adapt_sparse_core
+from tpu_embedding.tf_configs import convert_sparse_core
 
 # The module makes its classes when it is imported; type checkers cannot know them.
 _SparseCoreTableLayout: Any = vars(sparse_core_layout_pb2)["SparseCoreTableLayout"]
@@ -112,7 +112,7 @@ class TPUEmbeddingV2(NestedEmbedding):
             pipeline_execution_with_tensor_core,
             invalid_ids,
             check_numerics,
-            adapt_sparse_core(sparse_core_embedding_config),
+            convert_sparse_core(sparse_core_embedding_config),
         )
         super().__init__(
             feature_config, optimizer, options, "TPUEmbeddingV2", custom=True
@@ -332,7 +332,7 @@ class TPUEmbeddingV2(NestedEmbedding):
             feature_config,
             statistics.Hardware(num_tpu_chips, num_sc_per_chip),
             optimizer,
-            adapt_sparse_core(sparse_core_embedding_config),
+            convert_sparse_core(sparse_core_embedding_config),
         )
 
     @property

@@ -1,9 +1,6 @@
-# length: all messages stand in one place, and every function is a few lines.
-"""The wording of every error that a user can meet.
+"""Errors that several modules raise; other errors are worded where they are raised.
 
-One small function per message. Each returns the exception, so that the line
-which raises it reads `raise errors.no_features()`. Errors that depend on values
-inside tensors (ids, weights) are TensorFlow's own and are worded in the ops.
+Each function returns the exception: `raise errors.argument_type(...)`.
 """
 
 from __future__ import annotations
@@ -11,17 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_COMBINERS = '"sum", "mean", "sqrtn"'
-
 
 def type_name(value: object) -> str:
-    """The class as an import writes it, built-in ones without their module."""
+    """The qualified name of the class; a built-in class has no module prefix."""
     cls = type(value)
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     return f"{module}{cls.__qualname__}"
-
-
-# Arguments of the configuration classes.
 
 
 def quoted(names: Iterable[object]) -> str:
@@ -43,183 +35,51 @@ def argument_type(argument: str, value: object, allowed: str) -> TypeError:
 
 
 def argument_int(argument: str, value: object, smallest: int) -> ValueError:
-    """A size that is no int, or too small. TensorFlow has ValueError for both."""
+    """A size that is not an int or too small; TensorFlow raises ValueError for both."""
     return ValueError(
         f"Argument `{argument}` must be an int >= {smallest}. Received: {value!r} "
         f"of type {type_name(value)}. Convert other kinds of integers with int(...)."
     )
 
 
-def argument_order(lower: str, upper: str, limits: tuple[Any, Any]) -> ValueError:
-    """A lower limit above the upper one."""
-    return ValueError(
-        f"`{lower}` must not exceed `{upper}`. Received: {limits[0]!r} and "
-        f"{limits[1]!r}."
-    )
-
-
-def learning_rate(value: object) -> TypeError:
-    """A learning rate that is neither a number nor a callable."""
-    return TypeError(
-        "Argument `learning_rate` must be a finite number or a callable that returns "
-        f"one. Received: {value!r} of type {type_name(value)}. For a rate held in a "
-        "variable pass `lambda: variable`."
-    )
-
-
-def learning_rate_arguments(value: object, count: int) -> TypeError:
-    """A learning rate callable that needs more than one argument."""
-    return TypeError(
-        "A callable `learning_rate` takes no argument, or one: the number of updates "
-        f"already applied to the table. Received: {value!r}, which needs {count}. "
-        "Bind the others with functools.partial or a lambda."
-    )
-
-
-def clip_without_accumulation(clipvalue: object) -> ValueError:
-    """Gradient clipping needs the summed gradient."""
-    return ValueError(
-        "`clipvalue` clips the summed gradient of a row, so it cannot be used with "
-        f"`use_gradient_accumulation=False`. Received: clipvalue={clipvalue!r}. Leave "
-        "`clipvalue` at None or `use_gradient_accumulation` at True."
-    )
-
-
-def dense_adam_without_accumulation() -> ValueError:
-    """Adam over all rows needs the summed gradient."""
-    return ValueError(
-        "`lazy_adam=False` updates every row once per step, so it cannot be used with "
-        "`use_gradient_accumulation=False`. Leave `use_gradient_accumulation` at True "
-        "or `lazy_adam` at True."
-    )
-
-
-def combiner(value: object) -> ValueError:
-    """A combiner that does not exist."""
-    return ValueError(
-        f"Argument `combiner` must be one of {_COMBINERS}. Received: {value!r}."
-    )
-
-
-def computed(
-    function: object, got: Any, wanted: Any, table: str | None = None
-) -> Exception | None:
-    """What a function of the user's returned, where it may not; else None.
+def check_returned(
+    function: object, value: Any, wanted: Any, table: str | None = None
+) -> None:
+    """Checks the tensor that a user's function returned.
 
     Args:
       function: The function.
-      got: What it returned.
-      wanted: (shape, dtype) of what it should.
-      table: Whose function it is, where that is known.
+      value: What it returned.
+      wanted: (shape, dtype) that it must return.
+      table: Name of the function's table, if known.
+
+    Raises:
+      TypeError: If `value` is not a tensor, or has another dtype.
+      ValueError: If its shape differs or is unknown.
     """
     where = f"{function!r}" if table is None else f"Table {table!r}: {function!r}"
-    shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", None)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     wanted_shape, wanted_dtype = tuple(wanted[0]), _dtype_name(wanted[1])
-    must = f"it must return a {wanted_dtype} tensor of shape {wanted_shape} there."
+    must = f"it must return a {wanted_dtype} tensor of shape {wanted_shape}."
     if shape is None or dtype is None:
-        return TypeError(f"{where} returned {got!r} of type {type_name(got)}; {must}")
+        raise TypeError(
+            f"{where} returned {value!r} of type {type_name(value)}; {must}"
+        )
     if getattr(shape, "rank", 0) is None:
-        return ValueError(
+        raise ValueError(
             f"{where} returned a tensor of unknown rank; {must} Use tf.ensure_shape."
         )
     if tuple(shape) != wanted_shape:
-        return ValueError(f"{where} returned a tensor of shape {tuple(shape)}; {must}")
+        raise ValueError(f"{where} returned a tensor of shape {tuple(shape)}; {must}")
     if _dtype_name(dtype) != wanted_dtype:
-        return TypeError(
+        raise TypeError(
             f"{where} returned a tensor of {_dtype_name(dtype)}; {must} Use tf.cast."
         )
-    return None
 
 
 def _dtype_name(dtype: Any) -> str:
     """NumPy's name of a dtype of NumPy or TensorFlow."""
     return str(getattr(dtype, "name", dtype))
-
-
-def dtype(value: object) -> ValueError:
-    """A table dtype that no release will know."""
-    return ValueError(
-        f"Argument `dtype` must be float32 or bfloat16. Received: {value!r}."
-    )
-
-
-def dtype_of_integers(name: str) -> NotImplementedError:
-    """A table dtype that is legal elsewhere but not built here."""
-    return NotImplementedError(
-        f"Tables of dtype {name} are not supported by this release. Argument `dtype` "
-        "must be float32 or bfloat16."
-    )
-
-
-def seed_without_rounding(seed: int, dtype: str) -> ValueError:
-    """A `rounding_seed` that nothing would use."""
-    return ValueError(
-        f"Argument `rounding_seed` is {seed}, but a table of dtype {dtype} is not "
-        'rounded. Leave it at None, or set `dtype="bfloat16"`.'
-    )
-
-
-def feature_table(value: object) -> ValueError:
-    """FeatureConfig with something else than a table."""
-    return ValueError(
-        f"Argument `table` must be a TableConfig, of this package or of "
-        f"tf.tpu.experimental.embedding. Received: {value!r} of type "
-        f"{type_name(value)}."
-    )
-
-
-def sequence_with_output_shape(
-    feature: str | None, max_sequence_length: int, output_shape: object
-) -> ValueError:
-    """Two options that both say what the output looks like."""
-    called = f" called {feature!r}" if feature else ""
-    return ValueError(
-        f"A feature{called} cannot have both `max_sequence_length` and `output_shape`. "
-        f"Received: {max_sequence_length} and {output_shape}. Leave one of them at "
-        "its default."
-    )
-
-
-# The feature configuration as a whole.
-
-
-def no_features() -> ValueError:
-    """An empty feature configuration."""
-    return ValueError(
-        "`feature_config` holds no FeatureConfig. Pass one, or a dict, list or tuple "
-        "of them."
-    )
-
-
-def not_a_feature_config(path: str, value: object) -> ValueError:
-    """A leaf of the feature configuration of the wrong kind."""
-    return ValueError(
-        f"Feature {path}: each leaf of `feature_config` must be a FeatureConfig, of "
-        "this package or of tf.tpu.experimental.embedding. Received: "
-        f"{value!r} of type {type_name(value)}."
-    )
-
-
-def located(path: str, error: Exception) -> Exception:
-    """The same error, with the feature in whose configuration it arose."""
-    return type(error)(f"Feature {path}: {error}")
-
-
-def too_many_rows(name: str, rows: int, most: int) -> ValueError:
-    """A table whose rows int32 cannot number."""
-    return ValueError(
-        f"Table {name!r} has vocabulary_size={rows}, but rows are numbered by int32 as "
-        f"on TPUs: at most {most}. Spread the ids over several tables."
-    )
-
-
-def duplicate_table_name(name: str, first: str, second: str) -> ValueError:
-    """Two tables, one name."""
-    return ValueError(
-        f"Two different tables are called {name!r}: the one of feature {first} and "
-        f"the one of feature {second}. Table names must be unique. Give them different "
-        "names, or pass the same TableConfig object to share one table."
-    )
 
 
 def rate_shape(
@@ -229,25 +89,6 @@ def rate_shape(
     return ValueError(
         f"A callable `{argument}` must return a scalar. {rate!r} returned shape "
         f"{shape}."
-    )
-
-
-def reserved_table_name(name: str) -> ValueError:
-    """A table name that stands for something else in checkpoints."""
-    return ValueError(
-        f"A table cannot be called {name!r}: checkpoints use this name for a slot or "
-        "for the count of updates. Give the table another name."
-    )
-
-
-def unsupported_optimizer(
-    where: str, optimizer: object, supported: Iterable[str]
-) -> ValueError:
-    """An optimizer of a class that embeddings do not have."""
-    return ValueError(
-        f"Unsupported optimizer for {where}: {optimizer!r} of type "
-        f"{type_name(optimizer)}. Supported are {', '.join(supported)}, and those "
-        "of tf.tpu.experimental.embedding with the same names."
     )
 
 
@@ -427,16 +268,6 @@ def unknown_device(device: object, known: Sequence[str]) -> ValueError:
         "Argument `device` of enqueue must name a TPU device of the strategy, with its "
         f"number: {', '.join(known[:8])}{more}. Received: {device!r}. Leave it at None "
         "to enqueue the batches of all replicas."
-    )
-
-
-def too_many_arguments(extra: object) -> TypeError:
-    """More positional arguments than either order of the constructor takes."""
-    return TypeError(
-        "TPUEmbedding takes (feature_config, optimizer, "
-        "pipeline_execution_with_tensor_core), or with an int as second argument "
-        "(feature_config, batch_size, optimizer, pipeline_execution_with_tensor_core, "
-        f"initialize_tpu_embedding). Also received: {extra!r}."
     )
 
 

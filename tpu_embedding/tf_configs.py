@@ -1,7 +1,7 @@
-"""Takes the configuration objects of tf.tpu.experimental.embedding.
+"""Converts the configuration objects of tf.tpu.experimental.embedding.
 
-Every option is carried or refused by name; none is dropped. Objects of this
-package pass through as they are.
+Every option is converted or raises an error that names it; none is ignored. Objects of
+this package are returned unchanged.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tpu_embedding.config import (
 )
 from tpu_embedding.nest_utils import flatten_with_paths
 
-_stock = tf.tpu.experimental.embedding
-# Of an optimizer and what it belongs to, for errors.
+_tf = tf.tpu.experimental.embedding
+# Takes an optimizer and, for errors, where it was given.
 OptimizerConverter = Callable[[Any, str], optimizers.Optimizer | None]
 
-# TensorFlow's class -> ours. Exact classes: a subclass may have another rule.
+# TensorFlow's class -> ours. Exact classes: a subclass may have another update rule.
 _OPTIMIZERS: dict[type, Callable[..., optimizers.Optimizer]] = {
-    _stock.SGD: optimizers.SGD,
-    _stock.Adagrad: optimizers.Adagrad,
-    _stock.AdagradMomentum: optimizers.AdagradMomentum,
-    _stock.FTRL: optimizers.FTRL,
-    _stock.Adam: optimizers.Adam,
+    _tf.SGD: optimizers.SGD,
+    _tf.Adagrad: optimizers.Adagrad,
+    _tf.AdagradMomentum: optimizers.AdagradMomentum,
+    _tf.FTRL: optimizers.FTRL,
+    _tf.Adam: optimizers.Adam,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptedFeatures:
-    """A feature configuration, flat and in our own classes.
+class ConvertedFeatures:
+    """A feature configuration, flattened and in the classes of this package.
 
     Attributes:
-      paths: Where each feature stands in the user's structure, e.g. "user/0".
+      paths: The place of each feature in the user's structure, such as "user/0".
       features: The features in the order of tf.nest.flatten. Features that shared
         a table share one TableConfig.
       keys: For each TableConfig in `features`, the object that the user passed.
@@ -53,13 +53,13 @@ class AdaptedFeatures:
 
 @dataclasses.dataclass(frozen=True)
 class ConstructorArguments:
-    """Arguments of TPUEmbedding that TensorFlow 2.3 had in another order.
+    """Arguments of TPUEmbedding whose order differed in TensorFlow 2.3.
 
     Attributes:
-      optimizer: The second argument now, the third then.
-      pipelined: The third now, the fourth then.
-      batch_size: A keyword now, the second then.
-      initialize: A keyword now, the fifth then.
+      optimizer: The second argument; the third in TensorFlow 2.3.
+      pipelined: The third argument; the fourth in TensorFlow 2.3.
+      batch_size: A keyword; the second argument in TensorFlow 2.3.
+      initialize: A keyword; the fifth argument in TensorFlow 2.3.
     """
 
     optimizer: Any
@@ -68,21 +68,20 @@ class ConstructorArguments:
     initialize: Any
 
     def in_order(self, older: Sequence[Any]) -> ConstructorArguments:
-        """Undoes the order of TensorFlow 2.3, which an int as optimizer betrays.
+        """Accepts the TF 2.3 argument order, detected by an int as second argument.
 
         Args:
           older: Positional arguments beyond the third.
 
         Raises:
           TypeError: If there are too many, or one is of the wrong type.
-          ValueError: If the batch size is no int >= 1.
+          ValueError: If the batch size is not an int >= 1.
         """
-        arguments = self
+        arguments, extra = self, tuple(older)
         if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
-            if len(older) > 2:
-                raise errors.too_many_arguments(older[2:])
+            older, extra = extra[:2], extra[2:]
             if self.batch_size is not None:
-                raise errors.too_many_arguments([f"batch_size={self.batch_size}"])
+                extra = (*extra, f"batch_size={self.batch_size}")
             pipelined, initialize = (*older, *(False, self.initialize)[len(older) :])
             arguments = ConstructorArguments(
                 optimizer=self.pipelined,
@@ -90,8 +89,14 @@ class ConstructorArguments:
                 batch_size=self.optimizer,
                 initialize=initialize,
             )
-        elif older:
-            raise errors.too_many_arguments(older)
+        if extra:
+            raise TypeError(
+                "TPUEmbedding takes (feature_config, optimizer, "
+                "pipeline_execution_with_tensor_core), or with an int as second "
+                "argument (feature_config, batch_size, optimizer, "
+                "pipeline_execution_with_tensor_core, initialize_tpu_embedding). Also "
+                f"received: {extra!r}."
+            )
         arguments._check()
         return arguments
 
@@ -111,110 +116,142 @@ def check_batch_size(argument: str, size: Any) -> None:
         raise errors.argument_int(argument, size, smallest=1)
 
 
-def adapt_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:
-    """Ours as it is, TensorFlow's as one of ours, None as the defaults.
+def convert_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:
+    """Converts TensorFlow's SparseCoreEmbeddingConfig; None gives the defaults.
 
     Raises:
-      TypeError: If it is something else.
+      TypeError: If it is of another class.
     """
     if config is None:
         return SparseCoreEmbeddingConfig()
     if isinstance(config, SparseCoreEmbeddingConfig):
         return config
-    if type(config) is not _stock.SparseCoreEmbeddingConfig:
+    if type(config) is not _tf.SparseCoreEmbeddingConfig:
         raise errors.argument_type(
             "sparse_core_embedding_config", config, "a SparseCoreEmbeddingConfig"
         )
     return SparseCoreEmbeddingConfig(**vars(config))
 
 
-def adapt_optimizer(
+def convert_optimizer(
     optimizer: Any, where: str = "the whole embedding"
 ) -> optimizers.Optimizer | None:
-    """Returns an optimizer, TensorFlow's or ours, as one of ours.
+    """Converts TensorFlow's optimizer.
 
     Args:
-      optimizer: An optimizer or None.
-      where: What it belongs to, for the message.
+      optimizer: An optimizer of TensorFlow or of this package, or None.
+      where: Where the optimizer was given, for the error.
 
     Raises:
       ValueError: If it is of another class.
     """
     if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
         return optimizer
-    if type(optimizer) is _stock.CustomOptimizer:
-        return _adapt_custom(optimizer)
+    if type(optimizer) is _tf.CustomOptimizer:
+        # TensorFlow has methods, not attributes, for names and initializers of slots.
+        return optimizers.CustomOptimizer(
+            optimizer.custom_computation,
+            learning_rate=optimizer.learning_rate,
+            slot_names=optimizer._slot_names(),
+            slot_initializers=optimizer._slot_initializers(),
+            hyperparameters=optimizer.hyperparameters,
+            slot_dims=getattr(optimizer, "slot_dims", None) or None,
+        )
     ours = _OPTIMIZERS.get(type(optimizer))
     if ours is None:
-        raise errors.unsupported_optimizer(where, optimizer, optimizers.OPTIMIZERS)
-    # Both sides call their options the same, but TensorFlow keeps no `clipvalue`.
+        raise ValueError(
+            f"Unsupported optimizer for {where}: {optimizer!r} of type "
+            f"{errors.type_name(optimizer)}. Supported are "
+            f"{', '.join(optimizers.OPTIMIZERS)}, and those of "
+            "tf.tpu.experimental.embedding with the same names."
+        )
+    # The options have the same names in both classes, except that TensorFlow keeps
+    # two limits instead of `clipvalue`.
     options = {
         field.name: getattr(optimizer, field.name)
         for field in dataclasses.fields(ours)  # pyright: ignore[reportArgumentType]
         if field.name != "clipvalue"
     }
-    return ours(clipvalue=_clipvalue(optimizer), **options)
+    lower, upper = optimizer.clip_gradient_min, optimizer.clip_gradient_max
+    clipvalue: optimizers.ClipValue | None = (lower, upper)
+    if lower is None and upper is None:
+        clipvalue = None
+    elif lower is not None and upper is not None and lower == -upper:
+        clipvalue = upper
+    return ours(clipvalue=clipvalue, **options)
 
 
-def _adapt_custom(optimizer: Any) -> optimizers.CustomOptimizer:
-    # The names and initializers of its slots are told by methods alone.
-    return optimizers.CustomOptimizer(
-        optimizer.custom_computation,
-        learning_rate=optimizer.learning_rate,
-        slot_names=optimizer._slot_names(),
-        slot_initializers=optimizer._slot_initializers(),
-        hyperparameters=optimizer.hyperparameters,
-        slot_dims=getattr(optimizer, "slot_dims", None) or None,
-    )
-
-
-def adapt_features(
+def convert_features(
     feature_config: Any,
     invalid_ids: str | None = None,
-    convert: OptimizerConverter = adapt_optimizer,
-) -> AdaptedFeatures:
-    """Flattens a feature configuration and turns it into our own classes.
+    convert: OptimizerConverter = convert_optimizer,
+) -> ConvertedFeatures:
+    """Flattens a feature configuration and converts TensorFlow's objects in it.
 
     Args:
       feature_config: A FeatureConfig, or a nested dict, list, tuple or namedtuple
-        of them, TensorFlow's and ours in any mix.
-      invalid_ids: The rule for TensorFlow's own tables, which have none; None
-        means "error". A table of ours keeps its own.
-      convert: Converts the optimizer of a table, as `adapt_optimizer` does.
+        of FeatureConfigs of TensorFlow or of this package, in any mix.
+      invalid_ids: The policy for TensorFlow's tables, which have none; None
+        means "error". A table of this package keeps its own policy.
+      convert: Converts the optimizer of a table.
 
     Raises:
-      ValueError: If it holds no feature or something else than features, or an
-        option is wrong; the text names the path.
-      NotImplementedError: If it holds an option that this release lacks.
+      ValueError: If it holds no feature or an object that is not a feature, or an
+        option is wrong; the message names the path.
+      NotImplementedError: If it holds an option that is not supported.
     """
     if invalid_ids is not None:
         check_invalid_ids(invalid_ids)
     paths = []
     features = []
-    tables: dict[Any, TableConfig] = {}  # By the object that the user passed.
+    tables: dict[Any, TableConfig] = {}  # Keys are the objects that the user passed.
     for path, leaf in flatten_with_paths(feature_config):
-        if not isinstance(leaf, (FeatureConfig, _stock.FeatureConfig)):
-            raise errors.not_a_feature_config(path, leaf)
+        if not isinstance(leaf, (FeatureConfig, _tf.FeatureConfig)):
+            raise ValueError(
+                f"Feature {path}: each leaf of `feature_config` must be a "
+                "FeatureConfig, of this package or of tf.tpu.experimental.embedding. "
+                f"Received: {leaf!r} of type {errors.type_name(leaf)}."
+            )
         try:
             if leaf.table not in tables:
-                tables[leaf.table] = _adapt_table(leaf.table, invalid_ids, convert)
-            features.append(_adapt_feature(leaf, tables[leaf.table]))
+                tables[leaf.table] = _convert_table(leaf.table, invalid_ids, convert)
+            features.append(_convert_feature(leaf, tables[leaf.table]))
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise errors.located(path, error) from error
+            raise type(error)(f"Feature {path}: {error}") from error
         paths.append(path)
     if not features:
-        raise errors.no_features()
+        raise ValueError(
+            "`feature_config` holds no FeatureConfig. Pass one, or a dict, list or "
+            "tuple of them."
+        )
     keys = {ours: passed for passed, ours in tables.items()}
-    return AdaptedFeatures(tuple(paths), tuple(features), keys)
+    return ConvertedFeatures(tuple(paths), tuple(features), keys)
 
 
-def _adapt_table(
+def freeze_configs(feature_config: Any) -> None:
+    """Forbids changes of the configs: an embedding or layer has been made of them.
+
+    TensorFlow's configs can still be changed; the embedding has copies of them.
+    """
+    for _, leaf in flatten_with_paths(feature_config):
+        for config in (leaf, leaf.table):
+            if isinstance(config, (FeatureConfig, TableConfig)):
+                config.freeze()
+
+
+def _convert_table(
     table: Any, invalid_ids: str | None, convert: OptimizerConverter
 ) -> TableConfig:
-    if not isinstance(table, (TableConfig, _stock.TableConfig)):
-        raise errors.feature_table(table)
-    optimizer = convert(table.optimizer, _describe(table))
+    if not isinstance(table, (TableConfig, _tf.TableConfig)):
+        raise errors.argument_value(
+            "table",
+            table,
+            "a TableConfig, of this package or of tf.tpu.experimental.embedding",
+        )
+    where = f"table {table.name!r}" if table.name else "an unnamed table"
+    optimizer = convert(table.optimizer, where)
     if isinstance(table, TableConfig):
+        table.check_again()
         if optimizer is table.optimizer:
             return table
         return dataclasses.replace(table, optimizer=optimizer)
@@ -232,8 +269,9 @@ def _adapt_table(
     )
 
 
-def _adapt_feature(feature: Any, table: TableConfig) -> FeatureConfig:
+def _convert_feature(feature: Any, table: TableConfig) -> FeatureConfig:
     if isinstance(feature, FeatureConfig):
+        feature.check_again()
         if feature.table is table:
             return feature
         return dataclasses.replace(feature, table=table)
@@ -244,16 +282,3 @@ def _adapt_feature(feature: Any, table: TableConfig) -> FeatureConfig:
         output_shape=feature.output_shape,
         name=feature.name,
     )
-
-
-def _clipvalue(optimizer: Any) -> optimizers.ClipValue | None:
-    lower, upper = optimizer.clip_gradient_min, optimizer.clip_gradient_max
-    if lower is None and upper is None:
-        return None
-    if lower is not None and upper is not None and lower == -upper:
-        return upper
-    return (lower, upper)
-
-
-def _describe(table: Any) -> str:
-    return f"table {table.name!r}" if table.name else "an unnamed table"

@@ -12,19 +12,7 @@
 
 #include "check.h"
 #include "core/lookup.h"
-#include "core/optimizers/adadelta.h"
-#include "core/optimizers/adagrad.h"
-#include "core/optimizers/adagrad_momentum.h"
-#include "core/optimizers/adam.h"
-#include "core/optimizers/centered_rms_prop.h"
-#include "core/optimizers/frequency_estimator.h"
-#include "core/optimizers/ftrl.h"
-#include "core/optimizers/momentum.h"
-#include "core/optimizers/proximal_adagrad.h"
-#include "core/optimizers/proximal_yogi.h"
-#include "core/optimizers/rms_prop.h"
-#include "core/optimizers/rowwise_adagrad.h"
-#include "core/optimizers/sgd.h"
+#include "core/optimizers/all.h"
 #include "core/row_groups.h"
 #include "core/update-inl.h"
 
@@ -216,6 +204,13 @@ void TestBits(const std::vector<float>& hyperparameters, int64_t dim) {
   }
 }
 
+// 0.5 is a valid value of most hyperparameters; as a flag it means true.
+template <class... Rules>
+void TestAllRules(RuleList<Rules...>, int64_t dim) {
+  (TestBits<Rules>(std::vector<float>(Rules::kNumHyperparameters, 0.5f), dim),
+   ...);
+}
+
 // The frame around the rule, against loops that read like docs/semantics.md.
 void TestFrame(int64_t dim, Gains gains) {
   const RuleArguments arguments{{}, 0.1f};
@@ -252,18 +247,12 @@ int main() {
       TestLookup(dim, gains);
       TestFrame(dim, gains);
     }
-    TestBits<Sgd>({}, dim);
-    TestBits<Adagrad>({}, dim);
-    TestBits<RowwiseAdagrad>({}, dim);
-    TestBits<AdagradMomentum>({0.9f, 1, 2, 0.9f, 0.1f, 1e-10f}, dim);
-    TestBits<Ftrl>({-0.5f, 0.1f, 0.1f, 0.1f, 0, 0}, dim);
-    TestBits<Adam>({0.9f, 0.1f, 0.99f, 0.01f, 1e-7f, 1}, dim);
-    TestBits<Momentum>({0.9f, 1}, dim);
-    TestBits<RmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
-    TestBits<CenteredRmsProp>({0.9f, 0.1f, 0.5f, 1e-3f}, dim);
-    TestBits<Adadelta>({0.9f, 0.1f, 1e-3f}, dim);
-    TestBits<ProximalAdagrad>({0.1f, 0.2f}, dim);
-    TestBits<ProximalYogi>({0.9f, 0.1f, 0.01f, 1e-3f, 0.1f, 0.2f}, dim);
-    TestBits<FrequencyEstimator>({0.1f, 0.9f, 9, 2}, dim);
+    TestAllRules(AllRules(), dim);
+    // These numbers take other branches: square roots instead of powers, and no
+    // Nesterov momentum.
+    TestBits<AdagradMomentum>({0.9f, 0, 2, 0.9f, 1e-10f}, dim);
+    TestBits<Ftrl>({-0.5f, 0.1f, 0.1f, 0.1f, 1}, dim);
+    TestBits<Adam>({0.9f, 0.99f, 1e-7f, 0}, dim);
+    TestBits<Momentum>({0.9f, 0}, dim);
   }
 }

@@ -97,11 +97,7 @@ def rounded_twin(dims: tuple[int, ...], optimizer: Any, **more: Any) -> RoundedT
     return RoundedTwin(tables, features, optimizer, seeds={}, **more)
 
 
-# The others share all their code with these but the rule itself, which knows no dtype.
-RULES = [case for case in optimizer_cases.OPTIMIZERS if case.stock is not None]
-
-
-@pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", optimizer_cases.OPTIMIZERS, ids=lambda case: case.name)
 def test_rule(case: Any, rng: np.random.Generator) -> None:
     options = {**case.options[-1], "learning_rate": RATE}
     twin = rounded_twin(DIMS, case.cls(**options))

@@ -187,6 +187,11 @@ def _decay(arguments: dict[str, Any], row: np.ndarray, rate: float) -> np.ndarra
 # Each rule writes to the row T [D] and to the row's slots.
 
 
+def _one_minus(share: float) -> float:
+    """Formed in float32 from a float32 share, as section 4 says."""
+    return float(np.float32(1) - np.float32(share))
+
+
 def _sgd(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
     del h, slots
     for d in range(len(t)):
@@ -218,7 +223,7 @@ def _adagrad_momentum(
     a, m = slots
     k, b2, e, mu = h["exponent"], h["beta2"], h["epsilon"], h["momentum"]
     for d in range(len(t)):
-        a[d] = a[d] + g[d] ** 2 if b2 == 1 else b2 * a[d] + (1 - b2) * g[d] ** 2
+        a[d] = a[d] + g[d] ** 2 if b2 == 1 else b2 * a[d] + _one_minus(b2) * g[d] ** 2
         p = g[d] * (a[d] + e) ** (-1 / k)
         m[d] = mu * m[d] + p
         u = mu * m[d] + p if h["use_nesterov"] else m[d]
@@ -263,8 +268,8 @@ def _adam(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None
     m, v = slots
     b1, b2, eps = h["beta_1"], h["beta_2"], h["epsilon"]
     for d in range(len(t)):
-        m[d] = b1 * m[d] + (1 - b1) * g[d]
-        v[d] = b2 * v[d] + (1 - b2) * g[d] ** 2
+        m[d] = b1 * m[d] + _one_minus(b1) * g[d]
+        v[d] = b2 * v[d] + _one_minus(b2) * g[d] ** 2
         if h["sum_inside_sqrt"]:
             t[d] -= lr * m[d] / np.sqrt(v[d] + eps**2)
         else:
@@ -283,7 +288,7 @@ def _rms_prop(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> 
     ms, mom = slots
     rho = h["rho"]
     for d in range(len(t)):
-        ms[d] = rho * ms[d] + (1 - rho) * g[d] ** 2
+        ms[d] = rho * ms[d] + _one_minus(rho) * g[d] ** 2
         mom[d] = h["momentum"] * mom[d] + lr * g[d] / np.sqrt(ms[d] + h["epsilon"])
         t[d] -= mom[d]
 
@@ -294,8 +299,8 @@ def _centered_rms_prop(
     ms, mom, mg = slots
     rho = h["rho"]
     for d in range(len(t)):
-        ms[d] = rho * ms[d] + (1 - rho) * g[d] ** 2
-        mg[d] = rho * mg[d] + (1 - rho) * g[d]
+        ms[d] = rho * ms[d] + _one_minus(rho) * g[d] ** 2
+        mg[d] = rho * mg[d] + _one_minus(rho) * g[d]
         variance = ms[d] - mg[d] ** 2
         mom[d] = h["momentum"] * mom[d] + lr * g[d] / np.sqrt(variance + h["epsilon"])
         t[d] -= mom[d]
@@ -305,9 +310,9 @@ def _adadelta(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> 
     a, u = slots
     rho, eps = h["rho"], h["epsilon"]
     for d in range(len(t)):
-        a[d] = rho * a[d] + (1 - rho) * g[d] ** 2
+        a[d] = rho * a[d] + _one_minus(rho) * g[d] ** 2
         step = np.sqrt((u[d] + eps) / (a[d] + eps)) * g[d]
-        u[d] = rho * u[d] + (1 - rho) * step**2
+        u[d] = rho * u[d] + _one_minus(rho) * step**2
         t[d] -= lr * step
 
 
@@ -334,8 +339,8 @@ def _proximal_yogi(
     v, m = slots
     b1, b2 = h["beta_1"], h["beta_2"]
     for d in range(len(t)):
-        m[d] = b1 * m[d] + (1 - b1) * g[d]
-        v[d] -= (1 - b2) * np.sign(v[d] - g[d] ** 2) * g[d] ** 2
+        m[d] = b1 * m[d] + _one_minus(b1) * g[d]
+        v[d] -= _one_minus(b2) * np.sign(v[d] - g[d] ** 2) * g[d] ** 2
         c = lr / (np.sqrt(v[d]) + h["epsilon"])
         t[d] = _nearest(h, t[d] - c * m[d], c)
 
@@ -347,7 +352,7 @@ def _frequency_estimator(
     (last,) = slots
     delta = min(step - last[0], h["max_delta"])
     outlier = delta >= h["outlier_threshold"] * t[0]
-    t[0] = delta if outlier else (1 - h["tau"]) * t[0] + h["tau"] * delta
+    t[0] = delta if outlier else _one_minus(h["tau"]) * t[0] + h["tau"] * delta
     last[0] = step
 
 

@@ -8,6 +8,7 @@ they are checked here by what the combiner makes of them, and in test_preprocess
 from __future__ import annotations
 
 import pathlib
+import types
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from sparse_core.custom_models import feature
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding import keras as keras_layer
+from tpu_embedding.engines.sparse_core.custom import functions_of
+from tpu_embedding.layout.plan import make_plan
 
 EPSILON = float(np.finfo(np.float32).eps)
 # Sums of up to 16 terms, twice, the combiner's three products and the rule.
@@ -289,3 +292,26 @@ def test_minibatches_beside_a_combiner_are_refused() -> None:
             te.SGD(0.1),
             sparse_core_embedding_config=config,
         )
+
+
+def test_a_rule_gets_scalars_where_a_tpu_passes_rows() -> None:
+    """TensorFlow's kernels for TPUs pass the rate and hyperparameters as [1, D]."""
+    seen = []
+
+    def rule(gradient, table, slots, rate, hyperparameters) -> Any:
+        seen.append([number.shape.as_list() for number in (rate, *hyperparameters)])
+        return table - tf.fill([1, 3], rate) * hyperparameters[0] * gradient
+
+    table = te.TableConfig(
+        4, 3, optimizer=te.CustomOptimizer(rule, 0.1, None, None, [2])
+    )
+    plan = make_plan(
+        ["f"], [te.FeatureConfig(table)], {table: table}, None, custom=True
+    )
+    stack: Any = types.SimpleNamespace(tables=[0], width=8)
+    traced = functions_of(plan, stack).rule
+    assert seen == [[[], []]]
+    ones = tf.ones([1, 8])
+    for number in (tf.constant, lambda x: tf.fill([1, 8], x)):
+        (row,) = traced(ones, ones, number(0.25), number(2.0))
+        assert row.numpy().tolist() == [[0.5] * 3 + [1.0] * 5]

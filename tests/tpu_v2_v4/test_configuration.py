@@ -14,16 +14,19 @@ from tpu_embedding import distribution
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import make_plan
-from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
+from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
 _Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]
 
 
 def own_proto(case: Case, **options: Any) -> Any:
     features, optimizer = case.make()
-    adapted = adapt_features(features, None)
+    converted = convert_features(features, None)
     plan = make_plan(
-        adapted.paths, adapted.features, adapted.keys, adapt_optimizer(optimizer)
+        converted.paths,
+        converted.features,
+        converted.keys,
+        convert_optimizer(optimizer),
     )
     shapes = OutputShapes(plan.features)
     shapes.declare_inputs(flat_shapes(features, case.shapes), "build()")

@@ -108,41 +108,6 @@ def test_a_rate_of_zero_for_ftrl(multiply: bool) -> None:
     assert bad.tolist() == [False, not multiply, False, not multiply]
 
 
-def test_a_rule_that_is_not_published(tmp_path: pathlib.Path) -> None:
-    """The software TPU cannot know it: it keeps the slots and looks up."""
-    strategy = SoftwareTPUStrategy("v4", 2)
-
-    def make() -> te.TPUEmbedding:
-        strategy.initialize_tpu_system()
-        with strategy.scope():
-            table = te.TableConfig(4, 2, te.RowIdInitializer(), name="films")
-            embedding = te.TPUEmbedding(te.FeatureConfig(table), te.MDLAdagradLight())
-            embedding.build(2)
-        return embedding
-
-    embedding = make()
-    with pytest.raises(tf.errors.UnimplementedError) as caught:
-        embedding.enqueue(tf.constant([1, 3]))
-    assert (
-        "Table films: the software TPU cannot train with the optimizer "
-        "mdl_adagrad_light, whose rule is not published. It keeps its slots and looks "
-        "up for inference."
-    ) in str(caught.value)
-    embedding.enqueue(tf.constant([1, 3]), training=False)
-    for found in strategy.run(embedding.dequeue).values:
-        assert found.numpy()[:, 0].tolist() == [1, 3]
-    rows = embedding.checkpoint_rows()["films"]
-    assert list(rows) == ["parameters", "accumulators", "weights", "benefits"]
-    for number, values in enumerate(rows.values()):
-        values.write(0, np.full((4, 2), number, np.float32))
-    embedding.load_checkpoint_rows()
-    path = checkpoint.save(embedding, str(tmp_path / "saved"))
-    again = make()
-    checkpoint.restore(again, path)
-    for number, values in enumerate(again.checkpoint_rows()["films"].values()):
-        assert (values.numpy() == number).all()
-
-
 def test_an_option_that_is_not_published() -> None:
     strategy = SoftwareTPUStrategy("v4", 1)
     with strategy.scope():

@@ -20,7 +20,6 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.optimizers import Optimizer
-from tpu_embedding.optimizers.errors import unpublished_rule
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:
@@ -28,7 +27,7 @@ def refuse_tpu_options(engine: str, plan: Plan) -> None:
 
     Raises:
       NotImplementedError: If a table has an option that describes how a TPU stores it,
-        or an optimizer whose rule, or an option of it, is known to TPUs only.
+        or an option of its optimizer is known to TPUs only.
     """
     refuse_layouts(engine, plan)
     for table in plan.tables:
@@ -50,9 +49,6 @@ def refuse_layouts(engine: str, plan: Plan) -> None:
 
 
 def _refuse_optimizer(engine: str, where: str, optimizer: Optimizer) -> None:
-    if optimizer.host_values is None:
-        name = type(optimizer).__name__
-        raise unpublished_rule(name, f"{engine} engine to {where}")
     for option, carried in optimizer.host_values.items():
         value = getattr(optimizer, option)
         if value != carried:

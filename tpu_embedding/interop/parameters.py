@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tpu_embedding import errors
-from tpu_embedding.optimizers import checks
+from tpu_embedding.optimizers.base import is_number
 
 
 class OptimizationParameters:
@@ -68,7 +68,7 @@ class OptimizationParameters:
         """Names and values of arguments, each after a check that it is a number."""
         for argument in arguments:
             value: Any = getattr(self, argument)
-            if not checks.is_number(value):
+            if not is_number(value):
                 raise errors.argument_type(argument, value, "a number")
             yield argument, value
 

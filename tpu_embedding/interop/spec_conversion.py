@@ -21,7 +21,7 @@ from tpu_embedding.interop import columns, optimizer_conversion
 from tpu_embedding.interop import table_config as v1
 from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
-from tpu_embedding.optimizers.frequency_estimator import updates_so_far
+from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 
 _MULTIPLIER = "experimental_gradient_multiplier_fn"
 

@@ -21,7 +21,7 @@ from tpu_embedding.keras.loss_scale import (
     encode_loss_scale,
     loss_scale_missing,
 )
-from tpu_embedding.optimizers.checks import check_flag
+from tpu_embedding.optimizers.base import check_flag
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 _SparseCoreConfigs = (

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from tpu_embedding import optimizers as rules
+from tpu_embedding import tf_configs
 from tpu_embedding.keras.optimizers import is_keras_optimizer, translate_keras_optimizer
 from tpu_embedding.layout.plan import FeatureSpec, Plan, make_plan
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
 
 _OPTIMIZERS_BY_NAME = {
     "sgd": rules.SGD,
@@ -43,9 +43,12 @@ def convert_features(
       ValueError: If the configuration is wrong, or an optimizer cannot be converted.
       NotImplementedError: If the configuration has an unsupported option.
     """
-    converted = adapt_features(feature_config, invalid_ids, convert_optimizer)
+    converted = tf_configs.convert_features(
+        feature_config, invalid_ids, convert_optimizer
+    )
     fallback = convert_optimizer(optimizer, "the whole embedding")
     plan = make_plan(converted.paths, converted.features, converted.keys, fallback)
+    tf_configs.freeze_configs(feature_config)
     return Features(Structure(feature_config), plan, fallback)
 
 
@@ -57,7 +60,9 @@ def convert_serving(serving_config: Any, layer: Features) -> Features:
         wrong.
     """
     # A TableConfig of the layer may have an optimizer that only the layer converts.
-    converted = adapt_features(serving_config, None, lambda optimizer, where: None)
+    converted = tf_configs.convert_features(
+        serving_config, None, lambda optimizer, where: None
+    )
     tables = {spec.key: spec for spec in layer.plan.tables}
     features = []
     for path, feature in zip(converted.paths, converted.features, strict=True):
@@ -95,4 +100,4 @@ def convert_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:
         return _OPTIMIZERS_BY_NAME[optimizer]()
     if is_keras_optimizer(optimizer):
         return translate_keras_optimizer(optimizer)
-    return adapt_optimizer(optimizer, where)
+    return tf_configs.convert_optimizer(optimizer, where)

@@ -20,7 +20,7 @@ from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
-from tpu_embedding.tf_configs import adapt_sparse_core
+from tpu_embedding.tf_configs import convert_sparse_core
 
 # Graphs in which TensorFlow computes the gradients of tf.cond and of loops.
 _CONTROL_FLOW = (".cond_v2", ".while_v2")
@@ -95,7 +95,7 @@ class EngineTrainedTables:
         )
         engine = engines.choose(topology, features.plan)
         if engine.stores_stacks:
-            config = adapt_sparse_core(sparse_core)
+            config = convert_sparse_core(sparse_core)
             self._options = dataclasses.replace(self._options, sparse_core=config)
         self._core: Any = None
         shapes = self._output_shapes(None)

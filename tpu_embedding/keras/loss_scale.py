@@ -11,7 +11,7 @@ from tpu_embedding.errors import type_name
 from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.keras3 import LossScaleOptimizer, Optimizer
 from tpu_embedding.keras.serialization import encode_object
-from tpu_embedding.optimizers.checks import check_positive, is_number
+from tpu_embedding.optimizers.base import check_positive, is_number
 
 
 def check_loss_scale(value: Any) -> None:

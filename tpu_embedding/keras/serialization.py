@@ -23,8 +23,8 @@ from tpu_embedding.keras import keras3
 from tpu_embedding.keras.optimizers import is_keras_optimizer
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.nest_utils import flatten_with_paths
-from tpu_embedding.optimizers.frequency_estimator import updates_so_far
-from tpu_embedding.tf_configs import adapt_optimizer
+from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
+from tpu_embedding.tf_configs import convert_optimizer
 
 # The rate of FrequencyEstimator, whose module does not import Keras.
 keras3.register(updates_so_far)
@@ -100,7 +100,7 @@ def encode_optimizer(optimizer: Any, where: str) -> Any:
         package = type(optimizer).__module__.split(".")[0]
         serialize = importlib.import_module(package).optimizers.serialize
         return {"package": package, "config": serialize(optimizer)}
-    ours = adapt_optimizer(optimizer, where)
+    ours = convert_optimizer(optimizer, where)
     fields = dataclasses.fields(ours)  # pyright: ignore[reportArgumentType]
     options = {
         field.name: encode_object(

@@ -8,10 +8,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpu_embedding import errors
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.optimizers import OPTIMIZERS, Optimizer
-from tpu_embedding.optimizers.errors import table_dim
+from tpu_embedding.optimizers import Optimizer
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
@@ -99,12 +97,12 @@ def make_plan(
       features: The features; each table is a TableConfig of this package.
       keys: For each table the object that the user passed.
       optimizer: For tables that have none; may be None.
-      custom: Whether the caller takes a CustomOptimizer and a CustomCombiner.
+      custom: Whether the caller supports CustomOptimizer and CustomCombiner.
 
     Raises:
-      NotImplementedError: If a table has one and the caller does not take it.
-      ValueError: If two tables have one name, an optimizer is none of ours or is
-        for another width, or a table has more rows than int32 can number.
+      NotImplementedError: If a table has one that the caller does not support.
+      ValueError: If two tables have the same name, an optimizer does not support the
+        table's dim, or a table has more rows than int32 can number.
     """
     users: dict[TableConfig, list[int]] = {}  # Features of each table.
     for index, feature in enumerate(features):
@@ -122,8 +120,7 @@ def make_plan(
             )
         )
     _check_names(tables, paths)
-    _check_rows(tables)
-    _check_optimizers(tables, paths)
+    _check_sizes(tables)
     if not custom:
         refuse_custom(tables)
     numbers = {table.config: table.index for table in tables}
@@ -179,35 +176,39 @@ def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
     for table in tables:
         path = paths[table.features[0]]
         if table.name in seen:
-            raise errors.duplicate_table_name(table.name, seen[table.name], path)
+            raise ValueError(
+                f"Two different tables are called {table.name!r}: the one of feature "
+                f"{seen[table.name]} and the one of feature {path}. Table names must "
+                "be unique. Give them different names, or pass the same TableConfig "
+                "object to share one table."
+            )
         seen[table.name] = path
     # Slots are saved as "<table>/<slot>", the count of updates as "_updates".
+    slots = {slot.name for t in tables if t.optimizer for slot in t.optimizer.slots}
+    for name in seen:
+        cuts = [at for at, character in enumerate(name) if character == "/"]
+        if name == UPDATES or any(
+            name[:at] in seen and name[at + 1 :] in slots for at in cuts
+        ):
+            raise ValueError(
+                f"A table cannot be called {name!r}: checkpoints use this name for a "
+                "slot or for the count of updates. Give the table another name."
+            )
+
+
+def _check_sizes(tables: Sequence[TableSpec]) -> None:
     for table in tables:
-        reserved = [f"{other}/{slot}" for other in seen for slot in _slots(tables)]
-        if table.name in (UPDATES, *reserved):
-            raise errors.reserved_table_name(table.name)
-
-
-def _check_rows(tables: Sequence[TableSpec]) -> None:
-    for table in tables:
-        if table.config.vocabulary_size > MAX_ROWS:
-            rows = table.config.vocabulary_size
-            raise errors.too_many_rows(table.name, rows, MAX_ROWS)
-
-
-def _slots(tables: Sequence[TableSpec]) -> set[str]:
-    optimizers = [t.optimizer for t in tables if isinstance(t.optimizer, Optimizer)]
-    return {slot.name for optimizer in optimizers for slot in optimizer.slots}
-
-
-def _check_optimizers(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
-    for table in tables:
-        optimizer, dim = table.optimizer, table.config.dim
-        if optimizer is None:
-            continue
-        if not isinstance(optimizer, Optimizer):
-            where = f"table {table.name!r} (feature {paths[table.features[0]]})"
-            raise errors.unsupported_optimizer(where, optimizer, OPTIMIZERS)
-        if optimizer.table_dim not in (None, dim):
-            name = type(optimizer).__name__
-            raise table_dim(table.name, name, dim, optimizer.table_dim)
+        rows, dim = table.config.vocabulary_size, table.config.dim
+        if rows > MAX_ROWS:
+            raise ValueError(
+                f"Table {table.name!r} has vocabulary_size={rows}, but rows are "
+                f"numbered by int32 as on TPUs: at most {MAX_ROWS}. Spread the ids "
+                "over several tables."
+            )
+        optimizer = table.optimizer
+        if optimizer is not None and optimizer.table_dim not in (None, dim):
+            raise ValueError(
+                f"Table {table.name!r} has dim={dim}, but {type(optimizer).__name__} "
+                f"supports only tables of dim={optimizer.table_dim}. Use that dim, or "
+                "another optimizer."
+            )

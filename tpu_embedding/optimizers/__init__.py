@@ -1,38 +1,33 @@
-"""The optimizers of embedding tables, as values."""
+"""The optimizers of embedding tables, as immutable values."""
 
-from tpu_embedding.optimizers.adadelta import Adadelta as Adadelta
-from tpu_embedding.optimizers.adagrad import Adagrad as Adagrad
-from tpu_embedding.optimizers.adagrad_momentum import (
-    AdagradMomentum as AdagradMomentum,
+from tpu_embedding.optimizers.adagrad import Adagrad, RowwiseAdagrad
+from tpu_embedding.optimizers.adagrad_momentum import AdagradMomentum
+from tpu_embedding.optimizers.adam import Adam
+from tpu_embedding.optimizers.base import (
+    ArrayOps,
+    ClipValue,
+    Optimizer,
+    Rate,
+    Slot,
+    TpuRule,
+    apply_rule,
+    takes_step,
 )
-from tpu_embedding.optimizers.adam import Adam as Adam
-from tpu_embedding.optimizers.base import ArrayOps as ArrayOps
-from tpu_embedding.optimizers.base import ClipValue as ClipValue
-from tpu_embedding.optimizers.base import Optimizer as Optimizer
-from tpu_embedding.optimizers.base import Rate as Rate
-from tpu_embedding.optimizers.base import Slot as Slot
-from tpu_embedding.optimizers.base import TpuRule as TpuRule
-from tpu_embedding.optimizers.base import apply_rule as apply_rule
-from tpu_embedding.optimizers.base import takes_step as takes_step
-from tpu_embedding.optimizers.custom import CustomOptimizer as CustomOptimizer
-from tpu_embedding.optimizers.frequency_estimator import (
-    FrequencyEstimator as FrequencyEstimator,
+from tpu_embedding.optimizers.custom import CustomOptimizer
+from tpu_embedding.optimizers.ftrl import FTRL
+from tpu_embedding.optimizers.sgd import SGD
+from tpu_embedding.optimizers.tpu_v2_v4 import (
+    Adadelta,
+    CenteredRMSProp,
+    FrequencyEstimator,
+    Momentum,
+    ProximalAdagrad,
+    ProximalYogi,
+    RMSProp,
 )
-from tpu_embedding.optimizers.ftrl import FTRL as FTRL
-from tpu_embedding.optimizers.mdl_adagrad_light import (
-    MDLAdagradLight as MDLAdagradLight,
-)
-from tpu_embedding.optimizers.momentum import Momentum as Momentum
-from tpu_embedding.optimizers.proximal_adagrad import (
-    ProximalAdagrad as ProximalAdagrad,
-)
-from tpu_embedding.optimizers.proximal_yogi import ProximalYogi as ProximalYogi
-from tpu_embedding.optimizers.rms_prop import CenteredRMSProp as CenteredRMSProp
-from tpu_embedding.optimizers.rms_prop import RMSProp as RMSProp
-from tpu_embedding.optimizers.rowwise_adagrad import RowwiseAdagrad as RowwiseAdagrad
-from tpu_embedding.optimizers.sgd import SGD as SGD
 
-# By name; whoever needs all of them asks here. All that have a rule of their own.
+# The one list of the optimizers with a built-in update rule, by class name. The rule
+# of a CustomOptimizer belongs to the user, so that class is not in the list.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.__name__: cls
     for cls in (
@@ -49,6 +44,31 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         ProximalAdagrad,
         ProximalYogi,
         FrequencyEstimator,
-        MDLAdagradLight,
     )
 }
+
+__all__ = [
+    "FTRL",
+    "OPTIMIZERS",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "AdagradMomentum",
+    "Adam",
+    "ArrayOps",
+    "CenteredRMSProp",
+    "ClipValue",
+    "CustomOptimizer",
+    "FrequencyEstimator",
+    "Momentum",
+    "Optimizer",
+    "ProximalAdagrad",
+    "ProximalYogi",
+    "RMSProp",
+    "Rate",
+    "RowwiseAdagrad",
+    "Slot",
+    "TpuRule",
+    "apply_rule",
+    "takes_step",
+]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base, checks
+from tpu_embedding.optimizers import base
 
 
 @dataclasses.dataclass(frozen=True)
 class AdagradOptions(base.Optimizer):
-    """What Adagrad and RowwiseAdagrad take: the arguments of TensorFlow's Adagrad.
+    """The arguments of Adagrad and RowwiseAdagrad: those of TensorFlow's Adagrad.
 
     `base.Optimizer` describes the other attributes.
 
     Attributes:
-      initial_accumulator_value: What a starts at, positive.
+      initial_accumulator_value: Initial value of a, positive.
     """
 
     learning_rate: base.Rate = 0.001
@@ -32,13 +31,7 @@ class AdagradOptions(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.check_positive(
-            "initial_accumulator_value", self.initial_accumulator_value
-        )
-
-    @property
-    def hyperparameters(self) -> tuple[float, ...]:
-        return ()
+        base.check_positive("initial_accumulator_value", self.initial_accumulator_value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +52,36 @@ class Adagrad(AdagradOptions):
     def slots(self) -> tuple[base.Slot, ...]:
         return (base.Slot("accumulators", self.initial_accumulator_value),)
 
-    def update(
-        self,
-        ops: base.ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
-    ) -> tuple[Any, ...]:
+    def update(self, ops, gradient, row, slots, rate):
         accumulator = slots[0] + gradient * gradient
-        return row - step(ops, gradient, accumulator, rate), accumulator
+        return row - _step(ops, gradient, accumulator, rate), accumulator
 
 
-def step(ops: base.ArrayOps, gradient: Any, accumulator: Any, rate: Any) -> Any:
-    """The step lr * G / sqrt(a); 0 where a is 0, since G is 0 there too."""
-    # A slot of zeros may be restored, so 0 / 0 is avoided. NaN is not <= 0: it
-    # goes on into the step and shows itself.
+@dataclasses.dataclass(frozen=True)
+class RowwiseAdagrad(AdagradOptions):
+    """a += mean over D of G^2; T -= lr * G / sqrt(a), where a has the shape [V, 1].
+
+    One accumulator for each row takes 1/D of the slot memory of Adagrad. TensorFlow
+    has no such class; the arguments are those of Adagrad.
+    """
+
+    rule: ClassVar[str] = "rowwise_adagrad"
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (
+            base.Slot("accumulators", self.initial_accumulator_value, per_row=True),
+        )
+
+    def update(self, ops, gradient, row, slots, rate):
+        accumulator = slots[0] + ops.mean_last(gradient * gradient)
+        return row - _step(ops, gradient, accumulator, rate), accumulator
+
+
+def _step(ops: base.ArrayOps, gradient: Any, accumulator: Any, rate: Any) -> Any:
+    """The step lr * G / sqrt(a); 0 where a is 0, because G is 0 there too."""
+    # A restored accumulator may be 0, so 0 / 0 is avoided. NaN <= 0 is false: NaN
+    # propagates into the step and becomes visible.
     zero = accumulator <= 0.0
     root = ops.sqrt(ops.where(zero, 1.0, accumulator))
     return ops.where(zero, 0.0, rate * gradient / root)

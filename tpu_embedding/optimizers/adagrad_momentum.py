@@ -1,17 +1,16 @@
-"""Adagrad with momentum, and with a choice of exponent and of forgetting."""
+"""Adagrad with momentum, a selectable exponent, and decay of old squares."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.optimizers import base, checks
+from tpu_embedding.optimizers import base
 
 
 @dataclasses.dataclass(frozen=True)
 class AdagradMomentum(base.Optimizer):
-    """Adagrad whose preconditioned gradient goes through a momentum.
+    """Adagrad with momentum over the preconditioned gradient.
 
       a = a + G^2 if beta2 == 1, else beta2 * a + (1 - beta2) * G^2
       p = G * (a + epsilon)^(-1 / exponent);  m = momentum * m + p
@@ -21,14 +20,21 @@ class AdagradMomentum(base.Optimizer):
     defaults are those of tf.tpu.experimental.embedding.AdagradMomentum.
 
     Attributes:
-      momentum: 0 gives Adagrad without momentum.
-      use_nesterov: Look one step of the momentum ahead.
-      exponent: The root that is taken of a, positive; 2 is the square root.
-      beta2: 1 sums all squares; below 1 old ones fade.
+      momentum: In [0, 1]; 0 gives Adagrad without momentum.
+      use_nesterov: Use Nesterov momentum.
+      exponent: The root of a that divides the gradient, positive; 2 is the square root.
+      beta2: In [0, 1]; 1 sums all squares, a smaller value averages over recent ones.
       epsilon: Added to a, positive.
     """
 
     rule: ClassVar[str] = "adagrad_momentum"
+    hyperparameter_names: ClassVar[tuple[str, ...]] = (
+        "momentum",
+        "use_nesterov",
+        "exponent",
+        "beta2",
+        "epsilon",
+    )
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
         "AdagradMomentum",
         ("accumulator", "momenta"),
@@ -43,10 +49,7 @@ class AdagradMomentum(base.Optimizer):
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
         ops="AdagradMomentum",
         message="adagrad_momentum",
-        fields={
-            name: name
-            for name in ("momentum", "use_nesterov", "exponent", "beta2", "epsilon")
-        },
+        fields={name: name for name in hyperparameter_names},
     )
 
     learning_rate: base.Rate = 0.001
@@ -66,37 +69,20 @@ class AdagradMomentum(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.check_number("momentum", self.momentum)
-        checks.check_flag("use_nesterov", self.use_nesterov)
-        checks.check_positive("exponent", self.exponent)
-        checks.check_number("beta2", self.beta2)
-        checks.check_positive("epsilon", self.epsilon)
+        base.check_share("momentum", self.momentum, closed=True)
+        base.check_flag("use_nesterov", self.use_nesterov)
+        base.check_positive("exponent", self.exponent)
+        base.check_share("beta2", self.beta2, closed=True)
+        base.check_epsilon("epsilon", self.epsilon)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:
         return (base.Slot("accumulators", 0.0), base.Slot("momenta", 0.0))
 
-    @property
-    def hyperparameters(self) -> tuple[float, ...]:
-        return (
-            self.momentum,
-            float(self.use_nesterov),
-            self.exponent,
-            self.beta2,
-            1 - self.beta2,
-            self.epsilon,
-        )
-
-    def update(
-        self,
-        ops: base.ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
-    ) -> tuple[Any, ...]:
+    def update(self, ops, gradient, row, slots, rate):
         accumulator, momentum = slots
-        take = 1.0 if self.beta2 == 1 else 1 - self.beta2
+        # float32 decides, as in C++: the beta2 of 1 - 1e-9 sums all squares.
+        take = base.one_minus(self.beta2) or 1.0
         accumulator = self.beta2 * accumulator + take * gradient * gradient
         scale = self._inverse_root(ops, accumulator + self.epsilon)
         preconditioned = gradient * scale
@@ -107,6 +93,6 @@ class AdagradMomentum(base.Optimizer):
         return row - rate * direction, accumulator, momentum
 
     def _inverse_root(self, ops: base.ArrayOps, x: Any) -> Any:
-        if self.exponent == 2:  # The usual case, and much cheaper than a power.
+        if self.exponent == 2:  # The default, and much cheaper than a power.
             return 1.0 / ops.sqrt(x)
         return ops.pow(x, -1.0 / self.exponent)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding import errors
-from tpu_embedding.optimizers import base, checks
+from tpu_embedding.optimizers import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,20 +16,27 @@ class Adam(base.Optimizer):
       T -= lr * m / sqrt(v + epsilon^2) if sum_inside_sqrt,
            lr * m / (sqrt(v) + epsilon) otherwise
 
-    A callable learning rate can supply the correction. `base.Optimizer`
+    A callable learning rate can apply the correction. `base.Optimizer`
     describes the other attributes. Arguments, their order and defaults are those
     of tf.tpu.experimental.embedding.Adam.
 
     Attributes:
-      beta_1: How much of m is kept, in [0, 1).
-      beta_2: How much of v is kept, in [0, 1).
-      epsilon: Keeps the divisor from 0, positive.
+      beta_1: The share of m that is kept, in [0, 1).
+      beta_2: The share of v that is kept, in [0, 1).
+      epsilon: Keeps the divisor above 0. With `sum_inside_sqrt` at least 1.1e-19:
+        the square of a smaller number is 0 in float32.
       lazy_adam: Update only the rows that entries name. False updates all rows
         of the table at each step.
-      sum_inside_sqrt: Which of the two formulas.
+      sum_inside_sqrt: Selects the formula of the divisor.
     """
 
     rule: ClassVar[str] = "adam"
+    hyperparameter_names: ClassVar[tuple[str, ...]] = (
+        "beta_1",
+        "beta_2",
+        "epsilon",
+        "sum_inside_sqrt",
+    )
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
         "Adam",
         ("momenta", "velocity"),
@@ -75,13 +80,17 @@ class Adam(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for argument, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            checks.check_share(argument, beta)
-        checks.check_positive("epsilon", self.epsilon)
-        checks.check_flag("lazy_adam", self.lazy_adam)
-        checks.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
+        base.check_share("beta_1", self.beta_1)
+        base.check_share("beta_2", self.beta_2)
+        base.check_flag("lazy_adam", self.lazy_adam)
+        base.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
+        base.check_epsilon("epsilon", self.epsilon, squared=self.sum_inside_sqrt)
         if not self.lazy_adam and not self.use_gradient_accumulation:
-            raise errors.dense_adam_without_accumulation()
+            raise ValueError(
+                "`lazy_adam=False` updates every row once per step, so it cannot be "
+                "used with `use_gradient_accumulation=False`. Leave "
+                "`use_gradient_accumulation` at True or `lazy_adam` at True."
+            )
 
     @property
     def touches_all_rows(self) -> bool:
@@ -91,28 +100,11 @@ class Adam(base.Optimizer):
     def slots(self) -> tuple[base.Slot, ...]:
         return (base.Slot("momenta", 0.0), base.Slot("velocities", 0.0))
 
-    @property
-    def hyperparameters(self) -> tuple[float, ...]:
-        return (
-            self.beta_1,
-            1 - self.beta_1,
-            self.beta_2,
-            1 - self.beta_2,
-            self.epsilon,
-            float(self.sum_inside_sqrt),
-        )
-
-    def update(
-        self,
-        ops: base.ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
-    ) -> tuple[Any, ...]:
+    def update(self, ops, gradient, row, slots, rate):
         momentum, velocity = slots
-        momentum = self.beta_1 * momentum + (1 - self.beta_1) * gradient
-        velocity = self.beta_2 * velocity + (1 - self.beta_2) * gradient * gradient
+        momentum = self.beta_1 * momentum + base.one_minus(self.beta_1) * gradient
+        take = base.one_minus(self.beta_2)
+        velocity = self.beta_2 * velocity + take * gradient * gradient
         if self.sum_inside_sqrt:
             divisor = ops.sqrt(velocity + self.epsilon**2)
         else:

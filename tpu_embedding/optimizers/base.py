@@ -1,8 +1,8 @@
-"""What all optimizers share: their options, their checks, their contract.
+"""The interface that all optimizers share, their common options, and argument checks.
 
-An optimizer is a frozen value. Its rule is the pure function `update`; what
-surrounds every rule (clipping of the gradient, weight decay, clipping of the
-weights) is `apply_rule`.
+An optimizer is a frozen dataclass. `Optimizer.update` is its update rule as a pure
+function; `apply_rule` adds the steps that surround every rule: clipping of the
+gradient, weight decay and clipping of the weights.
 """
 
 from __future__ import annotations
@@ -10,22 +10,38 @@ from __future__ import annotations
 import abc
 import dataclasses
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from tpu_embedding import errors
-from tpu_embedding.optimizers import checks
+import numpy as np
 
-# A number; a callable without arguments; or a callable of the number of updates
-# already applied to the table, as a Keras LearningRateSchedule is.
+from tpu_embedding import errors
+
+# A number, a callable without arguments, or a callable of the number of updates
+# already applied to the table, such as a Keras LearningRateSchedule.
 Rate = float | Callable[[], Any] | Callable[[Any], Any]
 ClipValue = float | tuple[float | None, float | None]
 # (table, slot names, slot initializers) -> slot variables by name.
 SlotVariableCreationFn = Callable[[Any, list[str], list[Any]], dict[str, Any]]
 
+_FLOAT32 = np.finfo(np.float32)
+
+# For each option below, the only value that the SparseCore ops support.
+SPARSE_CORE_VALUES: dict[str, Any] = {
+    "weight_decay_factor": None,
+    "clipvalue": None,
+    "slot_variable_creation_fn": None,
+    "low_dimensional_packing_status": False,
+}
+# The same for the host and the portable engine: how a TPU stores a table does not
+# apply to them.
+HOST_VALUES: dict[str, Any] = {"low_dimensional_packing_status": False}
+
 
 class ArrayOps(Protocol):
-    """The element-wise functions that a rule needs, of NumPy or of TensorFlow."""
+    """The element-wise functions that update rules use, from NumPy or TensorFlow."""
 
     def sqrt(self, x: Any, /) -> Any: ...
     def pow(self, x: Any, y: Any, /) -> Any: ...
@@ -35,35 +51,24 @@ class ArrayOps(Protocol):
     def maximum(self, x: Any, y: Any, /) -> Any: ...
     def minimum(self, x: Any, y: Any, /) -> Any: ...
     def mean_last(self, x: Any, /) -> Any:
-        """The mean over the last axis, which is kept with size 1."""
+        """Mean over the last axis, which is kept with size 1."""
         ...
 
     def map_rows(
         self, function: Callable[..., Any], arrays: Sequence[Any], /
     ) -> Sequence[Any]:
-        """What `function` returns of the first, second, ... row of all arrays."""
+        """Results of `function` for the first, second, ... row of all arrays."""
         ...
-
-
-# The one value of each option that the SparseCore ops can carry.
-SPARSE_CORE_VALUES: dict[str, Any] = {
-    "weight_decay_factor": None,
-    "clipvalue": None,
-    "slot_variable_creation_fn": None,
-    "low_dimensional_packing_status": False,
-}
-# And that the engines off a TPU can: how a TPU stores a table means nothing to them.
-HOST_VALUES: dict[str, Any] = {"low_dimensional_packing_status": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseCoreOp:
-    """How TensorFlow's SparseCore ops are called for one rule.
+    """How TensorFlow's SparseCore ops are called for one update rule.
 
     Attributes:
-      name: As in the names of the ops, XlaSparseDenseMatmulGradWith<name>And...
-      slots: The inputs for the slots, in the order of `Optimizer.slots`.
-      attributes: By attribute of the op the field of the optimizer.
+      name: Part of the op names, XlaSparseDenseMatmulGradWith<name>And...
+      slots: The op's inputs for the slots, in the order of `Optimizer.slots`.
+      attributes: The optimizer's field for each attribute of the op.
     """
 
     name: str
@@ -73,11 +78,11 @@ class SparseCoreOp:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A value that an optimizer keeps beside the table, float32.
+    """A float32 array that an optimizer keeps beside the table.
 
     Attributes:
-      name: As the TPU calls it, e.g. "accumulators".
-      initial_value: What it is filled with, or an initializer of (shape, dtype).
+      name: The name that TPUs use, such as "accumulators".
+      initial_value: A number, or an initializer of (shape, dtype).
       per_row: The shape is [V, 1] instead of [V, D].
     """
 
@@ -88,14 +93,14 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class TpuRule:
-    """What the embedding engine of TPU v2 to v4 calls a rule.
+    """The names that the TPU v2-v4 engine uses for one update rule.
 
     Attributes:
-      ops: Part of the names of the ops Load- and RetrieveTPUEmbedding<ops>Parameters,
-        whose inputs are `parameters` and the slots, in the order of `slots`.
+      ops: Part of the op names Load- and RetrieveTPUEmbedding<ops>Parameters, whose
+        inputs are `parameters` and the slots in the order of `Optimizer.slots`.
       message: The field of TensorFlow's OptimizationParameters proto.
-      fields: For each field of that message the attribute that it takes its value
-        from, or a function of the optimizer.
+      fields: For each field of that message, the optimizer's attribute that provides
+        its value, or a function of the optimizer.
     """
 
     ops: str
@@ -105,7 +110,7 @@ class TpuRule:
     )
 
     def values(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The fields of the message with their values for an optimizer of this rule."""
+        """The fields of the message with their values for `optimizer`."""
         return {
             field: getattr(optimizer, source)
             if isinstance(source, str)
@@ -115,34 +120,37 @@ class TpuRule:
 
 
 class Optimizer(abc.ABC):
-    """The contract of every optimizer; each subclass is a frozen dataclass.
+    """The interface of every optimizer; each subclass is a frozen dataclass.
 
     Attributes:
-      learning_rate: A number, or a callable that is evaluated once per update.
-        It takes no argument, or one: the number of updates already applied.
-      use_gradient_accumulation: Sum the gradients of a row before the rule. False
-        is a hint to TPU v2-v4; elsewhere the gradients are summed all the same.
-      clip_weight_min: Lower limit of touched rows after the rule, or None.
-      clip_weight_max: Upper limit of touched rows after the rule, or None.
-      weight_decay_factor: f in T <- T - f * T before the rule, or None.
-      multiply_weight_decay_factor_by_learning_rate: f is multiplied by the rate.
+      learning_rate: A number, or a callable that is evaluated once per update. The
+        callable takes no argument, or the number of updates already applied.
+      use_gradient_accumulation: Sum the gradients of a row before the update rule.
+        False is a hint to TPU v2-v4; the other engines always sum them.
+      clip_weight_min: Lower limit of touched rows after the update rule, or None.
+      clip_weight_max: Upper limit of touched rows after the update rule, or None.
+      weight_decay_factor: f in T <- T - f * T before the update rule, at least 0, or
+        None.
+      multiply_weight_decay_factor_by_learning_rate: Multiply f by the learning rate.
       clipvalue: Limit of the summed gradient, per element: c for [-c, c], or
-        (min, max) where each may be None.
+        (min, max), where each may be None.
       low_dimensional_packing_status: How a TPU stores narrow tables.
       slot_variable_creation_fn: Creates the slot variables, or None.
     """
 
+    # Name of the update rule in C++ (`kName` of its header).
     rule: ClassVar[str]
-    # None: the embedding engine of TPU v2 to v4 does not have the rule.
+    # Fields that the C++ rule takes, in the order of its header.
+    hyperparameter_names: ClassVar[tuple[str, ...]] = ()
+    # None if the TPU v2-v4 engine does not have the update rule.
     tpu: ClassVar[TpuRule | None] = None
-    # None: SparseCores have no op for the rule at all.
+    # None if the SparseCore ops do not have the update rule.
     sparse_core_op: ClassVar[SparseCoreOp | None] = None
     sparse_core_values: ClassVar[dict[str, Any]] = SPARSE_CORE_VALUES
-    # None: the rule is not published, so that only a TPU can apply it.
-    host_values: ClassVar[dict[str, Any] | None] = HOST_VALUES
-    # The rule is a function of the user's.
+    host_values: ClassVar[dict[str, Any]] = HOST_VALUES
+    # Whether the update rule is the user's function.
     is_custom: ClassVar[bool] = False
-    # The one width of table that the rule is for, or None.
+    # The only table width that the update rule supports, or None.
     table_dim: ClassVar[int | None] = None
 
     learning_rate: Rate
@@ -156,24 +164,40 @@ class Optimizer(abc.ABC):
     slot_variable_creation_fn: SlotVariableCreationFn | None = None
 
     def __post_init__(self) -> None:
-        """Checks what all optimizers share; subclasses call it and add theirs."""
-        _check_rate(self.learning_rate)
-        checks.check_flag("use_gradient_accumulation", self.use_gradient_accumulation)
-        checks.check_flag(
+        """Checks the common options; subclasses call it and check their own."""
+        if callable(self.learning_rate):
+            takes_step(self.learning_rate)
+        elif not is_number(self.learning_rate):
+            raise TypeError(
+                "Argument `learning_rate` must be a finite number or a callable that "
+                f"returns one. Received: {self.learning_rate!r} of type "
+                f"{errors.type_name(self.learning_rate)}. For a rate held in a "
+                "variable pass `lambda: variable`."
+            )
+        else:
+            check_number("learning_rate", self.learning_rate)
+        check_flag("use_gradient_accumulation", self.use_gradient_accumulation)
+        check_flag(
             "low_dimensional_packing_status", self.low_dimensional_packing_status
         )
         multiply = self.multiply_weight_decay_factor_by_learning_rate
         if multiply is not None:
-            checks.check_flag("multiply_weight_decay_factor_by_learning_rate", multiply)
+            check_flag("multiply_weight_decay_factor_by_learning_rate", multiply)
         if self.weight_decay_factor is not None:
-            checks.check_number("weight_decay_factor", self.weight_decay_factor)
-        checks.check_limits(
+            # A negative factor would make the weights grow.
+            check_not_negative("weight_decay_factor", self.weight_decay_factor)
+        check_limits(
             ("clip_weight_min", "clip_weight_max"),
             (self.clip_weight_min, self.clip_weight_max),
         )
         _check_clipvalue(self.clipvalue)
         if self.clipvalue is not None and not self.use_gradient_accumulation:
-            raise errors.clip_without_accumulation(self.clipvalue)
+            raise ValueError(
+                "`clipvalue` clips the summed gradient of a row, so it cannot be used "
+                "with `use_gradient_accumulation=False`. Received: "
+                f"clipvalue={self.clipvalue!r}. Leave `clipvalue` at None or "
+                "`use_gradient_accumulation` at True."
+            )
         creation_fn = self.slot_variable_creation_fn
         if creation_fn is not None and not callable(creation_fn):
             raise errors.argument_value(
@@ -192,11 +216,11 @@ class Optimizer(abc.ABC):
 
     @property
     def hyperparameters_of_rule(self) -> tuple[Any, ...]:
-        """Numbers, or callables of nothing, that a rule of the user's takes."""
+        """Numbers, or callables without arguments, that a user's rule takes."""
         return ()
 
     def with_hyperparameters(self, values: Sequence[Any]) -> Optimizer:
-        """The same rule with their values."""
+        """The same update rule with these values of `hyperparameters_of_rule`."""
         del values
         return self
 
@@ -211,9 +235,9 @@ class Optimizer(abc.ABC):
         """The slots, in the order in which `update` takes and returns them."""
 
     @property
-    @abc.abstractmethod
     def hyperparameters(self) -> tuple[float, ...]:
-        """The rule's own constants, in the order of the C++ header of `rule`."""
+        """The values of `hyperparameter_names`, flags as 0.0 or 1.0."""
+        return tuple(float(getattr(self, name)) for name in self.hyperparameter_names)
 
     @abc.abstractmethod
     def update(
@@ -224,14 +248,14 @@ class Optimizer(abc.ABC):
         slots: Sequence[Any],
         rate: Any,
     ) -> tuple[Any, ...]:
-        """The rule as a pure function.
+        """The update rule as a pure function. Subclasses inherit these types.
 
         Args:
           ops: The array functions to use.
           gradient: float32 [n, D], summed over all entries and clipped.
           row: float32 [n, D], the touched rows, already decayed.
-          slots: One float32 [n, D] or, where per row, [n, 1] for each of `slots`.
-          rate: The learning rate of this step, a scalar.
+          slots: float32 [n, D], or [n, 1] if per row, for each of `slots`.
+          rate: float32 scalar, the learning rate of this step.
 
         Returns:
           The new row, then the new slots, of the same shapes.
@@ -240,10 +264,10 @@ class Optimizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeywordOptimizer(Optimizer):
-    """An optimizer that tf.tpu.experimental.embedding lacks.
+    """Base of the optimizers that tf.tpu.experimental.embedding does not have.
 
-    No order of TensorFlow's has to be kept, so that what all optimizers share comes
-    by keyword, and in one place.
+    There is no order of TensorFlow's arguments to keep, so the common options are
+    keyword-only and declared here once.
     """
 
     use_gradient_accumulation: bool = True
@@ -264,15 +288,15 @@ def apply_rule(
     slots: Sequence[Any],
     rate: Any,
 ) -> tuple[Any, ...]:
-    """One update of touched rows: clip the gradient, decay, rule, clip the weights.
+    """Updates touched rows: clip the gradient, decay, apply the rule, clip weights.
 
     Args:
-      optimizer: Whose rule and options to apply.
+      optimizer: The optimizer whose rule and options to apply.
       ops: The array functions to use.
       gradient: float32 [n, D], summed over all entries of each row.
       row: float32 [n, D], the touched rows.
       slots: As `Optimizer.update` takes them.
-      rate: The learning rate of this step, a scalar.
+      rate: float32 scalar, the learning rate of this step.
 
     Returns:
       The new row, then the new slots, of the same shapes.
@@ -291,7 +315,7 @@ def apply_rule(
 
 
 def takes_step(rate: Callable[..., Any]) -> bool:
-    """Whether a callable learning rate wants the number of updates so far.
+    """Whether a callable learning rate takes the number of updates already applied.
 
     >>> takes_step(lambda: 0.1), takes_step(lambda step: 0.1 / (step + 1))
     (False, True)
@@ -310,17 +334,104 @@ def takes_step(rate: Callable[..., Any]) -> bool:
         and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if len(needed) > 1:
-        raise errors.learning_rate_arguments(rate, len(needed))
+        raise TypeError(
+            "A callable `learning_rate` takes no argument, or one: the number of "
+            f"updates already applied to the table. Received: {rate!r}, which needs "
+            f"{len(needed)}. Bind the others with functools.partial or a lambda."
+        )
     return bool(needed)
 
 
-def _check_rate(rate: object) -> None:
-    if callable(rate):
-        takes_step(rate)
-    elif not checks.is_number(rate):
-        raise errors.learning_rate(rate)
-    else:
-        checks.check_number("learning_rate", rate)
+def one_minus(share: float) -> float:
+    """1 - share, formed in float32.
+
+    TensorFlow's TPU kernels form it so, and so does every engine here: for 0.999 it
+    is 9.99987e-4, not 1e-3.
+    """
+    return float(np.float32(1) - np.float32(share))
+
+
+# Checks of arguments. Each raises TypeError for a wrong type and ValueError for a
+# value that is not allowed. They are the only place that limits hyperparameters, for
+# every engine; numbers are judged as float32, in which every rule computes.
+
+
+def check_number(argument: str, value: object) -> None:
+    """Raises unless `value` is a real number, no bool, and finite in float32."""
+    if not is_number(value):
+        raise errors.argument_type(argument, value, "a number")
+    if not math.isfinite(value):  # pyright: ignore[reportArgumentType]
+        raise errors.argument_value(argument, value, "finite")
+    if abs(value) > _FLOAT32.max:  # pyright: ignore[reportArgumentType]
+        raise errors.argument_value(argument, value, "finite in float32")
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raises unless `value` is a finite number above 0."""
+    check_number(argument, value)
+    if value <= 0:
+        raise errors.argument_value(argument, value, "positive")
+
+
+def check_not_negative(argument: str, value: Any) -> None:
+    """Raises unless `value` is a finite number of at least 0."""
+    check_number(argument, value)
+    if value < 0:
+        raise errors.argument_value(argument, value, ">= 0")
+
+
+def check_share(argument: str, value: Any, *, closed: bool = False) -> None:
+    """Raises unless `value` is a number in [0, 1), or in [0, 1] if `closed`."""
+    check_number(argument, value)
+    share = np.float32(value)
+    if not 0 <= share <= 1 or (share == 1 and not closed):
+        allowed = "and <= 1" if closed else "and < 1 in float32"
+        raise errors.argument_value(argument, value, f">= 0 {allowed}")
+
+
+def check_epsilon(argument: str, value: Any, *, squared: bool = False) -> None:
+    """Raises unless `value`, or its square if `squared`, is above 0 in float32.
+
+    CPUs flush subnormal numbers to 0 where TensorFlow runs, and 0 / 0 is NaN.
+    """
+    check_positive(argument, value)
+    smallest = float(_FLOAT32.smallest_normal)
+    if value ** (2 if squared else 1) < smallest:
+        what = "its square is" if squared else "it is"
+        limit = math.sqrt(smallest) if squared else smallest
+        raise errors.argument_value(
+            argument, value, f"at least {limit:.2g}: otherwise {what} 0 in float32"
+        )
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Raises TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise errors.argument_type(argument, value, "a bool")
+
+
+def check_limits(
+    arguments: tuple[str, str], limits: tuple[float | None, float | None]
+) -> None:
+    """Raises unless both limits are None or numbers (infinity too), in order."""
+    for argument, limit in zip(arguments, limits, strict=True):
+        if limit is None:
+            continue
+        if not is_number(limit):
+            raise errors.argument_type(argument, limit, "a number or None")
+        if math.isnan(limit):
+            raise errors.argument_value(argument, limit, "a number or None, not NaN")
+    lower, upper = limits
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(
+            f"`{arguments[0]}` must not exceed `{arguments[1]}`. Received: "
+            f"{lower!r} and {upper!r}."
+        )
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a real number and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _check_clipvalue(clipvalue: object) -> None:
@@ -329,9 +440,9 @@ def _check_clipvalue(clipvalue: object) -> None:
     if isinstance(clipvalue, tuple):
         if len(clipvalue) != 2:
             raise errors.argument_value("clipvalue", clipvalue, "a tuple (min, max)")
-        checks.check_limits(("clipvalue[0]", "clipvalue[1]"), clipvalue)
+        check_limits(("clipvalue[0]", "clipvalue[1]"), clipvalue)
         return
-    if not checks.is_number(clipvalue):
+    if not is_number(clipvalue):
         raise errors.argument_type(
             "clipvalue", clipvalue, "None, a number or a tuple (min, max)"
         )

@@ -1,4 +1,4 @@
-"""A rule of the user's own."""
+"""An update rule that the user provides."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from tpu_embedding.errors import computed
-from tpu_embedding.optimizers import base, checks, errors
+from tpu_embedding import errors
+from tpu_embedding.optimizers import base
 
-# The names of the table itself and of a combiner's weights.
-_TAKEN = ("parameters", "custom_combiner_variables")
+# Names of the table itself and of the combiner's weights among the slots.
+_RESERVED = ("parameters", "custom_combiner_variables")
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomOptimizer(base.Optimizer):
-    """The rule is a function of one row.
+    """An optimizer whose update rule is the user's function of one row.
 
       custom_computation(gradient, embedding_table, slot_variables, learning_rate,
           hyperparameters) -> the new row, or (the new row, *the new slots)
 
-    The gradient and the row are float32 [1, D], a slot [1, D], or [1] where its
-    dimension is 1; the rate and the hyperparameters are scalars. It is called for the
-    rows that a step touches, for all of them at once where that is faster, so that it
-    must be a pure function of TensorFlow ops. For TPUEmbeddingV2 only. Arguments, their
-    order and defaults are those of tf.tpu.experimental.embedding.CustomOptimizer.
+    The gradient and the row are float32 [1, D]. A slot is [1, D], or [1] if its
+    dimension is 1. The learning rate and the hyperparameters are scalars. The function
+    must be a pure function of TensorFlow ops: engines may call it once for all touched
+    rows (vectorized). Only TPUEmbeddingV2 supports it. Arguments, their order and
+    defaults are those of tf.tpu.experimental.embedding.CustomOptimizer.
 
     >>> def sgd(gradient, embedding_table, slot_variables, learning_rate, _):
     ...     return embedding_table - learning_rate * gradient
@@ -32,19 +32,20 @@ class CustomOptimizer(base.Optimizer):
     ()
 
     Attributes:
-      custom_computation: The rule.
-      learning_rate: As of every optimizer.
-      slot_names: The names of its slots.
-      slot_initializers: For each of them a callable of (shape, dtype), or a number.
-      hyperparameters: Numbers, or callables of nothing, called by apply_gradients.
-      slot_dims: For each slot 2, as wide as the table, or 1, one number for each row.
-        Kept as a tuple, as are the three above.
+      custom_computation: The update rule.
+      learning_rate: As in every optimizer.
+      slot_names: The names of the slots.
+      slot_initializers: For each slot a callable of (shape, dtype), or a number.
+      hyperparameters: Numbers, or callables without arguments that apply_gradients
+        calls.
+      slot_dims: For each slot 2 (as wide as the table) or 1 (one number for each row).
+        This and the three attributes above are kept as tuples.
 
     Raises:
-      ValueError: If there are not as many initializers, or dimensions, as names; if a
-        dimension is another; if a name occurs twice or is taken.
-      TypeError: If what is to be called cannot be, a hyperparameter is no number, a
-        name no text, or a list no list.
+      ValueError: If the number of initializers or dimensions differs from the number
+        of names, a dimension is neither 1 nor 2, or a name occurs twice or is reserved.
+      TypeError: If a function is not callable, a hyperparameter is not a number, a
+        name is not a string, or a list is not a list.
     """
 
     rule: ClassVar[str] = "custom"
@@ -69,33 +70,35 @@ class CustomOptimizer(base.Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.custom_computation):
-            raise errors.not_callable("custom_computation", self.custom_computation)
+            raise errors.argument_type(
+                "custom_computation", self.custom_computation, "callable"
+            )
         for argument in ("slot_names", "slot_initializers", "hyperparameters"):
             given = getattr(self, argument)
             object.__setattr__(self, argument, _as_tuple(argument, given))
         names, initializers = self.slot_names, self.slot_initializers
         assert names is not None
         assert initializers is not None
-        dims = (2,) * len(names)
-        if self.slot_dims is not None:
-            dims = _as_tuple("slot_dims", self.slot_dims) or dims
+        dims = _as_tuple("slot_dims", self.slot_dims) or (2,) * len(names)
         object.__setattr__(self, "slot_dims", dims)
         for argument, values in (
             ("slot_initializers", initializers),
             ("slot_dims", dims),
         ):
             if len(values) != len(names):
-                raise errors.one_for_each_slot(argument, len(values), len(names))
+                raise ValueError(
+                    f"CustomOptimizer: `slot_names` has {len(names)} names, but "
+                    f"`{argument}` has {len(values)} values. Pass one for each slot."
+                )
         _check_names(names)
         if not all(type(dim) is int and dim in (1, 2) for dim in dims):
-            raise errors.slot_dims(dims)
+            raise ValueError(
+                f"CustomOptimizer: `slot_dims` is {dims!r}. Each must be 2, for a slot "
+                "as wide as the table, or 1, for one number for each row."
+            )
         for value in (*initializers, *self.hyperparameters):
             if not callable(value):
-                checks.check_number("slot_initializers and hyperparameters", value)
-
-    @property
-    def touches_all_rows(self) -> bool:
-        return False
+                base.check_number("slot_initializers and hyperparameters", value)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:
@@ -114,7 +117,7 @@ class CustomOptimizer(base.Optimizer):
         return self.hyperparameters
 
     def with_hyperparameters(self, values: Sequence[Any]) -> CustomOptimizer:
-        """The same rule with hyperparameters that are evaluated already."""
+        """The same update rule with hyperparameters that are already evaluated."""
         callables = tuple((lambda value=value: value) for value in values)
         return dataclasses.replace(self, hyperparameters=callables)
 
@@ -126,18 +129,21 @@ class CustomOptimizer(base.Optimizer):
         *numbers: Any,
         table: str | None = None,
     ) -> list[Any]:
-        """The user's rule for one row; the new row, then the new slots.
+        """Calls the user's function for one row.
 
         Args:
           gradient: [1, D].
           row: [1, D].
           slots: [1, D] or [1] each.
-          *numbers: The rate, then the hyperparameters.
-          table: Whose row it is, for errors.
+          *numbers: The learning rate, then the hyperparameters; scalars.
+          table: Name of the table, for errors.
+
+        Returns:
+          The new row, then the new slots.
 
         Raises:
-          ValueError: If the rule returns another number of tensors, or other shapes.
-          TypeError: If it returns what is no tensor, or one of another dtype.
+          ValueError: If the function returns a wrong number of tensors or wrong shapes.
+          TypeError: If it returns a value that is not a tensor of the row's dtype.
         """
         rate, *hyperparameters = numbers
         found = self.custom_computation(
@@ -145,25 +151,19 @@ class CustomOptimizer(base.Optimizer):
         )
         values = list(found) if isinstance(found, (list, tuple)) else [found]
         if len(values) != 1 + len(slots):
-            raise errors.computed_number(
-                self.custom_computation, len(values), 1 + len(slots), table
+            where = "" if table is None else f"Table {table!r}: "
+            raise ValueError(
+                f"{where}The custom computation {self.custom_computation!r} returned "
+                f"{len(values)} tensors; it must return {1 + len(slots)}: the row, "
+                "then each slot."
             )
         for value, old in zip(values, (row, *slots), strict=True):
-            error = computed(
+            errors.check_returned(
                 self.custom_computation, value, (old.shape, old.dtype), table
             )
-            if error is not None:
-                raise error
         return values
 
-    def update(
-        self,
-        ops: base.ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
-    ) -> tuple[Any, ...]:
+    def update(self, ops, gradient, row, slots, rate):
         numbers = (
             rate,
             *(n() if callable(n) else n for n in self.hyperparameters),
@@ -185,17 +185,25 @@ class CustomOptimizer(base.Optimizer):
 
 
 def _check_names(names: Sequence[Any]) -> None:
-    """That slots can be told apart, from the table and its combiner's weights too."""
     if not all(isinstance(name, str) and name for name in names):
-        raise errors.slot_name(names)
-    if len({*_TAKEN, *names}) < len(_TAKEN) + len(names):
-        raise errors.slot_names(names)
+        raise TypeError(
+            f"CustomOptimizer: `slot_names` is {names!r}. Each must be a string with "
+            "at least one character."
+        )
+    if len({*_RESERVED, *names}) < len(_RESERVED) + len(names):
+        raise ValueError(
+            f"CustomOptimizer: `slot_names` is {names!r}. Each name must occur once, "
+            'and "parameters" and "custom_combiner_variables" are reserved for the '
+            "table itself and the weights of its combiner. Rename a slot."
+        )
 
 
 def _as_tuple(argument: str, values: Any) -> tuple[Any, ...]:
-    """The values of an argument that is a list, or None."""
     if values is None:
         return ()
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise errors.not_a_list(argument, values)
+        raise TypeError(
+            f"CustomOptimizer: `{argument}` must be a list or tuple. Received: "
+            f"{values!r} of type {errors.type_name(values)}. Put it into a list."
+        )
     return tuple(values)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tpu_embedding import errors
-from tpu_embedding.optimizers import base, checks
+from tpu_embedding.optimizers import base
 
 
 @dataclasses.dataclass(frozen=True)
 class FTRL(base.Optimizer):
-    """Follow the regularised leader.
+    """FTRL-Proximal, "follow the regularized leader".
 
       q = -learning_rate_power;  a' = a + G^2
       linear += G - (a'^q - a^q) / lr * T
@@ -23,18 +22,25 @@ class FTRL(base.Optimizer):
     defaults are those of tf.tpu.experimental.embedding.FTRL.
 
     Attributes:
-      learning_rate_power: At most 0; 0 keeps the rate fixed.
+      learning_rate_power: At most 0; with 0 the learning rate does not decay.
       l1_regularization_strength: l1, at least 0.
       l2_regularization_strength: l2, at least 0.
-      beta: As in the paper.
-      initial_accumulator_value: What a starts at: positive, or 0 with
-        `allow_zero_accumulator` (where TensorFlow, against its own text, refuses 0).
-      multiply_linear_by_learning_rate: The slot holds linear * lr and each term
-        above is taken times lr, so that a rate of 0 gives no NaN.
-      allow_zero_accumulator: Let a be 0.
+      beta: The paper's beta, at least 0.
+      initial_accumulator_value: Initial value of a: positive, or 0 with
+        `allow_zero_accumulator` (TensorFlow documents this but raises ValueError).
+      multiply_linear_by_learning_rate: The slot holds linear * lr, and each term
+        above is multiplied by lr, so a learning rate of 0 gives no NaN.
+      allow_zero_accumulator: Allow a to be 0.
     """
 
     rule: ClassVar[str] = "ftrl"
+    hyperparameter_names: ClassVar[tuple[str, ...]] = (
+        "learning_rate_power",
+        "l1_regularization_strength",
+        "l2_regularization_strength",
+        "beta",
+        "multiply_linear_by_learning_rate",
+    )
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
         "Ftrl",
         ("accumulator", "linear"),
@@ -82,26 +88,25 @@ class FTRL(base.Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.check_number("learning_rate_power", self.learning_rate_power)
+        base.check_number("learning_rate_power", self.learning_rate_power)
         if self.learning_rate_power > 0:
             raise errors.argument_value(
                 "learning_rate_power", self.learning_rate_power, "<= 0"
             )
-        checks.check_not_negative(
-            "l1_regularization_strength", self.l1_regularization_strength
-        )
-        checks.check_not_negative(
-            "l2_regularization_strength", self.l2_regularization_strength
-        )
-        checks.check_number("beta", self.beta)
-        checks.check_flag(
+        for argument in (
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+            "beta",  # The paper divides by beta + sqrt(a).
+        ):
+            base.check_not_negative(argument, getattr(self, argument))
+        base.check_flag(
             "multiply_linear_by_learning_rate", self.multiply_linear_by_learning_rate
         )
-        checks.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
+        base.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
         check_initial = (
-            checks.check_not_negative
+            base.check_not_negative
             if self.allow_zero_accumulator
-            else checks.check_positive
+            else base.check_positive
         )
         check_initial("initial_accumulator_value", self.initial_accumulator_value)
 
@@ -112,27 +117,9 @@ class FTRL(base.Optimizer):
             base.Slot("linears", 0.0),
         )
 
-    @property
-    def hyperparameters(self) -> tuple[float, ...]:
-        return (
-            self.learning_rate_power,
-            self.l1_regularization_strength,
-            self.l2_regularization_strength,
-            self.beta,
-            float(self.multiply_linear_by_learning_rate),
-            float(self.allow_zero_accumulator),
-        )
-
-    def update(
-        self,
-        ops: base.ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
-    ) -> tuple[Any, ...]:
+    def update(self, ops, gradient, row, slots, rate):
         old, linear = slots
-        # `scale` multiplies the terms without lr, `divisor` divides the others.
+        # `scale` multiplies the terms without lr; `divisor` divides the other terms.
         multiply = self.multiply_linear_by_learning_rate
         scale, divisor = (rate, 1.0) if multiply else (1.0, rate)
         l1 = scale * self.l1_regularization_strength
@@ -144,11 +131,11 @@ class FTRL(base.Optimizer):
         linear = linear + scale * gradient - sigma * row
         quadratic = (root + self.beta) / divisor + 2.0 * l2
         zero = ops.abs(linear) <= l1
-        # Where the row is 0 anyway the quadratic term may be 0 too: no 0 / 0.
+        # Where the row becomes 0 the quadratic term may be 0 too: avoid 0 / 0.
         solution = (ops.sign(linear) * l1 - linear) / ops.where(zero, 1.0, quadratic)
         return ops.where(zero, 0.0, solution), new, linear
 
     def _root(self, ops: base.ArrayOps, x: Any) -> Any:
-        if self.learning_rate_power == -0.5:  # Usual, and cheaper than a power.
+        if self.learning_rate_power == -0.5:  # The default, and cheaper than a power.
             return ops.sqrt(x)
         return ops.pow(x, -self.learning_rate_power)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpu_embedding.optimizers import base
 
@@ -36,17 +35,6 @@ class SGD(base.Optimizer):
     def slots(self) -> tuple[base.Slot, ...]:
         return ()
 
-    @property
-    def hyperparameters(self) -> tuple[float, ...]:
-        return ()
-
-    def update(
-        self,
-        ops: base.ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
-    ) -> tuple[Any, ...]:
+    def update(self, ops, gradient, row, slots, rate):
         del ops, slots
         return (row - rate * gradient,)

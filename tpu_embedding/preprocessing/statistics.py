@@ -22,7 +22,7 @@ from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.preprocessing import PartitionOptions, partition
-from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
+from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
 _NO_LIMIT = 2**31 - 1
 # The smallest id buffer of any number of samples; what it drops is not looked at.
@@ -91,12 +91,12 @@ def requirements(
     Raises:
       The errors of TPUEmbeddingV2 and of its preprocess_features.
     """
-    adapted = adapt_features(feature_config, None)
+    converted = convert_features(feature_config)
     plan = make_plan(
-        adapted.paths,
-        adapted.features,
-        adapted.keys,
-        adapt_optimizer(optimizer),
+        converted.paths,
+        converted.features,
+        converted.keys,
+        convert_optimizer(optimizer),
         custom=True,
     )
     partitioning = _unlimited(plan, hardware, config)

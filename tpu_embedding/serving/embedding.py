@@ -25,7 +25,7 @@ from tpu_embedding.serving.lookup import (
     look_up_structure,
     plan_of,
 )
-from tpu_embedding.tf_configs import adapt_features, adapt_optimizer
+from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 _as_written = tf.autograph.experimental.do_not_convert
 
@@ -92,10 +92,11 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
                 f"{experimental_sparsecore_restore_info!r}`: it restores whole tables. "
                 "Leave it at None; checkpoints of SparseCores are restored without it."
             )
-        adapted = adapt_features(feature_config, invalid_ids)
+        converted = convert_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
-        self._plan = plan_of(adapted, adapt_optimizer(optimizer))
+        self._plan = plan_of(converted, convert_optimizer(optimizer))
         self._tables: _Tables | None = None
+        freeze_configs(feature_config)
 
     @_as_written
     def build(self) -> None:

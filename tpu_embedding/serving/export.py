@@ -28,7 +28,7 @@ from tpu_embedding.serving.signatures import (
     input_name,
     make_signature,
 )
-from tpu_embedding.tf_configs import adapt_features
+from tpu_embedding.tf_configs import convert_features
 
 _SERVING_DEFAULT = "serving_default"
 
@@ -179,7 +179,7 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
             "export needs `feature_config` for a dict of tables: it says which feature "
             "looks up which table."
         )
-    plan = plan_of(adapt_features(feature_config, invalid_ids))
+    plan = plan_of(convert_features(feature_config, invalid_ids))
     return _Exported(plan, Structure(feature_config), _gathered(plan, source))
 
 

@@ -11,7 +11,7 @@ from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, make_plan
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
-from tpu_embedding.tf_configs import AdaptedFeatures, adapt_features
+from tpu_embedding.tf_configs import ConvertedFeatures, convert_features
 
 # The functions trace fine as they are; converting them would only cost time.
 _as_written = tf.autograph.experimental.do_not_convert
@@ -61,8 +61,8 @@ def serving_embedding_lookup(
         lacks a table, or a structure, rank or static shape does not fit.
       tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
     """
-    adapted = adapt_features(feature_config, invalid_ids)
-    plan = plan_of(adapted)
+    converted = convert_features(feature_config, invalid_ids)
+    plan = plan_of(converted)
     paths = [path for path, _ in flatten_with_paths(inputs)]
     specs = features_at(plan, paths)
     used = {spec.table: spec.path for spec in specs}
@@ -74,10 +74,10 @@ def serving_embedding_lookup(
     return look_up_structure(lookup, specs, inputs, weights)
 
 
-def plan_of(adapted: AdaptedFeatures, optimizer: Any = None) -> Plan:
-    """The plan of an adapted configuration."""
+def plan_of(converted: ConvertedFeatures, optimizer: Any = None) -> Plan:
+    """The plan of an converted configuration."""
     return make_plan(
-        adapted.paths, adapted.features, adapted.keys, optimizer, custom=True
+        converted.paths, converted.features, converted.keys, optimizer, custom=True
     )
 
 

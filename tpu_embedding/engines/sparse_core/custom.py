@@ -18,7 +18,8 @@ from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import CustomOptimizer
 
-_SCALAR = tf.TensorSpec([], tf.float32)
+# TPUs pass the rate and hyperparameters as [1, D], the software TPU as scalars.
+_NUMBER = tf.TensorSpec(None, tf.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +85,16 @@ def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
             value[:, :dim] if is_wide else value
             for value, is_wide in zip(state, wide, strict=True)
         ]
+        scalars = [tf.reshape(number, [-1])[0] for number in numbers]
         new = optimizer.compute(
-            gradient[:, :dim], cut[0], cut[1:], *numbers, table=table
+            gradient[:, :dim], cut[0], cut[1:], *scalars, table=table
         )
         return tuple(
             tf.concat([value, old[:, dim:]], 1) if is_wide else value
             for value, old, is_wide in zip(new, state, wide, strict=True)
         )
 
-    numbers = [_SCALAR] * (1 + len(optimizer.hyperparameters))
+    numbers = [_NUMBER] * (1 + len(optimizer.hyperparameters))
     return _trace(table, "CustomOptimizer", rule, [row, row, *vectors, *numbers])
 
 

@@ -1,18 +1,6 @@
 #include "core/rules.h"
 
-#include "core/optimizers/adadelta.h"
-#include "core/optimizers/adagrad.h"
-#include "core/optimizers/adagrad_momentum.h"
-#include "core/optimizers/adam.h"
-#include "core/optimizers/centered_rms_prop.h"
-#include "core/optimizers/frequency_estimator.h"
-#include "core/optimizers/ftrl.h"
-#include "core/optimizers/momentum.h"
-#include "core/optimizers/proximal_adagrad.h"
-#include "core/optimizers/proximal_yogi.h"
-#include "core/optimizers/rms_prop.h"
-#include "core/optimizers/rowwise_adagrad.h"
-#include "core/optimizers/sgd.h"
+#include "core/optimizers/all.h"
 #include "core/update-inl.h"
 
 namespace tpu_embedding {
@@ -32,22 +20,12 @@ constexpr RuleEntry Entry() {
   return EntryOf<Rule>(static_cast<TableData*>(nullptr));
 }
 
-// One row for each optimizer; the one place that lists them.
-constexpr RuleEntry kRules[] = {
-    Entry<Sgd>(),
-    Entry<Adagrad>(),
-    Entry<RowwiseAdagrad>(),
-    Entry<Adam>(),
-    Entry<Ftrl>(),
-    Entry<AdagradMomentum>(),
-    Entry<Momentum>(),
-    Entry<RmsProp>(),
-    Entry<CenteredRmsProp>(),
-    Entry<Adadelta>(),
-    Entry<ProximalAdagrad>(),
-    Entry<ProximalYogi>(),
-    Entry<FrequencyEstimator>(),
-};
+template <class... Rules>
+constexpr std::array<RuleEntry, sizeof...(Rules)> Entries(RuleList<Rules...>) {
+  return {Entry<Rules>()...};
+}
+
+constexpr auto kRules = Entries(AllRules());
 
 }  // namespace
 

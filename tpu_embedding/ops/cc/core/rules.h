@@ -1,4 +1,4 @@
-// Every optimizer's rule by name, compiled once for all libraries.
+// The update rules of all optimizers, by name.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_RULES_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_RULES_H_
@@ -15,9 +15,9 @@ namespace tpu_embedding {
 struct RuleEntry {
   std::string_view name;
   int num_slots;
-  bool slots_per_row;  // of width 1, else of the table's
+  bool slots_per_row;  // Slots have width 1, else the width of the table.
   int num_hyperparameters;
-  // One for each alternative of TableData, in their order.
+  // One for each alternative of TableData, in the order of TableData.
   std::array<UpdateFn, std::variant_size_v<TableData>> updates;
 
   UpdateFn UpdateOf(const TableData& table) const {
@@ -25,7 +25,7 @@ struct RuleEntry {
   }
 };
 
-// The rule called `name`; null where there is none.
+// The rule called `name`, or null.
 const RuleEntry* FindRule(std::string_view name);
 
 }  // namespace tpu_embedding

@@ -41,9 +41,8 @@ absl::Status ReadAdagradMomentum(const OptimizationParameters& from,
   if (!(p.exponent() > 0.0f) || !std::isfinite(p.exponent())) {
     return Outside("exponent", p.exponent(), "finite and > 0");
   }
-  table->hyperparameters = {p.momentum(),        p.use_nesterov() ? 1.0f : 0.0f,
-                            p.exponent(),        p.beta2(),
-                            OneMinus(p.beta2()), p.epsilon()};
+  table->hyperparameters = {p.momentum(), p.use_nesterov() ? 1.0f : 0.0f,
+                            p.exponent(), p.beta2(), p.epsilon()};
   return absl::OkStatus();
 }
 
@@ -55,13 +54,8 @@ absl::Status ReadFtrl(const OptimizationParameters& from, EngineTable* table) {
   if (!(p.lr_power() <= 0.0f) || !std::isfinite(p.lr_power())) {
     return Outside("lr_power", p.lr_power(), "finite and <= 0");
   }
-  table->hyperparameters = {
-      p.lr_power(),
-      p.l1(),
-      p.l2(),
-      p.beta(),
-      p.multiply_linear_by_lr() ? 1.0f : 0.0f,
-      /*allow_zero_accumulator, which changes no number*/ 0.0f};
+  table->hyperparameters = {p.lr_power(), p.l1(), p.l2(), p.beta(),
+                            p.multiply_linear_by_lr() ? 1.0f : 0.0f};
   return absl::OkStatus();
 }
 
@@ -75,9 +69,8 @@ absl::Status ReadAdam(const OptimizationParameters& from, EngineTable* table) {
         "use_non_lazy_adam needs gradient accumulation, but "
         "`gradient_accumulation_status` is DISABLED.");
   }
-  table->hyperparameters = {p.beta1(),   OneMinus(p.beta1()),
-                            p.beta2(),   OneMinus(p.beta2()),
-                            p.epsilon(), p.use_sum_inside_sqrt() ? 1.0f : 0.0f};
+  table->hyperparameters = {p.beta1(), p.beta2(), p.epsilon(),
+                            p.use_sum_inside_sqrt() ? 1.0f : 0.0f};
   table->options.all_rows = p.use_non_lazy_adam();
   return absl::OkStatus();
 }
@@ -96,8 +89,7 @@ absl::Status ReadRms(const Parameters& p, EngineTable* table) {
   TF_RETURN_IF_ERROR(CheckDecay("rho", p.rho()));
   TF_RETURN_IF_ERROR(CheckNotNegative("momentum", p.momentum()));
   TF_RETURN_IF_ERROR(CheckNotNegative("epsilon", p.epsilon()));
-  table->hyperparameters = {p.rho(), OneMinus(p.rho()), p.momentum(),
-                            p.epsilon()};
+  table->hyperparameters = {p.rho(), p.momentum(), p.epsilon()};
   return absl::OkStatus();
 }
 
@@ -116,7 +108,7 @@ absl::Status ReadAdadelta(const OptimizationParameters& from,
   const auto& p = from.adadelta();
   TF_RETURN_IF_ERROR(CheckDecay("rho", p.rho()));
   TF_RETURN_IF_ERROR(CheckNotNegative("epsilon", p.epsilon()));
-  table->hyperparameters = {p.rho(), OneMinus(p.rho()), p.epsilon()};
+  table->hyperparameters = {p.rho(), p.epsilon()};
   return absl::OkStatus();
 }
 
@@ -137,9 +129,7 @@ absl::Status ReadProximalYogi(const OptimizationParameters& from,
   TF_RETURN_IF_ERROR(CheckNotNegative("epsilon", p.epsilon()));
   TF_RETURN_IF_ERROR(CheckNotNegative("l1", p.l1()));
   TF_RETURN_IF_ERROR(CheckNotNegative("l2", p.l2()));
-  table->hyperparameters = {
-      p.beta1(), OneMinus(p.beta1()), OneMinus(p.beta2()), p.epsilon(), p.l1(),
-      p.l2()};
+  table->hyperparameters = {p.beta1(), p.beta2(), p.epsilon(), p.l1(), p.l2()};
   return absl::OkStatus();
 }
 
@@ -155,8 +145,7 @@ absl::Status ReadFrequencyEstimator(const OptimizationParameters& from,
         absl::StrCat("weight_exponent is ", p.weight_exponent(),
                      ", but where it acts is not published: only 0 is known."));
   }
-  table->hyperparameters = {p.tau(), OneMinus(p.tau()), p.max_delta(),
-                            p.outlier_threshold()};
+  table->hyperparameters = {p.tau(), p.max_delta(), p.outlier_threshold()};
   return absl::OkStatus();
 }
 

@@ -24,16 +24,6 @@ class Reader {
     return *this;
   }
 
-  Reader& OneMinus(const char* name) {
-    values_->push_back(tpu_embedding::OneMinus(Get<float>(name)));
-    return *this;
-  }
-
-  Reader& Constant(float value) {
-    values_->push_back(value);
-    return *this;
-  }
-
   const absl::Status& status() const { return status_; }
 
  private:
@@ -60,7 +50,6 @@ absl::Status ReadAdagradMomentum(OpKernelConstruction* context,
       .Bool("use_nesterov")
       .Float("exponent")
       .Float("beta2")
-      .OneMinus("beta2")
       .Float("epsilon")
       .status();
 }
@@ -69,9 +58,7 @@ absl::Status ReadAdam(OpKernelConstruction* context,
                       std::vector<float>* values) {
   return Reader(context, values)
       .Float("beta1")
-      .OneMinus("beta1")
       .Float("beta2")
-      .OneMinus("beta2")
       .Float("epsilon")
       .Bool("use_sum_inside_sqrt")
       .status();
@@ -85,7 +72,6 @@ absl::Status ReadFtrl(OpKernelConstruction* context,
       .Float("l2_regularization_strength")
       .Float("beta")
       .Bool("multiply_linear_by_learning_rate")
-      .Constant(0.0f)  // allow_zero_accumulator: the op has no such attribute
       .status();
 }
 

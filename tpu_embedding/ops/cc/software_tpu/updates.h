@@ -12,11 +12,6 @@ namespace tpu_embedding {
 // The update by the rule called `name`; null where there is none.
 UpdateFn UpdateOf(std::string_view name);
 
-// 1 - `value`, where `value` is the float32 nearest to what the user wrote:
-// 1 - 0.999f would be off by 5e-5 of itself. So the shortest decimal that reads
-// back as this float32 is taken for what was written.
-float OneMinus(float value);
-
 }  // namespace tpu_embedding
 
 #endif  // TPU_EMBEDDING_OPS_CC_SOFTWARE_TPU_UPDATES_H_

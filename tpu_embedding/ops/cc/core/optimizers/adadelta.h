@@ -2,7 +2,7 @@
 // step = g * sqrt(u + epsilon) / sqrt(a + epsilon);
 // u = rho * u + (1 - rho) * step^2; w -= rate * step.
 // Slots: accumulators, updates.
-// Hyperparameters: rho, 1 - rho (formed in double precision), epsilon.
+// Hyperparameters: rho, epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADADELTA_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADADELTA_H_
@@ -20,13 +20,13 @@ class Adadelta {
   static constexpr const char* kName = "adadelta";
   static constexpr int kNumSlots = 2;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 3;
+  static constexpr int kNumHyperparameters = 2;
 
   explicit Adadelta(const RuleArguments& arguments)
       : rate_(arguments.rate),
         keep_(arguments.hyperparameters[0]),
-        take_(arguments.hyperparameters[1]),
-        epsilon_(arguments.hyperparameters[2]) {}
+        take_(1.0f - keep_),
+        epsilon_(arguments.hyperparameters[1]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

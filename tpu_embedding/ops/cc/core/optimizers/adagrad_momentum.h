@@ -2,8 +2,7 @@
 // p = g * (a + epsilon)^(-1 / exponent); m = momentum * m + p;
 // w -= rate * (nesterov ? momentum * m + p : m).
 // Slots: accumulators, momenta.
-// Hyperparameters: momentum, use_nesterov, exponent, beta2, 1 - beta2 (formed
-// in double precision), epsilon.
+// Hyperparameters: momentum, use_nesterov, exponent, beta2, epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_MOMENTUM_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_MOMENTUM_H_
@@ -21,7 +20,7 @@ class AdagradMomentum {
   static constexpr const char* kName = "adagrad_momentum";
   static constexpr int kNumSlots = 2;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 6;
+  static constexpr int kNumHyperparameters = 5;
 
   explicit AdagradMomentum(const RuleArguments& arguments)
       : rate_(arguments.rate),
@@ -29,8 +28,8 @@ class AdagradMomentum {
         use_nesterov_(arguments.hyperparameters[1] != 0.0f),
         power_(-1.0f / arguments.hyperparameters[2]),
         keep_(arguments.hyperparameters[3]),
-        take_(keep_ == 1.0f ? 1.0f : arguments.hyperparameters[4]),
-        epsilon_(arguments.hyperparameters[5]) {}
+        take_(keep_ == 1.0f ? 1.0f : 1.0f - keep_),
+        epsilon_(arguments.hyperparameters[4]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

@@ -1,10 +1,9 @@
 // m = beta_1 * m + (1 - beta_1) * g; v = beta_2 * v + (1 - beta_2) * g^2;
 // w -= rate * m / sqrt(v + epsilon^2), or / (sqrt(v) + epsilon). TPU hardware
-// corrects no bias; a dynamic rate supplies that.
+// has no bias correction; a dynamic rate can apply it. 1 - beta is formed in
+// float32, as TensorFlow's TPU kernels do.
 // Slots: momenta, velocities.
-// Hyperparameters: beta_1, 1 - beta_1, beta_2, 1 - beta_2, epsilon,
-// sum_inside_sqrt. The differences come from double precision: formed here,
-// 1 - 0.999f would be off by 5e-5 of itself.
+// Hyperparameters: beta_1, beta_2, epsilon, sum_inside_sqrt.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAM_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAM_H_
@@ -22,16 +21,16 @@ class Adam {
   static constexpr const char* kName = "adam";
   static constexpr int kNumSlots = 2;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 6;
+  static constexpr int kNumHyperparameters = 4;
 
   explicit Adam(const RuleArguments& arguments)
       : rate_(arguments.rate),
         keep_m_(arguments.hyperparameters[0]),
-        take_m_(arguments.hyperparameters[1]),
-        keep_v_(arguments.hyperparameters[2]),
-        take_v_(arguments.hyperparameters[3]),
-        epsilon_(arguments.hyperparameters[4]),
-        sum_inside_sqrt_(arguments.hyperparameters[5] != 0.0f) {}
+        take_m_(1.0f - keep_m_),
+        keep_v_(arguments.hyperparameters[1]),
+        take_v_(1.0f - keep_v_),
+        epsilon_(arguments.hyperparameters[2]),
+        sum_inside_sqrt_(arguments.hyperparameters[3] != 0.0f) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

@@ -2,8 +2,7 @@
 // mom = momentum * mom + rate * g / sqrt(max(ms - mg^2, 0) + epsilon);
 // w -= mom.
 // Slots: ms, mom, mg.
-// Hyperparameters: rho, 1 - rho (formed in double precision), momentum,
-// epsilon.
+// Hyperparameters: rho, momentum, epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_CENTERED_RMS_PROP_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_CENTERED_RMS_PROP_H_
@@ -21,14 +20,14 @@ class CenteredRmsProp {
   static constexpr const char* kName = "centered_rms_prop";
   static constexpr int kNumSlots = 3;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 4;
+  static constexpr int kNumHyperparameters = 3;
 
   explicit CenteredRmsProp(const RuleArguments& arguments)
       : rate_(arguments.rate),
         keep_(arguments.hyperparameters[0]),
-        take_(arguments.hyperparameters[1]),
-        momentum_(arguments.hyperparameters[2]),
-        epsilon_(arguments.hyperparameters[3]) {}
+        take_(1.0f - keep_),
+        momentum_(arguments.hyperparameters[1]),
+        epsilon_(arguments.hyperparameters[2]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

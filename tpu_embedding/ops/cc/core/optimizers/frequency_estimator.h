@@ -2,8 +2,7 @@
 // w = delta >= outlier_threshold * w ? delta : (1 - tau) * w + tau * delta;
 // last_hit_step = rate. The gradient plays no part.
 // Slot: last_hit_step.
-// Hyperparameters: tau, 1 - tau (formed in double precision), max_delta,
-// outlier_threshold.
+// Hyperparameters: tau, max_delta, outlier_threshold.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FREQUENCY_ESTIMATOR_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FREQUENCY_ESTIMATOR_H_
@@ -21,14 +20,14 @@ class FrequencyEstimator {
   static constexpr const char* kName = "frequency_estimator";
   static constexpr int kNumSlots = 1;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 4;
+  static constexpr int kNumHyperparameters = 3;
 
   explicit FrequencyEstimator(const RuleArguments& arguments)
       : step_(arguments.rate),
         take_(arguments.hyperparameters[0]),
-        keep_(arguments.hyperparameters[1]),
-        max_delta_(arguments.hyperparameters[2]),
-        outlier_threshold_(arguments.hyperparameters[3]) {}
+        keep_(1.0f - take_),
+        max_delta_(arguments.hyperparameters[1]),
+        outlier_threshold_(arguments.hyperparameters[2]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float*, float* __restrict w,
                                   float* const* slots, int64_t dim) const {

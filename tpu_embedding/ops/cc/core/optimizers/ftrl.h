@@ -6,8 +6,8 @@
 // term above is taken times the rate, so that nothing is divided by it.
 // Slots: accumulators, linears.
 // Hyperparameters: learning_rate_power, l1, l2, beta,
-// multiply_linear_by_learning_rate, allow_zero_accumulator (which only the
-// check of the initial value needs: no term here divides by a).
+// multiply_linear_by_learning_rate. allow_zero_accumulator changes nothing
+// here: no term divides by a.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FTRL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FTRL_H_
@@ -25,7 +25,7 @@ class Ftrl {
   static constexpr const char* kName = "ftrl";
   static constexpr int kNumSlots = 2;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 6;
+  static constexpr int kNumHyperparameters = 5;
 
   explicit Ftrl(const RuleArguments& arguments)
       : power_(-arguments.hyperparameters[0]),

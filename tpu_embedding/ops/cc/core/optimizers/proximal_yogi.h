@@ -2,8 +2,7 @@
 // c = rate / (sqrt(v) + epsilon); z = w - c * m;
 // w = sign(z) * max(|z| - c * l1, 0) / (1 + c * l2).
 // Slots: v, m.
-// Hyperparameters: beta_1, 1 - beta_1, 1 - beta_2 (formed in double
-// precision), epsilon, l1, l2.
+// Hyperparameters: beta_1, beta_2, epsilon, l1, l2.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_PROXIMAL_YOGI_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_PROXIMAL_YOGI_H_
@@ -22,16 +21,16 @@ class ProximalYogi {
   static constexpr const char* kName = "proximal_yogi";
   static constexpr int kNumSlots = 2;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 6;
+  static constexpr int kNumHyperparameters = 5;
 
   explicit ProximalYogi(const RuleArguments& arguments)
       : rate_(arguments.rate),
         keep_m_(arguments.hyperparameters[0]),
-        take_m_(arguments.hyperparameters[1]),
-        take_v_(arguments.hyperparameters[2]),
-        epsilon_(arguments.hyperparameters[3]),
-        l1_(arguments.hyperparameters[4]),
-        l2_(arguments.hyperparameters[5]) {}
+        take_m_(1.0f - keep_m_),
+        take_v_(1.0f - arguments.hyperparameters[1]),
+        epsilon_(arguments.hyperparameters[2]),
+        l1_(arguments.hyperparameters[3]),
+        l2_(arguments.hyperparameters[4]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,

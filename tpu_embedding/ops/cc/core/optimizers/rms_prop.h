@@ -1,8 +1,7 @@
 // ms = rho * ms + (1 - rho) * g^2;
 // mom = momentum * mom + rate * g / sqrt(ms + epsilon); w -= mom.
 // Slots: ms, mom.
-// Hyperparameters: rho, 1 - rho (formed in double precision), momentum,
-// epsilon.
+// Hyperparameters: rho, momentum, epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_RMS_PROP_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_RMS_PROP_H_
@@ -20,14 +19,14 @@ class RmsProp {
   static constexpr const char* kName = "rms_prop";
   static constexpr int kNumSlots = 2;
   static constexpr bool kSlotsPerRow = false;
-  static constexpr int kNumHyperparameters = 4;
+  static constexpr int kNumHyperparameters = 3;
 
   explicit RmsProp(const RuleArguments& arguments)
       : rate_(arguments.rate),
         keep_(arguments.hyperparameters[0]),
-        take_(arguments.hyperparameters[1]),
-        momentum_(arguments.hyperparameters[2]),
-        epsilon_(arguments.hyperparameters[3]) {}
+        take_(1.0f - keep_),
+        momentum_(arguments.hyperparameters[1]),
+        epsilon_(arguments.hyperparameters[2]) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,
