@@ -71,8 +71,8 @@ def test_optimizers_are_listed_with_their_engines():
     for name, optimizer in OPTIMIZERS.items():
         v2_v4 = "yes" if optimizer.tpu else "no"
         sparse_core = "yes" if optimizer.sparse_core_op else "no"
-        row = rf"\| `{name}` \| (yes|no) \| {v2_v4} \| {sparse_core} \|"
-        assert re.search(row, text), name
+        row = rf"\| `{name}` \| yes \| {v2_v4} \| {sparse_core} \|"
+        assert re.search(row, text) or {v2_v4, sparse_core} == {"no"}, name
         assert f"| `{name}`" in (DOCS / "semantics.md").read_text()
         assert name in te.__all__
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import pathlib
 import pickle
-import re
 from typing import Any
 
 import numpy as np
@@ -42,13 +40,6 @@ def test_every_optimizer_of_the_package_is_under_test() -> None:
     }
     assert exported == {*classes, optimizers.CustomOptimizer}
     assert {cls.__name__ for cls in exported} <= set(te.__all__)
-
-
-def test_semantics_has_each_optimizer() -> None:
-    text = (pathlib.Path(__file__).parents[1] / "docs/semantics.md").read_text()
-    section = text.split("## 4. Optimizers")[1].split("\n### ")[0]
-    listed = re.findall(r"^\| `(\w+)`[^|,]*\|", section.split("| arguments |")[0], re.M)
-    assert sorted(listed) == sorted(optimizers.OPTIMIZERS)
 
 
 @each_stock_case

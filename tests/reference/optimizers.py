@@ -127,6 +127,7 @@ def apply(
     slots: Mapping[str, np.ndarray],
     gradient_rows: Mapping[int, np.ndarray],
     rate: float,
+    dtype: type[np.floating] = np.float64,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """One update: clip, decay, rule, clip, for each touched row.
 
@@ -137,20 +138,21 @@ def apply(
       slots: By name, [V, D], or [V, 1] for RowwiseAdagrad.
       gradient_rows: For each touched row its summed gradient [D].
       rate: The learning rate.
+      dtype: Of the arithmetic; float32 overflows where the engines do.
 
     Returns:
-      The new table and the new slots, float64.
+      The new table and the new slots.
     """
     arguments = complete(name, hyper)
-    table = np.array(table, np.float64)
-    slots = {slot: np.array(values, np.float64) for slot, values in slots.items()}
-    rate = np.float64(np.float32(rate))
+    table = np.array(table, dtype)
+    slots = {slot: np.array(values, dtype) for slot, values in slots.items()}
+    rate = dtype(np.float32(rate))
     touched = set(gradient_rows)
     if name == "Adam" and not arguments["lazy_adam"]:
         touched = set(range(len(table)))
     for row in sorted(touched):
         gradient = np.array(gradient_rows.get(row, np.zeros(table.shape[1])))
-        gradient = _clip(gradient.astype(np.float64), *_limits(arguments["clipvalue"]))
+        gradient = _clip(gradient.astype(dtype), *_limits(arguments["clipvalue"]))
         table[row] = _decay(arguments, table[row], rate)
         row_slots = [values[row] for values in slots.values()]  # views
         with np.errstate(divide="ignore", invalid="ignore"):

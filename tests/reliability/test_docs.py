@@ -28,6 +28,6 @@ def test_figures() -> None:
         f"{calls} refused calls",
         f"in graphs {traced} of them: {2 * eager + 3 * traced} refused calls",
         f"{nested} refused calls at {places} entry points",
-        f"{optimizers} optimizers ({rules} rules, and {optimizers - rules} with other",
+        f"every rule, and {optimizers - rules} of them with other options",
     ):
         assert figures in text, figures

@@ -196,8 +196,11 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       TableRule rule;
       rule.entry = FindRule(names[t]);
       if (!rule.entry) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("There is no update rule named ", names[t], "."));
+        return absl::InvalidArgumentError(absl::StrCat(
+            "There is no update rule named ", names[t],
+            ". If the Python package has this rule, the compiled library is "
+            "older than the package. Rebuild the library: run `make ops` in a "
+            "checkout, or reinstall the package."));
       }
       TF_RETURN_IF_ERROR(CheckLength("hyperparameter_counts", counts[t],
                                      rule.entry->num_hyperparameters));
