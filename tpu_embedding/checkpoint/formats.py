@@ -14,7 +14,7 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
 from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
 from tpu_embedding.checkpoint.tensorflow_format import (
-    read_all_layouts,
+    read_first_layouts,
     read_tensorflow,
 )
 from tpu_embedding.layout.stacking import TableLayout
@@ -77,7 +77,8 @@ def read_layouts(path: str | os.PathLike[str]) -> list[TableLayout]:
     """
     place = os.fspath(path)
     if not any(matches(place) for matches, _ in _FORMATS):
-        for layouts in read_all_layouts(_prefix(place)):
+        layouts = read_first_layouts(_prefix(place))
+        if layouts is not None:
             return layouts
     raise ValueError(
         f"{place} has no SparseCore layout record: its tables are stored whole. A "

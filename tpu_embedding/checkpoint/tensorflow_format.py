@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class Bundle:
         self.prefix = prefix
         self.index = prefix + ".index"
         self.verified: set[str] = set()  # keys
+        self._kept: tuple[str, np.ndarray] | None = None
         if not tf.io.gfile.exists(self.index):
             raise errors.not_found(prefix)
         try:
@@ -83,7 +84,7 @@ class Bundle:
             raise errors.corrupted(self.index, str(error)) from error
 
     def restore(self, key: str, spec: str = "") -> Any:
-        """A tensor, or a slice of one.
+        """A tensor, or a slice of one, which may not be changed.
 
         Raises:
           tf.errors.DataLossError: If a file is missing or damaged.
@@ -98,7 +99,7 @@ class Bundle:
         except (tf.errors.OpError, UnicodeDecodeError) as error:
             reason = f"{key} cannot be read ({error})"
             raise errors.corrupted(self.prefix, reason) from error
-        return value.numpy()
+        return np.asarray(value) if value.shape.rank else value.numpy()
 
     def objects(self) -> dict[str, SavedObject]:
         """See `read_objects`."""
@@ -122,10 +123,17 @@ class Bundle:
         """`restore`, with the last slices kept in memory."""
         return functools.lru_cache(_KEPT_SLICES)(self.restore)
 
-    @functools.cached_property
-    def kept_tensor(self) -> Any:
+    def kept_tensor(self, key: str) -> np.ndarray:
         """`restore`, with the last tensor kept in memory."""
-        return functools.lru_cache(1)(self.restore)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # Never two of them.
+            self._kept = key, self.restore(key)
+        return self._kept[1]
+
+    def release(self) -> None:
+        """Frees the tensor and the slices that are kept."""
+        self._kept = None
+        self.kept_slices.cache_clear()
 
 
 class _BundleRows(Rows):
@@ -137,19 +145,16 @@ class _BundleRows(Rows):
         self._bundle, self.key = bundle, key
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        rows, size = self.shape[0], self.slice_rows
-        if stop - start == rows:
-            return self._bundle.restore(self.key)
         if self._is_whole:
-            return self._bundle.kept_tensor(self.key)[start:stop]
-        if start % size == 0 and stop - start <= size:
-            spec = slice_spec(self.shape, start, stop)
-            return self._bundle.restore(self.key, spec)
+            return self._bundle.kept_tensor(self.key)[start:stop].copy()
+        rows, size = self.shape[0], self.slice_rows
         values = np.empty((stop - start, self.shape[1]), self.dtype)
         for first in range(start // size * size, stop, size):
-            spec = slice_spec(self.shape, first, min(rows, first + size))
-            stored = self._bundle.kept_slices(self.key, spec)
             begin, end = max(start, first), min(stop, first + size)
+            last = min(rows, first + size)
+            partly = (begin, end) != (first, last)
+            restore = self._bundle.kept_slices if partly else self._bundle.restore
+            stored = restore(self.key, slice_spec(self.shape, first, last))
             values[begin - start : end - start] = stored[begin - first : end - first]
         return values
 
@@ -161,8 +166,7 @@ class _BundleRows(Rows):
         self._bundle.verified.add(self.key)
 
     def release(self) -> None:
-        self._bundle.kept_slices.cache_clear()
-        self._bundle.kept_tensor.cache_clear()
+        self._bundle.release()
 
     @property
     def _is_whole(self) -> bool:
@@ -205,12 +209,13 @@ def read_tensorflow(
     )
 
 
-def read_all_layouts(prefix: str) -> Iterator[list[TableLayout]]:
-    """The layout records of all objects of a checkpoint that have one."""
+def read_first_layouts(prefix: str) -> list[TableLayout] | None:
+    """The layout record of the first object that has one."""
     bundle = Bundle(prefix)
     for node in bundle.objects().values():
         if LAYOUTS in node.values:
-            yield parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
+            return parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
+    return None
 
 
 def _matrices(
