@@ -44,8 +44,10 @@ TEST_FOLDERS = {
     "examples": "tests/test_examples.py",
     "benchmarks": "tests/test_benchmarks.py",
 }
-# Run for every change of the package: a step of each class, and the names of the docs.
-ALWAYS = ("tests/test_repository.py", "tests/test_documented_loops.py")
+ALWAYS = ("tests/test_public.py", "tests/test_repository.py")
+# After all others, where the package has changed.
+OF_PACKAGE = ("tests/test_documented_loops.py",)
+OF_DOCUMENTATION = ("tests/test_documentation.py",)
 OF_CPP = ("tests/test_cc.py", "tests/test_library.py", "tests/test_embedding.py")
 SECONDS = 100.0
 
@@ -113,7 +115,12 @@ def selected_tests(changed: list[str]) -> list[str]:
     sources = test_files()
     found = [test for name in changed for test in tests_of(name, sources)]
     wanted = [test for test in found if pathlib.PurePath(test).name.startswith("test_")]
-    return list(dict.fromkeys([*wanted, *ALWAYS]))
+    wanted += ALWAYS
+    if any(name.endswith(".md") for name in changed):
+        wanted += OF_DOCUMENTATION
+    if any(name.startswith("tpu_embedding/") for name in changed):
+        wanted += OF_PACKAGE
+    return list(dict.fromkeys(wanted))
 
 
 class Budget:
