@@ -16,7 +16,7 @@ import tpu_embedding
 PACKAGES = [
     module.name
     for module in pkgutil.walk_packages(tpu_embedding.__path__, "tpu_embedding.")
-    if module.ispkg and module.name != "tpu_embedding.optimizers"
+    if module.ispkg
 ]
 
 

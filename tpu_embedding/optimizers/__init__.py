@@ -1,4 +1,4 @@
-"""The optimizers of embedding tables, as immutable values."""
+"""Private: the optimizers of embedding tables, as immutable values."""
 
 from tpu_embedding.optimizers.adagrad import Adagrad, RowwiseAdagrad
 from tpu_embedding.optimizers.adagrad_momentum import AdagradMomentum
