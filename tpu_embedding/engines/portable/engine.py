@@ -244,6 +244,8 @@ class PortableEngine(WholeTablesEngine):
     def called_before(self, *calls: str) -> bool:
         """Whether the replica has made one of these calls in this strategy.run."""
         context = tf.distribute.get_replica_context()
+        if context is None:
+            return True  # Outside of strategy.run, where no call begins a step.
         return any(call in self._calls.get(context, ()) for call in calls)
 
     def note_call(self, call: str) -> None:
@@ -252,9 +254,13 @@ class PortableEngine(WholeTablesEngine):
         if context is not None:
             self._calls.setdefault(context, set()).add(call)
 
+    def is_last(self, replica: int) -> bool:
+        """Whether all other replicas come before `replica`."""
+        return replica == self._num_replicas - 1
+
     def is_partial(self, replica: int) -> tf.Tensor:
         """Whether gradients of `replica` wait for those of other replicas."""
-        if replica == self._num_replicas - 1:
+        if self.is_last(replica):
             return tf.constant(False)
         return self._waiting[replica].size() > 0
 
@@ -298,10 +304,9 @@ class PortableEngine(WholeTablesEngine):
         Returns:
           Control inputs for ops that must not run if the call is refused.
         """
-        is_last = replica == self._num_replicas - 1
         self.note_call("update")
         # Before anything changes: a learning rate that fails changes nothing.
-        rates = self._rates.evaluate() if is_last else tf.zeros([0])
+        rates = self._rates.evaluate() if self.is_last(replica) else tf.zeros([0])
         with tf.control_dependencies(self._check_gradients(entries, gradients)):
             sums = self._row_sums(entries, gradients, found)
         accepted = [rates, *sums]
@@ -310,7 +315,7 @@ class PortableEngine(WholeTablesEngine):
         with tf.control_dependencies(accepted):
             accepted += [] if used is None else self._use(used)
         with tf.control_dependencies(accepted):
-            if is_last:
+            if self.is_last(replica):
                 parts = [self._with_shapes(queue.dequeue()) for queue in self._waiting]
                 self._complete(rates, _merged([*parts, sums]))
             else:
@@ -319,7 +324,7 @@ class PortableEngine(WholeTablesEngine):
 
     def _begin_lookup(self, replica: int) -> list[Any]:
         """Gives a refused step up, if the one before was; returns control inputs."""
-        if replica == self._num_replicas - 1:
+        if self.is_last(replica):
             return []
         partial = self.is_partial(replica)
         if self.called_before("update"):
@@ -525,7 +530,11 @@ class _Queue(StepQueue):
                 engine.discard_waiting(gave_up)
                 flushed = engine.flush_if(~training)
             with tf.control_dependencies([flushed]):
-                return engine.look_up(engine.unpack_entries(batch))[0]
+                activations, _ = engine.look_up(engine.unpack_entries(batch))
+            if engine.is_last(replica):  # All replicas have looked up.
+                with tf.control_dependencies(activations):
+                    engine.flush_if(training)
+            return activations
 
     def apply_gradients(
         self,
