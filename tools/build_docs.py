@@ -61,7 +61,10 @@ def reference_page(package: str) -> str:
         names = sorted({*names} - subpackages - {*optimizers}, key=str.lower)
     else:
         optimizers = []
-    lines += [line for name in names for line in (f"::: {package}.{name}", "")]
+    for name in names:
+        # A function that is called as its module is found in the module.
+        module = ROOT.joinpath(*package.split("."), f"{name}.py")
+        lines += [f"::: {package}.{name}" + f".{name}" * module.exists(), ""]
     if optimizers:
         # Their methods are for engines; users set their attributes.
         for name in ("optimizers.base.Optimizer", *optimizers):
