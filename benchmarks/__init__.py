@@ -1,1 +1,1 @@
-"""Speed, side by side with the peers, in one run."""
+"""Benchmarks of this package and of other libraries (peers), in one run."""

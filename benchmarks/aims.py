@@ -1,4 +1,4 @@
-"""What we want to reach: how many times faster than each peer, in one run."""
+"""Aims: how many times faster than each peer, in one run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LOOKUPS = {
 
 
 def aim(scenario: str, optimizer: str, peer: str, function: str) -> float | None:
-    """The ratio, theirs over ours, that we want to reach; None where there is none."""
+    """The aim for the time of a peer divided by our time, or None."""
     if function == "lookup":
         return _LOOKUPS.get(scenario, {}).get(peer)
     return _STEPS.get((scenario, optimizer, function), {}).get(peer)

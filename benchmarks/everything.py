@@ -1,4 +1,4 @@
-"""All that docs/performance.md has aims for, one after the other.
+"""Runs everything that docs/performance.md has aims for.
 
 python -m benchmarks.everything [--quick]
 
@@ -67,7 +67,7 @@ MAINS = {
 
 
 def join(folder: pathlib.Path) -> str:
-    """All tables of a folder in one: all peers, then those with missed aims."""
+    """Joins all tables of a folder: all peers, then those with missed aims."""
     target = folder / "everything.md"
     first = overview.write(folder, "dlrm")
     done = {target, folder / "overview.md", *folder.glob("measures-*-*.md")}
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(parts: Sequence[tuple[str, list[str]]], folder: pathlib.Path) -> list[str]:
-    """Runs the parts; gives those that failed."""
+    """Runs the parts; returns those that failed."""
     failed = []
     for index, (module, asked) in enumerate(parts):
         print(f"[{index + 1}/{len(parts)}] {module}", *asked, flush=True)

@@ -16,7 +16,7 @@ from benchmarks.scenarios import Scenario
 
 
 def dense(batches: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[tf.Tensor]]:
-    """Gives the batches in turn, each feature as it is; call it in a tf.function."""
+    """Returns the batches in turn, as dense tensors; call it in a tf.function."""
     iterator = _iterator([tuple(map(tf.constant, batch)) for batch in batches])
     return lambda: list(iterator.get_next())
 

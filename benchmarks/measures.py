@@ -1,4 +1,4 @@
-"""Measures beside aims that are no race of steps.
+"""Single measures with aims, without peers.
 
 Threads, widths of rows, memory, import and tracing.
 
@@ -35,7 +35,7 @@ _WIDEST = ((1024, 256),)
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number and the limit that it should keep to.
+    """A number and its limit.
 
     Attributes:
       name: What was measured.
@@ -96,7 +96,7 @@ def _median(step: Callable[[], float]) -> dict[str, float]:
 
 
 def child_step(scenario: str, threads: str) -> dict[str, float]:
-    """The median seconds of a training step on so many threads."""
+    """The median seconds of a training step on a number of threads."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(int(threads))
@@ -115,7 +115,7 @@ def child_ids(scenario: str, ids: str) -> dict[str, float]:
 
 
 def child_memory(scenario: str, steps: str) -> dict[str, float]:
-    """The peak in bytes: of TensorFlow, then with tables early and late."""
+    """Peak memory in bytes: of TensorFlow, then with tables, early and late."""
     import tensorflow as tf
 
     tf.constant(0)
@@ -163,7 +163,7 @@ CHILDREN = {
 
 
 def threads(scenario: str) -> Measure:
-    """How many times faster a step is on two threads than on one, A B A B."""
+    """Speedup of a step on two threads over one; runs alternate."""
     seconds = {count: [] for count in (1, 2)}
     for _ in range(3):
         for count, times in seconds.items():
@@ -195,7 +195,7 @@ def widths(
 
 
 def wide_ids(scenario: str) -> Measure:
-    """The time of a step with ids of int64 over that with int32, A B A B."""
+    """Time of a step with int64 ids relative to int32; runs alternate."""
     seconds = {ids: [] for ids in ("int32", "int64")}
     for _ in range(3):
         for ids, times in seconds.items():
@@ -206,7 +206,7 @@ def wide_ids(scenario: str) -> Measure:
 
 
 def memory(scenario: str, steps: int) -> list[Measure]:
-    """The peak beside what the tables need, and its growth over many steps."""
+    """Peak memory relative to the tables, and its growth over many steps."""
     peaks = _in_process("memory", scenario, steps)
     workload = SCENARIOS[scenario]
     tables = 2 * 4 * workload.dim * sum(workload.rows)  # one slot, as wide
@@ -219,7 +219,7 @@ def memory(scenario: str, steps: int) -> list[Measure]:
 
 
 def importing() -> Measure:
-    """The time of our import, TensorFlow's included, over TensorFlow's, A B A B."""
+    """Time of our import relative to TensorFlow's; runs alternate."""
     seconds = {module: [] for module in ("tensorflow", "tpu_embedding")}
     for _ in range(5):
         for module, times in seconds.items():
@@ -229,7 +229,7 @@ def importing() -> Measure:
 
 
 def tracing() -> Measure:
-    """The time until our first step is done over that of TFRS, A B A B."""
+    """Time until our first step is done, relative to TFRS; runs alternate."""
     name = "first step of 26 tables, over TFRS's"
     seconds = {peer: [] for peer in ("tfrs", OURS)}
     if python_of("tfrs") == sys.executable:
@@ -243,7 +243,7 @@ def tracing() -> Measure:
 
 
 def markdown(measures: Sequence[Measure]) -> str:
-    """One row for each."""
+    """The measures as a table."""
     lines = ["### measures", "", "| measure | value | aim |", "|---|---|---|"]
     for measure in measures:
         if measure.value is None:
@@ -257,7 +257,7 @@ def markdown(measures: Sequence[Measure]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes, or does the part of a child."""
+    """Measures and writes, or runs one child process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--child"]:
         name, *values = arguments[1:]
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parts(scenario: str, steps: int) -> dict[str, Callable[[], list[Measure]]]:
-    """What is measured, by what --only calls it."""
+    """The measures, by their names for --only."""
     return {
         "import": lambda: [importing()],
         "first_step": lambda: [tracing()],

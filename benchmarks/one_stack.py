@@ -16,7 +16,7 @@ _ROW_MULTIPLE = 8  # rows of a table on one SparseCore
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one feature and its table lie.
+    """The place of one feature and its table.
 
     Attributes:
       sample_offset: The feature's first sample in the stack.

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines share: checked before a run that takes hours."""
+"""Options that all benchmarks share, checked before a long run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _held: set[pathlib.Path] = set()
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """Adds --out, which is tried at once."""
+    """Adds --out, which is checked at once."""
     parser.add_argument("--out", type=_writable, default=DEFAULT_OUT)
 
 
@@ -44,7 +44,7 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def alone(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other runs from the folder: they would write over each other's files.
+    """Locks the folder, so that another run cannot overwrite the files.
 
     A run may start another one of the same process.
     """

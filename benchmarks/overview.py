@@ -23,7 +23,7 @@ def read(folder: pathlib.Path, scenario: str) -> list[Run]:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Their milliseconds and how many times faster ours was in the same turns.
+    """Milliseconds of all peers, and how many times faster ours was.
 
     Ours is measured beside each peer, so that its row has the least and the most of
     these medians.
@@ -56,7 +56,7 @@ def _function(column: str) -> str:
 
 
 def _theirs(peer: str, column: str, runs: Sequence[Run]) -> str:
-    """Their time in the first of the runs that has it."""
+    """A peer's time in the first run that has it."""
     function = _function(column)
     for one in runs:
         ratio = one.ratio(peer, function) if peer in one.peers else None

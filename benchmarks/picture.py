@@ -1,4 +1,4 @@
-"""Pictures of what was measured, where matplotlib is installed."""
+"""Pictures of the measurements, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Bar:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there; a run without it still has its numbers."""
+    """Says whether matplotlib is installed; a run works without it."""
     found = importlib.util.find_spec("matplotlib") is not None
     if not found:
         print("  no picture: matplotlib is not installed")

@@ -1,4 +1,4 @@
-"""What a run came to: JSON, a Markdown table and a picture."""
+"""The results of a run: JSON, a Markdown table and a picture."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What the files are called."""
+        """The name of the files."""
         return f"{self.scenario}-{self.optimizer}"
 
     def missed(self, peer: str, function: str) -> float | None:
-        """The aim that the ratio does not reach; None where there is no such aim."""
+        """The aim that the ratio misses, or None."""
         ratio = self.ratio(peer, function)
         aim = aims.aim(self.scenario, self.optimizer, peer, function)
         return aim if ratio and aim and ratio < aim else None

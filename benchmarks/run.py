@@ -1,4 +1,4 @@
-"""Times ours and the peers in turn, A B A B, and writes what came out.
+"""Times this package and the peers in alternating runs.
 
 python -m benchmarks.run --scenario dlrm --optimizer adagrad
 """
@@ -117,7 +117,7 @@ def python_of(peer: str) -> str:
 
 
 def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
-    """What a peer does, why it is missing, its times, and ours beside it.
+    """A peer's rule, the reason if it is missing, its times, and ours.
 
     Peers come one by one, each in turn with ours, A B A B: all tables of all peers
     at once would not fit into the memory of a small machine.
@@ -143,7 +143,7 @@ def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
 
 
 def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
-    """Runs all functions of both, in turn, until one of them fails."""
+    """Runs all functions of both in turn, until one of them fails."""
     for index in range(rounds):
         print(f"\r  {theirs.peer}: round {index + 1} of {rounds}", end="", flush=True)
         for worker in (ours, theirs):

@@ -1,4 +1,4 @@
-"""What is measured: tables, features and batches."""
+"""Scenarios: tables, features and batches."""
 
 from __future__ import annotations
 

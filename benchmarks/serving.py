@@ -37,7 +37,7 @@ Call = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is looked up.
+    """Features, ids and batch sizes of one comparison.
 
     Attributes:
       name: As the command line calls it.
@@ -98,7 +98,7 @@ class Peer(tf.Module):
 
 
 class Session:
-    """A SavedModel as a server holds it."""
+    """A SavedModel in a session, as in a server."""
 
     def __init__(self, path: str) -> None:
         self._session = tf.compat.v1.Session(graph=tf.Graph())
@@ -115,7 +115,7 @@ class Session:
         return lambda: ask(*feeds.values())
 
     def num_ops(self, kind: str, inputs: dict[str, np.ndarray]) -> int:
-        """How many ops such a call runs: most of its time, where batches are small."""
+        """Number of ops of a call, which take most of the time of small batches."""
         signature, metadata = self._signatures[kind], tf.compat.v1.RunMetadata()
         self._session.run(
             [info.name for info in signature.outputs.values()],

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def timed(function: Callable[[], Any], repeats: int = 1) -> Callable[[], float]:
-    """A function that runs `function` some times; gives the seconds of one run."""
+    """Returns a function that runs `function` several times and returns seconds."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -20,7 +20,7 @@ def timed(function: Callable[[], Any], repeats: int = 1) -> Callable[[], float]:
 
 
 def burst(function: Callable[[], float]) -> list[float]:
-    """The seconds of four runs, after two that do not count.
+    """Seconds of four runs, after two runs that do not count.
 
     When another process has had its turn, its data fill the caches, its threads still
     spin and ours sleep: a loop that trains meets none of that. A run of over a second

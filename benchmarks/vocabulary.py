@@ -32,7 +32,7 @@ _LIBRARIES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What was measured of one size of the table.
+    """The measurements of one size of the table.
 
     Attributes:
       rows: Of the table.
@@ -61,7 +61,7 @@ class Size:
 
     @property
     def growth(self) -> float | None:
-        """That time over BASE_ROWS' own."""
+        """That time relative to BASE_ROWS."""
         if self.base is None or self.row_nanoseconds is None:
             return None
         base = 1e6 * self.base["median"] / self.base_distinct_rows
@@ -69,7 +69,7 @@ class Size:
 
     @property
     def slower(self) -> float | None:
-        """The time of a step over BASE_ROWS'."""
+        """The time of a step relative to BASE_ROWS."""
         if self.base is None or self.milliseconds is None:
             return None
         return self.milliseconds["median"] / self.base["median"]
@@ -90,7 +90,7 @@ def does_not_fit(scenarios: Sequence[Scenario], available: int) -> str | None:
 
 
 def available_bytes() -> int:
-    """What Linux says can still be had without swapping."""
+    """Memory that is available without swapping, according to Linux."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
@@ -98,7 +98,7 @@ def available_bytes() -> int:
 
 
 def measure(scenario: Scenario, peers: Sequence[str], rounds: int) -> Size:
-    """Ours beside BASE_ROWS, then each peer beside ours."""
+    """Measures ours and BASE_ROWS in turn, then each peer and ours."""
     (rows,) = scenario.rows
     base = SCENARIOS[f"vocabulary_{BASE_ROWS}"]
     size = Size(rows, scenario.distinct_rows(), base_distinct_rows=base.distinct_rows())

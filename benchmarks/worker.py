@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def why(error: Exception) -> str:
-    """The reason in one line, as it stands in a table."""
+    """The reason in one line, for a table."""
     lines = str(error).replace("|", "/").splitlines() or [""]
     text = lines[0][:_LONGEST]
     if isinstance(error, ImportError):

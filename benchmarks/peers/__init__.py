@@ -1,1 +1,1 @@
-"""One file for each peer; see `benchmarks.worker` for what it has to offer."""
+"""One file for each peer; `benchmarks.worker` describes what it contains."""

@@ -53,7 +53,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 
 
 def _jagged(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ids in one tensor, and where each sample of each feature begins."""
+    """All ids in one tensor, and the first position of each sample."""
     lengths = np.concatenate([np.full(ids.shape[0], ids.shape[1]) for ids in batch])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     indices = np.concatenate([ids.reshape(-1) for ids in batch])

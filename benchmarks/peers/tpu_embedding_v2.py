@@ -61,5 +61,5 @@ def embedding(scenario: Scenario, devices: int) -> te.TPUEmbeddingV2:
 def step(
     of: te.TPUEmbeddingV2, next_batch: Callable[[], list[tf.Tensor]]
 ) -> Callable[[], Any]:
-    """All that preprocess_features gives of the next batch."""
+    """The result of preprocess_features for the next batch."""
     return tf.function(lambda: of.preprocess_features(next_batch()), autograph=False)
