@@ -1,8 +1,8 @@
 # make demo   set up, then train the recommender of examples/01_movielens_ranking.py
 # make test   set up, lint, then run all tests against the installed package
 #
-# Needs python3 (3.11 to 3.13) with venv, g++ and make. All that is installed goes into
-# .venv; all that is built goes into build. pip reads its settings as always.
+# Needs python3 (3.11 to 3.13) with venv, g++ and make. Everything that is installed goes
+# into .venv, everything that is built into build. pip reads its usual settings.
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
@@ -12,7 +12,7 @@ CHECK ?=
 STRUCTURE ?=
 PYTEST ?=
 BENCH ?=
-# How long `make fuzz` and `make fuzz-clang` go on.
+# Duration of `make fuzz` and `make fuzz-clang`.
 SECONDS ?= 600
 
 VENV := .venv
@@ -23,7 +23,7 @@ PACKAGE := setup.py pyproject.toml MANIFEST.in $(shell find tpu_embedding \
     -o -name '*.h' \) -print)
 CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 
-# Only what is installed in .venv is imported.
+# Python imports only packages of .venv.
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -67,22 +67,22 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-bench: ops ## all that has an aim, ours and the peers in turn: make bench BENCH=--quick
+bench: ops ## everything that has an aim, with the peers: make bench BENCH=--quick
 	$(BIN)/python -m benchmarks.everything $(BENCH)
 
 bench-one: ops ## one scenario: make bench-one BENCH='--optimizer sgd'
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
-bench-preprocessing: ops ## time SparseCore preprocessing beside Google's two
+bench-preprocessing: ops ## SparseCore preprocessing, with the peers
 	$(BIN)/python -m benchmarks.preprocessing $(BENCH)
 
-bench-measures: ops ## two threads beside one, odd widths, memory, import
+bench-measures: ops ## threads, odd widths, memory, import
 	$(BIN)/python -m benchmarks.measures $(BENCH)
 
 # A venv for each peer, as their requirements exclude each other.
 PEERS := $(basename $(notdir $(wildcard benchmarks/peers/requirements/*.txt)))
 
-bench-peers: $(PEERS:%=build/peers/%/installed.stamp) ## install what bench compares with
+bench-peers: $(PEERS:%=build/peers/%/installed.stamp) ## install the peers of bench
 
 build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 	$(PYTHON) -m venv --clear build/peers/$*
@@ -130,7 +130,7 @@ sanitize: $(VENV)/dev.stamp ## the ops under g++'s sanitizers, over a part of th
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    $(BIN)/pytest -p no:faulthandler $(SANITIZED_TESTS) $(PYTEST)
 
-clean: ## remove all that set-up and builds made
+clean: ## remove everything that set-up and builds made
 	rm -rf $(VENV) build dist *.egg-info tpu_embedding/*/*.so
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find tpu_embedding tests examples -name __pycache__ -prune -exec rm -rf {} +
