@@ -1,14 +1,15 @@
-"""Custom combiners in stock ops.
+"""Custom combiners, made of TensorFlow's ops.
 
-What a CustomCombiner looks up are its vectors: each entry is a sample of its own, at
-its position in the sample that it is of.
+A feature with a CustomCombiner looks its vectors up one by one: each entry is then a
+sample of its own, at its position in its sample.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -27,9 +28,8 @@ from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.optimizers import CustomOptimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What one lookup of one feature found.
+class Found(NamedTuple):
+    """The inputs of a custom combiner, from one lookup of one feature.
 
     Attributes:
       valencies: int32 [n].
@@ -46,40 +46,41 @@ class Combiners:
     """The custom combiners of a plan and their weights.
 
     Attributes:
-      of_features: By index of the feature its combiner; of those that have one.
-      weights: By index of the table the weights, float32 [num_weights]; of those with
-        a custom combiner, which may have none.
+      num_weights: The number of weights of all tables together.
     """
 
     def __init__(self, plan: Plan, layout: Layout | None) -> None:
         """Makes the weights, on the device that is current."""
         self._plan = plan
         self._stacks = layout.stacks if layout else ()
-        self.weights: dict[int, tf.Variable] = {}
-        self.of_features: dict[int, CustomCombiner] = {}
+        # By index of the table, and the combiner by index of the feature.
+        self._weights: dict[int, tf.Variable] = {}
+        self._of_features: dict[int, CustomCombiner] = {}
         for table in plan.tables:
             combiner = table.config.custom_combiner
             if combiner is not None:
                 name = f"{table.name}/{combiner.NAME}"
-                self.weights[table.index] = create_state(
+                self._weights[table.index] = create_state(
                     variable_name(name), combiner_weights(name, combiner)
                 )
-                self.of_features |= dict.fromkeys(table.features, combiner)
+                self._of_features |= dict.fromkeys(table.features, combiner)
+        self._sizes = [int(w.shape[0] or 0) for w in self._weights.values()]
+        self.num_weights = sum(self._sizes)
 
     def variables(self, table: int) -> dict[str, tf.Variable]:
-        """The weights of a table by their name; nothing without any."""
-        weights: Any = self.weights.get(table)
+        """The weights of a table by name, if it has any."""
+        weights: Any = self._weights.get(table)
         if weights is None or weights.shape[0] == 0:
             return {}
         return {CustomCombiner.NAME: weights}
 
     def checked(self, entries: Sequence[Entries]) -> list[Entries]:
-        """The entries, if no sample has more of them than its combiner takes."""
-        if not self.of_features:
+        """The entries, after a check that no sample has more than `max_valency`."""
+        if not self._of_features:
             return list(entries)
         checks = [
-            self._check(feature, combiner, entries[feature])
-            for feature, combiner in self.of_features.items()
+            self._valency_check(feature, combiner.max_valency, entries[feature])
+            for feature, combiner in self._of_features.items()
         ]
         with tf.control_dependencies(require(checks)):
             return [
@@ -87,123 +88,133 @@ class Combiners:
                 for entry in entries
             ]
 
-    def places(self, feature: int, entries: Entries) -> Entries:
-        """Each entry as the one of a sample: its position, of [..., max_valency]."""
-        valency = self.of_features[feature].max_valency
-        numbers = tf.range(tf.size(entries.samples, tf.int64))
-        starts = tf.searchsorted(entries.samples, entries.samples, out_type=tf.int64)
-        return dataclasses.replace(
-            entries,
-            samples=entries.samples * valency + numbers - starts,
-            shape=tf.concat([entries.shape, [valency]], 0),
-        )
+    def _valency_check(self, feature: int, limit: int, entries: Entries) -> Check:
+        spec = self._plan.features[feature]
+        counts = tf.math.bincount(tf.cast(entries.samples, tf.int32))
 
-    def all_places(self, entries: Sequence[Entries]) -> list[Entries]:
-        """`places` of the features with a custom combiner, the others as they are."""
-        return [
-            self.places(feature, own) if feature in self.of_features else own
-            for feature, own in enumerate(entries)
-        ]
+        def message() -> tf.Tensor:
+            at = tf.argmax(counts > limit)
+            return text(
+                f"Feature {spec.path}, table {self._plan.tables[spec.table].name}: "
+                "sample ",
+                at,
+                " has ",
+                counts[at],
+                f" ids, but its CustomCombiner takes at most {limit} (max_valency).",
+            )
 
-    def combine_all(
-        self, entries: Sequence[Entries], vectors: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
-        """The activations of all features, and by feature what the update is to know.
+        return Check(counts <= limit, message)
+
+    def positions(self, entries: Sequence[Entries]) -> list[Entries]:
+        """The entries to look up: one sample for each position of a sample.
 
         Args:
-          entries: For each feature, before `places`.
-          vectors: For each feature what was looked up at its places.
+          entries: For each feature. Those without a custom combiner stay as they are.
+        """
+        spread = list(entries)
+        for feature, combiner in self._of_features.items():
+            own = entries[feature]
+            numbers = tf.range(tf.size(own.samples, tf.int64))
+            begins = tf.searchsorted(own.samples, own.samples, out_type=tf.int64)
+            spread[feature] = dataclasses.replace(
+                own,
+                samples=own.samples * combiner.max_valency + numbers - begins,
+                shape=tf.concat([own.shape, [combiner.max_valency]], 0),
+            )
+        return spread
+
+    def combine(
+        self, entries: Sequence[Entries], vectors: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
+        """Combines the vectors of all features.
+
+        Args:
+          entries: For each feature, before `positions`.
+          vectors: For each feature the lookup of its `positions`.
+
+        Returns:
+          (The activations; by feature the inputs of its combiner).
         """
         activations, found = list(vectors), {}
-        for feature in self.of_features:
-            activations[feature], found[feature] = self._combine(
-                feature, entries[feature], vectors[feature]
+        for feature, combiner in self._of_features.items():
+            own = entries[feature]
+            table = self._plan.tables[self._plan.features[feature].table]
+            dim, count = table.config.dim, tf.cast(own.num_samples, tf.int32)
+            samples = tf.cast(own.samples, tf.int32)
+            found[feature] = Found(
+                tf.math.bincount(samples, minlength=count, maxlength=count),
+                tf.reshape(vectors[feature], [-1, combiner.max_valency, dim]),
+                self._weights[table.index].read_value(),
+            )
+            activations[feature] = tf.reshape(
+                _combine(combiner, found[feature]), tf.concat([own.shape, [dim]], 0)
             )
         return activations, found
 
-    def _combine(self, feature: int, entries: Entries, vectors: tf.Tensor) -> Any:
-        """(The activations, [*entries.shape, D], what the update is to know)."""
-        combiner = self.of_features[feature]
-        table = self._plan.tables[self._plan.features[feature].table]
-        dim = table.config.dim
-        found = Found(
-            valencies=tf.math.bincount(
-                tf.cast(entries.samples, tf.int32),
-                minlength=tf.cast(entries.num_samples, tf.int32),
-                maxlength=tf.cast(entries.num_samples, tf.int32),
-            ),
-            vectors=tf.reshape(vectors, [-1, combiner.max_valency, dim]),
-            weights=self.weights[table.index].read_value(),
-        )
-        shape = tf.concat([entries.shape, [dim]], 0)
-        return tf.reshape(_combine(combiner, found), shape), found
-
-    @property
-    def num_weights(self) -> int:
-        """Of all tables together."""
-        return sum(self._sizes())
-
-    def _sizes(self) -> list[int]:
-        configs = [self._plan.tables[table].config for table in self.weights]
-        combiners = [config.custom_combiner for config in configs]
-        return [one.num_weights for one in combiners if one is not None]
-
     def backward(
         self, found: Mapping[int, Found], gradients: Sequence[tf.Tensor | None]
-    ) -> tuple[dict[int, tf.Tensor], tf.Tensor]:
+    ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
         """The gradients behind the combiners.
 
         Args:
-          found: By feature what its lookup found.
-          gradients: For each feature that of its activations, or None.
+          found: By feature the inputs of its combiner.
+          gradients: For each feature the gradient of its activations, or None.
 
         Returns:
-          (By feature that of its vectors, those of all weights one after another).
+          (For each feature the gradient of its lookup, or None; the gradients of all
+          weights, one after another).
         """
-        of_vectors = {}
+        of_lookups = list(gradients)
         of_weights = {
-            table: [tf.zeros(weights.shape)] for table, weights in self.weights.items()
+            table: [tf.zeros(weights.shape)] for table, weights in self._weights.items()
         }
         for feature, own in found.items():
             gradient = gradients[feature]
-            if gradient is not None:
-                of_vectors[feature], one = self._gradients(feature, own, gradient)
-                of_weights[self._plan.features[feature].table].append(one)
+            if gradient is None:
+                continue
+            dim = gradient.shape[-1]
+            with tf.GradientTape() as tape:
+                tape.watch((own.vectors, own.weights))
+                combined = _combine(self._of_features[feature], own)
+            of_vectors, of_own_weights = tape.gradient(
+                [combined],
+                [own.vectors, own.weights],
+                [tf.reshape(gradient, [-1, dim])],
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            of_lookups[feature] = tf.reshape(of_vectors, [-1, dim])
+            of_weights[self._plan.features[feature].table].append(of_own_weights)
         sums = [tf.add_n(parts) for parts in of_weights.values()]
-        return of_vectors, tf.concat([*sums, tf.zeros([0])], 0)
+        return of_lookups, tf.concat([*sums, tf.zeros([0])], 0)
 
-    def _gradients(
-        self, feature: int, found: Found, gradient: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Those of the vectors, [n * max_valency, D], and of the weights."""
-        combiner = self.of_features[feature]
-        dim = gradient.shape[-1]
-        with tf.GradientTape() as tape:
-            tape.watch((found.vectors, found.weights))
-            combined = _combine(combiner, found)
-        of_vectors: Any
-        of_weights: Any
-        of_vectors, of_weights = tape.gradient(
-            [combined],
-            [found.vectors, found.weights],
-            [tf.reshape(gradient, [-1, dim])],
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
-        )
-        return tf.reshape(of_vectors, [-1, dim]), of_weights
+    def update(self, gradients: tf.Tensor, rate_of: Callable[[int], tf.Tensor]) -> None:
+        """Trains the weights by one step of SGD.
+
+        Args:
+          gradients: Of all weights, one after another, summed over the replicas.
+          rate_of: Returns the learning rate of the weights of a table, by its index.
+        """
+        parts = tf.split(gradients, self._sizes) if self._sizes else []
+        for (table, weights), part in zip(self._weights.items(), parts, strict=True):
+            weights.assign_sub(rate_of(table) * part)
 
     def pack(
         self,
         tables: Mapping[str, PartitionedCsrFormatTensor],
         found: Mapping[int, Found],
     ) -> dict[str, Any]:
-        """The batch of a lookup with what it found."""
+        """Adds the inputs of combiners to the stacks of a batch."""
         packed: dict[str, Any] = dict(tables)
         for stack in self._stacks:
             own = [found[f] for f in stack.features if f in found]
             if own:
+                table = tables[stack.name]
+                begins = table.row_pointers[:-1]
+                counts = table.row_pointers[1:] - begins
                 packed[stack.name] = CombinedCsrFormatTensor(
-                    *tables[stack.name],
-                    sorted_pos_ids=_positions(tables[stack.name].row_pointers),
+                    *table,
+                    sorted_pos_ids=tf.range(table.row_pointers[-1])
+                    - tf.repeat(begins, counts),
                     valencies=tf.concat([one.valencies for one in own], 0),
                     vectors=tf.concat([one.vectors for one in own], 0),
                     weights=own[0].weights,
@@ -216,28 +227,27 @@ class Combiners:
         """Undoes `pack`.
 
         Args:
-          tables: What it gave.
+          tables: The stacks, which may hold anything: they come from the user.
           samples: For each feature its number of samples, int64 scalars.
 
         Raises:
           ValueError: If a shape is that of another combiner.
-          tf.errors.InvalidArgumentError: If it is of another number of samples.
+          tf.errors.InvalidArgumentError: If it has another number of samples.
         """
         found = {}
         for stack in self._stacks:
-            own = [f for f in stack.features if f in self.of_features]
-            if not own:
-                continue
-            counts = [samples[f] for f in own]
-            whole = self._checked_found(stack, tables[stack.name], tf.add_n(counts))
-            valencies = tf.split(whole.valencies, counts, num=len(own))
-            vectors = tf.split(whole.vectors, counts, num=len(own))
-            for feature, *values in zip(own, valencies, vectors, strict=True):
-                found[feature] = Found(*values, weights=whole.weights)
+            own = [f for f in stack.features if f in self._of_features]
+            if own:
+                counts = [samples[f] for f in own]
+                whole = self._checked_found(stack, tables[stack.name], tf.add_n(counts))
+                valencies = tf.split(whole.valencies, counts, num=len(own))
+                vectors = tf.split(whole.vectors, counts, num=len(own))
+                for feature, *values in zip(own, valencies, vectors, strict=True):
+                    found[feature] = Found(*values, weights=whole.weights)
         return found
 
     def _checked_found(self, stack: Stack, table: Any, samples: tf.Tensor) -> Found:
-        """What was found for all features of a stack."""
+        """The inputs for all features of a stack, after their checks."""
         config = self._plan.tables[stack.tables[0]].config
         combiner = config.custom_combiner
         assert combiner is not None
@@ -250,50 +260,20 @@ class Combiners:
         for field, shape in shapes.items():
             tensor = tf.convert_to_tensor(getattr(table, field))
             if not tensor.shape.is_compatible_with(shape):
-                wanted = tf.TensorShape(shape)
                 raise ValueError(
                     f"Preserved outputs of stacked table {stack.name!r}: `{field}` is "
-                    f"of size {tensor.shape}, but this embedding has {wanted}. Pass "
-                    "the second output of its own embedding_lookup."
+                    f"of size {tensor.shape}, but this embedding has "
+                    f"{tf.TensorShape(shape)}. Pass the second output of its own "
+                    "embedding_lookup."
                 )
             found[field] = tf.ensure_shape(tensor, shape)
-            if shape[0] is None:
-                checks.append(_check_samples(stack, field, found[field], samples))
+            if field != "weights":
+                checks.append(_samples_check(stack, field, found[field], samples))
         with tf.control_dependencies(require(checks)):
             return Found(**{name: tf.identity(found[name]) for name in found})
 
-    def update(self, gradients: tf.Tensor, rate_of: Callable[[int], tf.Tensor]) -> None:
-        """One step of SGD.
 
-        Args:
-          gradients: Those of all weights one after another, summed.
-          rate_of: Gives the learning rate of a table's weights, by its index.
-        """
-        sizes = self._sizes()
-        parts = tf.split(gradients, sizes) if sizes else []
-        for (table, weights), part in zip(self.weights.items(), parts, strict=True):
-            weights.assign_sub(rate_of(table) * part)
-
-    def _check(self, feature: int, combiner: CustomCombiner, entries: Entries) -> Check:
-        spec = self._plan.features[feature]
-        counts = tf.math.bincount(tf.cast(entries.samples, tf.int32))
-        most = combiner.max_valency
-
-        def message() -> tf.Tensor:
-            at = tf.argmax(counts > most)
-            return text(
-                f"Feature {spec.path}, table {self._plan.tables[spec.table].name}: "
-                "sample ",
-                at,
-                " has ",
-                counts[at],
-                f" ids, but its CustomCombiner takes at most {most} (max_valency).",
-            )
-
-        return Check(tf.reduce_all(counts <= most), message)
-
-
-def _check_samples(
+def _samples_check(
     stack: Stack, field: str, tensor: tf.Tensor, samples: tf.Tensor
 ) -> Check:
     got = tf.shape(tensor, tf.int64)[0]
@@ -304,7 +284,7 @@ def _check_samples(
             got,
             " samples, but there are ",
             samples,
-            ". Pass on what the lookup gave.",
+            ". Pass the second output of embedding_lookup.",
         ),
     )
 
@@ -318,18 +298,12 @@ def _combine(combiner: CustomCombiner, found: Found) -> tf.Tensor:
     )
 
 
-def _positions(pointers: tf.Tensor) -> tf.Tensor:
-    """The position of each entry of a plain CSR in its sample, int32."""
-    counts = pointers[1:] - pointers[:-1]
-    return tf.range(pointers[-1]) - tf.repeat(pointers[:-1], counts)
-
-
 def check_functions(plan: Plan) -> None:
-    """Traces each CustomOptimizer and CustomCombiner for its table.
+    """Traces each CustomOptimizer and CustomCombiner, before anything is made.
 
     Raises:
       ValueError: If a function returns another shape, or number of tensors.
-      TypeError: If it takes other arguments, or returns what is no float32 tensor.
+      TypeError: If it takes other arguments, or returns anything but float32 tensors.
     """
     for table in plan.tables:
         optimizer, combiner = table.optimizer, table.config.custom_combiner
@@ -353,13 +327,13 @@ def _check_rule(table: str, optimizer: CustomOptimizer, dim: int) -> None:
 
 def _check_combiner(table: str, combiner: CustomCombiner, dim: int) -> None:
     weights = [tf.TensorSpec([combiner.num_weights])] if combiner.num_weights else []
-
-    def combine(valency: Any, vectors: Any, *weights: Any) -> Any:
-        return combiner.compute(valency, vectors, *weights, table=table)
-
     vectors = tf.TensorSpec([combiner.max_valency, dim])
-    inputs = [tf.TensorSpec([], tf.int32), vectors, *weights]
-    _trace(table, "CustomCombiner", combine, inputs)
+    _trace(
+        table,
+        "CustomCombiner",
+        functools.partial(combiner.compute, table=table),
+        [tf.TensorSpec([], tf.int32), vectors, *weights],
+    )
 
 
 def _trace(table: str, what: str, function: Any, inputs: list[tf.TensorSpec]) -> None:

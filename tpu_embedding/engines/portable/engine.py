@@ -412,13 +412,13 @@ class PortableEngine(WholeTablesEngine):
         """The activations, and what the update of custom combiners is to know."""
         activations = []
         with tf.device(self._device):
-            places = self._combiners.all_places(entries)
-            for feature, entry in zip(self._plan.features, places, strict=True):
+            positions = self._combiners.positions(entries)
+            for feature, entry in zip(self._plan.features, positions, strict=True):
                 config = self._plan.tables[feature.table].config
                 table = VariableReader(self._variables[feature.table].parameters)
                 reader = reader_of(table, config.quantization_config)
                 activations.append(look_up(reader, entry))
-            activations, found = self._combiners.combine_all(entries, activations)
+            activations, found = self._combiners.combine(entries, activations)
         shapes = self._options.output_shapes
         for feature, dim in zip(self._plan.features, self._plan.dims, strict=True):
             at = feature.index
@@ -452,28 +452,17 @@ class PortableEngine(WholeTablesEngine):
           rows, each once, and the sums of their gradients].
         """
         with tf.device(self._device):
-            of_vectors, of_weights = self._combiners.backward(found, gradients)
+            gradients, of_weights = self._combiners.backward(found, gradients)
+            positions = self._combiners.positions(entries)
             sums = [of_weights]
             for table in self._plan.tables:
                 rows = [entries[f].rows for f in table.features]
                 values = [
-                    self._entry_gradients(
-                        f, of_vectors.get(f, gradients[f]), entries[f]
-                    )
+                    entry_gradients(gradients[f], positions[f], table.config.dim)
                     for f in table.features
                 ]
                 sums += sum_by_row(tf.concat(rows, 0), tf.concat(values, 0))
         return sums
-
-    def _entry_gradients(
-        self, feature: int, gradient: tf.Tensor | None, entries: Entries
-    ) -> tf.Tensor:
-        dim = self._plan.dims[feature]
-        if gradient is None:
-            return tf.zeros([tf.size(entries.rows), dim])
-        if feature in self._combiners.of_features:
-            entries = self._combiners.places(feature, entries)
-        return entry_gradients(gradient, entries, dim)
 
     def _with_shapes(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums that come out of a queue, with their static shapes."""

@@ -1,4 +1,7 @@
-"""Entries as stacked batches, and back: ops/cc/core/stacks.cc in stock ops."""
+"""Entries as stacked batches, and back, made of TensorFlow's ops.
+
+The rules and messages are those of ops/cc/core/stacks.cc.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from tpu_embedding.lookup.graph_checks import Check, no_change, require, text
 def write_stack(
     layout: Layout, stack: Stack, entries: Sequence[Entries]
 ) -> list[tf.Tensor]:
-    """row_pointers, sample ids, token ids and gains of one stack.
+    """The row_pointers, sample ids, token ids and gains of one stack.
 
     Args:
       layout: All stacks.
-      stack: The one to write.
-      entries: Of all features.
+      stack: The stack to write.
+      entries: The entries of all features.
     """
     samples, tokens = [], []
     first_sample = tf.zeros([], tf.int64)
@@ -45,12 +48,13 @@ def read_stacks(
     tables: Mapping[str, PartitionedCsrFormatTensor],
     shapes: Sequence[tf.Tensor],
 ) -> list[Entries]:
-    """Undoes `write_stack`; the stacks may hold anything.
+    """Undoes `write_stack`.
 
     Args:
       plan: The features.
-      layout: Their stacks.
-      tables: By name of the stack its batch.
+      layout: All stacks.
+      tables: The batch of each stack by name, which may hold anything: it comes from
+        the user.
       shapes: For each feature its output shape, int64 [k].
 
     Raises:
@@ -90,7 +94,7 @@ def read_stacks(
 def _read_feature(
     table: PartitionedCsrFormatTensor, first: tf.Tensor, shape: tf.Tensor
 ) -> Entries:
-    """The entries of one feature, whose rows are tokens still."""
+    """The entries of one feature, with token ids in place of rows."""
     samples = tf.reduce_prod(shape)
     pointers = tf.cast(table.row_pointers, tf.int64)[first : first + samples + 1]
     begin, end = pointers[0], pointers[-1]
@@ -106,7 +110,7 @@ def _check_counts(plan: Plan, stack: Stack, shapes: Sequence[tf.Tensor]) -> list
     most = tf.int32.max
     checks = []
     for f in stack.features:
-        # In floating point the product of large axes stays large.
+        # The product of large axes overflows an integer, but not a float64.
         samples = tf.reduce_prod(tf.cast(shapes[f], tf.float64))
         message = (
             f"Stacked table {stack.name}: feature {plan.features[f].path} has a "

@@ -22,14 +22,18 @@ _LARGEST = 0x7F7FFFFF
 _QUIET = 0x00400000
 
 
-def entry_gradients(gradient: tf.Tensor, entries: Entries, dim: int) -> tf.Tensor:
-    """float32 [n, dim], what each entry adds to the gradient of its row.
+def entry_gradients(
+    gradient: tf.Tensor | None, entries: Entries, dim: int
+) -> tf.Tensor:
+    """The gradient that each entry adds to its row, float32 [n, dim].
 
     Args:
-      gradient: float32 [*entries.shape, dim], of the activation.
-      entries: What was looked up.
+      gradient: float32 [*entries.shape, dim], of the activation, or None for zeros.
+      entries: The entries of the lookup.
       dim: D.
     """
+    if gradient is None:
+        return tf.zeros([tf.size(entries.rows), dim])
     of_samples = tf.reshape(gradient, [-1, dim])
     of_entries = tf.gather(of_samples, entries.samples)
     return of_entries * entries.gains[:, tf.newaxis]
