@@ -49,6 +49,26 @@ def test_whole_tensors(
         check(path, name, table)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("sliced", [True, False])
+def test_several_slices_of_16_bits(
+    dtype: str,
+    sliced: bool,
+    rng: np.random.Generator,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RestoreV2 cannot join slices of float16, nor read a part of one."""
+    monkeypatch.setattr(table_arrays, "SLICE_BYTES", 24)
+    table = rng.standard_normal((9, 3)).astype(tf.as_dtype(dtype).as_numpy_dtype)
+    specs = {"": table}
+    if sliced:
+        starts = {0: 4, 4: 4, 8: 1}
+        specs = {f"9 3 {r},{n}:0,3": table[r : r + n] for r, n in starts.items()}
+    path = save(tmp_path / "x", {("t", spec): value for spec, value in specs.items()})
+    check(path, "t", table)
+
+
 def test_slices_of_rows_and_columns(
     rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:

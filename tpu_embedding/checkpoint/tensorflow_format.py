@@ -101,6 +101,14 @@ class Bundle:
             raise errors.corrupted(self.prefix, reason) from error
         return np.asarray(value) if value.shape.rank else value.numpy()
 
+    def can_restore(self, key: str) -> bool:
+        """Whether RestoreV2 can read a tensor of float16 whole."""
+        try:
+            self.restore(key)
+        except tf.errors.DataLossError as error:
+            return not isinstance(error.__cause__, tf.errors.InvalidArgumentError)
+        return True
+
     def objects(self) -> dict[str, SavedObject]:
         """See `read_objects`."""
         record = self.restore(GRAPH_KEY) if GRAPH_KEY in self.shapes else None
@@ -168,10 +176,15 @@ class _BundleRows(Rows):
     def release(self) -> None:
         self._bundle.release()
 
-    @property
+    @functools.cached_property
     def _is_whole(self) -> bool:
         """Whether the tensor may be stored whole; if so, each read reads all of it."""
-        return self.nbytes <= self._bundle.largest_file
+        if self.nbytes > self._bundle.largest_file:
+            return False
+        if self.dtype == np.float16 and self.shape[0] > self.slice_rows:
+            # RestoreV2 reads float16 in the pieces that are stored, or not at all.
+            return self._bundle.can_restore(self.key)
+        return True
 
 
 def read_tensorflow(
