@@ -58,7 +58,7 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     command.add_argument("destination", help="the new checkpoint")
     command.add_argument("--to", choices=_KINDS, default="tensorflow")
     command.add_argument(
-        "--like", help="for sparse-core: a checkpoint whose layout record is taken"
+        "--like", help="for sparse-core: a checkpoint whose layout is used"
     )
     command.add_argument(
         "--rename",
@@ -70,7 +70,7 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     command.add_argument("--no-slots", action="store_true", help="leave the slots out")
     command.add_argument(
         "--new-root",
-        help=f"what the object is called in the new checkpoint ({DEFAULT_ROOT})",
+        help=f"name of the object in the new checkpoint ({DEFAULT_ROOT})",
     )
     command.set_defaults(run=_convert)
     return command

@@ -1,10 +1,10 @@
-"""Weights that Keras saved: of this package's layer, and of keras-rs.
+"""Reads weights that Keras saved, of the layers of this package and of keras-rs.
 
-Keras keeps a layer's variables as `<path of the layer>/vars/<name>`. The names of this
-package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. keras-rs (0.4)
-has one layer for each table under `_default_device_embedding_layers`, whose variables
-are numbered, and the name of the table in the attribute `name` of its `vars`. Keras 3
-keeps the slots of its optimizers by number alone, so that those cannot be told.
+Keras stores the variables of a layer as `<path of the layer>/vars/<name>`. The names of
+this package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. keras-rs
+(0.4) has one layer for each table under `_default_device_embedding_layers`, with
+numbered variables and the name of the table in the attribute `name` of `vars`. Keras 3
+numbers the slots of its optimizers, so they cannot be assigned to tables.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Weights:
     """A file of weights.
 
     Attributes:
-      path: Of the file.
-      content: Of the HDF5 file within a `.keras` archive, else None.
+      path: Path of the file.
+      content: Content of the HDF5 file within a `.keras` archive, else None.
     """
 
     path: str
@@ -81,7 +81,7 @@ class _Weights:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Any]:
-        """The file as h5py has it; what goes wrong with it names the file."""
+        """The file, opened by h5py; errors name the file."""
         import h5py  # Keras brings it; only these files need it.
 
         source = self.path if self.content is None else io.BytesIO(self.content)
@@ -104,13 +104,13 @@ def _unpacked(path: str) -> bytes | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Dataset:
-    """What is known of a dataset once its file is closed.
+    """A dataset of a closed file.
 
     Attributes:
-      shape: Its shape.
-      dtype: Its dtype.
-      layer: The attribute `name` of the group that holds it.
-      value: A scalar's value, or None.
+      shape: Shape of the dataset.
+      dtype: Dtype of the dataset.
+      layer: The attribute `name` of the group that holds the dataset.
+      value: The value of a scalar, or None.
     """
 
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class _Dataset:
 
 
 def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
-    """All datasets of a file, by their paths in it."""
+    """All datasets of a file, with their paths in the file."""
     found: list[tuple[str, _Dataset]] = []
 
     def visit(name: str, item: Any) -> None:
@@ -135,7 +135,7 @@ def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
 
 
 def _place(name: str, item: _Dataset) -> tuple[str, str]:
-    """(path of the layer, name of the table or slot); "" for what is neither."""
+    """(path of the layer, name of the table or slot); "" for others."""
     owner, _, variable = name.rpartition("/vars/")
     layer, of_keras_rs, _ = f"/{owner}".partition(_TABLES)
     if of_keras_rs:

@@ -1,8 +1,8 @@
-"""Checkpoints of tables that SparseCores hold stacked and in shards.
+"""Checkpoints of tables that are stacked and in shards, as on SparseCores.
 
-They are those of tf.tpu.experimental.embedding.TPUEmbeddingV2: variables `<stack>` and
-`<stack>/<slot>`, one shard after another with padding, and beside them a string, a
-SparseCoreTableLayouts proto, that says which table is where.
+The format is that of tf.tpu.experimental.embedding.TPUEmbeddingV2: variables `<stack>`
+and `<stack>/<slot>`, one shard after another with padding, and a string with a
+SparseCoreTableLayouts proto, which gives the place of each table.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
 def unstack(
     path: str, stacks: Mapping[str, Rows], layouts: Sequence[TableLayout]
 ) -> dict[str, LogicalTable]:
-    """The tables out of stacks called `<stack>` and `<stack>/<slot>`.
+    """Reads tables from stacks with the names `<stack>` and `<stack>/<slot>`.
 
     Raises:
       tf.errors.DataLossError: If a stack is missing or does not fit its record.
@@ -75,7 +75,7 @@ def unstack(
 def stack(
     tables: Mapping[str, Mapping[str, Rows]], layouts: Sequence[TableLayout]
 ) -> tuple[dict[str, Rows], dict[str, Any]]:
-    """Tables as the stacks of a checkpoint.
+    """Stacks tables for a checkpoint.
 
     Args:
       tables: By name the parameters and slots.
@@ -119,18 +119,18 @@ def stack(
 
 
 class LayoutRecord(base.Trackable):
-    """The record as a part of TensorFlow's checkpoints."""
+    """The layout record in TensorFlow's checkpoints."""
 
     def __init__(self, layouts: Sequence[TableLayout]) -> None:
-        """Takes the place of each table."""
+        """Stores the place of each table."""
         self._layouts = list(layouts)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {VALUE_KEY: tf.constant(_to_record(self._layouts))}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        # `TrackableTables` looked before anything was restored, but cannot tell which
-        # record of several would be its own.
+        # `RestoresLayouts` checked the records before anything was restored, but cannot
+        # tell which of several records belongs to this object.
         record: Any = restored_tensors[VALUE_KEY].numpy()
         if not same_layouts(self._layouts, parse_layouts("the checkpoint", record)):
             raise other_stacks("the checkpoint")
@@ -149,7 +149,7 @@ def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> 
     """Whether two records put every value at the same place."""
 
     def places(layouts: Sequence[TableLayout]) -> list[TableLayout]:
-        # How many samples a table has says nothing about where it is.
+        # The place of a table does not depend on its number of samples.
         plain = [
             dataclasses.replace(la, per_sparse_core_batch_size=0, num_features=0)
             for la in layouts

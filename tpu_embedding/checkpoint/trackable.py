@@ -61,7 +61,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         return super()._checkpoint_adapter(path)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Restoring asks for each child that the object had when it was saved.
+        # Restoring calls this for each child that the saved object had.
         conversion = self._conversion
         if conversion is not None and name in conversion.names:
             conversion.awaited = True
@@ -77,8 +77,8 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
 
     @property
     def _deferred_dependencies(self) -> Any:
-        # Restoring puts the position of a child that was not found here, once after
-        # each lookup.
+        # Restoring reads this once after each lookup that returned None, to add the
+        # position of the child.
         if self._conversion is not None and self._conversion.awaited:
             self._conversion.awaited = False
             return self._conversion
@@ -181,22 +181,21 @@ def _root_to_convert(
 class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
     """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
 
-    Nothing saved is half an update: what pipelining left pending is applied before
-    any value is read.
+    The pending update of a pipelined embedding is applied before any value is read.
     """
 
     @abc.abstractmethod
     def _create_engine(self) -> Engine:
-        """The engine, which is made if it is not there yet."""
+        """The engine; created if it does not exist yet."""
 
     @abc.abstractmethod
     def _can_create_engine(self) -> bool:
-        """Whether enough is known; else `build` or the first batch will tell."""
+        """Whether the shapes that the engine needs are known."""
 
     @property
     @abc.abstractmethod
     def _stored_dtypes(self) -> Mapping[str, tf.DType]:
-        """By name the dtype of each table."""
+        """The dtype of each table by name."""
 
     @property
     def _table_names(self) -> Collection[str]:
@@ -204,11 +203,11 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Applies the update that pipelining left pending, if there is one."""
+        """Applies the pending update, if there is one."""
 
     @abc.abstractmethod
     def _retrieve(self) -> None:
-        """Brings what is saved up to date, if there is an engine."""
+        """Updates the variables that are saved, if there is an engine."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raises TypeError: the strategy that holds the tables cannot be copied."""
@@ -221,7 +220,7 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> tf.Variable | None:
-        """The number of updates already applied, where anything asks for it."""
+        """The number of applied updates, if a rate or bfloat16 table needs it."""
         return self._create_engine().updates()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
@@ -232,7 +231,7 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         return {name: dict(table.rows) for name, table in engine.tables().items()}
 
     def _track_state(self, engine: Engine) -> None:
-        """Makes what an engine holds a part of checkpoints of this object."""
+        """Makes the variables of the engine children of this object."""
         for name, part in engine.checkpoint_variables().items():
             self._track_trackable(part, name)
         if self._stored_layouts:
@@ -243,11 +242,10 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         self._create_engine().load()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # Saving and restoring begin by asking for the children: the one moment at
-        # which tables can still be made, which would be left out without a word, and
-        # a pending update be applied. Not so in the thread of an asynchronous save,
-        # which writes copies while the training goes on.
-        # Tables that cannot be made yet take what is restored when they are made.
+        # Saving and restoring begin with this call: the last moment to create tables,
+        # which would be left out silently, and to apply a pending update. The thread
+        # of an asynchronous save also calls it, while training continues, and writes
+        # copies. Tables that cannot be created yet are restored on creation.
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
             if self._can_create_engine():
                 self._create_engine()
@@ -255,8 +253,8 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         return super()._trackable_children(save_type, **kwargs)
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        # The tables are children and save themselves. Where they cannot be made yet,
-        # this makes the error; only saving calls it.
+        # Only saving calls this. The tables are children and save themselves; if they
+        # cannot be created yet, creating them raises the error.
         return {} if self._can_create_engine() else {"tables": self._unsaved}
 
     def _unsaved(self, name: str = "") -> Any:
@@ -270,8 +268,8 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         return adapter
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
-        # An asynchronous save copies all values with one function that it traces
-        # once, parents before children: this puts the pending update before them.
+        # An asynchronous save copies all values in one traced function, parents before
+        # children: this applies the pending update before the values are copied.
         del object_map
         self.flush()
 

@@ -1,4 +1,4 @@
-"""Lookups for serving, and their export: stock TensorFlow ops only."""
+"""Lookups for serving, and their export: TensorFlow's ops only."""
 
 from tpu_embedding.serving.export import export
 from tpu_embedding.serving.report import Report, TableReport

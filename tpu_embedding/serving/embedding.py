@@ -1,4 +1,4 @@
-"""TPUEmbeddingForServing: the tables of a checkpoint, to be looked up on the CPU."""
+"""TPUEmbeddingForServing looks up the tables of a checkpoint on the CPU."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _as_written = tf.autograph.experimental.do_not_convert
 
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """The variables. An object of its own, as checkpoints track lists and dicts."""
+    """The variables, in an object because checkpoints track lists and dicts."""
 
     variables: list[TableVariables]
     lookup: FeatureLookup
 
 
 class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
-    """Embedding tables that are looked up by stock TensorFlow ops, without steps.
+    """Embedding tables that are looked up by TensorFlow's ops, without training steps.
 
-    A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingForServing, with the
-    numbers of docs/semantics.md. It restores what a TPUEmbedding saved:
+    A drop-in replacement for tf.tpu.experimental.embedding.TPUEmbeddingForServing, with
+    the numbers of docs/semantics.md. It restores the checkpoints of every class:
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -68,11 +68,11 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         Args:
           feature_config: A FeatureConfig or a nested structure of them, of this
             package or of tf.tpu.experimental.embedding.
-          optimizer: For tables without one of their own: its slots are made and
+          optimizer: For tables without an optimizer: its slots are created and
             restored too. None: no slots for those tables.
           experimental_sparsecore_restore_info: Must be None.
-          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
-            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of this package has its own.
 
         Raises:
           RuntimeError: If created under a TPU strategy.
@@ -100,7 +100,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
 
     @_as_written
     def build(self) -> None:
-        """Makes the tables and slots; called by the first lookup if not before."""
+        """Creates the tables and slots; the first lookup calls it if needed."""
         if self._tables is not None:
             return
         with tf.init_scope():
@@ -141,12 +141,12 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
 
     @property
     def plan(self) -> Plan:
-        """Its tables and features, with optimizers and rules resolved."""
+        """The tables and features, with their optimizers and policies."""
         return self._plan
 
     @property
     def structure(self) -> Structure:
-        """The nesting of its features."""
+        """The nested structure of the features."""
         return self._structure
 
     @property

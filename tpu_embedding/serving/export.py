@@ -19,7 +19,7 @@ from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form
 from tpu_embedding.serving.report import Report
-from tpu_embedding.serving.saving import ServedModel, require_empty, save
+from tpu_embedding.serving.saving import require_empty, save
 from tpu_embedding.serving.signatures import (
     KINDS,
     Signature,
@@ -129,8 +129,8 @@ def export(
     served = _Served(exported, lookup, model)
     functions = {name: served.function(signature) for name, signature in named.items()}
     functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
-    saved = ServedModel(exported.tables, tables, model, functions)
-    return Report(tuple(save(saved, path)))
+    stored = list(zip(exported.tables, tables, strict=True))
+    return Report(tuple(save(path, stored, model, functions)))
 
 
 @dataclasses.dataclass(frozen=True)

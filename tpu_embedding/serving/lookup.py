@@ -1,4 +1,4 @@
-"""Lookups for serving, out of stock TensorFlow ops."""
+"""Lookups for serving, made of TensorFlow's ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.tf_configs import ConvertedFeatures, convert_features
 
-# The functions trace fine as they are; converting them would only cost time.
+# AutoGraph has nothing to convert in these functions.
 _as_written = tf.autograph.experimental.do_not_convert
 
 
@@ -26,10 +26,10 @@ def serving_embedding_lookup(
     *,
     invalid_ids: str | None = None,
 ) -> Any:
-    """Looks features up with stock TensorFlow ops, for serving.
+    """Looks up features with TensorFlow's ops, for serving.
 
-    A drop-in for tf.tpu.experimental.embedding.serving_embedding_lookup, with the
-    numbers of docs/semantics.md:
+    A drop-in replacement for tf.tpu.experimental.embedding.serving_embedding_lookup,
+    with the numbers of docs/semantics.md:
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -49,8 +49,8 @@ def serving_embedding_lookup(
       tables: By TableConfig, as `embedding_tables` has them, a variable or tensor
         [vocabulary_size, dim].
       feature_config: A FeatureConfig or a nested structure of them.
-      invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
-        (also if None), "drop" or "mod". A TableConfig of ours has its own.
+      invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
+        (also if None), "drop" or "mod". A TableConfig of this package has its own.
 
     Returns:
       Activations in the structure of `inputs`, float32 [output shape..., dim].
@@ -85,7 +85,7 @@ def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
     """The features of a plan by path.
 
     Raises:
-      ValueError: If there is none at a path.
+      ValueError: If a path has no feature.
     """
     known = {spec.path: spec for spec in plan.features}
     unknown = [path for path in paths if path not in known]

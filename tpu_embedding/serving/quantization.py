@@ -40,8 +40,8 @@ class WholeTable(TableReader, tf.Module):
         return self._values(), rows
 
     def _values(self) -> tf.Tensor:
-        # Nothing updates a served table, so that this copies nothing. But one gather
-        # from the variable itself, and from then on each reading of it does.
+        # Copies nothing, because nothing updates a served table. After one gather from
+        # the variable itself every read of it would copy it.
         return self.table.read_value()
 
 
@@ -70,9 +70,9 @@ class _HalfTable(ConvertedTable):
     """A table of 16-bit floats."""
 
     dtype: ClassVar[tf.DType]
-    kept_as: ClassVar[tf.DType]  # Of the same bits.
+    kept_as: ClassVar[tf.DType]  # A dtype with the same bits.
     unit_roundoff: ClassVar[float]
-    smallest: ClassVar[float]  # The distance of the numbers next to 0.
+    smallest: ClassVar[float]  # The distance between the numbers next to 0.
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Bfloat16Table(_HalfTable):
     storage = "bfloat16"
     dtype = kept_as = tf.bfloat16
     unit_roundoff, smallest = 2.0**-8, 2.0**-133
-    largest = 3.38e38  # What is larger is rounded to infinity.
+    largest = 3.38e38  # Larger values are rounded to infinity.
 
 
 class Float16Table(_HalfTable):
@@ -216,7 +216,7 @@ def encode(
     offset = ((low + high) / 2).astype(_BFLOAT16)
     middle = (levels - 1) / 2
     spread = np.maximum(high - offset.astype(np.float64), offset - low)
-    # Made larger by what bfloat16 may take off again: the ends stay within reach.
+    # Enlarged, because rounding to bfloat16 may reduce it: the ends stay in range.
     scale = (spread * (1 + 2.0**-8) / middle).astype(_BFLOAT16)
     steps = np.divide(
         precise - offset.astype(np.float64),
@@ -231,14 +231,14 @@ def encode(
 def decode(
     codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, levels: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What codes mean [n, D], the reading of `encode`, and the bound [n, 1] of it."""
+    """The values [n, D] of codes, and the bounds [n, 1] of their errors."""
     step = scale.astype(np.float64)
     values = (codes - (levels - 1) / 2) * step + offset.astype(np.float64)
     return values, step / 2
 
 
 def _unfilled(shape: list[int], dtype: tf.DType) -> Any:
-    """A variable whose value is only ever in the files of the exported model."""
+    """A variable whose value exists only in the files of the exported model."""
     return UninitializedVariable(shape=shape, dtype=dtype, trainable=False)
 
 
@@ -256,7 +256,6 @@ def stored_form(source: Source, storage: str) -> WholeTable | ConvertedTable:
       source: The table.
       storage: One of `STORAGES`. A row so short that its codes would be larger than
         its values stays float32.
-
     """
     chosen: Any = _STORAGES[storage]
     dim = source.shape[1]

@@ -1,4 +1,4 @@
-"""What an export did to the tables, and how large they are now."""
+"""Sizes and errors of exported tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class TableReport:
     """One exported table.
 
     Attributes:
-      name: The table's.
-      rows: V.
-      dim: D.
-      storage: How it is kept.
-      bytes_before: As float32.
-      bytes_after: As it is kept.
-      max_error: The largest difference of a value from the one of the table.
+      name: Name of the table.
+      rows: Number of rows.
+      dim: Number of columns.
+      storage: The form in which the table is stored.
+      bytes_before: Size as float32.
+      bytes_after: Size as stored.
+      max_error: The largest difference between a stored value and the table's.
       rms_error: The root of the mean squared difference.
-      bound: What no difference exceeds but for rounding in float32: half a step of
-        the row with the largest one.
+      bound: The upper bound of all differences, except for rounding in float32: half
+        of the largest step of a row.
     """
 
     name: str

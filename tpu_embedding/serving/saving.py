@@ -9,7 +9,6 @@ TensorFlow's files. Everything is written in a folder within the new one;
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,37 +37,6 @@ _INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables"}
 _PIECES = 4  # of a part: one of them is made while those of a part are held.
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """A model to be saved.
-
-    Attributes:
-      sources: The tables.
-      tables: The form in which each table is saved.
-      model: The model of the user, or None.
-      functions: By name of the signature.
-    """
-
-    sources: Sequence[Source]
-    tables: Sequence[TableReader]
-    model: Any
-    functions: Mapping[str, Any]
-
-    def conversions(self) -> dict[str, tuple[ConvertedTable, Conversion]]:
-        """By name the tables that are converted."""
-        return {
-            source.name: (table, Conversion(source, table))
-            for source, table in zip(self.sources, self.tables, strict=True)
-            if isinstance(table, ConvertedTable)
-        }
-
-    def module(self) -> tf.Module:
-        """The object that TensorFlow saves."""
-        names = [source.name for source in self.sources]
-        tables = dict(zip(names, self.tables, strict=True))
-        return _Module(tables, self.model, self.functions)
-
-
 def require_empty(path: str | os.PathLike[str]) -> None:
     """Refuses a folder with files that would be lost.
 
@@ -90,8 +58,19 @@ def require_empty(path: str | os.PathLike[str]) -> None:
         )
 
 
-def save(saved: ServedModel, path: str | os.PathLike[str]) -> list[TableReport]:
-    """Writes the SavedModel, into a folder that `require_empty` let pass.
+def save(
+    path: str | os.PathLike[str],
+    tables: Sequence[tuple[Source, TableReader]],
+    model: Any,
+    functions: Mapping[str, Any],
+) -> list[TableReport]:
+    """Writes the SavedModel, into a folder that `require_empty` accepted.
+
+    Args:
+      path: The folder.
+      tables: Each table, and the form in which it is saved.
+      model: The model of the user, or None.
+      functions: By name of the signature.
 
     Returns:
       The form and errors of each table.
@@ -99,19 +78,24 @@ def save(saved: ServedModel, path: str | os.PathLike[str]) -> list[TableReport]:
     Raises:
       tf.errors.InvalidArgumentError: If a value cannot be stored.
     """
-    conversions = saved.conversions()
+    conversions = {
+        source.name: (table, Conversion(source, table))
+        for source, table in tables
+        if isinstance(table, ConvertedTable)
+    }
     with _scratch(os.fspath(path)) as scratch:
-        model = f"{scratch}/model"
-        functions = dict(saved.functions)
-        tf.saved_model.save(saved.module(), model, signatures=functions)
+        saved = f"{scratch}/model"
+        readers = {source.name: table for source, table in tables}
+        module = _Module(readers, model, functions)
+        tf.saved_model.save(module, saved, signatures=dict(functions))
         if conversions:
-            _add_tables(scratch, model, conversions)
-        _publish(model, os.fspath(path))
+            _add_tables(scratch, saved, conversions)
+        _publish(saved, os.fspath(path))
     return [
         conversions[source.name][1].report()
         if source.name in conversions
         else unchanged(source.name, source.shape)
-        for source in saved.sources
+        for source, _ in tables
     ]
 
 
