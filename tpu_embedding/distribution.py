@@ -140,7 +140,13 @@ class Topology:
         context = tf.distribute.get_replica_context()
         active = tf.distribute.get_strategy()
         if active is not self.strategy and tf.distribute.has_strategy():
-            raise errors.other_strategy(self.strategy, active)
+            own, name = type(self.strategy), type(active).__name__
+            other = f"another {name}" if own is type(active) else name
+            raise RuntimeError(
+                f"The embedding was created under {own.__name__} and is called under "
+                f"{other}. Create it inside `strategy.scope()` of the strategy that "
+                "runs it."
+            )
         if self.num_replicas == 1 and self.tpu is None:
             return 0
         if context is None or active is not self.strategy:
@@ -219,7 +225,12 @@ class Topology:
         found = self.tpu.find(device)
         if found is None:
             known = list(itertools.chain.from_iterable(self.tpu.devices))
-            raise errors.unknown_device(device, known)
+            more = f", ... ({len(known)} in all)" if len(known) > 8 else ""
+            raise ValueError(
+                "Argument `device` of enqueue must name a TPU device of the strategy, "
+                f"with its number: {', '.join(known[:8])}{more}. Received: {device!r}. "
+                "Leave it at None to enqueue the batches of all replicas."
+            )
         return found
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
@@ -247,7 +258,12 @@ def current() -> Topology:
     strategy = tf.distribute.get_strategy()
     for name, classes in _UNSUPPORTED.items():
         if isinstance(strategy, classes):
-            raise errors.unsupported_strategy(name)
+            raise NotImplementedError(
+                f"{name} is not supported. Supported are the default strategy, "
+                "OneDeviceStrategy and MirroredStrategy on CPU or GPU, TPUStrategy and "
+                "testing.SoftwareTPUStrategy. TPUEmbeddingV0, whose tables are "
+                "ordinary weights, supports every strategy."
+            )
     if is_tpu():
         return _of_tpu(strategy)
     return _without_tpu(strategy, _choose_engine)
@@ -320,7 +336,12 @@ def _tpu_system(strategy: Any) -> TPUSystem:
     extended = strategy.extended
     feature = extended.tpu_hardware_feature
     if feature.tpu_hardware_feature_proto is None:
-        raise errors.tpu_not_initialized()
+        raise RuntimeError(
+            "The TPU system of this TPUStrategy is not initialized, so its embedding "
+            "hardware is unknown. Before you create the strategy, call "
+            "tf.tpu.experimental.initialize_tpu_system(resolver) with the resolver of "
+            "the strategy."
+        )
     # No public property has the devices of all cores.
     devices = tuple(tuple(cores) for cores in extended._tpu_devices)
     return TPUSystem(
@@ -388,7 +409,10 @@ def _choose_engine(device: str) -> str:
     if reason is None:
         return "host"
     if asked == "host":
-        raise errors.host_engine_unavailable(ENGINE_VARIABLE, reason)
+        raise RuntimeError(
+            f"{ENGINE_VARIABLE}=host requires the host engine, which cannot run: "
+            f"{reason} Unset the variable to use the portable engine."
+        )
     logging.log_first_n(
         logging.WARNING, "tpu_embedding uses its portable engine: %s", 1, reason
     )
@@ -399,5 +423,8 @@ def _check_asked(engines: Sequence[str]) -> str:
     """The engine that the environment asks for, one of `engines`, or ""."""
     asked = os.environ.get(ENGINE_VARIABLE, "")
     if asked and asked not in engines:
-        raise errors.unknown_engine(ENGINE_VARIABLE, asked, engines)
+        raise ValueError(
+            f"The environment variable {ENGINE_VARIABLE} is {asked!r}. Unset it, or "
+            f"set it to one of {', '.join(engines)}."
+        )
     return asked

@@ -110,7 +110,11 @@ class TPUEmbedding(CallEmbedding):
             "TPUEmbedding",
         )
         if profile_data_directory and not self._engine_class.takes_profiles:
-            raise errors.no_profiles(self._topology.engine, profile_data_directory)
+            raise NotImplementedError(
+                f"The {self._topology.engine} engine does not support "
+                f"`profile_data_directory={profile_data_directory!r}`: only TPU v2 to "
+                "v4 write profiles. Leave it at None."
+            )
 
     @do_not_convert
     def build(

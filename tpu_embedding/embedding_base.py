@@ -224,16 +224,28 @@ class EmbeddingBase(TrackableTables):
 
     def _in_replica(self, method: str) -> tuple[Engine, int]:
         if self._engine is None:
-            raise errors.not_built(method)
+            raise RuntimeError(
+                f"{method} was called before the embedding was built. Call build() or "
+                "enqueue() first."
+            )
         replica = self._topology.replica()
         if replica is None:
-            raise errors.outside_of_replica(method, self._topology.num_replicas)
+            number = self._topology.num_replicas
+            among = f", of {number}" if number > 1 else ""
+            raise RuntimeError(
+                f"{method} belongs to one replica{among}. Call it in the function that "
+                "you pass to `strategy.run`."
+            )
         return self._engine, replica
 
     def _require_optimizers(self, method: str) -> None:
         without = [spec.name for spec in self._plan.tables if spec.optimizer is None]
         if without:
-            raise errors.training_without_optimizer(method, without)
+            raise RuntimeError(
+                f"{method} cannot train the tables {', '.join(without)}: they have no "
+                "optimizer. Pass `optimizer` to the constructor or to each "
+                "TableConfig, or use `training=False`."
+            )
 
     def _read_replica(
         self, values: Sequence[Any], weights: Sequence[Any], cores: int = 1
@@ -331,11 +343,19 @@ class EmbeddingBase(TrackableTables):
             return None
         spec = self._plan.features[feature]
         if not isinstance(gradient, tf.Tensor) or not gradient.dtype.is_floating:
-            raise errors.gradient_kind(spec.path, gradient)
+            raise ValueError(
+                f"The gradient of feature {spec.path} must be a floating point "
+                f"tf.Tensor or None. Received: {gradient!r} of type "
+                f"{errors.type_name(gradient)}. Convert tf.IndexedSlices with "
+                "tf.convert_to_tensor."
+            )
         dim = self._plan.tables[spec.table].config.dim
         expected = (*self._output_shapes.activation(feature), dim)
         if not gradient.shape.is_compatible_with(expected):
-            raise errors.gradient_shape(spec.path, expected, gradient.shape)
+            raise ValueError(
+                f"The gradient of feature {spec.path} must have the shape of its "
+                f"activation, {expected}. Received: {gradient.shape}."
+            )
         return tf.cast(gradient, tf.float32)
 
 
@@ -474,5 +494,8 @@ def per_replica(batch_size: int | None, where: Topology) -> int | None:
     if batch_size is None:
         return None
     if batch_size % where.num_replicas:
-        raise errors.batch_size_not_divisible(batch_size, where.num_replicas)
+        raise ValueError(
+            "`batch_size` is global and must be divisible by the number of replicas. "
+            f"Received: {batch_size} for {where.num_replicas} replicas."
+        )
     return batch_size // where.num_replicas

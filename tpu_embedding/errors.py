@@ -5,7 +5,7 @@ Each function returns the exception: `raise errors.argument_type(...)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -92,52 +92,6 @@ def rate_shape(
     )
 
 
-def refused_by_engine(
-    engine: str, where: str, option: str, value: object
-) -> NotImplementedError:
-    """An option that means something on other hardware only."""
-    return NotImplementedError(
-        f"The {engine} engine cannot carry `{option}={value!r}` of {where}: it "
-        "is for TPUs alone. Leave it at its default here."
-    )
-
-
-def unsupported_strategy(name: str) -> NotImplementedError:
-    """A tf.distribute strategy without an engine."""
-    return NotImplementedError(
-        f"{name} is not supported by this release. Supported are the default "
-        "strategy, OneDeviceStrategy and MirroredStrategy on CPU or GPU, TPUStrategy "
-        "and testing.SoftwareTPUStrategy; under every strategy there is "
-        "TPUEmbeddingV0, whose tables are ordinary weights."
-    )
-
-
-def no_profiles(engine: str, value: object) -> NotImplementedError:
-    """A directory for what only TPU v2 to v4 write."""
-    return NotImplementedError(
-        f"The {engine} engine cannot carry `profile_data_directory={value!r}`: only "
-        "TPU v2 to v4 write profiles. Leave it at None here."
-    )
-
-
-def tpu_not_initialized() -> RuntimeError:
-    """A TPUStrategy that does not know its TPUs' hardware."""
-    return RuntimeError(
-        "The TPU system of this TPUStrategy is not initialized, so that its hardware "
-        "for embeddings is not known. Before you create the strategy call "
-        "tf.tpu.experimental.initialize_tpu_system(resolver), with the resolver that "
-        "the strategy gets."
-    )
-
-
-def unknown_generation(name: object, known: Iterable[str]) -> ValueError:
-    """A TPU generation that is not in the table."""
-    return ValueError(f"Unknown TPU generation {name!r}. Known are {', '.join(known)}.")
-
-
-# Features, weights and gradients as they come in. `what` says which of them.
-
-
 def feature_kind(path: str, value: object) -> ValueError:
     """A feature that is no tensor."""
     return ValueError(
@@ -162,41 +116,11 @@ def weights_dtype(path: str, dtype_name: str) -> TypeError:
     )
 
 
-def sequence_rank(path: str, max_sequence_length: int, rank: int | None) -> ValueError:
-    """A sequence feature needs an input of rank 2."""
-    return ValueError(
-        f"Feature {path} has `max_sequence_length={max_sequence_length}`, so its input "
-        f"must be of rank 2. Received: rank {rank}. Reshape the input, or leave "
-        "`max_sequence_length` at 0."
-    )
-
-
 def input_rank(path: str, kind: str, rank: object, allowed: str) -> ValueError:
     """An input of a rank that its kind does not allow."""
     return ValueError(
         f"Feature {path}: the rank of a {kind} input must be {allowed}. Received: "
         f"rank {rank}."
-    )
-
-
-def output_shape_mismatch(
-    path: str,
-    expected: tuple[object, str],
-    actual: tuple[object, str],
-) -> ValueError:
-    """Two sources give two shapes; each argument is (shape, where it came from)."""
-    return ValueError(
-        f"Feature {path}: the output shape {expected[0]} given by {expected[1]} does "
-        f"not match {actual[0]} given by {actual[1]}."
-    )
-
-
-def batch_size_mismatch(path: str, expected: int, actual: int) -> ValueError:
-    """A batch of another size than the one that was promised."""
-    return ValueError(
-        f"Feature {path} has a batch of {actual} where {expected} was expected: "
-        "every batch must have the size given as `batch_size` or to build(). Pad the "
-        "last batch of a data set, or drop it with `drop_remainder=True`."
     )
 
 
@@ -208,51 +132,6 @@ def batch_size_conflict(first: int | None, second: int) -> ValueError:
     )
 
 
-def batch_size_not_divisible(batch_size: int, num_replicas: int) -> ValueError:
-    """The global batch cannot be dealt out evenly."""
-    return ValueError(
-        f"`batch_size` is global and must be divisible by the number of replicas. "
-        f"Received: {batch_size} for {num_replicas} replicas."
-    )
-
-
-def gradient_kind(path: str, value: object) -> ValueError:
-    """A gradient that is neither a tensor of floats nor None."""
-    return ValueError(
-        f"The gradient of feature {path} must be a floating point tf.Tensor or None. "
-        f"Received: {value!r} of type {type_name(value)}. Turn "
-        "tf.IndexedSlices into a tensor with tf.convert_to_tensor."
-    )
-
-
-def gradient_shape(path: str, expected: object, actual: object) -> ValueError:
-    """A gradient of another shape than the activation."""
-    return ValueError(
-        f"The gradient of feature {path} must have the shape of its activation, "
-        f"{expected}. Received: {actual}."
-    )
-
-
-# Calls that come too early or at the wrong place.
-
-
-def not_built(method: str) -> RuntimeError:
-    """A method that needs tables and shapes."""
-    return RuntimeError(
-        f"{method} was called before the embedding was built. Call build() or "
-        "enqueue() first."
-    )
-
-
-def training_without_optimizer(method: str, tables: Iterable[str]) -> RuntimeError:
-    """Training of tables that have no optimizer."""
-    return RuntimeError(
-        f"{method} cannot train the tables {', '.join(tables)}: they have no "
-        "optimizer. Pass `optimizer` to the constructor or to each TableConfig, or "
-        "use `training=False`."
-    )
-
-
 def enqueue_device(device: object) -> ValueError:
     """enqueue(device=...) is for TPU devices."""
     return ValueError(
@@ -261,71 +140,9 @@ def enqueue_device(device: object) -> ValueError:
     )
 
 
-def unknown_device(device: object, known: Sequence[str]) -> ValueError:
-    """enqueue(device=...) with none of the strategy's devices, or more than one."""
-    more = f", ... ({len(known)} in all)" if len(known) > 8 else ""
-    return ValueError(
-        "Argument `device` of enqueue must name a TPU device of the strategy, with its "
-        f"number: {', '.join(known[:8])}{more}. Received: {device!r}. Leave it at None "
-        "to enqueue the batches of all replicas."
-    )
-
-
-def other_strategy(own: object, active: object) -> RuntimeError:
-    """A call under another strategy than the embedding was made under."""
-    name = type(active).__name__
-    other = f"another {name}" if type(own) is type(active) else name
-    return RuntimeError(
-        f"The embedding was created under {type(own).__name__} and is called under "
-        f"{other}. Create it inside `strategy.scope()` of the strategy "
-        "that runs it."
-    )
-
-
-def outside_of_replica(method: str, num_replicas: int) -> RuntimeError:
-    """A method of one replica, called for all of them."""
-    among = f", of {num_replicas}" if num_replicas > 1 else ""
-    return RuntimeError(
-        f"{method} belongs to one replica{among}. Call it in the function that you "
-        "give to `strategy.run`."
-    )
-
-
-def unknown_engine(variable: str, value: str, known: Iterable[str]) -> ValueError:
-    """The environment asks for an engine that does not exist."""
-    return ValueError(
-        f"The environment variable {variable} is {value!r}. Unset it, or set it to "
-        f"one of {', '.join(known)}."
-    )
-
-
-def host_engine_unavailable(variable: str, reason: str) -> RuntimeError:
-    """The environment insists on an engine that cannot run."""
-    return RuntimeError(
-        f"{variable}=host asks for the host engine, which cannot run: {reason} Unset "
-        "the variable to use the portable engine."
-    )
-
-
 def weights_shape(path: str, expected: object, actual: object) -> ValueError:
     """Weights of another shape than their ids."""
     return ValueError(
         f"The weights of feature {path} must have the shape of its ids, {expected}. "
         f"Received: {actual}."
-    )
-
-
-def slot_variable(table: str, slot: str, shape: object, value: object) -> ValueError:
-    """What slot_variable_creation_fn made cannot be used."""
-    return ValueError(
-        f"Table {table}: `slot_variable_creation_fn` must return a dict with a float32 "
-        f"variable of shape {shape} under {slot!r}. Received: {value!r}."
-    )
-
-
-def initial_value(name: str, expected: object, actual: object) -> ValueError:
-    """An initializer that ignores the shape it is asked for."""
-    return ValueError(
-        f"The initializer of {name} must return the shape that it is given, "
-        f"{expected}. Received: {actual}."
     )

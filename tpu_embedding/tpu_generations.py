@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from tpu_embedding import errors
-
 EmbeddingHardware = Literal["v1", "sparse_core", "none"]
 
 # The attribute of an op of TPU v2 to v4 that tells the compiler of a program the name
@@ -73,7 +71,8 @@ def generation(name: str) -> Generation:
     """
     found = GENERATIONS.get(name)
     if found is None:
-        raise errors.unknown_generation(name, GENERATIONS)
+        known = ", ".join(GENERATIONS)
+        raise ValueError(f"Unknown TPU generation {name!r}. Known are {known}.")
     return found
 
 

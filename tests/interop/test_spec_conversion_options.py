@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             tables={"t": interop.TableConfig(8, 1)}, optimization_parameters=ESTIMATOR
         ),
         NotImplementedError,
-        "The host engine cannot carry `weight_exponent=0.5` of table t",
+        "The host engine does not support `weight_exponent=0.5` of table t",
     ),
     "tensor core": (
         lambda: spec(

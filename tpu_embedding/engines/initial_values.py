@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.trackable import base
 
-from tpu_embedding import errors
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines import table_errors
 from tpu_embedding.initializers import default_initializer
@@ -44,7 +43,10 @@ def initial_value(
         value = tf.cast(value, dtype)
     value = tf.convert_to_tensor(value, dtype)
     if tuple(value.shape) != shape:
-        raise errors.initial_value(name, shape, tuple(value.shape))
+        raise ValueError(
+            f"The initializer of {name} must return the shape that it is given, "
+            f"{shape}. Received: {tuple(value.shape)}."
+        )
     return value
 
 

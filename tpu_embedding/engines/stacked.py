@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
@@ -44,15 +43,23 @@ def refuse_layouts(engine: str, plan: Plan) -> None:
     for table in plan.tables:
         layout = table.config.layout
         if layout is not None:
-            where = f"table {table.name}"
-            raise errors.refused_by_engine(engine, where, "layout", layout)
+            raise _tpu_only(engine, f"table {table.name}", "layout", layout)
 
 
 def _refuse_optimizer(engine: str, where: str, optimizer: Optimizer) -> None:
     for option, carried in optimizer.host_values.items():
         value = getattr(optimizer, option)
         if value != carried:
-            raise errors.refused_by_engine(engine, where, option, value)
+            raise _tpu_only(engine, where, option, value)
+
+
+def _tpu_only(
+    engine: str, where: str, option: str, value: object
+) -> NotImplementedError:
+    return NotImplementedError(
+        f"The {engine} engine does not support `{option}={value!r}` of {where}: only "
+        "TPUs do. Leave it at its default."
+    )
 
 
 def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tpu_embedding import errors
 from tpu_embedding.engines import memory
 from tpu_embedding.engines.initial_values import (
     initial_rows,
@@ -177,7 +176,11 @@ def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variabl
             or variable.dtype != tf.float32
             or tuple(variable.shape) != shape
         ):
-            raise errors.slot_variable(spec.name, slot.name, shape, variable)
+            raise ValueError(
+                f"Table {spec.name}: `slot_variable_creation_fn` must return a dict "
+                f"with a float32 variable of shape {shape} under {slot.name!r}. "
+                f"Received: {variable!r}."
+            )
     return {slot.name: made[slot.name] for slot in wanted}
 
 

@@ -38,7 +38,11 @@ def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
     """
     length = feature.max_sequence_length
     if length and len(shape) != 2:
-        raise errors.sequence_rank(path, length, len(shape))
+        raise ValueError(
+            f"Feature {path} has `max_sequence_length={length}`, so its input must be "
+            f"of rank 2. Received: rank {len(shape)}. Reshape the input, or leave "
+            "`max_sequence_length` at 0."
+        )
     rows = shape if len(shape) == 1 else shape[:-1]
     return (*rows, length) if length else rows
 
@@ -187,7 +191,12 @@ class OutputShapes:
             raise self._mismatch(spec, first, incoming, source)
         expected, size = self._batch_size, incoming[0]
         if expected is not None and size is not None and size != expected:
-            raise errors.batch_size_mismatch(spec.path, expected, size)
+            raise ValueError(
+                f"Feature {spec.path} has a batch of {size} where {expected} was "
+                "expected: every batch must have the size given as `batch_size` or to "
+                "build(). Pad the last batch of a data set, or drop it with "
+                "`drop_remainder=True`."
+            )
 
     def _filled(self, spec: FeatureSpec, incoming: Shape) -> Declared | None:
         """What was declared, with its open axes filled by a batch that fits."""
@@ -219,8 +228,9 @@ class OutputShapes:
     def _mismatch(
         spec: FeatureSpec, declared: Declared, shape: Shape, source: str
     ) -> ValueError:
-        return errors.output_shape_mismatch(
-            spec.path, (declared.shape, declared.source), (shape, source)
+        return ValueError(
+            f"Feature {spec.path}: the output shape {declared.shape} given by "
+            f"{declared.source} does not match {shape} given by {source}."
         )
 
 
