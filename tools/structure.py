@@ -48,10 +48,20 @@ def modules(root: pathlib.Path) -> dict[str, str]:
     return found
 
 
+def is_for_type_checkers(node: ast.stmt) -> bool:
+    """Says whether a statement is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
 def imported_modules(source: str, known: Mapping[str, str]) -> set[str]:
-    """The modules of the package that a module imports, also within functions."""
+    """The modules of the package that a module imports, also within functions.
+
+    Imports for type checkers alone do not count.
+    """
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if not is_for_type_checkers(node)]
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
