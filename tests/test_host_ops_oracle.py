@@ -184,3 +184,25 @@ def test_minibatches(path: pathlib.Path):
         check(tensors, case, f"csr{number}", names + " num_minibatches")
         number += 1
     assert number > 0
+
+
+def test_a_scalar_weight_is_that_of_every_id():
+    def lists(weights: Any) -> Any:
+        found = RAW.ConvertToListOfSparseCoreCooTensors(
+            indices_or_row_splits=tf.constant([0, 2, 3, 3, 4]),
+            values=tf.constant([5, 1, 7, 2]),
+            weights=weights,
+            sample_count=4,
+            num_sc_per_chip=2,
+            row_offset=0,
+            col_offset=0,
+            col_shift=0,
+            num_sc_shards=4,
+            stacked_table_sample_count=4,
+            combiner="sum",
+        )
+        return [value.numpy().tolist() for value in tf.nest.flatten(found)]
+
+    assert lists(tf.constant(0.5)) == lists(tf.fill([4], 0.5))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="4 values have 3 weights"):
+        lists(tf.fill([3], 0.5))

@@ -49,7 +49,7 @@ class CustomCombiner:
         missing.
     """
 
-    NAME: ClassVar[str] = "custom_combiner_variables"
+    CUSTOM_COMBINER_SLOT_NAME: ClassVar[str] = "custom_combiner_variables"
 
     combiner_computation: Callable[..., Any]
     max_valency: int
@@ -64,11 +64,18 @@ class CustomCombiner:
                 raise errors.argument_type(argument, value, "an int")
             if value < smallest:
                 raise errors.argument_int(argument, value, smallest=smallest)
-        for argument in ("combiner_computation", "initializer"):
-            value = getattr(self, argument)
-            optional = argument == "initializer" and self.num_weights == 0
-            if not callable(value) and not (optional and value is None):
-                raise errors.argument_type(argument, value, "a callable")
+        if not callable(self.combiner_computation):
+            raise errors.argument_type(
+                "combiner_computation", self.combiner_computation, "a callable"
+            )
+        if self.initializer is None:
+            if self.num_weights:
+                raise ValueError(
+                    "A CustomCombiner with weights needs an `initializer` for them. "
+                    f"Received: num_weights={self.num_weights}, initializer=None."
+                )
+        elif not callable(self.initializer):
+            raise errors.argument_type("initializer", self.initializer, "a callable")
         rate = self.combiner_weights_learning_rate
         if callable(rate):
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -299,9 +300,11 @@ class SparseCoreEmbeddingConfig:
         ):
             if not isinstance(getattr(self, flag), bool):
                 raise errors.argument_type(flag, getattr(self, flag), "a bool")
-        limit = self.max_ids_per_chip_per_sample
-        if not _is_int(limit) or limit < 1:
-            raise errors.argument_int("max_ids_per_chip_per_sample", limit, smallest=1)
+        object.__setattr__(
+            self,
+            "max_ids_per_chip_per_sample",
+            _limit("max_ids_per_chip_per_sample", self.max_ids_per_chip_per_sample),
+        )
         for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
             limits = getattr(self, argument)
             if limits is not None:
@@ -325,10 +328,20 @@ def _limits(argument: str, limits: object) -> dict[str, int]:
     """Copies the limits: the user may change the dict later."""
     if not isinstance(limits, Mapping) or not all(isinstance(k, str) for k in limits):
         raise errors.argument_type(argument, limits, "a dict by stack name or None")
-    for name, limit in limits.items():
-        if not _is_int(limit) or limit < 1:
-            raise errors.argument_int(f"{argument}[{name!r}]", limit, smallest=1)
-    return dict(limits)
+    return {
+        name: _limit(f"{argument}[{name!r}]", limit) for name, limit in limits.items()
+    }
+
+
+def _limit(argument: str, limit: Any) -> int:
+    """Returns a limit, which may be what `compute_sparse_core_stats` gave."""
+    try:
+        found = 0 if isinstance(limit, bool) else operator.index(limit)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise errors.argument_int(argument, limit, smallest=1)
+    return found
 
 
 def _loads(loads: object) -> dict[str, tuple[float, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -336,6 +337,21 @@ class TPUEmbeddingV2(NestedEmbedding):
         )
 
     @property
+    def embedding_tables(self) -> dict[Any, Any]:
+        """The tables, [vocabulary_size, dim], keyed by the user's TableConfig.
+
+        As in TensorFlow they are also found by name: on SparseCores the name of a
+        stack gives an object whose `values` are the variables of its devices, with
+        padding. Any other name is that of a table.
+        """
+        tables = super().embedding_tables
+        by_name = {s.name: tables[s.key] for s in self._plan.tables}
+        if self._engine_class.stores_stacks:
+            stacks = self.stacked_tables
+            by_name |= {name: _StackedTable(parts) for name, parts in stacks.items()}
+        return _TablesByConfig(tables, by_name)
+
+    @property
     def embedding_table_shards(self) -> dict[Any, list[tuple[str, tf.Tensor]]]:
         """For each table (device, value) of each part, without padding.
 
@@ -418,3 +434,25 @@ class TPUEmbeddingV2(NestedEmbedding):
                     "gives."
                 )
         return {stack.name: tables[stack.name] for stack in stacks}
+
+
+@dataclasses.dataclass(frozen=True)
+class _StackedTable:
+    """A stack as the `embedding_tables` of TensorFlow's class have it.
+
+    Attributes:
+      values: The variable of each device, [rows of a device, width].
+    """
+
+    values: tuple[tf.Variable, ...]
+
+
+class _TablesByConfig(dict[Any, Any]):
+    """Values by TableConfig, which are also found by the names of tables."""
+
+    def __init__(self, values: Mapping[Any, Any], by_name: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._by_name = by_name
+
+    def __missing__(self, key: Any) -> Any:
+        return self._by_name[key]

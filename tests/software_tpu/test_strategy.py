@@ -51,7 +51,7 @@ def test_it_says_which_hardware_it_is():
             "`cores_per_replica` .* divides `num_devices`, 4. Received: 3",
         ),
         ({"generation": "v3", "cores_per_replica": 0}, "Received: 0"),
-        ({"cores_per_replica": 2}, "is for v2, v3 and v4.* generation: 'v5p'"),
+        ({"cores_per_replica": 2}, "supported for v2, v3 and v4.* generation: 'v5p'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict, expected: str):
@@ -275,3 +275,57 @@ def test_methods_that_autograph_leaves_alone(strategy: SoftwareTPUStrategy):
     counter = Counter()
     for method, expected in ((counter.do_not_convert, 1), (counter.converted, 2)):
         assert values(strategy, strategy.run(method)) == [expected] * 2
+
+
+def test_variables_cast_themselves_in_programs():
+    strategy = SoftwareTPUStrategy("v5p", 2)
+    with strategy.scope():
+        weight = tf.Variable(10)
+        counter = tf.Variable(
+            2, synchronization=tf.VariableSynchronization.ON_READ, trainable=False
+        )
+
+    @tf.function
+    def step():
+        return tf.constant([0.5]) * weight * counter, weight + 1
+
+    floats, ints = strategy.run(step)
+    assert [value.numpy().tolist() for value in floats.values] == [[10.0]] * 2
+    assert [value.numpy() for value in ints.values] == [11, 11]
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        tf.constant([0.5]) * weight
+
+
+def test_cores_of_a_device_assignment():
+    coordinates = [[x, y, 0, core] for x in (0, 1) for y in (0, 1) for core in (0, 1)]
+    topology = tf.tpu.experimental.Topology(
+        mesh_shape=[2, 2, 1, 2], device_coordinates=np.array([coordinates])
+    )
+
+    def assigned(replicas: list[list[int]]) -> SoftwareTPUStrategy:
+        assignment = tf.tpu.experimental.DeviceAssignment(
+            topology, np.array([[coordinates[c] for c in own] for own in replicas])
+        )
+        return SoftwareTPUStrategy(
+            "v4",
+            sum(map(len, replicas)),
+            experimental_device_assignment=assignment,
+        )
+
+    strategy = assigned([[3, 1], [0, 2]])
+    assert strategy.num_replicas_in_sync == 2
+    names = strategy.extended.replica_devices
+    assert [[name[-5:] for name in own] for own in names] == [
+        ["CPU:3", "CPU:1"],
+        ["CPU:0", "CPU:2"],
+    ]
+    assert [name[-5:] for name in strategy.extended.worker_devices] == [
+        "CPU:3",
+        "CPU:0",
+    ]
+    with pytest.raises(ValueError, match=r"out of 0 to 1\. Received: \[\[3, 1\]\]"):
+        assigned([[3, 1]])
+    with pytest.raises(ValueError, match="not both"):
+        SoftwareTPUStrategy(
+            "v4", 2, cores_per_replica=2, experimental_device_assignment=1
+        )

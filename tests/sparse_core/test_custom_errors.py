@@ -160,7 +160,12 @@ def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
         (lambda: te.CustomCombiner(captures, 0), ValueError, "max_valency"),
         (lambda: te.CustomCombiner(captures, 2.0), TypeError, "max_valency"),
         (lambda: te.CustomCombiner(None, 2), TypeError, "combiner_computation"),
-        (lambda: te.CustomCombiner(captures, 2, 1), TypeError, "initializer"),
+        (lambda: te.CustomCombiner(captures, 2, 1), ValueError, "needs an `initial"),
+        (
+            lambda: te.CustomCombiner(captures, 2, 1, "zeros"),
+            TypeError,
+            "initializer",
+        ),
         (
             lambda: te.CustomCombiner(
                 captures, 2, combiner_weights_learning_rate="fast"
@@ -169,7 +174,7 @@ def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
             "combiner_weights_learning_rate",
         ),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_arguments(make: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

@@ -221,6 +221,36 @@ def test_tables_without_names_are_numbered_in_order_of_first_use() -> None:
     assert [found[name][0, 0] for name in "abc"] == [7, 8, 5]
 
 
+def test_limits_are_those_of_the_statistics() -> None:
+    table = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="films")
+    feature = te.FeatureConfig(table, output_shape=[2])
+    needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(
+        BATCH["b"], feature, 2, 2, te.SGD(1.0)
+    )
+    limits = te.SparseCoreEmbeddingConfig(
+        max_ids_per_table=needs.max_ids,
+        max_unique_ids_per_table=needs.max_unique_ids,
+        max_ids_per_chip_per_sample=needs.max_ids_per_chip_per_sample,
+    )
+    assert limits.max_ids_per_table == {"films": 1}
+    assert type(limits.max_ids_per_chip_per_sample) is int
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(
+            feature, te.SGD(1.0), sparse_core_embedding_config=limits
+        )
+    assert run(STRATEGY, lambda: embedding(BATCH["b"])[0])[1][0, 0] == 8
+
+
+def test_tables_and_stacks_are_found_by_name() -> None:
+    tables = two_tables().embedding_tables
+    assert len(tables) == 2
+    assert tables["users"].numpy()[:, 0].tolist() == [100, 101, 102, 103, 104]
+    parts = tables["films_users"].values
+    assert [part.shape for part in parts] == [(32, 8), (32, 8)]
+    with pytest.raises(KeyError, match="tags"):
+        tables["tags"]
+
+
 def test_layouts_given_by_the_user() -> None:
     layout = two_tables().embedding_layouts
     configs = [

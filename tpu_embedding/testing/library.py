@@ -12,16 +12,16 @@ from tensorflow.python.framework import kernels
 from tpu_embedding.ops import library
 
 PATH = pathlib.Path(__file__).with_name("_software_tpu.so")
-# An op of the embedding engine of v2, v3 and v4 that tensorflow-tpu has kernels for,
-# one for each of its types; the library's own takes all types.
+# An op of the embedding engine of v2, v3 and v4. In tensorflow-tpu it has one kernel
+# for each dtype; the kernel of this library is for all dtypes.
 _ENGINE_OP = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 
 
 @functools.cache
 def load() -> types.ModuleType:
-    """Registers the kernels, once, and returns the module of the library's own ops.
+    """Registers the kernels once, and returns the module of the library's own ops.
 
-    An op that has a CPU kernel already, as some have in tensorflow-tpu, keeps it.
+    Ops that already have a CPU kernel keep it; in tensorflow-tpu some have one.
 
     Raises:
       RuntimeError: If the library is missing or belongs to another TensorFlow.
@@ -33,8 +33,8 @@ def load() -> types.ModuleType:
         return tf.load_op_library(str(PATH))
     except (OSError, tf.errors.OpError) as error:
         raise RuntimeError(
-            "The software TPU has no kernels. "
-            f"{f'TensorFlow could not load {PATH}: {error}'}"
+            "The software TPU has no kernels. TensorFlow could not load "
+            f"{PATH}: {error}"
         ) from error
 
 
@@ -42,12 +42,12 @@ def check_engine() -> None:
     """Checks that batches reach the engine of this library.
 
     Raises:
-      RuntimeError: If TensorFlow brings kernels of its own for the engine's ops.
+      RuntimeError: If TensorFlow has its own kernels for the engine's ops.
     """
     load()
     if len(kernels.get_registered_kernels_for_op(_ENGINE_OP).kernel) != 1:
         raise RuntimeError(
-            f"This TensorFlow has its own kernels for {_ENGINE_OP}, as tensorflow-tpu "
-            "has. They feed the hardware, so that a software TPU of v2, v3 or v4 gets "
-            "no batch. Use it with tensorflow-cpu."
+            f"This TensorFlow has its own kernels for {_ENGINE_OP}, like "
+            "tensorflow-tpu. They feed the hardware, so a software TPU of v2, v3 or v4 "
+            "gets no batch. Use it with tensorflow-cpu."
         )

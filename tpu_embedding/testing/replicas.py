@@ -1,4 +1,4 @@
-"""Traces one function per replica and runs them together."""
+"""Traces one function per replica and runs all of them together."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def run_together(
 ) -> Any:
     """Calls `fn` in a replica context for each replica, all at the same time.
 
-    To be called while a graph is built, in cross-replica context.
+    Must be called while a graph is built, in cross-replica context.
 
     Args:
       strategy: The SoftwareTPUStrategy.
       fn: Returns a nested structure of tensors and None.
-      args: Positional arguments; of distributed values each replica gets its own.
-      kwargs: Keyword arguments, likewise.
-      meeting_timeout: Seconds.
+      args: Positional arguments; each replica gets its part of distributed values.
+      kwargs: Keyword arguments, in the same way.
+      meeting_timeout: See SoftwareTPUStrategy.
 
     Returns:
-      What `fn` returned, with per-replica values as leaves.
+      The structure that `fn` returned, with per-replica values as leaves.
     """
     devices = strategy.extended.worker_devices
     traced = [
@@ -51,7 +51,7 @@ def run_together(
     ]
     for function in traced:
         function.add_to_graph(tf.compat.v1.get_default_graph())
-    # The host of all devices; the functions run on their own.
+    # The op is placed on the host; the functions run on their own devices.
     with tf.device(devices[0]):
         outputs = library.load().tpu_embedding_software_tpu_run(
             inputs=[value for function in traced for value in function.captured_inputs],
@@ -70,7 +70,7 @@ def run_together(
 
 
 def all_reduce(reduce_op: Any, value: Any, num_replicas: int) -> Any:
-    """The sum or mean of `value` over all replicas, in a replica context."""
+    """Returns the sum or mean of `value` over all replicas, in a replica context."""
     tensors = [tf.convert_to_tensor(part) for part in tf.nest.flatten(value)]
     if not tensors:
         return value
@@ -81,7 +81,7 @@ def all_reduce(reduce_op: Any, value: Any, num_replicas: int) -> Any:
 
 
 class _ReplicaContext(tf.distribute.ReplicaContext):
-    """A replica whose program has no part that is shared with others.
+    """A replica with a program of its own.
 
     Attributes:
       program: The graph of the program.
@@ -92,8 +92,8 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
         self.program = tf.compat.v1.get_default_graph()
 
     def _merge_call(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
-        # TensorFlow asks for it in one place in spite of `_use_merge_call`: a variable
-        # that all replicas assign takes the value of the first.
+        # TensorFlow has one such call in spite of `_use_merge_call`: assigning a
+        # variable with the aggregation ONLY_FIRST_REPLICA.
         if not merge_fn.__qualname__.startswith("apply_aggregation_replica_context."):
             raise NotImplementedError(
                 "SoftwareTPUStrategy has no merge_call: each replica is a program of "
@@ -112,35 +112,35 @@ def _trace(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    # Without autograph: it has been applied to `fn`, and is not for this library.
+    # Autograph has been applied to `fn`, and this package does not need it.
     @tf.function(autograph=False)
     def replica_fn() -> Any:
         context = _ReplicaContext(strategy, replica)
         with context, tf.device(strategy.extended.worker_devices[replica]):
-            result = fn(*_taken_in(args), **_taken_in(kwargs))
-            settle_modes(context.program)
+            result = fn(*_mark_inputs(args), **_mark_inputs(kwargs))
+            _set_modes(context.program)
             return result
 
     return replica_fn.get_concrete_function()
 
 
-def _taken_in(arguments: Any) -> Any:
-    """The arguments as a TPU's compiler takes them in: told from all other tensors."""
+def _mark_inputs(arguments: Any) -> Any:
+    """Marks the arguments like inputs of a TPU program, with their devices."""
 
-    def take_in(value: Any) -> Any:
+    def mark(value: Any) -> Any:
         if not isinstance(value, tf.Tensor):
             return value
-        taken = tf.identity(value, name="replicated_input")
-        taken.op._set_attr("_tpu_input_identity", _AttrValue(b=True))
+        marked = tf.identity(value, name="replicated_input")
+        marked.op._set_attr("_tpu_input_identity", _AttrValue(b=True))
         device = tf.compat.as_bytes(value.device or "")
-        taken.op._set_attr(INPUT_DEVICE_ATTRIBUTE, _AttrValue(s=device))
-        return taken
+        marked.op._set_attr(INPUT_DEVICE_ATTRIBUTE, _AttrValue(s=device))
+        return marked
 
-    return tf.nest.map_structure(take_in, arguments, expand_composites=True)
+    return tf.nest.map_structure(mark, arguments, expand_composites=True)
 
 
 def _pack(function: Any, remaining: Iterator[tf.Tensor]) -> Any:
-    """The outputs of one function, taken from those of all functions."""
+    """Returns the outputs of one function, taken from those of all functions."""
     structure = function.structured_outputs
     taken = []
     for traced in function.outputs:
@@ -154,30 +154,26 @@ def _pack(function: Any, remaining: Iterator[tf.Tensor]) -> Any:
     return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
 
 
-_SEND = "SendTPUEmbeddingGradients"
-_ENQUEUE = "EnqueueTPUEmbedding"
+def _set_modes(program: Any) -> None:
+    """Sets the mode of each named enqueue op, as a TPU's compiler does.
 
-
-def settle_modes(program: Any) -> None:
-    """Sets the mode of each enqueue op that has a name.
+    A batch that a program enqueues under a name is a training batch if the program
+    sends gradients under that name, whatever `training` was passed to enqueue.
 
     Args:
       program: The graph of one replica's program, traced to its end.
     """
     operations = program.get_operations()
-    trained = {_name(op) for op in operations if op.type == _SEND}
+    trained = {_name(op) for op in operations if op.type == "SendTPUEmbeddingGradients"}
     for op in operations:
         name = _name(op)
-        if _ENQUEUE in op.type and name is not None:
-            _set_mode(op, "train" if name in trained else "inference")
+        if "EnqueueTPUEmbedding" in op.type and name is not None:
+            dtypes = [tensor.dtype for tensor in op.inputs]
+            mode = tf.constant("train" if name in trained else "inference")
+            op._update_input(dtypes.index(tf.string), mode)
 
 
 def _name(op: tf.Operation) -> bytes | None:
-    with contextlib.suppress(ValueError):  # No such attribute.
+    with contextlib.suppress(ValueError):  # The op has no such attribute.
         return op.get_attr(NAME_ATTRIBUTE)
     return None
-
-
-def _set_mode(op: Any, mode: str) -> None:
-    index = next(i for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.string)
-    op._update_input(index, tf.constant(mode))

@@ -1,8 +1,8 @@
 """SoftwareTPUStrategy: a tf.distribute strategy whose TPU is a program on the CPU.
 
-Under MirroredStrategy the replicas of one process cannot meet: TensorFlow orders the
-stateful ops of one replica before those of the next, so that the first waits for ever.
-Here each replica is a function of its own, and one op runs all of them together.
+Under MirroredStrategy the replicas of one process cannot wait for one another, because
+TensorFlow runs the stateful ops of one replica before those of the next. Here each
+replica is a function of its own, and one op runs all of them together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import mirrored_strategy
+from tensorflow.python.distribute import mirrored_strategy, values
 
 from tpu_embedding import tpu_generations
 from tpu_embedding.testing import library, replicas
@@ -23,17 +23,17 @@ from tpu_embedding.testing import library, replicas
 class SoftwareTPUStrategy(tf.distribute.Strategy):
     """Runs TPU programs on logical CPU devices, one per TPU core.
 
-    `run` traces its function once per replica and signature, as TPUStrategy does:
-    Python side effects happen while tracing. Variables made in `scope()` are mirrored.
-    A process has one embedding engine of v2, v3 and v4; making such a strategy
-    forgets it.
+    Like TPUStrategy, `run` traces its function once per replica and signature: Python
+    side effects happen while tracing. Variables created in `scope()` are mirrored.
+    A process has one embedding engine of v2, v3 and v4; creating such a strategy
+    resets it.
 
     >>> strategy = SoftwareTPUStrategy("v5p", num_devices=2)
     >>> strategy.num_replicas_in_sync
     2
     """
 
-    # MirroredExtended asks for it, though nothing here uses collectives.
+    # MirroredExtended needs it, although nothing here uses collectives.
     _collective_key_base = 0
 
     def __init__(
@@ -42,23 +42,27 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         num_devices: int = 2,
         *,
         cores_per_replica: int | None = None,
+        experimental_device_assignment: Any = None,
         meeting_timeout: float = 60.0,
     ):
-        """Takes the first `num_devices` logical CPU devices; makes them if it can.
+        """Uses the first `num_devices` logical CPU devices, and creates them if needed.
 
         Args:
           generation: TPU generation, a key of `tpu_generations.GENERATIONS`.
-          num_devices: Devices, each of which is a core.
-          cores_per_replica: On v2, v3 and v4 the neighbouring cores that work on one
-            replica, whose program runs on the first, as with a TPU's device
-            assignment. None: each core is a replica.
+          num_devices: Number of devices; each device is a core.
+          cores_per_replica: On v2, v3 and v4, the number of adjacent cores that work
+            on one replica; its program runs on the first of them. None: each core is
+            a replica.
+          experimental_device_assignment: Instead of `cores_per_replica`, a
+            tf.tpu.experimental.DeviceAssignment with the cores of each replica, as
+            for TPUStrategy.
           meeting_timeout: Seconds that an op of one replica waits for those of the
-            others before it fails and names the missing ones.
+            others before it fails and names the missing replicas.
 
         Raises:
           ValueError: For an unknown generation and for arguments out of range.
           RuntimeError: If TensorFlow has started with fewer devices, the kernels
-            cannot be loaded, or for v2, v3 and v4 TensorFlow has its own.
+            cannot be loaded, or TensorFlow has its own kernels for v2, v3 and v4.
         """
         chosen = tpu_generations.generation(generation)
         if type(num_devices) is not int or num_devices < 1:
@@ -68,26 +72,39 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
             )
         if not (0 < meeting_timeout < math.inf):
             raise ValueError(
-                "Argument `meeting_timeout` must be a number of seconds > 0. Received: "
-                f"{meeting_timeout!r}."
+                "Argument `meeting_timeout` must be a number of seconds > 0. "
+                f"Received: {meeting_timeout!r}."
             )
-        if cores_per_replica is not None:
-            _check_cores(cores_per_replica, num_devices, chosen)
+        if experimental_device_assignment is not None:
+            if cores_per_replica is not None:
+                raise ValueError(
+                    "Pass either `cores_per_replica` or "
+                    "`experimental_device_assignment`, not both."
+                )
+            cores = _assigned_cores(experimental_device_assignment, num_devices)
+        else:
+            cores = _adjacent_cores(cores_per_replica, num_devices)
+        if len(cores[0]) > 1 and chosen.embedding != "v1":
+            raise ValueError(
+                "Several cores per replica are supported for v2, v3 and v4. Received "
+                f"generation: {generation!r}. Leave `cores_per_replica` at None."
+            )
         library.load()
         if chosen.embedding == "v1":
             library.check_engine()
-        devices = _logical_devices(num_devices)
-        super().__init__(
-            _Extended(self, devices, cores_per_replica, chosen, meeting_timeout)
-        )
+        _create_devices(num_devices)
+        # Like TPUStrategy, a strategy with one core per replica may be assigned, too.
+        assigned = not (cores_per_replica is experimental_device_assignment is None)
+        extended = _Extended(self, cores, assigned, chosen, meeting_timeout)
+        super().__init__(extended)
         if chosen.embedding == "v1":
             self.initialize_tpu_system()
 
     def initialize_tpu_system(self) -> None:
-        """Forgets the embedding engine of v2, v3 and v4, and the tables in it.
+        """Resets the embedding engine of v2, v3 and v4, which loses its tables.
 
-        A process has one such engine, as a TPU has. TensorFlow's function of this name
-        does it there before a strategy is made; here the constructor does it too.
+        A process has one such engine, as a TPU has. For TPUs, TensorFlow's function of
+        this name is called before a strategy is created; here the constructor does it.
         """
         with tf.init_scope():
             library.load().tpu_embedding_software_tpu_initialize(
@@ -96,36 +113,39 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
 
 
 class _Extended(mirrored_strategy.MirroredExtended):
-    """Variables, datasets and reductions of MirroredStrategy, but its own `run`."""
+    """Variables, datasets and reductions of MirroredStrategy, with another `run`."""
 
-    # As TPUStrategy says it: the devices of a software TPU are all of this process.
+    # As for TPUStrategy: the devices of a software TPU belong to this process.
     num_hosts = 1
 
     def __init__(
         self,
         strategy: SoftwareTPUStrategy,
-        devices: list[str],
-        cores_per_replica: int | None,
+        cores: list[list[int]],
+        assigned: bool,
         generation: tpu_generations.Generation,
         meeting_timeout: float,
     ):
-        # Not the default, collectives: they wait for each other as barriers do.
         super().__init__(
             strategy,
-            devices=devices[:: cores_per_replica or 1],
+            devices=[f"/device:CPU:{own[0]}" for own in cores],
+            # The default, collectives, cannot run inside of one op.
             cross_device_ops=tf.distribute.ReductionToOneDevice(),
         )
         self.tpu_hardware = generation
-        # For each replica its cores, by the full names of `worker_devices`.
-        self.replica_devices = _dealt(
-            self.worker_devices[0], devices, cores_per_replica
+        # For each replica the full names of its cores, as in `worker_devices`.
+        name = tf.DeviceSpec.from_string(self.worker_devices[0])
+        self.replica_devices = tuple(
+            tuple(name.replace(device_index=core).to_string() for core in own)
+            for own in cores
         )
-        self.assigned = cores_per_replica is not None
+        self._tpu_devices = self.replica_devices  # The name in TPUStrategy.
+        self.assigned = assigned
         self.meeting_timeout = meeting_timeout
         self._programs = weakref.WeakKeyDictionary()
 
     def watch(self, ended: str) -> Callable[[], list[Any]]:
-        """See `topology.TPUSystem.watch`."""
+        """See `distribution.TPUSystem.watch`."""
         check = library.load().tpu_embedding_software_tpu_session
         with tf.init_scope():
             session = int(check())
@@ -135,6 +155,15 @@ class _Extended(mirrored_strategy.MirroredExtended):
             return [checked] if tf.is_symbolic_tensor(checked) else []
 
         return watcher
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        # MirroredStrategy has no parameter for the classes of its variables.
+        if type(variable) is values.MirroredVariable:
+            variable.__class__ = _MirroredVariable
+        elif type(variable) is values.SyncOnReadVariable:
+            variable.__class__ = _SyncOnReadVariable
+        return variable
 
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Any, kwargs: Any
@@ -155,13 +184,13 @@ class _Extended(mirrored_strategy.MirroredExtended):
         )
 
     def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The traced program of `fn`; a later call with `fn` gets the same."""
+        """Returns the traced program of `fn`, the same for each call with `fn`."""
         method = getattr(fn, "__func__", None)
         programs = self._programs.setdefault(getattr(fn, "__self__", fn), {})
         if method not in programs:
-            # Weak: else the program would keep alive what it is kept for.
+            # Weak: a strong reference would keep the key of the program alive.
             reference = weakref.WeakMethod(fn) if method else weakref.ref(fn)
-            # From here: inside `program` autograph is off, for this library's sake.
+            # Autograph is off inside `program`, because this package does not need it.
             status = tf.__internal__.autograph.control_status_ctx()
 
             @tf.function(autograph=False)
@@ -176,66 +205,90 @@ class _Extended(mirrored_strategy.MirroredExtended):
         return False
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        del value  # MirroredStrategy takes collectives where it has no merge_call.
+        del value  # MirroredStrategy uses collectives if there is no merge_call.
         return self._cross_device_ops
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        del options  # How collectives communicate: there are none.
+        del options  # They configure collectives.
         return replicas.all_reduce(reduce_op, value, self._num_replicas_in_sync)
 
 
-def _check_cores(
-    cores_per_replica: int, num_devices: int, generation: tpu_generations.Generation
-) -> None:
-    if generation.embedding != "v1":
-        raise ValueError(
-            "Argument `cores_per_replica` is for v2, v3 and v4, whose embedding engine "
-            "can serve several cores of one replica. Received generation: "
-            f"{generation.name!r}. Leave it at None."
-        )
-    if (
-        type(cores_per_replica) is not int
-        or cores_per_replica < 1
-        or num_devices % cores_per_replica
-    ):
+class _CastInPrograms:
+    """Casts a variable that is used as another dtype, as TPUStrategy's variables do.
+
+    For example, an int variable can be multiplied with float activations.
+    """
+
+    def _dense_var_to_tensor(
+        self: Any, dtype: Any = None, name: str | None = None, as_ref: bool = False
+    ) -> Any:
+        context: Any = tf.distribute.get_replica_context()
+        in_program = getattr(context, "program", None) is not None
+        if in_program and dtype not in (None, self.dtype):
+            return tf.cast(self.read_value(), dtype)
+        parent: Any = super()
+        return parent._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
+
+
+class _MirroredVariable(_CastInPrograms, values.MirroredVariable):
+    pass
+
+
+class _SyncOnReadVariable(_CastInPrograms, values.SyncOnReadVariable):
+    pass
+
+
+def _adjacent_cores(cores_per_replica: int | None, num_devices: int) -> list[list[int]]:
+    """Returns the cores of each replica."""
+    number = 1 if cores_per_replica is None else cores_per_replica
+    if type(number) is not int or number < 1 or num_devices % number:
         raise ValueError(
             "Argument `cores_per_replica` must be None or an integer > 0 that divides "
             f"`num_devices`, {num_devices}. Received: {cores_per_replica!r}."
         )
+    return [
+        list(range(first, first + number)) for first in range(0, num_devices, number)
+    ]
 
 
-def _dealt(
-    first: str, devices: list[str], cores_per_replica: int | None
-) -> tuple[tuple[str, ...], ...]:
-    """The devices of each replica, by their full names, of which `first` is one."""
-    spec = tf.DeviceSpec.from_string(first)
-    names = [spec.replace(device_index=i).to_string() for i in range(len(devices))]
-    cores = cores_per_replica or 1
-    return tuple(
-        tuple(names[start : start + cores]) for start in range(0, len(names), cores)
-    )
+def _assigned_cores(assignment: Any, num_devices: int) -> list[list[int]]:
+    """Returns the cores of each replica of a DeviceAssignment."""
+    cores = [
+        [
+            int(assignment.tpu_ordinal(replica=replica, logical_core=core))
+            for core in range(assignment.num_cores_per_replica)
+        ]
+        for replica in range(assignment.num_replicas)
+    ]
+    used = [core for own in cores for core in own]
+    if len(set(used)) < len(used) or max(used) >= num_devices:
+        raise ValueError(
+            "`experimental_device_assignment` must assign different devices of one "
+            f"host, out of 0 to {num_devices - 1}. Received: {cores}."
+        )
+    return cores
 
 
-def _logical_devices(count: int) -> list[str]:
+def _create_devices(count: int) -> None:
     physical = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(physical)
-    if len(configured or ()) < count:
-        try:
-            tf.config.set_logical_device_configuration(
-                physical, [tf.config.LogicalDeviceConfiguration()] * count
-            )
-        except RuntimeError as error:
-            found = len(tf.config.list_logical_devices("CPU"))
-            if found < count:
-                raise RuntimeError(
-                    f"SoftwareTPUStrategy(num_devices={count}) needs {count} logical "
-                    f"CPU devices, but TensorFlow has started with {found}, and they "
-                    "cannot be added later. Create the strategy before anything else "
-                    "of TensorFlow runs, or put this first:\n"
-                    "    tf.config.set_logical_device_configuration("
-                    'tf.config.list_physical_devices("CPU")[0], '
-                    f"[tf.config.LogicalDeviceConfiguration()] * {count})"
-                ) from error
-    return [f"/device:CPU:{index}" for index in range(count)]
+    if len(configured or ()) >= count:
+        return
+    try:
+        tf.config.set_logical_device_configuration(
+            physical, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+    except RuntimeError as error:
+        found = len(tf.config.list_logical_devices("CPU"))
+        if found < count:
+            raise RuntimeError(
+                f"SoftwareTPUStrategy(num_devices={count}) needs {count} logical "
+                f"CPU devices, but TensorFlow has started with {found}, and they "
+                "cannot be added later. Create the strategy before anything else "
+                "of TensorFlow runs, or put this first:\n"
+                "    tf.config.set_logical_device_configuration("
+                'tf.config.list_physical_devices("CPU")[0], '
+                f"[tf.config.LogicalDeviceConfiguration()] * {count})"
+            ) from error

@@ -59,7 +59,7 @@ class Combiners:
         for table in plan.tables:
             combiner = table.config.custom_combiner
             if combiner is not None:
-                name = f"{table.name}/{combiner.NAME}"
+                name = f"{table.name}/{combiner.CUSTOM_COMBINER_SLOT_NAME}"
                 self._weights[table.index] = create_state(
                     variable_name(name), combiner_weights(name, combiner)
                 )
@@ -72,7 +72,7 @@ class Combiners:
         weights: Any = self._weights.get(table)
         if weights is None or weights.shape[0] == 0:
             return {}
-        return {CustomCombiner.NAME: weights}
+        return {CustomCombiner.CUSTOM_COMBINER_SLOT_NAME: weights}
 
     def checked(self, entries: Sequence[Entries]) -> list[Entries]:
         """The entries, after a check that no sample has more than `max_valency`."""

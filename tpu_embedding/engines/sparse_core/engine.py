@@ -127,9 +127,8 @@ class SparseCoreEngine(Engine):
                 name = checkpoint_name(stack.stack.name, array)
                 saved[name] = SavedStack(variable.values)
             if stack.combiner_weights is not None:
-                saved[f"{stack.stack.name}/{CustomCombiner.NAME}"] = (
-                    stack.combiner_weights
-                )
+                slot = CustomCombiner.CUSTOM_COMBINER_SLOT_NAME
+                saved[checkpoint_name(stack.stack.name, slot)] = stack.combiner_weights
         if self._rates.updates is not None:
             saved[UPDATES] = self._rates.updates
         return saved

@@ -106,8 +106,9 @@ class StackState:
     def _values(self, rows: Mapping[str, MutableRows]) -> dict[str, tf.Tensor]:
         values = {array: tf.constant(own.numpy()) for array, own in rows.items()}
         if self.combiner_weights is not None:
+            slot = CustomCombiner.CUSTOM_COMBINER_SLOT_NAME
             weights = self.combiner_weights.values[0]  # The same in all replicas.
-            values[CustomCombiner.NAME] = tf.identity(weights.read_value())
+            values[slot] = tf.identity(weights.read_value())
         return values
 
     def _shards(self, layout: TableLayout) -> list[tuple[str, tf.Tensor]]:
@@ -187,7 +188,7 @@ def _create_combiner_weights(name: str, combiner: CustomCombiner | None) -> Any:
     """Creates the weights of a CustomCombiner, if there are any."""
     if combiner is None or combiner.num_weights == 0:
         return None
-    full_name = f"{name}/{combiner.NAME}"
+    full_name = f"{name}/{combiner.CUSTOM_COMBINER_SLOT_NAME}"
     start = combiner_weights(full_name, combiner)
     return create_local(
         full_name, lambda: start, tf.VariableAggregation.ONLY_FIRST_REPLICA

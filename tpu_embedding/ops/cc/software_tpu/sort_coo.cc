@@ -66,16 +66,23 @@ class ConvertOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     const Tensor& values = context->input(1);
     const Tensor& weights = context->input(2);
-    OP_REQUIRES(context, values.NumElements() == weights.NumElements(),
+    OP_REQUIRES(context,
+                weights.NumElements() == 1 ||
+                    values.NumElements() == weights.NumElements(),
                 absl::InvalidArgumentError(
                     absl::StrCat(values.NumElements(), " values have ",
                                  weights.NumElements(), " weights.")));
+    // As in TensorFlow's kernel, one weight is the weight of every value.
+    std::vector<float> same;
+    if (weights.NumElements() == 1) {
+      same.assign(values.NumElements(), weights.flat<float>()(0));
+    }
     std::vector<int64_t> splits;
     OP_REQUIRES_OK(context, ReadSplits(context->input(0), values, &splits));
     FeatureInput input;
     input.ids32 = values.flat<int32_t>().data();
     input.num_ids = values.NumElements();
-    input.weights = weights.flat<float>().data();
+    input.weights = same.empty() ? weights.flat<float>().data() : same.data();
     input.structure = splits.data();
     input.structure_size = splits.size();
     input.shape = {samples_};
