@@ -1,4 +1,4 @@
-"""TPU generations: what their embedding hardware is. No such number elsewhere."""
+"""TPU generations and their embedding hardware; no other module has such numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 EmbeddingHardware = Literal["v1", "sparse_core", "none"]
 
-# The attribute of an op of TPU v2 to v4 that tells the compiler of a program the name
-# under which the user enqueued, dequeued or applied gradients.
+# Attribute of ops of TPU v2 to v4: the name under which the user enqueued, dequeued or
+# applied gradients. The compiler of a program pairs the ops by it.
 NAME_ATTRIBUTE = "_tpu_embedding_layer"
 
 
@@ -17,14 +17,14 @@ class Generation:
     """One TPU generation.
 
     Attributes:
-      name: As Google Cloud writes it, e.g. "v5p".
-      embedding: "v1" (the TPUEmbedding engine that is configured once per
-        system), "sparse_core", or "none".
-      sparse_cores_per_device: SparseCores of one device, that is of one replica; 0
-        where `embedding` is not "sparse_core".
-      lane_width: Float32 values that a SparseCore handles at once: the width of
-        a stored row is a multiple of it. 0 where there is no SparseCore.
-      row_multiple: The rows that a table has on one SparseCore are a multiple of it.
+      name: The name that Google Cloud uses, e.g. "v5p".
+      embedding: "v1" (the embedding engine of v2 to v4, configured once per system),
+        "sparse_core", or "none".
+      sparse_cores_per_device: SparseCores of one device, which is one replica; 0
+        unless `embedding` is "sparse_core".
+      lane_width: Float32 values that a SparseCore processes at once; the width of a
+        stored row is a multiple of it. 0 without SparseCores.
+      row_multiple: The number of rows of a table on one SparseCore is a multiple of it.
     """
 
     name: str
@@ -40,9 +40,9 @@ def _sparse_core(name: str, sparse_cores_per_device: int) -> Generation:
     )
 
 
-# v4 has SparseCores too, but they are reached through the "v1" engine only. A v5p
-# chip and a v6e chip are one device each; a 7x chip shows itself as two, with two of
-# its four SparseCores each.
+# v4 also has SparseCores, but programs reach them only through the "v1" engine. A v5p
+# chip and a v6e chip are one device each; a 7x chip is two devices, each with two of
+# its four SparseCores.
 GENERATIONS: dict[str, Generation] = {
     generation.name: generation
     for generation in (
@@ -67,7 +67,7 @@ def generation(name: str) -> Generation:
       name: A key of `GENERATIONS`.
 
     Raises:
-      ValueError: If there is no such generation; the text lists the known ones.
+      ValueError: If the name is unknown.
     """
     found = GENERATIONS.get(name)
     if found is None:
@@ -84,7 +84,7 @@ _REPORTED: dict[str, EmbeddingHardware] = {
 
 
 def embedding_hardware(feature: str) -> EmbeddingHardware:
-    """What a value of EmbeddingFeature stands for.
+    """Returns the hardware that a value of EmbeddingFeature means.
 
     >>> embedding_hardware("V2")
     'sparse_core'
@@ -93,15 +93,15 @@ def embedding_hardware(feature: str) -> EmbeddingHardware:
 
 
 def reported(feature: str, sparse_cores_per_device: int) -> Generation:
-    """Returns a generation by what a TPU system reports of itself.
+    """Returns the generation that a TPU system reports.
 
     >>> reported("V2", 4).sparse_cores_per_device
     4
 
     Args:
       feature: The value of tf.tpu.experimental.HardwareFeature.EmbeddingFeature.
-      sparse_cores_per_device: Its `num_embedding_devices_per_chip`, which in spite of
-        its name is counted by device.
+      sparse_cores_per_device: HardwareFeature.num_embedding_devices_per_chip, which
+        is per device, despite its name.
     """
     name = f"TPU with embedding feature {feature}"
     embedding = _REPORTED[feature]

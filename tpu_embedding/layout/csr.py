@@ -1,7 +1,7 @@
-"""Batches in the form that TPUEmbeddingV2 hands to the user: tuples of tensors.
+"""Batches in the form that TPUEmbeddingV2 returns to the user: tuples of tensors.
 
-They pass through tf.function, tf.data and strategy.run as any structure of tensors
-does. Nothing here needs TensorFlow.
+They can pass through tf.function, tf.data and strategy.run like any structure of
+tensors. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 
 class PartitionedCsrFormatTensor(NamedTuple):
-    """The entries of one stacked table, of one replica.
+    """The entries of one stack and one replica.
 
     An entry is an id with its gain: activation[s] is the sum of gain * row over the
-    entries of sample s. On the host engine these are plain CSR without padding: the
-    entries of sample s are those from row_pointers[s] to row_pointers[s + 1], and a
-    token is the first row of the table in its stack plus the id.
+    entries of sample s. The host engine uses CSR without padding: sample s has the
+    entries from row_pointers[s] to row_pointers[s + 1], and a token is the id plus
+    the first row of its table in the stack.
 
     Attributes:
-      row_pointers: int32 [samples + 1] on the host engine; for SparseCores, where each
-        partition ends in the three tensors below (docs/formats.md).
+      row_pointers: int32 [samples + 1] on the host engine; on SparseCores the end of
+        each partition in the next three tensors (docs/formats.md).
       sorted_sample_ids: int32 [entries], the sample of each entry.
       sorted_token_ids: int32 [entries], the row of each entry in the stack.
       sorted_gains: float32 [entries].
-      sample_count: int32 scalar, the samples of the stack. On the host engine int32
-        [features of the stack], where two of them or more have no output_shape.
+      sample_count: int32 scalar, the number of samples of the stack. On the host
+        engine int32 [features of the stack] if several have no output_shape.
       num_minibatches_per_physical_sparse_core: int32 scalar; 1 on the host engine.
     """
 
@@ -37,22 +37,22 @@ class PartitionedCsrFormatTensor(NamedTuple):
 
 
 class CombinedCsrFormatTensor(NamedTuple):
-    """The entries of a table with a CustomCombiner, and what its lookup found.
+    """The entries of a table with a CustomCombiner, and the results of its lookup.
 
-    The first six are those of PartitionedCsrFormatTensor. The others are the user's to
-    pass on, not to read: what they hold differs from engine to engine.
+    The first six fields are those of PartitionedCsrFormatTensor. Pass the others on
+    without reading them: their contents depend on the engine.
 
     Attributes:
-      row_pointers: As there, and so on.
-      sorted_sample_ids: As there.
-      sorted_token_ids: As there.
-      sorted_gains: As there; the weights of the ids.
-      sample_count: As there.
-      num_minibatches_per_physical_sparse_core: As there; 1.
+      row_pointers: See PartitionedCsrFormatTensor.
+      sorted_sample_ids: See PartitionedCsrFormatTensor.
+      sorted_token_ids: See PartitionedCsrFormatTensor.
+      sorted_gains: The weights of the ids.
+      sample_count: See PartitionedCsrFormatTensor.
+      num_minibatches_per_physical_sparse_core: 1.
       sorted_pos_ids: int32 [entries], the position of each entry in its sample.
-      valencies: int32 [samples], the entries of each sample.
-      vectors: float32 [samples, max_valency, width], what they are.
-      weights: float32 [num_weights], those of the combiner at the lookup.
+      valencies: int32 [samples], the number of entries of each sample.
+      vectors: float32 [samples, max_valency, width], the rows of the entries.
+      weights: float32 [num_weights], the combiner's weights at the lookup.
     """
 
     row_pointers: Any
@@ -68,11 +68,11 @@ class CombinedCsrFormatTensor(NamedTuple):
 
 
 class BufferSizes(NamedTuple):
-    """How much of the buffers of one stacked table is set; int32 scalars.
+    """The used sizes of the buffers of one stack; int32 scalars.
 
     Attributes:
-      row_pointers: Of `row_pointers`.
-      ids: Of the tensors of entries.
+      row_pointers: Used size of `row_pointers`.
+      ids: Used size of the tensors of entries.
     """
 
     row_pointers: Any
@@ -80,22 +80,22 @@ class BufferSizes(NamedTuple):
 
 
 class PreprocessedFeatures(NamedTuple):
-    """One replica's batch, ready to be looked up.
+    """One replica's batch, ready for the lookup.
 
     Attributes:
-      tables: By name of the stack its entries.
-      output_shapes: For each feature, flat, int64 [k]: the shape of its activations
-        without the embedding axis.
-      dropped_ids: By name of the table, not of its stack, int64 scalar: entries left
-        out because the id buffer of a device was full. Ids that a sample has twice
-        are one entry. The host engine has no such buffer: zeros.
-      sizes: By name of the stack the sizes of the batch. Empty on the host engine,
-        whose tensors are of just these sizes.
-      sorted_pos_ids: By name of the stacks with a CustomCombiner the position of each
-        entry in its sample, int32. Empty on the host engine.
-      marks: int64 [3], for SparseCores: devices, SparseCores of each, and a number of
-        the tables, features and limits, by which a batch of another embedding is
-        known. () on the host engine.
+      tables: Entries by stack name.
+      output_shapes: For each feature of the flat structure, int64 [k]: the shape of
+        the activations without the embedding axis.
+      dropped_ids: By table name (not stack name), int64 scalar: number of entries
+        dropped because the id buffer of a device was full. Equal ids of one sample
+        are one entry. Zeros on the host engine, which has no such buffer.
+      sizes: Used sizes by stack name. Empty on the host engine, whose tensors have
+        no unused part.
+      sorted_pos_ids: By name of the stacks with a CustomCombiner, int32: the position
+        of each entry in its sample. Empty on the host engine.
+      marks: int64 [3] on SparseCores: devices, SparseCores of each device, and a
+        checksum of tables, features and limits, which identify batches of another
+        embedding. () on the host engine.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]

@@ -1,4 +1,4 @@
-"""The output shape of each feature, and who decided it.
+"""The output shape of each feature, and the source of that shape.
 
 Shapes are per replica, without the embedding axis, as tuples of int or None.
 """
@@ -19,22 +19,22 @@ Shape = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A shape and where it came from, for messages."""
+    """A shape and its source, for error messages."""
 
     shape: Shape
     source: str
 
 
 def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
-    """The output shape that an input of `shape` gives (SEMANTICS section 2).
+    """Returns the output shape of an input of `shape`; see docs/semantics.md.
 
     Args:
-      path: The feature's place in the structure.
-      feature: Its configuration.
-      shape: The input's shape; (rows, None) for ragged input.
+      path: Path of the feature in the structure.
+      feature: Configuration of the feature.
+      shape: Shape of the input; (rows, None) for ragged input.
 
     Raises:
-      ValueError: If the feature is a sequence and the input is not of rank 2.
+      ValueError: If the feature is a sequence and the input does not have rank 2.
     """
     length = feature.max_sequence_length
     if length and len(shape) != 2:
@@ -48,9 +48,9 @@ def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
 
 
 class OutputShapes:
-    """What has been declared of the output shapes.
+    """The declared output shapes.
 
-    By descending priority: `FeatureConfig.output_shape`, build(), `batch_size`.
+    Sources by descending priority: `FeatureConfig.output_shape`, build(), `batch_size`.
     """
 
     def __init__(self, features: Sequence[FeatureSpec]) -> None:
@@ -65,14 +65,14 @@ class OutputShapes:
         self._batch_size: int | None = None
 
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
-        """Takes the input shapes given to build(), all or none.
+        """Declares the input shapes passed to build(), all or none.
 
         Args:
           shapes: For each feature (batch, ..., last).
-          source: Where they came from, for messages.
+          source: Source of the shapes, for error messages.
 
         Raises:
-          ValueError: If one contradicts what was declared.
+          ValueError: If a shape contradicts a declared one.
         """
         self._declared = [
             self._merge(spec, from_input(spec.path, spec.config, shape), source)
@@ -80,10 +80,10 @@ class OutputShapes:
         ]
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Fixes the rows, per replica, of every input without an output shape.
+        """Declares the rows per replica of every input without an output shape.
 
         Raises:
-          ValueError: If another number was fixed before.
+          ValueError: If another number was declared before.
         """
         if self._batch_size not in (None, batch_size):
             raise errors.batch_size_conflict(self._batch_size, batch_size)
@@ -97,7 +97,7 @@ class OutputShapes:
             self._declared[feature] = Declared(shape, declared.source)
 
     def remember_ranks(self, shapes: Sequence[Shape]) -> None:
-        """Fixes the rank of each output by the inputs of the first batch."""
+        """Stores the rank of each output, from the inputs of the first batch."""
         for spec, shape in zip(self._features, shapes, strict=True):
             if self._ranks[spec.index] is None:
                 incoming = from_input(spec.path, spec.config, shape)
@@ -105,13 +105,13 @@ class OutputShapes:
 
     @contextlib.contextmanager
     def completed_by(self, shapes: Sequence[Shape], cores: int = 1) -> Iterator[None]:
-        """Fixes what is still open by the shapes of the first batch.
+        """Fills unknown axes from the shapes of the first batch.
 
-        Forgets it if what is done inside fails.
+        Restores them if the body of the context raises.
 
         Args:
-          shapes: Of each input, (rows, None) if ragged.
-          cores: How many such inputs make up a replica's.
+          shapes: Shape of each input, (rows, None) if ragged.
+          cores: Number of such inputs in the batch of a replica.
         """
         before = list(self._declared)
         for spec, shape in zip(self._features, shapes, strict=True):
@@ -128,7 +128,7 @@ class OutputShapes:
 
     @contextlib.contextmanager
     def forgets_refused(self) -> Iterator[None]:
-        """Forgets the ranks of a batch that is read inside and then refused."""
+        """Restores the ranks if the body of the context refuses its batch."""
         ranks = list(self._ranks)
         try:
             yield
@@ -137,14 +137,14 @@ class OutputShapes:
             raise
 
     def declared(self, feature: int) -> Declared | None:
-        """What a batch of this feature has to fill, or None where nothing is."""
+        """Returns the shape that each batch of a feature must have, or None."""
         declared = self._declared[feature]
         if declared is None and self._batch_size is not None:
             return Declared(self.activation(feature), "batch_size")
         return declared
 
     def activation(self, feature: int) -> Shape:
-        """What is known before a batch comes; the rank is that of the first one."""
+        """Returns the shape known before a batch; the rank is that of the first one."""
         declared = self._declared[feature]
         if declared:
             return declared.shape
@@ -156,16 +156,17 @@ class OutputShapes:
     def check_input(
         self, feature: int, shape: Shape, *, ragged: bool, cores: int = 1
     ) -> None:
-        """Checks the static shape of one input; unknown axes are left to the ops.
+        """Checks the static shape of one input; ops check the unknown axes.
 
         Args:
-          feature: Its number.
-          shape: Of the input.
+          feature: Index of the feature.
+          shape: Shape of the input.
           ragged: Whether its rows fill the output shape.
-          cores: How many such inputs make up a replica's.
+          cores: Number of such inputs in the batch of a replica.
 
         Raises:
-          ValueError: If it contradicts what was declared, or earlier batches' rank.
+          ValueError: If it contradicts the declared shape or the rank of the first
+            batch.
         """
         spec = self._features[feature]
         incoming = from_input(spec.path, spec.config, shape)
@@ -199,13 +200,13 @@ class OutputShapes:
             )
 
     def _filled(self, spec: FeatureSpec, incoming: Shape) -> Declared | None:
-        """What was declared, with its open axes filled by a batch that fits."""
+        """Returns the declared shape, with unknown axes filled from a batch."""
         declared, source = self._declared[spec.index], "the first batch"
         if declared is None:
             return Declared(incoming, source)
         if len(declared.shape) == len(incoming):
             return self._merge(spec, incoming, source)
-        # Ragged rows, of which one open axis takes up what the others leave.
+        # Ragged rows fill the whole shape, so a single unknown axis follows.
         known = math.prod(axis for axis in declared.shape if axis is not None)
         if incoming[0] is None or declared.shape.count(None) != 1:
             return declared
@@ -213,7 +214,7 @@ class OutputShapes:
         return Declared(shape, declared.source)
 
     def _merge(self, spec: FeatureSpec, shape: Shape, source: str) -> Declared:
-        """What was declared, with open axes filled from `shape`."""
+        """Returns the declared shape, with unknown axes filled from `shape`."""
         declared = self._declared[spec.index]
         if declared is None:
             return Declared(shape, source)
@@ -242,7 +243,7 @@ def _compatible(a: Shape, b: Shape) -> bool:
 
 
 def _rows_fill(rows: int | None, shape: Shape) -> bool:
-    """Whether `rows` ragged rows can fill `shape`, each row one or m positions."""
+    """Whether `rows` ragged rows, each of one or of m positions, can fill `shape`."""
     known = [axis for axis in shape if axis is not None]
     if rows is None:
         return True

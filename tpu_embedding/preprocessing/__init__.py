@@ -1,7 +1,7 @@
-"""Private: the features of one replica -> the partitioned CSR of SparseCores.
+"""Private: converts the features of one replica to the CSR of SparseCores.
 
-docs/formats.md draws the format. The work has no state, so it can run inside
-tf.data.Dataset.map beside training.
+docs/formats.md draws the format. Preprocessing has no state, so it can run inside
+tf.data.Dataset.map, in parallel with training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PARTITIONERS = {
 }
 
 
-@tf.autograph.experimental.do_not_convert  # It would only cost time.
+@tf.autograph.experimental.do_not_convert  # Converting it takes time for nothing.
 def partition(
     batches: Sequence[IdBatch],
     partitioning: Partitioning,
@@ -42,20 +42,20 @@ def partition(
     """Partitions the features of one replica.
 
     Args:
-      batches: One for each of `partitioning.features`, in their order.
-      partitioning: Where features and tables lie.
-      splits: For each of `partitioning.tables` an int64 scalar: the `splits` that
-        other replicas need. With minibatching all replicas must be cut alike: where
-        the OR of their `splits` is more than this batch got, call again with it.
-      options: See there.
+      batches: One for each of `partitioning.features`, in the same order.
+      partitioning: The places of features and tables.
+      splits: For each of `partitioning.tables` an int64 scalar with the cuts between
+        minibatches that the batches of all replicas need: the bitwise OR of the
+        `splits` that a call without this argument returns in each replica.
+      options: See PartitionOptions.
 
     Raises:
       tf.errors.InvalidArgumentError: If an input does not fit its feature; if an id is
         invalid and `invalid_ids` is "error"; if a partition exceeds its limits (and
         minibatching is off or does not help); if the id buffer is too small and
         `allow_id_dropping` is off.
-      NotImplementedError: If TensorFlow's own ops are to do it and cannot.
-      RuntimeError: If nothing on this machine can.
+      NotImplementedError: If TensorFlow's ops are chosen and lack an option.
+      RuntimeError: If the chosen ops are not available.
     """
     host_ops = choose(options.device, asked=options.host_ops)
     return _PARTITIONERS[host_ops](batches, partitioning, splits, options)

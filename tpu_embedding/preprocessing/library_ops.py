@@ -1,4 +1,4 @@
-"""Partitions by our own op: one for all tables, on TensorFlow's worker pool."""
+"""Partitions with the op of this package: one op for all tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,61 @@ from tpu_embedding.layout.partitioning import Partitioning
 from tpu_embedding.ops import library
 
 
+class PartitionedBatch(NamedTuple):
+    """The batch of one replica. The dicts are keyed by stack name, unless noted.
+
+    Attributes:
+      tables: The CSR of each stack.
+      row_pointers_sizes: int32 scalars, the used size of `row_pointers`.
+      ids_sizes: int32 scalars, the used size of the other tensors.
+      sorted_pos_ids: int32, parallel to `sorted_sample_ids`: the position of each
+        entry in its sample. Only for stacks that keep positions.
+      dropped_ids: int64 scalars by table name: entries dropped because the id buffer
+        was full.
+      required_ids: int64 scalars: size of the id buffer that would hold all entries.
+      max_ids: int64 scalars: maximum number of entries in a partition.
+      max_unique_ids: int64 scalars: maximum number of different rows in a partition.
+      splits: int64 scalars: one bit for each cut between minibatches.
+    """
+
+    tables: dict[str, PartitionedCsrFormatTensor]
+    row_pointers_sizes: dict[str, tf.Tensor]
+    ids_sizes: dict[str, tf.Tensor]
+    sorted_pos_ids: dict[str, tf.Tensor]
+    dropped_ids: dict[str, tf.Tensor]
+    required_ids: dict[str, tf.Tensor]
+    max_ids: dict[str, tf.Tensor]
+    max_unique_ids: dict[str, tf.Tensor]
+    splits: dict[str, tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionOptions:
+    """Options of one call.
+
+    Attributes:
+      padded: Return tensors of the full size of the buffers, which is known while
+        tracing; values beyond the used sizes are undefined. Otherwise return only the
+        used part.
+      check_numerics: Refuse weights that are not finite.
+      host_ops: "library", "stock", or None for the default; see `choice.choose`.
+      device: Device name of the host that preprocesses, "" for this process. It does
+        not place ops; use tf.device for that.
+    """
+
+    padded: bool = True
+    check_numerics: bool = False
+    host_ops: str | None = None
+    device: str = ""
+
+
 def partition(
     batches: Sequence[IdBatch],
     partitioning: Partitioning,
     splits: Sequence[tf.Tensor] | None,
     options: PartitionOptions,
 ) -> PartitionedBatch:
-    """As `preprocessing.partition`, by one op for all tables."""
+    """See `preprocessing.partition`."""
     weights = [b.weights for b in batches]
     structures = [b.weight_structure for b in batches]
     result = library.load().tpu_embedding_partition(
@@ -118,51 +166,3 @@ def _table_attributes(partitioning: Partitioning) -> dict[str, Any]:
         "max_minibatches": partitioning.max_minibatches,
         "minibatching": partitioning.minibatching,
     }
-
-
-class PartitionedBatch(NamedTuple):
-    """The batch of one replica. The dicts go by the name of a stacked table.
-
-    Attributes:
-      tables: The CSR of each table.
-      row_pointers_sizes: int32 scalars: what is set of `row_pointers`.
-      ids_sizes: int32 scalars: what is set of the other tensors.
-      sorted_pos_ids: int32, beside `sorted_sample_ids`: each entry's position in its
-        sample. Of the tables that keep positions only.
-      dropped_ids: int64 scalars: entries left out because the id buffer was full, by
-        the name of their own, unstacked table.
-      required_ids: int64 scalars: the id buffer that would have held all.
-      max_ids: int64 scalars: entries in the fullest partition.
-      max_unique_ids: int64 scalars: different rows in the partition with most.
-      splits: int64 scalars: where the batch was cut into minibatches.
-    """
-
-    tables: dict[str, PartitionedCsrFormatTensor]
-    row_pointers_sizes: dict[str, tf.Tensor]
-    ids_sizes: dict[str, tf.Tensor]
-    sorted_pos_ids: dict[str, tf.Tensor]
-    dropped_ids: dict[str, tf.Tensor]
-    required_ids: dict[str, tf.Tensor]
-    max_ids: dict[str, tf.Tensor]
-    max_unique_ids: dict[str, tf.Tensor]
-    splits: dict[str, tf.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class PartitionOptions:
-    """What may differ from call to call.
-
-    Attributes:
-      padded: Give the tensors the size of the buffers, which is known while tracing.
-        What lies past the sizes of the batch is then not set. Otherwise they end there.
-      check_numerics: Fail on a weight that is not finite.
-      host_ops: "library", "stock" or, to let the machine decide, None; see
-        `choice.choose`.
-      device: The host that preprocesses, "" for this process. It places no ops: that
-        is for tf.device.
-    """
-
-    padded: bool = True
-    check_numerics: bool = False
-    host_ops: str | None = None
-    device: str = ""

@@ -1,4 +1,4 @@
-"""What limits a batch needs: found by partitioning it without any."""
+"""Finds the limits that a batch needs, by partitioning it without limits."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
 _NO_LIMIT = 2**31 - 1
-# The smallest id buffer of any number of samples; what it drops is not looked at.
+# The smallest id buffer for any number of samples. Dropped ids do not matter here.
 _SMALLEST_BUFFER = 8
 
 
 class SparseCoreRequirements(NamedTuple):
-    """The smallest limits under which a batch is neither refused nor cut.
+    """The smallest limits under which a batch is neither refused nor split.
 
     Attributes:
-      max_ids: By name of the stack, int32 scalars: what max_ids_per_table must be.
-      max_unique_ids: The same for max_unique_ids_per_table.
-      required_ids: By name of the stack, int32 scalars: places of a device's id
-        buffer, padding included.
-      max_ids_per_chip_per_sample: int32 scalar, which gives every stack a buffer of
-        that size or more.
+      max_ids: By stack name, int32 scalars for max_ids_per_table.
+      max_unique_ids: By stack name, int32 scalars for max_unique_ids_per_table.
+      required_ids: By stack name, int32 scalars: size of the id buffer of a device,
+        including padding.
+      max_ids_per_chip_per_sample: int32 scalar that gives every stack an id buffer of
+        the required size or more.
     """
 
     max_ids: dict[str, tf.Tensor]
@@ -49,14 +49,14 @@ class SparseCoreRequirements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a batch is partitioned for.
+    """The hardware that a batch is partitioned for.
 
     Attributes:
-      num_devices: Devices that share the tables, TensorFlow's chips.
-      sparse_cores_per_device: Of each.
+      num_devices: Devices that share the tables; TensorFlow's chips.
+      sparse_cores_per_device: SparseCores of each device.
 
     Raises:
-      ValueError: If one is no int >= 1, by the names that TPUEmbeddingV2 gives them.
+      ValueError: If a number is not an int >= 1. It uses TPUEmbeddingV2's names.
     """
 
     num_devices: int
@@ -71,7 +71,7 @@ class Hardware:
                 raise errors.argument_int(argument, number, smallest=1)
 
 
-@tf.autograph.experimental.do_not_convert  # It would only cost time.
+@tf.autograph.experimental.do_not_convert  # Converting it takes time for nothing.
 def requirements(
     features: Any,
     feature_config: Any,
@@ -79,14 +79,14 @@ def requirements(
     optimizer: Any,
     config: SparseCoreEmbeddingConfig,
 ) -> SparseCoreRequirements:
-    """What the batch of one replica needs.
+    """Returns the limits that the batch of one replica needs.
 
     Args:
       features: As for TPUEmbeddingV2.embedding_lookup.
       feature_config: As for TPUEmbeddingV2; each feature has an output_shape.
-      hardware: What to partition for.
-      optimizer: For tables without one: tables of one optimizer may be stacked.
-      config: How to stack; its limits do not count.
+      hardware: Devices and SparseCores.
+      optimizer: For tables without one; tables of one optimizer may be stacked.
+      config: Stacking options; its limits are ignored.
 
     Raises:
       The errors of TPUEmbeddingV2 and of its preprocess_features.
@@ -151,7 +151,7 @@ def _int32(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 def _per_sample(
     partitioning: Partitioning, required: dict[str, tf.Tensor]
 ) -> tf.Tensor:
-    """Ids for each sample, so that every buffer is large enough and whole eights."""
+    """Returns ids per sample that make every buffer sufficient, a multiple of 8."""
     per_sample = [-(-required[t.name] // t.samples) for t in partitioning.tables]
     common = math.gcd(_SMALLEST_BUFFER, *(t.samples for t in partitioning.tables))
     step = _SMALLEST_BUFFER // common

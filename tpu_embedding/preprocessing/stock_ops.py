@@ -1,12 +1,12 @@
-"""Partitions by TensorFlow's own host ops: slower, for hosts without our library.
+"""Partitions with TensorFlow's host ops: slower, for hosts without our library.
 
-  feature -> ConvertToListOfSparseCoreCooTensors: for each SparseCore its entries
-  stack and SparseCore -> SortListOfSparseCoreCooTensors: its partitions
+  feature -> ConvertToListOfSparseCoreCooTensors: the entries of each SparseCore
+  stack and SparseCore -> SortListOfSparseCoreCooTensors: partitions
   stack -> ConvertToSparseCoreCsrWrappedCooTensor: the padded CSR
 
-The checks of ids, weights and shapes come first, out of ops that every TensorFlow
-has. The numbers are those of our op, bit for bit, where float32 can hold the divisors
-of mean and sqrtn.
+Ids, weights and shapes are checked first, with ops that every TensorFlow has. The
+results equal those of this package's op bit for bit, unless a divisor of mean or sqrtn
+exceeds float32.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.input_rows import FeatureInput
 from tpu_embedding.preprocessing.library_ops import PartitionedBatch, PartitionOptions
 
-_ALIGNMENT = 8  # Each partition begins at a multiple of it.
-_WIDTH = 8  # An attribute that the ops do not look at.
+_ALIGNMENT = 8  # Each partition starts at a multiple of it.
+_WIDTH = 8  # An attribute that the ops ignore.
 
 
 class _Stack(NamedTuple):
-    """One stacked table; the fields of PartitionedBatch, which says what they are.
+    """One stack, with the fields of PartitionedBatch.
 
-    Only `dropped_ids` goes by table already.
+    Only `dropped_ids` is keyed by table.
     """
 
     csr: PartitionedCsrFormatTensor
@@ -55,10 +55,10 @@ def partition(
     splits: Sequence[tf.Tensor] | None,
     options: PartitionOptions,
 ) -> PartitionedBatch:
-    """As `preprocessing.partition`.
+    """See `preprocessing.partition`.
 
     Raises:
-      NotImplementedError: If minibatches, splits or positions are asked for.
+      NotImplementedError: If minibatches, splits or positions are needed.
     """
     _refuse(partitioning, splits)
     selections = select(
@@ -94,18 +94,15 @@ def partition(
 
 def _refuse(partitioning: Partitioning, splits: Sequence[tf.Tensor] | None) -> None:
     for table in partitioning.tables:
+        missing = None
         if partitioning.minibatching or splits is not None:
+            missing = "minibatches. Raise the limits of the table"
+        elif table.positions:
+            missing = "the positions that a CustomCombiner needs. Use another combiner"
+        if missing:
             raise NotImplementedError(
-                f"Table {table.name}: TensorFlow's own host ops, which preprocess "
-                "here, cannot cut a batch into minibatches by the limits of its table. "
-                "Raise max_ids_per_table and max_unique_ids_per_table, or let the "
-                "custom-op library preprocess (TPU_EMBEDDING_HOST_OPS=library)."
-            )
-        if table.positions:
-            raise NotImplementedError(
-                f"Table {table.name}: TensorFlow's own host ops, which preprocess "
-                "here, cannot keep the positions that a CustomCombiner needs. Use "
-                "another combiner, or let the custom-op library preprocess "
+                f"Table {table.name}: TensorFlow's host ops, which preprocess here, do "
+                f"not support {missing}, or let the library of this package preprocess "
                 "(TPU_EMBEDDING_HOST_OPS=library)."
             )
 
@@ -113,7 +110,7 @@ def _refuse(partitioning: Partitioning, splits: Sequence[tf.Tensor] | None) -> N
 def _input(
     feature: PartitionedFeature, batch: IdBatch, check_numerics: bool
 ) -> FeatureInput:
-    """What `lookup` takes, with just what it looks at."""
+    """Returns the input of `lookup.entries.select`, with the fields that it reads."""
     table = TableConfig(
         feature.vocabulary_size,
         1,
@@ -171,7 +168,7 @@ def _stack(
 def _sort(
     partitioning: Partitioning, table: PartitionedTable, lists: Sequence[Any]
 ) -> list[Any]:
-    """The partitions of each SparseCore."""
+    """Returns the partitions of each SparseCore."""
     features = [partitioning.features[f] for f in table.features]
     cores = partitioning.sparse_cores_per_device
     return [
@@ -199,7 +196,7 @@ def _lists(
     feature: PartitionedFeature,
     selection: Selection,
 ) -> Any:
-    """The entries of one feature, for each SparseCore."""
+    """Returns the entries of one feature, for each SparseCore."""
     samples = tf.range(feature.samples + 1, dtype=tf.int64)
     weights = selection.weights
     return tf.raw_ops.ConvertToListOfSparseCoreCooTensors(
@@ -240,14 +237,14 @@ def _wrap(
 
 
 def _most_unique(core: Any) -> tf.Tensor:
-    """Different rows in the partition that has most of them; int64 scalar.
+    """Returns the maximum number of different rows in a partition; int64 scalar.
 
-    The op for it (GetStatsFromListOfSparseCoreCooTensors) would sort once more.
+    TensorFlow's op for it (GetStatsFromListOfSparseCoreCooTensors) would sort again.
     """
     begins, ends = core.id_counts[:-1], core.id_counts[1:]
     tokens = core.sorted_col_ids
     size = tf.size(tokens)
-    # An entry is new unless the one before it, in its partition, has its token.
+    # An entry is new unless the entry before it, in the same partition, has its row.
     same = tf.concat([[False], tokens[1:] == tokens[:-1]], 0)[:size]
     first = tf.scatter_nd(begins[:, None], ends > begins, [size + 1])[:size]
     new = tf.cast(~same | first, tf.int64)
@@ -256,14 +253,15 @@ def _most_unique(core: Any) -> tf.Tensor:
 
 
 def _buffer(counts: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """How many ids of each partition have room, and the size with room for all.
+    """Divides the id buffer among the partitions.
 
     Args:
       counts: int32 [SparseCores, shards], the entries of each partition.
-      capacity: A multiple of 8.
+      capacity: Size of the buffer, a multiple of 8.
 
     Returns:
-      (int64 [SparseCores, shards], int64 scalar).
+      The space of each partition, int64 [SparseCores, shards], and the buffer size
+      that would hold all entries, an int64 scalar.
     """
     flat = tf.cast(tf.reshape(counts, [-1]), tf.int64)
     padded = -(-flat // _ALIGNMENT) * _ALIGNMENT
@@ -277,11 +275,11 @@ def _dropped(
     cores: Sequence[Any],
     room: tf.Tensor,
 ) -> dict[str, tf.Tensor]:
-    """For each table of a stack, by name, how many of its entries have no room."""
+    """Returns the number of dropped entries of each table of a stack, by table name."""
     features = [partitioning.features[f] for f in table.features]
-    # Within a partition entries are in the order of the stack's tables.
-    first_rows = {feature.row_offset: feature.table for feature in features}
-    starts = sorted(first_rows)
+    # Within a partition the entries are in the order of the tables in the stack.
+    tables = {feature.row_offset: feature.table for feature in features}
+    starts = sorted(tables)
     total = tf.zeros([len(starts)], tf.int64)
     for core, own_room in zip(cores, tf.unstack(room, len(cores)), strict=True):
         begins, ends = core.id_counts[:-1], core.id_counts[1:]
@@ -289,8 +287,8 @@ def _dropped(
         ends = tf.repeat(tf.cast(begins, tf.int64) + own_room, ends - begins)
         tokens = core.sorted_col_ids[:size]
         lost = tokens[tf.range(size) >= ends]
-        first_tokens = [start // partitioning.num_shards for start in starts]
-        of_table = tf.searchsorted(tf.constant(first_tokens), lost, side="right") - 1
+        local = tf.constant([start // partitioning.num_shards for start in starts])
+        of_table = tf.searchsorted(local, lost, side="right") - 1
         total += tf.math.bincount(
             of_table,
             minlength=len(starts),
@@ -298,6 +296,6 @@ def _dropped(
             dtype=tf.int64,
         )
     return {
-        first_rows[start]: count
+        tables[start]: count
         for start, count in zip(starts, tf.unstack(total, len(starts)), strict=True)
     }

@@ -1,7 +1,7 @@
-"""The user's own functions in the form in which TensorFlow's ops call them.
+"""The user's functions in the form in which TensorFlow's ops call them.
 
-A stack is wider than its tables, so that what the ops hand over is cut to the table's
-width before the user's function sees it, and padded after.
+A stack is wider than its tables. The values from the ops are cut to the width of the
+table before the user's function gets them, and padded afterwards.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class CombinerFunctions:
     """A CustomCombiner and its derivatives, for one stack.
 
     Attributes:
-      config: What the user said.
+      config: The user's configuration.
       combine: (valency, vectors[, weights]) -> activation.
-      table_vjp: (valency, vectors[, weights], gradient) -> that of the vectors.
-      weights_vjp: Likewise -> that of the weights.
+      table_vjp: (valency, vectors[, weights], gradient) -> gradient of the vectors.
+      weights_vjp: The same arguments -> gradient of the weights.
     """
 
     config: CustomCombiner
@@ -41,12 +41,12 @@ class CombinerFunctions:
 
 @dataclasses.dataclass(frozen=True)
 class CustomFunctions:
-    """What of one stack is the user's own.
+    """The user's functions of one stack.
 
     Attributes:
-      optimizer: Its CustomOptimizer, or None.
+      optimizer: The CustomOptimizer, or None.
       rule: (gradient, row, *slots, rate, *hyperparameters) -> (row, *slots), or None.
-      combiner: Its CustomCombiner, or None.
+      combiner: The CustomCombiner, or None.
     """
 
     optimizer: CustomOptimizer | None
@@ -55,11 +55,11 @@ class CustomFunctions:
 
 
 def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
-    """Traces the user's functions for one stack; to be called eagerly.
+    """Traces the user's functions for one stack. Must be called eagerly.
 
     Raises:
-      ValueError: If a function does not return what it should, or uses a variable.
-      TypeError: If it returns what is no tensor, or one of another dtype.
+      ValueError: If a function returns another shape or number, or uses a variable.
+      TypeError: If a function returns no tensor, or one of another dtype.
     """
     spec = plan.tables[stack.tables[0]]
     dim, width = spec.config.dim, stack.width
@@ -141,7 +141,7 @@ def _combiner(
 
 
 def _no_weights(*arguments: tf.Tensor) -> tf.Tensor:
-    """The derivative where there are no weights; the op must have one."""
+    """The derivative if there are no weights; the op requires one."""
     del arguments
     return tf.zeros([0])
 
@@ -149,7 +149,7 @@ def _no_weights(*arguments: tf.Tensor) -> tf.Tensor:
 def _trace(
     table: str, what: str, function: Any, inputs: Sequence[tf.TensorSpec]
 ) -> Any:
-    """A function without captures: an attribute of an op can bring none along."""
+    """Traces a function without captures, which an op's attribute cannot have."""
     with table_errors.function_of(table, what):
         traced = tf.function(function, autograph=False).get_concrete_function(*inputs)
     if traced.captured_inputs:

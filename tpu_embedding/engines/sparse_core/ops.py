@@ -1,4 +1,4 @@
-"""The calls of TensorFlow's SparseCore ops, as data of the rule says."""
+"""Calls of TensorFlow's SparseCore ops; each optimizer names its op as data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tpu_embedding.optimizers import Optimizer
 
 Batch = PartitionedCsrFormatTensor | CombinedCsrFormatTensor
 MINIBATCHES = "num_minibatches_per_physical_sparse_core"
-# All numbers of a custom rule in one tensor; the op takes them one by one.
+# All numbers of a custom rule in one tensor, which the op takes one by one.
 _HYPERPARAMETERS = "hyperparameters"
 
 
@@ -30,13 +30,13 @@ def look_up(
     parameters: tf.Tensor,
     quantization: QuantizationConfig | None,
 ) -> tf.Tensor:
-    """The activations of one stack, float32 [samples, width].
+    """Returns the activations of one stack, float32 [samples, width].
 
     Args:
       table: The stack and its limits.
-      batch: What to look up.
+      batch: The entries to look up.
       parameters: The part of the stack on this device.
-      quantization: Of all its tables.
+      quantization: Quantization of its tables.
     """
     return tf.raw_ops.XlaSparseDenseMatmulWithStaticBufferSize(
         **_entries(batch),
@@ -54,17 +54,17 @@ def look_up_combined(
     quantization: QuantizationConfig | None,
     functions: CombinerFunctions,
 ) -> tuple[tf.Tensor, CombinedCsrFormatTensor]:
-    """As `look_up`, for a CustomCombiner.
+    """Looks up a stack with a CustomCombiner.
 
     Args:
       table: The stack.
-      batch: What to look up.
-      state: The part of the stack on this device and the combiner's weights.
-      quantization: Of its table.
+      batch: The entries to look up.
+      state: The part of the stack on this device, and the combiner's weights.
+      quantization: Quantization of its table.
       functions: The combiner.
 
     Returns:
-      (The activations, the batch with what the update needs of the lookup).
+      The activations, and the batch with the results that the update needs.
     """
     parameters, weights = state
     raw = tf.raw_ops.XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput
@@ -92,15 +92,17 @@ def update(
     inputs: Mapping[str, Any],
     state: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """What a stack, its slots and weights become; all replicas call it for one update.
+    """Returns the values of a stack after an update, in the order of `state`.
+
+    All replicas must call it for the same update.
 
     Args:
       table: The stack and its limits.
-      optimizer: Of all its tables.
-      functions: What of the stack is the user's own.
-      inputs: What `update_inputs` gave.
-      state: The part of the stack on this device, those of its slots, in the order of
-        `Optimizer.slots`, and the weights of a CustomCombiner, if there is one.
+      optimizer: Optimizer of its tables.
+      functions: The user's functions of the stack.
+      inputs: The result of `update_inputs`.
+      state: The part of the stack on this device, the parts of its slots in the order
+        of `Optimizer.slots`, and the weights of a CustomCombiner, if there is one.
     """
     inputs = dict(inputs)
     combiner = functions.combiner
@@ -136,13 +138,13 @@ def update_inputs(
     numbers: TableNumbers,
     functions: CustomFunctions,
 ) -> dict[str, tf.Tensor]:
-    """What one update of a stack takes besides the stack, by input of the op.
+    """Returns the inputs of the update of a stack, by input name of the op.
 
     Args:
-      batch: What was looked up.
+      batch: The batch that was looked up.
       gradient: float32 [samples, width].
-      numbers: The learning rate, and those of the user's own functions.
-      functions: What of the stack is the user's own.
+      numbers: The learning rate and the numbers of the user's functions.
+      functions: The user's functions of the stack.
     """
     inputs = {
         **_entries(batch),
@@ -170,7 +172,7 @@ def update_input_specs(
     width: int,
     functions: CustomFunctions,
 ) -> dict[str, tf.TensorSpec]:
-    """The shapes and dtypes of `update_inputs`, of buffers of full size."""
+    """Returns shape and dtype of each of `update_inputs`, for full buffers."""
     ids = table.samples * partitioning.max_ids_per_chip_per_sample
     pointers = partitioning.num_row_pointers
     specs = {
@@ -200,7 +202,7 @@ def update_input_specs(
 
 
 class _Rule(NamedTuple):
-    """How a rule is called: its part of the op's name, and arguments."""
+    """The call of a rule: its part of the op's name, and its arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -209,7 +211,7 @@ class _Rule(NamedTuple):
 def _built_in_rule(
     optimizer: Optimizer, inputs: Mapping[str, Any], tables: Sequence[tf.Tensor]
 ) -> _Rule:
-    del inputs  # They have the learning rate already.
+    del inputs  # They contain the learning rate already.
     op = optimizer.sparse_core_op
     assert op is not None
     names = ("embedding_table", *op.slots)
@@ -248,14 +250,14 @@ def _custom_rule(
 
 
 def _as_column(value: tf.Tensor) -> tf.Tensor:
-    """A vector as [n, 1], which TensorFlow takes for one more matrix of the table."""
+    """Reshapes a vector to [n, 1], although its static shape is that of a table."""
     unknown: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
     vector = tf.raw_ops.PlaceholderWithDefault(input=value, shape=unknown)
     return tf.reshape(vector, [value.shape[0], 1])
 
 
 def _in_graph(function: Any) -> Any:
-    # An attribute that names a function does not bring it along.
+    # A function attribute contains only the name of the function.
     function.add_to_graph(tf.compat.v1.get_default_graph())
     return function
 

@@ -1,6 +1,6 @@
-"""The TPUEmbeddingConfiguration proto: all that the engine of a TPU knows of tables.
+"""The TPUEmbeddingConfiguration proto, which describes the tables to a TPU.
 
-Field for field it is what TensorFlow's own TPUEmbedding class writes.
+Each field has the value that TensorFlow's TPUEmbedding class writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.optimizers import Optimizer
 
-# The modules make their classes when they are imported; type checkers cannot know them.
+# The modules create their classes when they are imported, unknown to type checkers.
 _Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]
 _Accumulation: Any = vars(optimization_parameters_pb2)["GradientAccumulationStatus"]
 _Packing: Any = vars(optimization_parameters_pb2)["LowDimensionalPackingStatus"]
@@ -33,21 +33,21 @@ def make_configuration(
     pipelined: bool,
     profile_data_directory: str | None = None,
 ) -> Any:
-    """Writes the proto.
+    """Creates the proto.
 
     Args:
       plan: Tables, each with an optimizer that has a `tpu` rule, and features.
-      tpu: Its devices and hosts.
-      output_shapes: For each feature the shape of its activations on one core, without
-        the embedding axis; each axis known.
+      tpu: Devices and hosts.
+      output_shapes: For each feature the full shape of its activations on one core,
+        without the embedding axis.
       pipelined: Whether lookups are one step old.
-      profile_data_directory: Where the TPU writes what it learns of the ids, or None.
+      profile_data_directory: Where the TPU writes profiles of the ids, or None.
 
     Returns:
       A TPUEmbeddingConfiguration.
     """
     proto = _Configuration(
-        # Each batch says by its own mode whether gradients will come for it.
+        # The mode of each batch says whether gradients will follow.
         mode=_Configuration.TRAINING,
         num_hosts=len(tpu.hosts),
         num_tensor_cores=len(tpu.devices) * tpu.cores_per_replica,
@@ -69,9 +69,9 @@ def make_configuration(
 
 
 def dynamic_rates(plan: Plan) -> list[Callable[..., Any]]:
-    """The callable learning rates, each once: the place of a rate is its tag.
+    """Returns the callable learning rates, each once; the index of a rate is its tag.
 
-    Tables that share a rate share a tag; a TPU is the slower the more there are.
+    Tables with the same rate share a tag: each tag makes a TPU slower.
     """
     rates: list[Callable[..., Any]] = []
     for table in plan.tables:
@@ -86,7 +86,7 @@ def _describe_table(
 ) -> None:
     assert table.optimizer is not None
     proto.name = table.name
-    # So that each host has a row.
+    # Each host must have a row.
     proto.vocabulary_size = max(table.config.vocabulary_size, num_hosts)
     proto.dimension = table.config.dim
     parameters = proto.optimization_parameters
@@ -101,10 +101,10 @@ def _describe_table(
 
 
 def _describe_optimizer(parameters: Any, optimizer: Optimizer) -> None:
-    """Writes the rule, and what surrounds every rule."""
+    """Writes the rule and the options that all rules have."""
     assert optimizer.tpu is not None
     rule = getattr(parameters, optimizer.tpu.message)
-    rule.SetInParent()  # A rule without fields is told by its presence.
+    rule.SetInParent()  # For a rule without fields, only its presence counts.
     for field, value in optimizer.tpu.values(optimizer).items():
         setattr(rule, field, value)
     parameters.gradient_accumulation_status = (
@@ -141,7 +141,7 @@ def _describe_quantization(parameters: Any, config: QuantizationConfig) -> None:
 
 
 def _limit(limits: Any, lower: float | None, upper: float | None) -> None:
-    """Sets the limits that there are; one of 0 is not none."""
+    """Sets the limits that are not None."""
     if lower is not None:
         limits.lower.value = lower
     if upper is not None:
