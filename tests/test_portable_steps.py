@@ -274,9 +274,10 @@ class Program:
         return self.embedding.embedding_tables[self.config.table].numpy()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("pipelined", "graph"), [(False, True), (True, False), (True, True)]
+)
+@pytest.mark.parametrize("num_replicas", [1, 3])
 @pytest.mark.parametrize("kind", ["V2", "queue", "queue inside"])
 def test_refused_steps_are_given_up(
     kind: str,
@@ -292,7 +293,7 @@ def test_refused_steps_are_given_up(
     faults, trace, good = [0, 0, 1, 2, 3], [], 0
     if kind != "V2" and num_replicas == 1:
         faults = [0, 0, 1]  # A batch that one replica owes stays owed: see below.
-    for _ in range(16):
+    for _ in range(12):
         fault = int(rng.choice(faults))
         where = int(rng.integers(num_replicas))
         trace.append((FAULTS[fault], where))

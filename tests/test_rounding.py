@@ -1,4 +1,4 @@
-"""The random bits of rounding: published answers, the reference, the stock ops."""
+"""The random bits of rounding: published answers, the reference, portable engine."""
 
 from __future__ import annotations
 

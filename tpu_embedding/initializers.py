@@ -1,4 +1,4 @@
-"""What tables start as."""
+"""Initial values of tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-_PHILOX = tf.random.Algorithm.PHILOX.value  # As all ops of tf.random with a state.
+_PHILOX = tf.random.Algorithm.PHILOX.value  # The algorithm of tf.random's ops.
 
 
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
-    """Returns what fills a table that has no initializer of its own.
+    """Returns the initializer of tables that have none of their own.
 
     Truncated normal (redrawn beyond two standard deviations) with mean 0 and
     standard deviation 1 / sqrt(dim), so that a row has length about 1.
@@ -37,7 +37,7 @@ def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
 
 
 def _philox_words() -> tf.Tensor:
-    """The seeds of the next op of tf.random, uint64 [2]: at random if none is set."""
+    """The seeds of the next op of tf.random, uint64 [2]; random if none is set."""
     seeds = tf.compat.v1.get_seed(None)
     if seeds == (None, None):
         return tf.bitcast(
@@ -50,10 +50,10 @@ def _philox_words() -> tf.Tensor:
 def _scaled_truncated_normal(
     shape: tf.Tensor, seeds: tf.Tensor, stddev: tf.Tensor
 ) -> tf.Tensor:
-    """What tf.random.truncated_normal gives for two seeds, in the dtype of `stddev`.
+    """The values of tf.random.truncated_normal for two seeds, in the dtype of `stddev`.
 
-    As a function it scales the numbers in place. tf.random does so op by op, each into
-    fresh memory of the size of the table, which TensorFlow's allocator then keeps.
+    A function scales the numbers in place. tf.random runs op by op, and each op
+    allocates memory of the size of the table, which TensorFlow's allocator keeps.
     """
     numbers = tf.raw_ops.StatelessTruncatedNormalV2(
         shape=shape,
@@ -67,7 +67,7 @@ def _scaled_truncated_normal(
 
 @dataclasses.dataclass(frozen=True)
 class RowIdInitializer:
-    """Fills row r with the value r + offset: a wrong row shows itself.
+    """Fills row r with the value r + offset, so that tests can tell rows apart.
 
     Attributes:
       offset: The value of row 0.
@@ -79,6 +79,6 @@ class RowIdInitializer:
         self, shape: Sequence[int] | tf.TensorShape, dtype: tf.DType = tf.float32
     ) -> tf.Tensor:
         """Returns a tensor of `shape`, [V, D]."""
-        # Counted in integers: bfloat16 would leave the range at 256.
+        # Counted in integers, because bfloat16 is not exact above 256.
         rows = tf.cast(tf.range(shape[0], dtype=tf.int64) + self.offset, dtype)
         return tf.broadcast_to(rows[:, tf.newaxis], shape)

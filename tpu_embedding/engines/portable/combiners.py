@@ -176,6 +176,8 @@ class Combiners:
             with tf.GradientTape() as tape:
                 tape.watch((own.vectors, own.weights))
                 combined = _combine(self._of_features[feature], own)
+            of_vectors: Any
+            of_own_weights: Any
             of_vectors, of_own_weights = tape.gradient(
                 [combined],
                 [own.vectors, own.weights],

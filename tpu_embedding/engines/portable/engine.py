@@ -493,7 +493,7 @@ class _Queue(StepQueue):
         engine = self._engine
         with engine.turn, tf.device(engine.host):
             packed = [batch.value for batch in batches]
-            begins = replica is not None and not engine.called_before("enqueue")
+            begins = replica is None or not engine.called_before("enqueue")
             with tf.control_dependencies(packed):
                 gave_up = self._batches.enqueue(
                     packed, replica, training=training, begins=begins

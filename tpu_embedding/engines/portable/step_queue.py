@@ -139,8 +139,8 @@ class BatchQueue:
           batches: For each replica, or for `replica` alone.
           replica: The calling replica, or None for all.
           training: Whether the batches will owe gradients.
-          begins: Whether `replica` may begin a step: it has not enqueued before in
-            this strategy.run.
+          begins: Whether this call may begin a step: `replica` has not enqueued
+            before in this strategy.run, or all replicas enqueue.
 
         Returns:
           Bool scalar, whether a refused step was given up.
@@ -249,8 +249,9 @@ def _enqueue(
     # Without a refusal all replicas have enqueued as often when a step begins.
     complete = tf.reduce_min(enqueued)
     gave_up = tf.constant(False)
-    if replica is not None and begins:
-        gave_up = enqueued[replica] > complete
+    if begins:
+        own = tf.reduce_max(enqueued) if replica is None else enqueued[replica]
+        gave_up = own > complete
         owes = tf.where(gave_up & (dequeued > complete), tf.zeros_like(owes), owes)
         dequeued = tf.where(gave_up, tf.minimum(dequeued, complete), dequeued)
         enqueued = tf.where(gave_up, complete, enqueued)
