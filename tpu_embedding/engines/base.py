@@ -399,31 +399,11 @@ class Engine(abc.ABC):
         """The queue of TPUEmbedding, created with the engine."""
         return _QueueOfEngine(self)
 
+    @abc.abstractmethod
     def tables(self) -> dict[str, TableArrays]:
         """Each table of the plan by name: the one view of what the engine stores."""
-        found = {}
-        rows, readers = self.rows(), self.readers()
-        for index, spec in enumerate(self._plan.tables):
-            found[spec.name] = TableArrays(
-                rows=rows[spec.name],
-                reader=readers[index],
-                values=lambda index=index: self.variables()[index],
-                shards=lambda index=index: self.table_shards()[index],
-            )
-        return found
 
     # Older methods, which go once every engine has those above.
-
-    def variables(self) -> list[dict[str, Any]]:
-        """For each table of the plan its values by "parameters" and slots, [V, ...].
-
-        Variables where each table is one, else tensors with what they hold now.
-        """
-        return [dict(table.values()) for table in self.tables().values()]
-
-    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
-        """For each table (device, rows there) of each part, without padding."""
-        return [table.shards() for table in self.tables().values()]
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """By name of the stack the variables that store it, in order of its rows."""
@@ -433,20 +413,12 @@ class Engine(abc.ABC):
     def checkpoint_variables(self) -> dict[str, Any]:
         """Every object to be tracked for checkpoints, by its name there."""
 
-    def readers(self) -> list[StoredReader]:
-        """For each table of the plan what stock ops read of it, in any graph."""
-        return [table.reader for table in self.tables().values()]
-
     @abc.abstractmethod
     def updates(self) -> tf.Variable | None:
         """The number of updates already applied, where anything asks for it."""
 
-    def rows(self) -> dict[str, dict[str, MutableRows]]:
-        """Tables in their logical form: by name "parameters" and slots, unpadded."""
-        return {name: dict(table.rows) for name, table in self.tables().items()}
-
     def require_plain_rows(self) -> None:
-        """Refuses tables with more to them than `rows` has.
+        """Refuses tables that have more values than their `TableArrays.rows`.
 
         Raises:
           NotImplementedError: If a CustomCombiner has weights.
@@ -461,12 +433,12 @@ class Engine(abc.ABC):
                 )
 
     def retrieve(self) -> None:
-        """Makes `rows` and `checkpoint_variables` hold what the tables hold now."""
+        """Updates the rows of `tables` and `checkpoint_variables` from the tables."""
         self.flush()
 
     def load(self) -> None:
-        """Takes over what was written into `rows` or `checkpoint_variables`."""
-        return  # Where they are the tables themselves.
+        """Updates the tables from their rows or `checkpoint_variables`."""
+        return  # Most engines store the rows themselves.
 
     def lookup_call(
         self, batch: Sequence[IdBatch], replica: int, *, training: bool = True

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks
+from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks, TableArrays
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.stacked import (
     StackedBatches,
@@ -27,7 +27,7 @@ from tpu_embedding.engines.variables import (
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
-from tpu_embedding.lookup.combine import StoredReader, VariableReader
+from tpu_embedding.lookup.combine import VariableReader
 
 
 class WholeTablesEngine(Engine, Queue, Stacks):
@@ -107,16 +107,22 @@ class WholeTablesEngine(Engine, Queue, Stacks):
         completes = self._completes(replica, submitting=submitting)
         return self._rates.evaluate_if(completes), completes
 
-    def variables(self) -> list[dict[str, Any]]:
-        """See `Engine.variables`."""
-        return [
-            {PARAMETERS: table.parameters, **table.slots} for table in self._variables
-        ]
+    def tables(self) -> dict[str, TableArrays]:
+        """See `Engine.tables`; each array is one variable, the table one part."""
 
-    def table_shards(self) -> list[list[tuple[str, tf.Tensor]]]:
-        """See `Engine.table_shards`: one part, the whole table."""
-        parameters = [table.parameters for table in self._variables]
-        return [[(table.device, table.read_value())] for table in parameters]
+        def arrays(table: TableVariables, rows: dict[str, MutableRows]) -> TableArrays:
+            parameters = table.parameters
+            return TableArrays(
+                rows=rows,
+                reader=VariableReader(parameters),
+                values=lambda: {PARAMETERS: parameters, **table.slots},
+                shards=lambda: [(parameters.device, parameters.read_value())],
+            )
+
+        return {
+            spec.name: arrays(table, variable_rows(spec, table))
+            for spec, table in zip(self._plan.tables, self._variables, strict=True)
+        }
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
@@ -134,17 +140,6 @@ class WholeTablesEngine(Engine, Queue, Stacks):
             variables[UPDATES] = self._rates.updates
         return variables
 
-    def readers(self) -> list[StoredReader]:
-        """See `Engine.readers`."""
-        return [VariableReader(table.parameters) for table in self._variables]
-
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
         return self._rates.updates
-
-    def rows(self) -> dict[str, dict[str, MutableRows]]:
-        """See `Engine.rows`."""
-        return {
-            spec.name: variable_rows(spec, table)
-            for spec, table in zip(self._plan.tables, self._variables, strict=True)
-        }

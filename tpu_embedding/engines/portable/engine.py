@@ -17,6 +17,7 @@ from tpu_embedding.engines.base import (
     EngineOptions,
     Prepared,
     StepQueue,
+    TableArrays,
 )
 from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.engines.portable.combiners import (
@@ -120,12 +121,17 @@ class PortableEngine(WholeTablesEngine):
             # Written by each use of a lookup, so that graphs make the uses in order.
             self._uses = create_state("uses", tf.zeros([], tf.int64))
 
-    def variables(self) -> list[dict[str, Any]]:
-        """See `Engine.variables`."""
-        return [
-            {**arrays, **self._combiners.variables(table)}
-            for table, arrays in enumerate(super().variables())
-        ]
+    def tables(self) -> dict[str, TableArrays]:
+        """See `Engine.tables`."""
+        tables = super().tables()
+        for spec in self._plan.tables:
+            weights = self._combiners.variables(spec.index)
+            if weights:
+                table = tables[spec.name]
+                values = {**table.values(), **weights}
+                get_values = functools.partial(dict, values)
+                tables[spec.name] = dataclasses.replace(table, values=get_values)
+        return tables
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
