@@ -298,23 +298,15 @@ class EngineTrainedTables:
         """Creates the embedding, whose features get output shapes unless None."""
         plan, size = self._features.plan, self._batch_size
         if shapes is not None:
-            tables = tuple(
-                dataclasses.replace(
-                    spec, config=dataclasses.replace(spec.config, name=spec.name)
-                )
-                for spec in plan.tables
-            )
             features = []
             for spec, shape in zip(plan.features, shapes, strict=True):
-                config = dataclasses.replace(
-                    spec.config, name=spec.config.name or spec.path
-                )
+                config = spec.config
                 if config.max_sequence_length:
                     size = shape[0]
                 else:
                     config = dataclasses.replace(config, output_shape=shape)
                 features.append(dataclasses.replace(spec, config=config))
-            plan = Plan(tables=tables, features=tuple(features))
+            plan = dataclasses.replace(plan, features=tuple(features))
         core = EmbeddingBase(plan, self._options, topology=self._topology)
         core.set_batch_size(size)
         return core
