@@ -94,6 +94,7 @@ class EmbeddingLayer:
         for name, variable in tables.variables().items():
             keras3.track(self, variable, name)
 
+    @tf.autograph.experimental.do_not_convert  # tf_keras converts `call`.
     def _look_up(self, features: Any, weights: Any, serving_config: Any) -> Any:
         parts = self._parts
         wanted = parts.features

@@ -40,6 +40,16 @@ def is_stateless() -> bool:
     return in_stateless_scope() and not in_symbolic_scope()
 
 
+def value_of(weight: Any) -> tf.Variable:
+    """Returns the variable of a weight that `add_weight` made."""
+    return weight.value
+
+
+def scale_loss(optimizer: Any, loss: tf.Tensor) -> tf.Tensor:
+    """Multiplies a loss by the scale of an optimizer, built or not."""
+    return optimizer.scale_loss(loss)
+
+
 def policy_of_scaled_loss(layer: Any) -> str | None:
     """Returns a dtype policy under which Keras scales the loss, if one applies."""
     policies = (layer.dtype_policy, keras.config.dtype_policy())

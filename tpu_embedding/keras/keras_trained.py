@@ -72,7 +72,7 @@ class KerasTrainedTables:
 
     def stored(self) -> list[Any]:
         """See `EngineTrainedTables.stored`."""
-        return [variable.value for variable in self._variables.values()]
+        return [keras3.value_of(weight) for weight in self._variables.values()]
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
@@ -93,7 +93,7 @@ class KerasTrainedTables:
         lookup = FeatureLookup(
             plan,
             {
-                spec.index: VariableReader(self._variables[spec.name].value)
+                spec.index: VariableReader(keras3.value_of(self._variables[spec.name]))
                 for spec in plan.tables
             },
             check_numerics=self._check_numerics,

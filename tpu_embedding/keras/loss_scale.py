@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras import gradient_hook
+from tpu_embedding.keras import gradient_hook, keras3
 from tpu_embedding.keras.keras3 import LossScaleOptimizer, Optimizer
 from tpu_embedding.keras.serialization import encode_object
 from tpu_embedding.optimizers.base import check_positive, is_number
@@ -113,7 +113,7 @@ def _current(loss_scale: Any) -> tf.Tensor:
     if callable(value) and not isinstance(value, Optimizer):
         value = value()
     if isinstance(value, Optimizer):
-        value = value.scale_loss(tf.constant(1.0))  # Also before it is built.
+        value = keras3.scale_loss(value, tf.constant(1.0))
     try:
         scale = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
