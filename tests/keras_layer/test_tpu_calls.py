@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import keras
@@ -254,6 +255,19 @@ class Subclassed(keras.Model):
 
     def call(self, inputs: Any) -> Any:
         return self.embedding(inputs)
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_a_loaded_model_has_the_batch_sizes_of_its_inputs(
+    generation: str, tmp_path: pathlib.Path
+):
+    model, layer = functional(tf.distribute.get_strategy(), 4)
+    layer.update_embedding_table(next(iter(layer.embedding_tables)), tf.ones([8, 2]))
+    model.save(tmp_path / "model.keras")
+    with SoftwareTPUStrategy(generation, 2).scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    (table,) = loaded.layers[-1].embedding_tables.values()
+    np.testing.assert_array_equal(table, np.ones((8, 2)))
 
 
 @pytest.mark.parametrize("generation", ["v6e", "v4"])
