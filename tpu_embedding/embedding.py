@@ -311,12 +311,12 @@ class TPUEmbedding(CallEmbedding):
 
 
 def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:
-    """What build() was given for one feature, as a tuple."""
+    """Returns the shape of one feature passed to build() as a tuple."""
     try:
         read = tf.TensorShape(shape)
     except (TypeError, ValueError):
-        read = tf.TensorShape(None)
-    if not read.rank:  # Not a shape, of unknown rank, or that of a scalar.
+        read = None
+    if read is None or not read.rank:  # Also of unknown rank, or that of a scalar.
         raise ValueError(
             f"The input shape of feature {path} given to build() must have at least "
             f"one axis, with None for unknown axes. Received: {shape!r}."

@@ -141,8 +141,8 @@ def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
                 ({"slot_names": "ab"}, TypeError, "`slot_names` must be a list"),
                 ({**SLOT, "slot_names": [""]}, TypeError, "at least one character"),
                 ({**SLOT, "slot_names": [1]}, TypeError, "must be a string"),
-                ({**SLOT, "slot_names": ["parameters"]}, ValueError, "are taken"),
-                ({**SLOT, "slot_names": [WEIGHTS_NAME]}, ValueError, "are taken"),
+                ({**SLOT, "slot_names": ["parameters"]}, ValueError, "are reserved"),
+                ({**SLOT, "slot_names": [WEIGHTS_NAME]}, ValueError, "are reserved"),
                 ({**SLOT, "slot_dims": 1}, TypeError, "`slot_dims` must be a list"),
                 ({**SLOT, "slot_dims": [True]}, ValueError, "`slot_dims` is"),
             )

@@ -19,7 +19,8 @@ from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import CustomOptimizer
 
 # TPUs pass the rate and hyperparameters as [1, D], the software TPU as scalars.
-_NUMBER = tf.TensorSpec(None, tf.float32)
+_ANY_SHAPE: Any = None
+_NUMBER = tf.TensorSpec(_ANY_SHAPE, tf.float32)
 
 
 @dataclasses.dataclass(frozen=True)
