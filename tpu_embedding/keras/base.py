@@ -67,6 +67,7 @@ class EmbeddingLayer:
     trainable: bool
     compute_dtype: str
     _parts: _Parts
+    _has_tables: bool
     _refused_load: ValueError | None
 
     def _configure(self, arguments: Arguments) -> None:
@@ -83,6 +84,7 @@ class EmbeddingLayer:
         )
         tables = _create_tables(arguments, features, topology)
         self._parts = _Parts(arguments, features, tables)
+        self._has_tables = False
         self._refused_load = None
 
     def _build_tables(self, input_shape: Any) -> None:
@@ -91,6 +93,7 @@ class EmbeddingLayer:
         if scaled and not arguments.trainable_tables and arguments.loss_scale is None:
             raise loss_scale_missing(f"Under the dtype policy {scaled!r}")
         tables.build(self, input_shape)
+        self._has_tables = True
         for name, variable in tables.variables().items():
             keras3.track(self, variable, name)
 

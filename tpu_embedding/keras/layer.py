@@ -147,7 +147,7 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
           ValueError: If the loss will be scaled and `loss_scale` is not given, or if a
             TPU needs a shape that is not known.
         """
-        if self.built:
+        if self._has_tables:
             return
         self._build_tables(input_shape)
         self.built = True
@@ -160,6 +160,8 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
         **kwargs: Any,
     ) -> Any:
         """See `call`."""
+        if not self._has_tables:
+            self.built = False  # Keras sets it after `build_from_config`.
         if serving_config is not None and not isinstance(
             serving_config, ServingFeatures
         ):
@@ -222,7 +224,7 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
 
     def get_build_config(self) -> dict[str, Any] | None:
         """Returns whether the layer is built; a copy may have other input shapes."""
-        return {"input_shape": None} if self.built else None
+        return {"input_shape": None} if self._has_tables else None
 
     def build_from_config(self, config: Mapping[str, Any]) -> None:
         """Builds a layer that is being loaded, unless a TPU needs shapes first."""
@@ -243,7 +245,7 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
         }
 
     def _ensure_built(self) -> None:
-        if not self.built:
+        if not self._has_tables:
             with keras.name_scope(self.name, caller=self):
                 self.build()
 
