@@ -16,11 +16,10 @@ from tpu_embedding.engines.initial_values import initial_value, initializer_of
 from tpu_embedding.engines.stacked import refuse_layouts
 from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.table_errors import partitioned
-from tpu_embedding.engines.variables import VariableRows
+from tpu_embedding.engines.variables import variable_copies
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
-    CopiedRows,
     MutableRows,
     by_checkpoint_name,
     checkpoint_name,
@@ -184,13 +183,7 @@ class TPUEmbeddingV0(RestoresLayouts):
             slots = spec.optimizer.slots if spec.optimizer else ()
             starts = {slot.name: slot.initial_value for slot in slots}
             found[spec.name] = {
-                name: CopiedRows(
-                    [
-                        VariableRows(copy, starts.get(name))
-                        for copy in getattr(variable, "values", [variable])
-                    ],
-                    starts.get(name),
-                )
+                name: variable_copies(variable, starts.get(name))
                 for name, variable in self._variables[spec.name].items()
             }
         return found

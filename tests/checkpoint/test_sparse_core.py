@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -28,6 +29,7 @@ from tpu_embedding import checkpoint
 from tpu_embedding.checkpoint import TableLayout
 from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS, LayoutRecord
 from tpu_embedding.engines.variables import VariableRows
+from tpu_embedding.keras import TPUEmbedding
 from tpu_embedding.layout.table_arrays import JoinedRows, MutableUnstackedRows
 
 GRIDS = pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 4), (4, 2)])
@@ -52,7 +54,9 @@ def test_sharded_to_plain(
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("kind", ["serving", "v0", "mirrored v0", "v2"])
+@pytest.mark.parametrize(
+    "kind", ["serving", "v0", "mirrored v0", "v2", "layer", "trainable layer"]
+)
 def test_other_classes_restore_stacks(
     kind: str, stacked: bool, rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
@@ -88,11 +92,24 @@ def test_other_classes_restore_stacks(
             "serving": te.TPUEmbeddingForServing,
             "v0": te.TPUEmbeddingV0,
             "v2": te.TPUEmbeddingV2,
+            "layer": TPUEmbedding,
+            "trainable layer": functools.partial(TPUEmbedding, trainable_tables=True),
         }[kind]
-        target = make(features, te.Adagrad(0.1))
+        target = make(features, None if "trainable" in kind else te.Adagrad(0.1))
     status = tf.train.Checkpoint(embedding=target).read(path)
+    if kind == "trainable layer":
+        for name, config in configs.items():
+            table = target.embedding_tables[config]
+            np.testing.assert_array_equal(table, values[name]["parameters"])
+        return
     status.assert_consumed()
     status.assert_existing_objects_matched()
+    if kind == "layer":
+        found = {v.name: v.numpy() for v in target.state_of_tables}
+        assert len(found) == 2 * len(sizes)
+        for name, arrays in values.items():
+            np.testing.assert_array_equal(found[name], arrays["parameters"])
+        return
     for name, config in configs.items():
         for array, variable in target.variables[config].items():
             for copy in getattr(variable, "values", [variable]):

@@ -22,6 +22,7 @@ from tpu_embedding.engines.initial_values import (
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
+    CopiedRows,
     InitialValue,
     MutableRows,
     checkpoint_name,
@@ -82,6 +83,12 @@ class VariableRows(MutableRows):
                 indices=tf.range(start, start + len(values), dtype=tf.int64),
                 updates=tf.constant(values, self._variable.dtype),
             )
+
+
+def variable_copies(variable: Any, initial_value: InitialValue = None) -> MutableRows:
+    """A variable of which each replica may have a copy."""
+    copies = getattr(variable, "values", [variable])
+    return CopiedRows([VariableRows(v, initial_value) for v in copies], initial_value)
 
 
 def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, MutableRows]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding import distribution
+from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.errors import argument_type
 from tpu_embedding.keras import keras3, serialization
@@ -21,6 +22,7 @@ from tpu_embedding.keras.loss_scale import (
     encode_loss_scale,
     loss_scale_missing,
 )
+from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.optimizers.base import check_flag
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
@@ -55,7 +57,7 @@ class _Parts:
     tables: EngineTrainedTables | KerasTrainedTables
 
 
-class EmbeddingLayer:
+class EmbeddingLayer(RestoresLayouts):
     """Base of the layer; the other base is the Layer class of a version of Keras.
 
     Subclasses call `_configure` in the constructor, and `_build_tables` and `_look_up`
@@ -96,6 +98,19 @@ class EmbeddingLayer:
         self._has_tables = True
         for name, variable in tables.variables().items():
             keras3.track(self, variable, name)
+
+    @property
+    def _table_names(self) -> list[str]:
+        return [spec.name for spec in self._parts.features.plan.tables]
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_rows`."""
+        self._ensure_built()
+        return self._parts.tables.checkpoint_rows()
+
+    def load_checkpoint_rows(self) -> None:
+        """See `RestoresLayouts.load_checkpoint_rows`."""
+        self._parts.tables.load_checkpoint_rows()
 
     @tf.autograph.experimental.do_not_convert  # tf_keras converts `call`.
     def _look_up(self, features: Any, weights: Any, serving_config: Any) -> Any:

@@ -18,6 +18,7 @@ from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
 from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
 from tpu_embedding.tf_configs import convert_sparse_core
@@ -142,6 +143,14 @@ class EngineTrainedTables:
     def variables(self) -> dict[str, Any]:
         """Everything that is saved, by its name in checkpoints."""
         return dict(self._variables)
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_rows`."""
+        return self._core.checkpoint_rows()
+
+    def load_checkpoint_rows(self) -> None:
+        """See `RestoresLayouts.load_checkpoint_rows`."""
+        self._core.load_checkpoint_rows()
 
     def stored(self) -> list[Any]:
         """The up-to-date tf.Variables that store the tables, for exported graphs."""

@@ -9,9 +9,11 @@ import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.table_dtypes import require_dtypes
+from tpu_embedding.engines.variables import variable_copies
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import keras3
 from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 
@@ -69,6 +71,16 @@ class KerasTrainedTables:
     def variables(self) -> dict[str, Any]:
         """See `EngineTrainedTables.variables`."""
         return dict(self._variables)
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_rows`."""
+        return {
+            name: {PARAMETERS: variable_copies(variable.value)}
+            for name, variable in self._variables.items()
+        }
+
+    def load_checkpoint_rows(self) -> None:
+        """See `RestoresLayouts.load_checkpoint_rows`."""
 
     def stored(self) -> list[Any]:
         """See `EngineTrainedTables.stored`."""
