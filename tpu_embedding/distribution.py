@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,11 @@ def _unwatched(ended: str) -> Callable[[], list[Any]]:
     """The `TPUSystem.watch` of what cannot tell."""
     del ended
     return list
+
+
+# Each replica has a context of its own in each run of strategy.run.
+_RUNS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_RUN_NUMBERS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +104,6 @@ class TPUSystem:
         assert index is not None
         return index
 
-    def find(self, device: Any) -> str | None:
-        """The full name of a device that the user named, maybe in part, or None."""
-        try:
-            asked = tf.DeviceSpec.from_string(device)
-        except (TypeError, ValueError, AttributeError):  # No name of a device.
-            return None
-        for own in itertools.chain.from_iterable(self.devices):
-            spec = tf.DeviceSpec.from_string(own)
-            if spec.make_merged_spec(asked) == spec and asked.device_index is not None:
-                return own
-        return None
-
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -154,6 +148,19 @@ class Topology:
         if self.tpu is not None and not self.tpu.simulated:
             return 0
         return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+    def run_number(self) -> int | None:
+        """A number of this run of strategy.run, eagerly among several replicas.
+
+        None where kernels can tell (in graphs) or need not (one replica); 0 outside
+        of strategy.run.
+        """
+        if self.num_replicas == 1 or not tf.executing_eagerly():
+            return None
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            return 0
+        return _RUNS.setdefault(context, next(_RUN_NUMBERS))
 
     def program(self) -> Any:
         """The graph of the TPU program that is being traced, or None outside of one."""
@@ -215,23 +222,34 @@ class Topology:
                             )
 
     def find(self, device: Any) -> str:
-        """The full name of the TPU device that a user named.
+        """The full name of the strategy's device that a user named, maybe in part.
 
         Raises:
           ValueError: If it is none of the strategy's.
         """
-        if self.tpu is None:
+        devices = self._devices()
+        if not devices:
             raise errors.enqueue_device(device)
-        found = self.tpu.find(device)
+        found = _find(device, devices)
         if found is None:
-            known = list(itertools.chain.from_iterable(self.tpu.devices))
-            more = f", ... ({len(known)} in all)" if len(known) > 8 else ""
+            more = f", ... ({len(devices)} in all)" if len(devices) > 8 else ""
             raise ValueError(
-                "Argument `device` of enqueue must name a TPU device of the strategy, "
-                f"with its number: {', '.join(known[:8])}{more}. Received: {device!r}. "
+                "Argument `device` of enqueue must name a device of the strategy, with "
+                f"its number: {', '.join(devices[:8])}{more}. Received: {device!r}. "
                 "Leave it at None to enqueue the batches of all replicas."
             )
         return found
+
+    def replica_of(self, device: str) -> int:
+        """The replica of a device that `find` returned, without TPUs."""
+        return self._devices().index(device)
+
+    def _devices(self) -> list[str]:
+        if self.tpu is not None:
+            return list(itertools.chain.from_iterable(self.tpu.devices))
+        if not isinstance(self.strategy, tf.distribute.MirroredStrategy):
+            return []  # One replica has no place of its own.
+        return list(self.strategy.extended.worker_devices)
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
         """For each replica its part of each value.
@@ -243,6 +261,19 @@ class Topology:
             [part[replica] if len(part) > 1 else part[0] for part in parts]
             for replica in range(self.num_replicas)
         ]
+
+
+def _find(device: Any, known: Sequence[str]) -> str | None:
+    """The one of some devices that the user named, maybe in part, or None."""
+    try:
+        asked = tf.DeviceSpec.from_string(device)
+    except (TypeError, ValueError, AttributeError):  # No name of a device.
+        return None
+    for own in known:
+        spec = tf.DeviceSpec.from_string(own)
+        if spec.make_merged_spec(asked) == spec and asked.device_index is not None:
+            return own
+    return None
 
 
 def current() -> Topology:

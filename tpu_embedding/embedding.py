@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,11 @@ class TPUEmbedding(CallEmbedding):
             raise errors.argument_type(
                 "profile_data_directory", profile_data_directory, "a str or None"
             )
+        # Static output shapes of the batches queued in each graph, and in the first.
+        self._queued_shapes: weakref.WeakKeyDictionary[Any, Any]
+        self._queued_shapes = weakref.WeakKeyDictionary()
+        self._first_shapes: Any = None
+        self._one_shape = True
         super().__init__(
             feature_config,
             arguments.optimizer,
@@ -170,14 +176,15 @@ class TPUEmbedding(CallEmbedding):
             feature's own layout, or None for features without.
           training: Whether gradients will be applied for this batch.
           name: A name for the ops.
-          device: For TPUs only, outside of strategy.run: the one whose batch this is,
-            by name, or where there is one host by its number, an integer tensor that
-            may be known only when a graph runs.
+          device: Outside of strategy.run the device of the strategy whose batch this
+            is: a TPU core, or the device of a replica of a MirroredStrategy. By name;
+            a TPU core of a single host also by its number, an integer tensor that may
+            be known only when a graph runs.
 
         Raises:
           TypeError: If a container or dtype is of the wrong type.
           ValueError: If a structure, rank or static shape does not fit, or `device`
-            is no TPU of the strategy. Under TPU v2 to v4 also if a static shape is not
+            is not one of the strategy. Under TPU v2 to v4 also if a static shape is not
             known or an input inside strategy.run is none of its arguments.
           RuntimeError: If `training` and a table has no optimizer. Under TPU v2 to v4
             also if called in control flow inside strategy.run.
@@ -186,22 +193,19 @@ class TPUEmbedding(CallEmbedding):
             software TPU of v2 to v4 a tf.errors.DeadlineExceededError after
             `meeting_timeout`.
         """
-        place = self._place(device)
+        place, replica = self._place(device)
         training = bool(training)
         if training:
             self._require_optimizers("enqueue(training=True)")
         values = self._structure.flatten("features", features)
         self._engine_class.check_inputs(self._topology, self._plan.paths, values)
         self._topology.require_on_host(self._plan.paths, values)
-        replica = self._topology.replica()
 
         def enqueue() -> None:
             with self._output_shapes.forgets_refused():
-                if place is None:
-                    batches, cores = self._read(values, weights, replica), 1
-                else:
-                    cores = self._cores_per_replica()
-                    batches = self._read(values, weights, 0, cores)
+                cores = 1 if place is None else self._cores_per_replica()
+                batches = self._read(values, weights, replica, cores)
+                self._remember_static_shapes(batches[0])
                 engine = self._engine_for(batches[0], cores)
                 queue = self._engine_queue(engine)
                 with tf.name_scope(name or "embedding_enqueue"):
@@ -234,7 +238,10 @@ class TPUEmbedding(CallEmbedding):
             tf.errors.DeadlineExceededError after `meeting_timeout`.
         """
         engine, replica = self._in_replica("dequeue")
-        with tf.name_scope(name or "embedding_dequeue"):
+        with (
+            tf.name_scope(name or "embedding_dequeue"),
+            self._output_shapes.assuming(self._static_shapes()),
+        ):
             activations = self._engine_queue(engine).dequeue(replica, name=name)
         return self._structure.pack(activations)
 
@@ -278,10 +285,41 @@ class TPUEmbedding(CallEmbedding):
             [_input_shape(*pair) for pair in zip(paths, leaves, strict=True)], "build()"
         )
 
-    def _place(self, device: str | tf.Tensor | None) -> str | tf.Tensor | None:
-        """The device that the user named in full; a number is left to the engine."""
-        numbered = tf.is_tensor(device) and self._topology.tpu is not None
-        return device if device is None or numbered else self._topology.find(device)
+    def _place(
+        self, device: str | tf.Tensor | None
+    ) -> tuple[str | tf.Tensor | None, int | None]:
+        """The place of a batch: a TPU device, or a replica, or None for all replicas.
+
+        The number of a TPU device is left to the engine.
+        """
+        topology = self._topology
+        if device is None:
+            return None, topology.replica()
+        if topology.tpu is None:
+            return None, topology.replica_of(topology.find(device))
+        return device if tf.is_tensor(device) else topology.find(device), 0
+
+    def _remember_static_shapes(self, batch: Sequence[IdBatch]) -> None:
+        """Keeps what is known of a batch that is queued in a graph, for `dequeue`."""
+        if tf.executing_eagerly():
+            return
+        shapes = self._output_shapes.of_inputs([_static_shape(b) for b in batch])
+        self._queued_shapes.setdefault(tf.compat.v1.get_default_graph(), shapes)
+        self._one_shape &= shapes in (self._first_shapes, self._first_shapes or shapes)
+        self._first_shapes = self._first_shapes or shapes
+
+    def _static_shapes(self) -> list[Any] | None:
+        """The static shapes of the activations that `dequeue` will give in a graph.
+
+        They are known if the graph has an enqueue, and all graphs have queued batches
+        of the same shapes so far: then one is as good as another.
+        """
+        if tf.executing_eagerly() or not self._one_shape:
+            return None
+        graph: Any = tf.compat.v1.get_default_graph()
+        while graph is not None and graph not in self._queued_shapes:
+            graph = getattr(graph, "outer_graph", None)
+        return None if graph is None else self._queued_shapes[graph]
 
     def _cores_per_replica(self) -> int:
         tpu = self._topology.tpu
@@ -308,6 +346,10 @@ class TPUEmbedding(CallEmbedding):
         # A replica that calls for itself has been given its own part only.
         wanted = range(len(values) if replica is None else 1)
         return [self._read_replica(values[r], flat_weights[r], cores) for r in wanted]
+
+
+def _static_shape(batch: IdBatch) -> tuple[int | None, ...]:
+    return tuple(batch.static_shape.as_list())
 
 
 def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:

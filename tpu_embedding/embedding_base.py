@@ -21,7 +21,7 @@ from tpu_embedding.engines import (
 )
 from tpu_embedding.engines.full_table_view import full_variables
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes, from_input
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
@@ -301,24 +301,9 @@ class EmbeddingBase(TrackableTables):
             batch = self._topology.on_host(
                 self._read_replica, values, weights or [None] * len(values)
             )
-            prepared = engine.prepare(batch, training=training)
-            activations, looked_up = engine.lookup(prepared, replica, training=training)
-        if not tf.executing_eagerly():
-            self._set_static_shapes(activations, batch)
-        return activations, looked_up
-
-    def _set_static_shapes(
-        self, activations: Sequence[tf.Tensor], batch: Sequence[IdBatch]
-    ) -> None:
-        """Adds to activations what the shapes of the inputs say of theirs."""
-        dims = self._plan.dims
-        for spec, ids, activation in zip(
-            self._plan.features, batch, activations, strict=True
-        ):
-            if spec.config.output_shape is None:  # Else it has that shape.
-                shape = tuple(ids.static_shape.as_list())
-                rows = from_input(spec.path, spec.config, shape)
-                activation.set_shape((*rows, dims[spec.index]))
+            with self._output_shapes.assuming(self._static_shapes_of(batch)):
+                prepared = engine.prepare(batch, training=training)
+                return engine.lookup(prepared, replica, training=training)
 
     def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
         """Updates the tables with the gradients of one `look_up`.
@@ -334,6 +319,13 @@ class EmbeddingBase(TrackableTables):
         engine, replica = self._in_replica("submit")
         self._require_optimizers("submit")
         engine.update(looked_up, self._check_gradients(gradients), replica)
+
+    def _static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
+        """In a graph what is known of the activations of this batch."""
+        if tf.executing_eagerly():
+            return None
+        shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
+        return self._output_shapes.of_inputs(shapes)
 
     def _check_gradients(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
         return [self._check_gradient(i, g) for i, g in enumerate(gradients)]

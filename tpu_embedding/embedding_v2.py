@@ -157,7 +157,11 @@ class TPUEmbeddingV2(NestedEmbedding):
         """
         self.build()
         self._in_replica("embedding_lookup")
-        return self.dequeue(self.enqueue(features, weights))
+        if isinstance(features, PreprocessedFeatures):
+            return self.dequeue(self.enqueue(features, weights))
+        batch, shapes = self._preprocess(features, weights, None)
+        with self._output_shapes.assuming(shapes):
+            return self.dequeue(batch)
 
     @do_not_convert
     def preprocess_features(
@@ -177,7 +181,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         Raises:
           The errors of embedding_lookup that concern features and weights.
         """
-        return self._preprocess(features, weights, None)
+        return self._preprocess(features, weights, None)[0]
 
     @do_not_convert
     def enqueue(
@@ -188,15 +192,18 @@ class TPUEmbeddingV2(NestedEmbedding):
         Args:
           features: As for embedding_lookup.
           weights: As for embedding_lookup.
-          device: For TPUs only: the one whose batch this is, outside of strategy.run.
+          device: Outside of strategy.run the device of the strategy whose batch this
+            is, by name: a TPU, or the device of a replica of a MirroredStrategy.
 
         Raises:
           The errors of embedding_lookup that concern features and weights.
-          ValueError: If `device` is no TPU of the strategy.
+          ValueError: If `device` is not one of the strategy.
         """
         place = None if device is None else self._topology.find(device)
+        if self._topology.tpu is None:
+            place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
-            return self._preprocess(features, weights, place)
+            return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(
                 "`weights` cannot be given for features that were preprocessed: pass "
@@ -391,7 +398,8 @@ class TPUEmbeddingV2(NestedEmbedding):
 
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
-    ) -> PreprocessedFeatures:
+    ) -> tuple[PreprocessedFeatures, list[Any] | None]:
+        """The batch as plain tensors, and in a graph its static output shapes."""
         with self._output_shapes.forgets_refused():
             batch = self._read_replica(
                 self._structure.flatten("features", features),
@@ -399,7 +407,7 @@ class TPUEmbeddingV2(NestedEmbedding):
             )
             engine = self._create_engine()
             prepared = engine.prepare(batch, training=False, device=place)
-            return engine.to_tensors(prepared)
+            return engine.to_tensors(prepared), self._static_shapes_of(batch)
 
     def _check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
         """The batches of all stacks, in the order of the layout.

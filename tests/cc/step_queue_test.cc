@@ -2,7 +2,9 @@
 
 #include "core/step_queue.h"
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -21,199 +23,315 @@ void CheckRefused(const Error& error, const std::string& words) {
   CHECK_EQ(error->substr(0, words.size()), words);
 }
 
-int Dequeue(Queue* queue, int replica) {
+// Each call below is of the same run unless it says otherwise.
+constexpr int64_t kRun = 1;
+
+int64_t NoCount() { return 0; }
+
+int Dequeue(Queue* queue, int replica, int64_t run = kRun) {
   int batch = -1;
-  CheckOk(queue->Dequeue(replica, &batch));
+  CheckOk(queue->Dequeue(replica, run, &batch));
   return batch;
+}
+
+Error Enqueue(Queue* queue, int replica, int batch, bool training = true,
+              int64_t run = kRun) {
+  bool apply_now = false;
+  return queue->Enqueue(replica, batch, training, run, &apply_now);
+}
+
+Error EnqueueAll(Queue* queue, std::vector<int> batches, bool training) {
+  bool apply_now = false;
+  return queue->EnqueueAll(std::move(batches), training, &apply_now);
 }
 
 bool Deposit(Queue* queue, int replica, int gradients) {
   bool apply_now = false;
-  CheckOk(queue->Deposit(replica, gradients, &apply_now));
+  CheckOk(queue->Deposit(replica, gradients, NoCount, &apply_now));
+  return apply_now;
+}
+
+void CheckDepositRefused(Queue* queue, int replica, const std::string& words) {
+  bool apply_now = false;
+  CheckRefused(queue->Deposit(replica, 1, NoCount, &apply_now), words);
+}
+
+int64_t Begin(Queue* queue, int replica, int64_t run = kRun) {
+  int64_t epoch = -1;
+  CheckOk(queue->BeginLookup(replica, run, &epoch));
+  return epoch;
+}
+
+bool Submit(Queue* queue, int replica, int batch,
+            std::optional<int64_t> epoch = std::nullopt) {
+  bool apply_now = false;
+  CheckOk(queue->Submit(replica, batch, batch, epoch, NoCount, &apply_now));
   return apply_now;
 }
 
 void TestTrainingStep() {
   Queue queue(1, kCapacity, /*pipelined=*/false);
   int batch = 0;
-  bool apply_now = false;
-  CheckRefused(queue.Dequeue(0, &batch), "dequeue: no batch is enqueued");
-  CheckOk(queue.EnqueueAll({7}, true));
-  CheckRefused(queue.Deposit(0, 1, &apply_now),
-               "apply_gradients: the enqueued batch was not dequeued");
+  CheckRefused(queue.Dequeue(0, kRun, &batch), "dequeue: no batch is enqueued");
+  CheckOk(EnqueueAll(&queue, {7}, true));
+  CheckDepositRefused(&queue, 0,
+                      "apply_gradients: the enqueued batch was not dequeued");
   CHECK_EQ(Dequeue(&queue, 0), 7);
   CheckOk(queue.Owed(0, &batch));
   CHECK_EQ(batch, 7);
-  CHECK_TRUE(!queue.IsReady());
+  CHECK_TRUE(!queue.Flush());
   CHECK_TRUE(Deposit(&queue, 0, 5));
-  CheckRefused(queue.Deposit(0, 1, &apply_now),
-               "apply_gradients: no dequeued batch owes gradients");
-  // A step that its taker refuses stays.
-  std::optional<Queue::Step> refused;
-  CHECK_TRUE(
-      queue.TakeReady([](const Queue::Step&) { return false; }, &refused));
-  CHECK_TRUE(!refused);
-  CHECK_TRUE(queue.IsReady());
-  const auto step = queue.TakeReady();
-  CHECK_TRUE(step);
-  CHECK_EQ(step->replicas[0].batch, 7);
-  CHECK_EQ(step->replicas[0].gradients, 5);
-  CHECK_TRUE(!queue.TakeReady());
+  CheckDepositRefused(&queue, 0,
+                      "apply_gradients: no dequeued batch owes gradients");
+  const auto update = queue.TakeDue();
+  CHECK_TRUE(update);
+  CHECK_EQ(update->replicas[0].batch, 7);
+  CHECK_EQ(update->replicas[0].gradients, 5);
+  CHECK_TRUE(!queue.TakeDue());
 }
 
 void TestOrderAndDebts() {
   Queue queue(1, kCapacity, /*pipelined=*/false);
-  CheckOk(queue.EnqueueAll({1}, true));
-  CheckOk(queue.EnqueueAll({2}, false));
-  CheckOk(queue.EnqueueAll({3}, true));
+  CheckOk(EnqueueAll(&queue, {1}, true));
+  CheckOk(EnqueueAll(&queue, {2}, false));
+  CheckOk(EnqueueAll(&queue, {3}, true));
   CHECK_EQ(Dequeue(&queue, 0), 1);
-  CHECK_TRUE(queue.NextIsEvaluation(0));
   CHECK_EQ(Dequeue(&queue, 0), 2);  // an evaluation may come between
   int batch = 0;
-  CheckRefused(queue.Dequeue(0, &batch),
+  // For one replica another run does not give a step up.
+  CheckRefused(queue.Dequeue(0, kRun + 1, &batch),
                "dequeue: the training batch dequeued before still owes");
   CHECK_TRUE(Deposit(&queue, 0, 1));
-  queue.TakeReady();
+  queue.TakeDue();
   CHECK_EQ(Dequeue(&queue, 0), 3);
   CHECK_TRUE(Deposit(&queue, 0, 1));
-  queue.TakeReady();
-  CheckOk(queue.EnqueueAll({4}, false));
+  queue.TakeDue();
+  CheckOk(EnqueueAll(&queue, {4}, false));
   CHECK_EQ(Dequeue(&queue, 0), 4);
-  bool apply_now = false;
-  CheckRefused(queue.Deposit(0, 1, &apply_now),
-               "apply_gradients: the batch was enqueued with training=False");
+  CheckDepositRefused(
+      &queue, 0, "apply_gradients: the batch was enqueued with training=False");
 }
 
 void TestCapacity() {
   Queue queue(2, kCapacity, /*pipelined=*/false);
   for (int i = 0; i < kCapacity; ++i) {
-    CheckOk(queue.EnqueueAll({i, i}, false));
+    CheckOk(EnqueueAll(&queue, {i, i}, false));
   }
-  CheckRefused(queue.EnqueueAll({9, 9}, false),
+  CheckRefused(EnqueueAll(&queue, {9, 9}, false),
                "enqueue: the queue is full (4");
-  CheckRefused(queue.Enqueue(1, 9, false), "enqueue: the queue is full (4");
+  CheckRefused(Enqueue(&queue, 1, 9, false), "enqueue: the queue is full (4");
   CHECK_EQ(Dequeue(&queue, 0), 0);
   // Replica 1 has no room: nothing enters for replica 0 either.
-  CheckRefused(queue.EnqueueAll({9, 9}, false),
+  CheckRefused(EnqueueAll(&queue, {9, 9}, false),
                "enqueue: the queue is full (4");
   CHECK_EQ(Dequeue(&queue, 1), 0);
-  CheckOk(queue.EnqueueAll({9, 9}, false));
+  CheckOk(EnqueueAll(&queue, {9, 9}, false));
 }
 
 void TestReplicas() {
   Queue queue(3, kCapacity, /*pipelined=*/false);
-  CheckOk(queue.EnqueueAll({0, 1, 2}, true));
-  CheckOk(queue.EnqueueAll({3, 4, 5}, true));
+  CheckOk(EnqueueAll(&queue, {0, 1, 2}, true));
+  CheckOk(EnqueueAll(&queue, {3, 4, 5}, true));
   for (int r : {2, 0, 1}) CHECK_EQ(Dequeue(&queue, r), r);
   CHECK_TRUE(!Deposit(&queue, 1, 11));
   CHECK_TRUE(!Deposit(&queue, 0, 10));
   int batch = 0;
-  CheckRefused(queue.Dequeue(0, &batch),
+  CheckRefused(queue.Dequeue(0, kRun, &batch),
                "dequeue: another replica has not applied its gradients");
   CHECK_TRUE(Deposit(&queue, 2, 12));
-  const auto step = queue.TakeReady();
+  const auto update = queue.TakeDue();
   for (int r = 0; r < 3; ++r) {
-    CHECK_EQ(step->replicas[r].batch, r);
-    CHECK_EQ(step->replicas[r].gradients, 10 + r);
+    CHECK_EQ(update->replicas[r].batch, r);
+    CHECK_EQ(update->replicas[r].gradients, 10 + r);
   }
   CHECK_EQ(Dequeue(&queue, 0), 3);
-  CheckOk(queue.Enqueue(0, 6, true));
-  CheckRefused(queue.Enqueue(1, 7, false), "enqueue: the replicas disagree");
+  CheckOk(Enqueue(&queue, 0, 6));
+  CheckRefused(Enqueue(&queue, 1, 7, false), "enqueue: the replicas disagree");
 }
 
 void TestPipelining() {
   Queue queue(2, kCapacity, /*pipelined=*/true);
+  int64_t updates = 0;
+  const auto count = [&] { return updates++; };
+  bool apply_now = false;
   for (int step = 0; step < 3; ++step) {
-    CheckOk(queue.EnqueueAll({step, step}, true));
+    CheckOk(EnqueueAll(&queue, {step, step}, true));
     CHECK_EQ(Dequeue(&queue, 0), step);
     CHECK_TRUE(!queue.LookupsAreDone());  // replica 1 has not looked up yet
     CHECK_EQ(Dequeue(&queue, 1), step);
     CHECK_EQ(queue.LookupsAreDone(), step > 0);
-    if (step > 0) {
-      CHECK_EQ(queue.TakeReady()->number, step - 1);
+    if (step > 0) CHECK_EQ(queue.TakeDue()->number, step - 1);
+    for (int r : {0, 1}) {
+      CheckOk(queue.Deposit(r, 0, count, &apply_now));
+      CHECK_TRUE(!apply_now);
     }
-    CHECK_TRUE(!Deposit(&queue, 0, 0));
-    CHECK_TRUE(!Deposit(&queue, 1, 0));
-    CHECK_TRUE(queue.IsReady());
+    CHECK_TRUE(!queue.TakeDue());  // pending, not due
   }
+  // An evaluation needs the pending update, whether it comes after or before.
+  CheckOk(queue.EnqueueAll({9, 9}, false, &apply_now));
+  CHECK_TRUE(apply_now);
+  CHECK_EQ(queue.TakeDue()->number, 2);
+  for (int r : {0, 1}) CHECK_EQ(Dequeue(&queue, r), 9);
+  CheckOk(EnqueueAll(&queue, {3, 3}, true));
+  CheckOk(queue.EnqueueAll({9, 9}, false, &apply_now));
+  CHECK_TRUE(!apply_now);
+  for (int r : {0, 1}) Dequeue(&queue, r);
+  CheckOk(queue.Deposit(0, 0, count, &apply_now));
+  CheckOk(queue.Deposit(1, 0, count, &apply_now));
+  CHECK_TRUE(apply_now);
+  CHECK_EQ(queue.TakeDue()->number, 3);
+  // What is forgotten is counted.
+  for (int r : {0, 1}) CHECK_EQ(Dequeue(&queue, r), 9);
+  CheckOk(EnqueueAll(&queue, {4, 4}, true));
+  for (int r : {0, 1}) Dequeue(&queue, r);
+  for (int r : {0, 1}) Deposit(&queue, r, 0);
+  CHECK_EQ(queue.Reset(), 1);
+  CHECK_EQ(queue.Reset(), 0);
+  CHECK_TRUE(!queue.Flush());
 }
 
 void TestFailedInput() {
   Queue queue(3, kCapacity, /*pipelined=*/false);
-  CheckOk(queue.Enqueue(0, 1, true));
+  CheckOk(Enqueue(&queue, 0, 1));
   queue.FailEnqueue(1);
   int batch = 0;
-  CheckRefused(queue.Dequeue(0, &batch), "dequeue: this step was given up");
+  CheckRefused(queue.Dequeue(0, kRun, &batch),
+               "dequeue: this step was given up");
   // The last replica of the same step learns of it, and leaves nothing behind.
-  CheckRefused(queue.Enqueue(2, 1, true), "enqueue: this step was given up");
-  for (int r = 0; r < 3; ++r) CheckOk(queue.Enqueue(r, 10 + r, true));
+  CheckRefused(Enqueue(&queue, 2, 1), "enqueue: this step was given up");
+  for (int r = 0; r < 3; ++r) CheckOk(Enqueue(&queue, r, 10 + r));
   for (int r = 0; r < 3; ++r) CHECK_EQ(Dequeue(&queue, r), 10 + r);
   // A step before the failed one is kept; the failed one is discarded by a
   // call for all replicas too.
   queue.FailEnqueue(0);
-  CheckOk(queue.EnqueueAll({20, 21, 22}, true));
+  CheckOk(EnqueueAll(&queue, {20, 21, 22}, true));
   for (int r = 0; r < 3; ++r) Deposit(&queue, r, r);
-  CHECK_EQ(queue.TakeReady()->replicas[2].batch, 12);
+  CHECK_EQ(queue.TakeDue()->replicas[2].batch, 12);
   for (int r = 0; r < 3; ++r) CHECK_EQ(Dequeue(&queue, r), 20 + r);
 }
 
 void TestFailedGradients() {
   Queue one(1, kCapacity, /*pipelined=*/false);
-  CheckOk(one.EnqueueAll({1}, true));
+  CheckOk(EnqueueAll(&one, {1}, true));
   Dequeue(&one, 0);
   one.FailDeposit(0);
   CHECK_TRUE(Deposit(&one, 0, 1));  // a single replica may try again
 
   Queue two(2, kCapacity, /*pipelined=*/false);
-  CheckOk(two.EnqueueAll({1, 1}, true));
+  CheckOk(EnqueueAll(&two, {1, 1}, true));
   Dequeue(&two, 0);
   Dequeue(&two, 1);
   Deposit(&two, 0, 1);
   two.FailDeposit(1);  // among several the step is lost
-  CHECK_TRUE(!two.IsReady());
-  CheckOk(two.EnqueueAll({2, 3}, true));
+  CHECK_TRUE(!two.Flush());
+  CheckOk(EnqueueAll(&two, {2, 3}, true));
   CHECK_EQ(Dequeue(&two, 0), 2);
   two.FailDeposit(0);  // replica 1 has not dequeued its batch: it is lost too
-  CheckOk(two.EnqueueAll({4, 5}, true));
+  CheckOk(EnqueueAll(&two, {4, 5}, true));
   CHECK_EQ(Dequeue(&two, 0), 4);
   CHECK_EQ(Dequeue(&two, 1), 5);
   Deposit(&two, 0, 1);
   CHECK_TRUE(Deposit(&two, 1, 1));
-  two.TakeReady();
-  CheckOk(two.Enqueue(0, 6, true));
+  two.TakeDue();
+  CheckOk(Enqueue(&two, 0, 6));
   CHECK_EQ(Dequeue(&two, 0), 6);
   two.FailDeposit(0);  // replica 1 has not even enqueued
-  CheckRefused(two.Enqueue(1, 7, true), "enqueue: this step was given up");
-  CheckOk(two.EnqueueAll({8, 9}, true));
+  CheckRefused(Enqueue(&two, 1, 7), "enqueue: this step was given up");
+  CheckOk(EnqueueAll(&two, {8, 9}, true));
   CHECK_EQ(Dequeue(&two, 0), 8);
   CHECK_EQ(Dequeue(&two, 1), 9);
+}
+
+// Steps that fail without a word to the queue, in the code of the user.
+void TestAnotherRun() {
+  Queue queue(2, kCapacity, /*pipelined=*/true);
+  // Replica 1 did not enqueue in run 1; in one run a replica may queue ahead.
+  CheckOk(Enqueue(&queue, 0, 1, true, 1));
+  for (int r : {0, 1}) {
+    CheckOk(Enqueue(&queue, r, 2, true, 2));
+    CheckOk(Enqueue(&queue, r, 3, true, 2));
+  }
+  // Replica 1 fails before its dequeue, then after it.
+  CHECK_EQ(Dequeue(&queue, 0, 2), 2);
+  Deposit(&queue, 0, 1);
+  CHECK_EQ(Dequeue(&queue, 0, 3), 3);
+  CHECK_EQ(Dequeue(&queue, 1, 3), 3);
+  Deposit(&queue, 0, 1);
+  CheckOk(EnqueueAll(&queue, {4, 5}, true));
+  CHECK_EQ(Dequeue(&queue, 0, 4), 4);
+  CHECK_EQ(Dequeue(&queue, 1, 4), 5);
+  Deposit(&queue, 0, 40);
+  CheckDepositRefused(&queue, 0, "apply_gradients: no dequeued batch");
+  Deposit(&queue, 1, 50);
+  // The pending update outlives a step that is given up.
+  CheckOk(EnqueueAll(&queue, {6, 7}, true));
+  CHECK_EQ(Dequeue(&queue, 0, 5), 6);
+  CHECK_TRUE(!queue.LookupsAreDone());
+  CheckOk(EnqueueAll(&queue, {8, 9}, true));
+  CHECK_EQ(Dequeue(&queue, 0, 6), 8);
+  CHECK_TRUE(!queue.LookupsAreDone());
+  CHECK_EQ(Dequeue(&queue, 1, 6), 9);
+  CHECK_TRUE(queue.LookupsAreDone());
+  const auto update = queue.TakeDue();
+  CHECK_EQ(update->replicas[0].gradients, 40);
+  CHECK_EQ(update->replicas[1].gradients, 50);
+  CHECK_TRUE(!queue.TakeDue());
 }
 
 void TestSubmissions() {
   Queue queue(2, kCapacity, /*pipelined=*/false);
   bool apply_now = false;
-  for (int call : {0, 1}) {  // two lookups of replica 0, then of replica 1
-    CheckOk(queue.BeginLookup(0));
-    queue.Submit(0, call, 10 + call, &apply_now);
-    CHECK_TRUE(!apply_now);
-    if (call == 0) {
-      CheckRefused(queue.BeginLookup(0), "lookup: gradients came");
-    }
+  // Two lookups of a step, then their gradients, replica by replica.
+  for (int r : {0, 1}) {
+    const int64_t first = Begin(&queue, r);
+    const int64_t second = Begin(&queue, r);
+    CHECK_EQ(Submit(&queue, r, 10 + r, first), r == 1);
+    CHECK_EQ(Submit(&queue, r, 20 + r, second), r == 1);
   }
-  // The refusal gave up the first submission: the next ones make up a step.
-  queue.Submit(1, 5, 15, &apply_now);
-  CHECK_TRUE(apply_now);
-  const auto step = queue.TakeReady();
-  CHECK_EQ(step->replicas[0].batch, 1);
-  CHECK_EQ(step->replicas[1].batch, 5);
+  CHECK_EQ(queue.TakeDue()->replicas[1].batch, 11);
+  CHECK_EQ(queue.TakeDue()->replicas[0].batch, 20);
+  // A loop inside of strategy.run is refused, and leaves nothing behind.
+  int64_t epoch = Begin(&queue, 0);
+  Submit(&queue, 0, 1, epoch);
+  CheckRefused(queue.BeginLookup(0, kRun, &epoch), "lookup: gradients came");
+  epoch = Begin(&queue, 0);
+  Submit(&queue, 0, 2, epoch);
+  CHECK_TRUE(Submit(&queue, 1, 3, Begin(&queue, 1)));
+  CHECK_EQ(queue.TakeDue()->replicas[0].batch, 2);
+  // So is one whose runs cannot be told apart, at the latest by replica 1.
+  for (int64_t run : {10, 11}) {
+    Submit(&queue, 0, 4, Begin(&queue, 0, run));
+  }
+  CHECK_TRUE(Submit(&queue, 1, 4, Begin(&queue, 1, 12)));
+  queue.TakeDue();
+  epoch = Begin(&queue, 1, 13);
+  CheckRefused(queue.Submit(1, 4, 4, epoch, NoCount, &apply_now),
+               "The gradients belong to a step for which the replica before");
+}
 
-  Queue pipelined(1, kCapacity, /*pipelined=*/true);
-  pipelined.Submit(0, 1, 1, &apply_now);
-  CHECK_TRUE(!apply_now);
-  pipelined.Submit(0, 2, 2, &apply_now);
-  CHECK_TRUE(apply_now);
-  CHECK_EQ(pipelined.TakeReady()->replicas[0].batch, 1);
-  CHECK_TRUE(pipelined.IsReady());
+void TestFailedSubmissions() {
+  Queue queue(2, kCapacity, /*pipelined=*/true);
+  bool apply_now = false;
+  for (int r : {0, 1}) Submit(&queue, r, 1, Begin(&queue, r, 1));
+  // Replica 1 fails and says so: its part and that of replica 0 are given up.
+  Submit(&queue, 0, 2, Begin(&queue, 0, 2));
+  int64_t late = Begin(&queue, 1, 2);
+  queue.FailLookup();
+  CheckRefused(queue.Submit(1, 2, 2, late, NoCount, &apply_now),
+               "The gradients belong to a step that was given up");
+  // It fails without a word, and its gradients come too late.
+  Submit(&queue, 0, 3, Begin(&queue, 0, 3));
+  late = Begin(&queue, 1, 3);
+  Submit(&queue, 0, 4, Begin(&queue, 0, 4));
+  CheckRefused(queue.Submit(1, 3, 3, late, NoCount, &apply_now),
+               "The gradients belong to a step that was given up");
+  // What was complete stays pending, and is due when the next step is.
+  CHECK_TRUE(!queue.TakeDue());
+  CHECK_TRUE(Submit(&queue, 1, 4, Begin(&queue, 1, 4)));
+  CHECK_EQ(queue.TakeDue()->replicas[0].batch, 1);
+  CHECK_TRUE(!queue.TakeDue());
+  CHECK_TRUE(queue.Flush());
+  CHECK_EQ(queue.TakeDue()->replicas[1].batch, 4);
 }
 
 }  // namespace
@@ -227,5 +345,7 @@ int main() {
   tpu_embedding::TestPipelining();
   tpu_embedding::TestFailedInput();
   tpu_embedding::TestFailedGradients();
+  tpu_embedding::TestAnotherRun();
   tpu_embedding::TestSubmissions();
+  tpu_embedding::TestFailedSubmissions();
 }

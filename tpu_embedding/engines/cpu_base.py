@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import Engine, EngineOptions, Queue, Stacks, TableArrays
+from tpu_embedding.engines.base import Engine, EngineOptions, TableArrays
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.stacked import (
     StackedBatches,
@@ -30,7 +29,7 @@ from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 from tpu_embedding.lookup.combine import VariableReader
 
 
-class WholeTablesEngine(Engine, Queue, Stacks):
+class WholeTablesEngine(Engine):
     """Each table and slot is one variable on one device; abstract."""
 
     table_dtypes = DTYPES
@@ -62,24 +61,6 @@ class WholeTablesEngine(Engine, Queue, Stacks):
         del topology
         return lay_out_whole(plan, config)
 
-    @abc.abstractmethod
-    def _apply_update(self) -> None:
-        """Applies the update that is ready; only where every table has an optimizer."""
-
-    def _apply_if(self, condition: tf.Tensor) -> None:
-        """Applies the ready update where `condition` holds."""
-        if any(table.optimizer is None for table in self._plan.tables):
-            return  # Lookup only: no update can be pending.
-        if self._num_replicas == 1 and not self._pipelined:
-            self._apply_update()  # The condition always holds.
-            return
-
-        def apply_update() -> bool:
-            self._apply_update()
-            return True
-
-        tf.cond(condition, apply_update, lambda: False)
-
     def _by_sample(
         self, gradients: Sequence[tf.Tensor | None]
     ) -> list[tf.Tensor | None]:
@@ -88,24 +69,6 @@ class WholeTablesEngine(Engine, Queue, Stacks):
             None if gradient is None else tf.reshape(gradient, [-1, dim])
             for gradient, dim in zip(gradients, self._plan.dims, strict=True)
         ]
-
-    @abc.abstractmethod
-    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
-        """Whether the next gradients of `replica` are the last of their step."""
-
-    def _evaluate_rates(
-        self, replica: int, *, submitting: bool
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rates of a step and True in the replica that completes it.
-
-        Zeros and False in the others, so that their sum is the rate. To be called
-        before the gradients are handed in: a rate that fails then changes nothing,
-        and a pipelined update has the rate of its own step.
-        """
-        if self._num_replicas == 1:
-            return self._rates.evaluate(), tf.constant(True)
-        completes = self._completes(replica, submitting=submitting)
-        return self._rates.evaluate_if(completes), completes
 
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`; each array is one variable, the table one part."""

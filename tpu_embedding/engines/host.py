@@ -1,24 +1,27 @@
-"""The engine for plain CPUs: our own kernels, in place on TensorFlow variables."""
+"""The engine for CPUs: our own kernels, in place on TensorFlow variables."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions, Lookup
+from tpu_embedding import errors
+from tpu_embedding.engines.base import (
+    QUEUE_CAPACITY,
+    EngineOptions,
+    Prepared,
+    StepQueue,
+)
 from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import (
-    PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
-)
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.ops import library
-from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.ops import library, records
 
 
 class HostEngine(WholeTablesEngine):
@@ -35,105 +38,68 @@ class HostEngine(WholeTablesEngine):
         self._slot_handles = [
             slot.handle for table in self._variables for slot in table.slots.values()
         ]
-        self._prepare_attributes = _prepare_attributes(options)
-        self._update_attributes = _update_attributes(options.plan)
+        updates = self._rates.updates
+        self._counters = [] if updates is None else [updates.handle]
+        self._plan_record = _plan_record(options)
+        self._call_records: dict[Any, bytes] = {}
         with tf.device(self._device):
-            self._queue = self._ops.tpu_embedding_step_queue(
-                num_replicas=self._num_replicas,
-                capacity=QUEUE_CAPACITY,
-                pipelined=self._pipelined,
+            self._handle = self._ops.tpu_embedding_step_queue(
+                plan=self._plan_record, num_slots=len(self._slot_handles)
             )
+        self._queue = HostQueue(self)
 
-    def enqueue(
-        self,
-        batches: Sequence[Sequence[IdBatch]],
-        replica: int | None,
-        *,
-        training: bool,
-    ) -> None:
-        """See `Queue.enqueue`."""
+    def prepare(
+        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+    ) -> Prepared:
+        """See `Engine.prepare`: errors in values are raised by what takes it."""
+        if device is not None:
+            raise errors.enqueue_device(device)
+        weights = [b.weights for b in batch if b.weights is not None]
+        structures = [b.weight_structure for b in batch]
         with tf.device(self._device):
-            prepared = [
-                self._prepare(batch, replica, training=training) for batch in batches
-            ]
-            if self._pipelined and not training:
-                self.flush()
-            self._ops.tpu_embedding_enqueue(
-                queue=self._queue,
-                batches=prepared,
-                replica=replica or 0,
-                training=training,
-            )
-
-    def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """See `Queue.dequeue`."""
-        with tf.device(self._device):
-            if self._pipelined:
-                self._apply_if(self._pending(replica).before_evaluation)
-            result = self._ops.tpu_embedding_dequeue(
-                queue=self._queue,
-                replica=replica,
-                num_features=len(self._plan.features),
-                **self._lookup_arguments(),
-            )
-            if self._pipelined:
-                self._apply_if(result.apply_now)
-        return result.activations
-
-    def apply_gradients(
-        self, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """See `Queue.apply_gradients`."""
-        with tf.device(self._device):
-            rates, completes = self._evaluate_rates(replica, submitting=False)
-            with tf.control_dependencies([rates]):
-                apply_now = self._ops.tpu_embedding_deposit(
-                    queue=self._queue,
-                    rates=rates,
-                    **self._gradient_arguments(gradients, replica),
+            return Prepared(
+                self._ops.tpu_embedding_prepare(
+                    ids=[b.ids for b in batch],
+                    structures=[b.structure for b in batch],
+                    shapes=[b.shape for b in batch],
+                    weights=weights,
+                    weight_structures=[s for s in structures if s is not None],
+                    plan=self._plan_record,
+                    call=self._call_record(batch, training),
                 )
-            self._rates.count_update(completes, after=apply_now)
-            if not self._pipelined:
-                self._apply_if(apply_now)
+            )
 
-    def lookup_call(
-        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
-    ) -> Lookup:
-        """See `Engine.lookup_call`."""
+    def lookup(
+        self, prepared: Prepared, replica: int, *, training: bool
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """See `Engine.lookup`."""
         del training  # Tickets are forgotten by themselves.
         with tf.device(self._device):
-            result = self._ops.tpu_embedding_lookup(
-                queue=self._queue,
-                batch=self._prepare(batch, None, training=True),
-                replica=replica,
-                num_features=len(self._plan.features),
-                **self._lookup_arguments(),
-            )
-        return Lookup(result.activations, result.ticket)
+            found = self._look_up([prepared.value], replica)
+        return found.activations, prepared._replace(value=found.looked_up)
 
-    def submit(
-        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
+    def update(
+        self,
+        looked_up: Prepared,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
     ) -> None:
-        """See `Engine.submit`."""
+        """See `Engine.update`."""
+        if looked_up.tensors is not None:
+            gradients = self._by_sample(gradients)
         with tf.device(self._device):
-            rates, completes = self._evaluate_rates(replica, submitting=True)
-            with tf.control_dependencies([rates]):
-                apply_now = self._ops.tpu_embedding_submit(
-                    queue=self._queue,
-                    ticket=ticket,
-                    rates=rates,
-                    **self._gradient_arguments(gradients, replica),
-                )
-            self._rates.count_update(completes, after=apply_now)
-            self._apply_if(apply_now)
+            apply_now = self._hand_in([looked_up.value], gradients, replica)
+            self._apply(apply_now)
 
-    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """See `Stacks.preprocess`."""
+    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`."""
+        if prepared.tensors is not None:
+            return prepared.tensors
         with tf.device(self._device):
-            result = self._ops.tpu_embedding_preprocess(
-                **self._batch_arguments(batch),
-                **_stack_attributes(self._stacks.layout),
+            result = self._ops.tpu_embedding_to_stacks(
+                batch=prepared.value,
                 num_stacks=len(self._stacks.layout.stacks),
+                num_features=len(self._plan.features),
             )
             columns = (
                 result.row_pointers,
@@ -144,211 +110,241 @@ class HostEngine(WholeTablesEngine):
             stacks = list(zip(*columns, strict=True))
             return self._stacks.pack(stacks, result.output_shapes)
 
-    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """See `Stacks.lookup_stacked`."""
+    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
+        """See `Engine.from_tensors`: errors in values are raised by what takes it."""
+        stacks = [features.tables[s.name] for s in self._stacks.layout.stacks]
         with tf.device(self._device):
-            arguments = {
-                **self._stack_arguments(batch.tables),
-                **self._lookup_arguments(),
-            }
-            activations = self._ops.tpu_embedding_lookup_stacks(
-                queue=self._queue,
-                shapes=[tf.cast(shape, tf.int64) for shape in batch.output_shapes],
-                replica=replica,
-                **arguments,
+            shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
+            training = not shapes  # Of an update the samples are known.
+            if training:
+                counts = self._stacks.samples(features.tables)
+                shapes = [count[tf.newaxis] for count in counts]
+            batch = self._ops.tpu_embedding_from_stacks(
+                row_pointers=[tf.cast(s.row_pointers, tf.int32) for s in stacks],
+                token_ids=[tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
+                gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
+                shapes=shapes,
+                plan=self._plan_record,
+                training=training,
             )
-        return Lookup(activations, batch.tables)
+        return Prepared(batch, features)
 
-    def update_stacked(
-        self,
-        tables: Mapping[str, PartitionedCsrFormatTensor],
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-    ) -> None:
-        """See `Stacks.update_stacked`."""
-        with tf.device(self._device):
-            rates, completes = self._evaluate_rates(replica, submitting=True)
-            arguments = {
-                **self._stack_arguments(tables),
-                **self._gradient_arguments(self._by_sample(gradients), replica),
-            }
-            with tf.control_dependencies([rates]):
-                apply_now = self._ops.tpu_embedding_submit_stacks(
-                    queue=self._queue,
-                    samples=tf.stack(self._stacks.samples(tables)),
-                    rates=rates,
-                    **arguments,
-                )
-            self._rates.count_update(completes, after=apply_now)
-            self._apply_if(apply_now)
+    def queue(self) -> StepQueue:
+        """See `Engine.queue`."""
+        return self._queue
 
     def flush(self) -> None:
         """See `Engine.flush`."""
         if self._pipelined:
             with tf.device(self._device):
-                self._apply_if(self._pending(replica=0).ready)
+                self._apply(self._ops.tpu_embedding_flush(queue=self._handle))
 
     def reset(self) -> None:
         """See `Engine.reset`."""
         with tf.device(self._device):
-            self._ops.tpu_embedding_reset(queue=self._queue)
+            self._ops.tpu_embedding_reset(queue=self._handle, counters=self._counters)
 
-    def _completes(self, replica: int, *, submitting: bool) -> tf.Tensor:
-        return self._ops.tpu_embedding_completes(
-            queue=self._queue, replica=replica, submitting=submitting
+    def _look_up(self, batches: Sequence[tf.Tensor], replica: int) -> Any:
+        """Looks up one batch, or if there is none the next one in the queue."""
+        return self._ops.tpu_embedding_lookup(
+            queue=self._handle,
+            batches=batches,
+            tables=self._table_handles,
+            runs=self._runs(),
+            num_features=len(self._plan.features),
+            output_shapes=self._activation_shapes(),
+            replica=replica,
         )
 
-    def _pending(self, replica: int) -> Any:
-        return self._ops.tpu_embedding_pending(queue=self._queue, replica=replica)
+    def _hand_in(
+        self,
+        batches: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> tf.Tensor:
+        """Hands in the gradients of one batch, or if there is none of the owed one.
 
-    def _apply_update(self) -> None:
+        The rates come first: one that fails has changed nothing.
+
+        Returns:
+          bool scalar, whether updates are due.
+        """
+        # Replicas act in ascending order: the last one completes the update.
+        is_last = replica == self._num_replicas - 1
+        rates = self._rates.evaluate() if is_last else tf.zeros([self._rates.size])
+        return self._ops.tpu_embedding_update(
+            queue=self._handle,
+            batches=batches,
+            gradients=[g for g in gradients if g is not None],
+            rates=rates,
+            counters=self._counters,
+            has_gradient=[g is not None for g in gradients],
+            replica=replica,
+        )
+
+    def _apply(self, apply_now: tf.Tensor) -> None:
+        """Applies the updates that are due, where `apply_now` holds."""
+        if any(table.optimizer is None for table in self._plan.tables):
+            return  # Lookup only: no update can be pending.
         self._ops.tpu_embedding_apply_update(
-            queue=self._queue,
+            queue=self._handle,
+            apply_now=apply_now,
             tables=self._table_handles,
             slots=self._slot_handles,
-            step=self._rates.step_of_update(),
-            **self._update_attributes,
         )
 
-    def _prepare(
-        self, batch: Sequence[IdBatch], replica: int | None, *, training: bool
-    ) -> tf.Tensor:
-        """Checks one replica's batch; a variant that the queue takes."""
-        # A failure in one replica among several must be known to the others.
-        told = replica is not None and self._num_replicas > 1
-        return self._ops.tpu_embedding_prepare(
-            queue=[self._queue] if told else [],
-            training=training,
-            replica=replica or 0,
-            **self._batch_arguments(batch),
+    def _runs(self) -> list[tf.Tensor]:
+        """What tells this run of strategy.run from others; in graphs kernels know."""
+        run = self._options.topology.run_number()
+        return [] if run is None else [tf.constant(run, tf.int64)]
+
+    def _call_record(self, batch: Sequence[IdBatch], training: bool) -> bytes:
+        """What the kernel must know of this call; equal calls share one record."""
+        declared = self._options.output_shapes.all_declared()
+        key = (
+            training,
+            declared,
+            tuple(
+                (b.kind, b.weights is None, b.weight_structure is None) for b in batch
+            ),
         )
-
-    def _batch_arguments(self, batch: Sequence[IdBatch]) -> dict[str, Any]:
-        weights = [b.weights for b in batch]
-        structures = [b.weight_structure for b in batch]
-        return {
-            "ids": [b.ids for b in batch],
-            "structures": [b.structure for b in batch],
-            "shapes": [b.shape for b in batch],
-            "weights": [w for w in weights if w is not None],
-            "weight_structures": [s for s in structures if s is not None],
-            "has_weights": [w is not None for w in weights],
-            "has_weight_structure": [s is not None for s in structures],
-            "kinds": [b.kind.value for b in batch],
-            **self._declared_shapes(),
-            **self._prepare_attributes,
-        }
-
-    def _stack_arguments(
-        self, tables: Mapping[str, PartitionedCsrFormatTensor]
-    ) -> dict[str, Any]:
-        stacks = [tables[stack.name] for stack in self._stacks.layout.stacks]
-        return {
-            "row_pointers": [tf.cast(s.row_pointers, tf.int32) for s in stacks],
-            "token_ids": [tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
-            "gains": [tf.cast(s.sorted_gains, tf.float32) for s in stacks],
-            "paths": self._prepare_attributes["paths"],
-            "feature_tables": self._prepare_attributes["feature_tables"],
-            "vocabulary_sizes": self._prepare_attributes["vocabulary_sizes"],
-            **_stack_attributes(self._stacks.layout),
-        }
-
-    def _lookup_arguments(self) -> dict[str, Any]:
-        return {
-            "tables": self._table_handles,
-            "feature_tables": self._prepare_attributes["feature_tables"],
-            "quantization": _quantization(self._plan),
-            "output_shapes": self._activation_shapes(),
-        }
-
-    def _gradient_arguments(
-        self, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> dict[str, Any]:
-        return {
-            "gradients": [g for g in gradients if g is not None],
-            "has_gradient": [g is not None for g in gradients],
-            "paths": self._prepare_attributes["paths"],
-            "dims": self._plan.dims,
-            "check_numerics": self._options.check_numerics,
-            "replica": replica,
-        }
-
-    def _declared_shapes(self) -> dict[str, Any]:
-        shapes = self._options.output_shapes
-        declared = [shapes.declared(f.index) for f in self._plan.features]
-        axes: list[Any] = [d.shape if d else None for d in declared]
-        return {
-            "declared_shapes": [tf.TensorShape(shape) for shape in axes],
-            "declared_sources": [d.source if d else "" for d in declared],
-        }
+        found = self._call_records.get(key)
+        if found is None:
+            shapes: list[Any] = [d.shape if d else None for d in declared]
+            found = self._call_records[key] = records.serialize(
+                training=training,
+                kinds=[b.kind.value for b in batch],
+                has_weights=[b.weights is not None for b in batch],
+                has_weight_structure=[b.weight_structure is not None for b in batch],
+                declared_shapes=[tf.TensorShape(shape) for shape in shapes],
+                declared_sources=[d.source if d else "" for d in declared],
+            )
+        return found
 
     def _activation_shapes(self) -> list[tf.TensorShape]:
         shapes = self._options.output_shapes
+        dims = self._plan.dims
         return [
-            tf.TensorShape((*shapes.activation(f.index), dim))
-            for f, dim in zip(self._plan.features, self._plan.dims, strict=True)
+            tf.TensorShape((*shapes.activation(f), dim)) for f, dim in enumerate(dims)
         ]
 
 
-def _prepare_attributes(options: EngineOptions) -> dict[str, Any]:
-    plan = options.plan
-    tables = [spec.config for spec in plan.tables]
-    return {
-        "paths": [spec.path for spec in plan.features],
-        "feature_tables": [spec.table for spec in plan.features],
-        "sequence_lengths": [s.config.max_sequence_length for s in plan.features],
-        "table_names": [spec.name for spec in plan.tables],
-        "vocabulary_sizes": [table.vocabulary_size for table in tables],
-        "combiners": [table.combiner for table in tables],
-        "invalid_ids": [table.invalid_ids for table in tables],
-        "check_numerics": options.check_numerics,
-    }
+class HostQueue(StepQueue):
+    """The queue in the engine's own resource, which lookups and updates take from."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.enqueue`."""
+        del name
+        engine = self._engine
+        with tf.device(engine._device):
+            apply_now = engine._ops.tpu_embedding_enqueue(
+                queue=engine._handle,
+                batches=[batch.value for batch in batches],
+                runs=engine._runs(),
+                replica=replica or 0,
+                training=training,
+            )
+            if engine._pipelined and not training:
+                engine._apply(apply_now)
+
+    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+        """See `StepQueue.dequeue`."""
+        del name
+        engine = self._engine
+        with tf.device(engine._device):
+            found = engine._look_up([], replica)
+            if engine._pipelined:
+                engine._apply(found.apply_now)
+        return found.activations
+
+    def apply_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.apply_gradients`."""
+        del name
+        engine = self._engine
+        with tf.device(engine._device):
+            engine._apply(engine._hand_in([], gradients, replica))
 
 
-def _stack_attributes(layout: Layout) -> dict[str, Any]:
-    return {
-        "stack_names": [stack.name for stack in layout.stacks],
-        "feature_stacks": layout.feature_stacks,
-        "first_tokens": layout.row_offsets,
-    }
-
-
-def _quantization(plan: Plan) -> list[float]:
-    """For each table (number of buckets or 0, lower, upper)."""
-    numbers: list[float] = []
-    for spec in plan.tables:
-        config = spec.config.quantization_config
-        if config is None:
-            numbers += [0, 0.0, 0.0]
-        else:
-            numbers += [config.num_buckets, config.lower, config.upper]
-    return numbers
-
-
-def _row_options(optimizer: Optimizer) -> list[float]:
-    """What the kernel's `row_options` hold for one table."""
-    limits = (
-        (optimizer.clip_gradient_min, -math.inf),
-        (optimizer.clip_gradient_max, math.inf),
-        (optimizer.clip_weight_min, -math.inf),
-        (optimizer.clip_weight_max, math.inf),
-    )
-    options = [off if limit is None else limit for limit, off in limits]
-    return [*options, optimizer.weight_decay_factor or 0.0]
-
-
-def _update_attributes(plan: Plan) -> dict[str, Any]:
-    """What the update op needs; it is not called where a table has no optimizer."""
-    optimizers = [spec.optimizer for spec in plan.tables if spec.optimizer]
-    return {
-        "feature_tables": [spec.table for spec in plan.features],
-        "rules": [o.rule for o in optimizers],
-        "hyperparameters": [h for o in optimizers for h in o.hyperparameters],
-        "hyperparameter_counts": [len(o.hyperparameters) for o in optimizers],
-        "row_options": [x for o in optimizers for x in _row_options(o)],
-        "multiply_decay_by_rate": [
-            bool(o.multiply_weight_decay_factor_by_learning_rate) for o in optimizers
+def _plan_record(options: EngineOptions) -> bytes:
+    """The plan as cc/kernels/plan.h reads it."""
+    plan, layout = options.plan, options.layout
+    return records.serialize(
+        check_numerics=options.check_numerics,
+        num_replicas=options.topology.num_replicas,
+        capacity=QUEUE_CAPACITY,
+        pipelined=options.pipelined,
+        tables=[_table_record(spec) for spec in plan.tables],
+        features=[
+            records.record(
+                path=spec.path,
+                table=spec.table,
+                table_name=plan.tables[spec.table].name,
+                rows=plan.tables[spec.table].config.vocabulary_size,
+                combiner=plan.tables[spec.table].config.combiner,
+                invalid_ids=plan.tables[spec.table].config.invalid_ids,
+                sequence_length=spec.config.max_sequence_length,
+                **_place_in_stack(layout, spec.index),
+            )
+            for spec in plan.features
         ],
-        "all_rows": [o.touches_all_rows for o in optimizers],
-        "rounding_seeds": [spec.rounding_seed for spec in plan.tables],
+        stacks=[stack.name for stack in layout.stacks] if layout else [],
+    )
+
+
+def _place_in_stack(layout: Layout | None, feature: int) -> dict[str, int]:
+    if layout is None:
+        return {}
+    return {
+        "stack": layout.feature_stacks[feature],
+        "first_token": layout.row_offsets[feature],
     }
+
+
+def _table_record(spec: TableSpec) -> Any:
+    config, optimizer = spec.config, spec.optimizer
+    quantization = config.quantization_config
+    size = functools.partial(
+        records.record,
+        name=spec.name,
+        rows=config.vocabulary_size,
+        dim=config.dim,
+        num_buckets=quantization.num_buckets if quantization else 0,
+        lower=float(quantization.lower) if quantization else 0.0,
+        upper=float(quantization.upper) if quantization else 0.0,
+    )
+    if optimizer is None:
+        return size(rule="")
+
+    def limit(value: float | None, off: float) -> float:
+        return off if value is None else float(value)
+
+    return size(
+        rule=optimizer.rule,
+        hyperparameters=[float(number) for number in optimizer.hyperparameters],
+        clip_gradient_min=limit(optimizer.clip_gradient_min, -math.inf),
+        clip_gradient_max=limit(optimizer.clip_gradient_max, math.inf),
+        clip_weight_min=limit(optimizer.clip_weight_min, -math.inf),
+        clip_weight_max=limit(optimizer.clip_weight_max, math.inf),
+        weight_decay_factor=float(optimizer.weight_decay_factor or 0.0),
+        multiply_decay_by_rate=bool(
+            optimizer.multiply_weight_decay_factor_by_learning_rate
+        ),
+        all_rows=optimizer.touches_all_rows,
+        rounding_seed=spec.rounding_seed,
+    )

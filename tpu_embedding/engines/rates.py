@@ -80,10 +80,6 @@ class Rates:
         found = [values[id(n)] if callable(n) else float(n) for n in numbers]
         return tf.stack(found) if values else tf.constant(found, tf.float32)
 
-    def evaluate_if(self, condition: tf.Tensor) -> tf.Tensor:
-        """As `evaluate` where `condition` holds, else zeros, and calls nothing."""
-        return tf.cond(condition, self.evaluate, lambda: tf.zeros([self.size]))
-
     def of_table(self, evaluated: tf.Tensor, table: int) -> TableNumbers:
         """The numbers of one table, out of what `evaluate` gave."""
         start, end, stop = self._spans[table]

@@ -63,6 +63,7 @@ class OutputShapes:
         ]
         self._ranks: list[int | None] = [None] * len(self._features)
         self._batch_size: int | None = None
+        self._assumed: Sequence[Shape] | None = None
 
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
         """Declares the input shapes passed to build(), all or none.
@@ -143,8 +144,41 @@ class OutputShapes:
             return Declared(self.activation(feature), "batch_size")
         return declared
 
+    def all_declared(self) -> tuple[Declared | None, ...]:
+        """`declared` for each feature."""
+        if self._batch_size is None:
+            return tuple(self._declared)
+        return tuple(map(self.declared, range(len(self._features))))
+
+    def of_inputs(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """What is known of the activations of inputs with these static shapes."""
+        found = []
+        for spec, shape in zip(self._features, shapes, strict=True):
+            known = self.activation(spec.index)
+            incoming = from_input(spec.path, spec.config, shape)
+            if len(known) == len(incoming):
+                pairs = zip(known, incoming, strict=True)
+                known = tuple(b if a is None else a for a, b in pairs)
+            found.append(known)
+        return found
+
+    @contextlib.contextmanager
+    def assuming(self, shapes: Sequence[Shape] | None) -> Iterator[None]:
+        """Lets `activation` return these shapes, of the batch that is looked up inside.
+
+        Args:
+          shapes: For each feature; None leaves all as it is.
+        """
+        before, self._assumed = self._assumed, shapes
+        try:
+            yield
+        finally:
+            self._assumed = before
+
     def activation(self, feature: int) -> Shape:
         """Returns the shape known before a batch; the rank is that of the first one."""
+        if self._assumed is not None:
+            return self._assumed[feature]
         declared = self._declared[feature]
         if declared:
             return declared.shape

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.layout.partitioning import Partitioning
-from tpu_embedding.ops import library
+from tpu_embedding.ops import library, records
 
 
 class PartitionedBatch(NamedTuple):
@@ -77,14 +78,20 @@ def partition(
         shapes=[b.shape for b in batches],
         weights=[w for w in weights if w is not None],
         weight_structures=[s for s in structures if s is not None],
-        has_weights=[w is not None for w in weights],
-        has_weight_structure=[s is not None for s in structures],
-        kinds=[b.kind.value for b in batches],
         splits=[0] * len(partitioning.tables) if splits is None else list(splits),
-        padded=options.padded,
-        check_numerics=options.check_numerics,
-        **_feature_attributes(partitioning),
-        **_table_attributes(partitioning),
+        num_tables=len(partitioning.tables),
+        num_positions=sum(table.positions for table in partitioning.tables),
+        plan=_plan(partitioning, options.padded, options.check_numerics),
+        call=records.serialize(
+            training=False,
+            kinds=[b.kind.value for b in batches],
+            has_weights=[w is not None for w in weights],
+            has_weight_structure=[s is not None for s in structures],
+            declared_shapes=[
+                tf.TensorShape(f.output_shape) for f in partitioning.features
+            ],
+            declared_sources=["FeatureConfig.output_shape"] * len(batches),
+        ),
     )
     return _read(result, partitioning)
 
@@ -120,49 +127,44 @@ def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
     )
 
 
-def _feature_attributes(partitioning: Partitioning) -> dict[str, Any]:
-    features = partitioning.features
-
-    def each(value: Callable[[Any], Any]) -> list[Any]:
-        return [value(feature) for feature in features]
-
-    return {
-        "paths": each(lambda f: f.path),
-        "feature_tables": list(range(len(features))),
-        "table_names": each(lambda f: f.table),
-        "vocabulary_sizes": each(lambda f: f.vocabulary_size),
-        "combiners": each(lambda f: f.combiner),
-        "invalid_ids": each(lambda f: f.invalid_ids),
-        "declared_shapes": each(lambda f: tf.TensorShape(f.output_shape)),
-        "declared_sources": ["FeatureConfig.output_shape"] * len(features),
-        "sequence_lengths": each(lambda f: f.sequence_length),
-        "samples": each(lambda f: f.samples),
-        "sample_offsets": each(lambda f: f.sample_offset),
-        "row_offsets": each(lambda f: f.row_offset),
-        "shifts": each(lambda f: f.rotation),
-        "max_valencies": each(lambda f: f.max_valency),
-    }
-
-
-def _table_attributes(partitioning: Partitioning) -> dict[str, Any]:
-    tables = partitioning.tables
-    return {
-        "num_tables": len(tables),
-        "stack_names": [t.name for t in tables],
-        "stack_sizes": [len(t.features) for t in tables],
-        "stack_features": [f for t in tables for f in t.features],
-        "stack_rows": [t.rows for t in tables],
-        "stack_samples": [t.samples for t in tables],
-        "max_ids_per_partition": [t.max_ids_per_partition for t in tables],
-        "max_unique_ids_per_partition": [
-            t.max_unique_ids_per_partition for t in tables
+@functools.lru_cache(maxsize=64)
+def _plan(partitioning: Partitioning, padded: bool, check_numerics: bool) -> bytes:
+    """The stacked tables as cc/kernels/partition.cc reads them."""
+    return records.serialize(
+        padded=padded,
+        check_numerics=check_numerics,
+        num_sparse_cores=partitioning.sparse_cores_per_device,
+        num_replicas=partitioning.num_replicas,
+        max_ids_per_chip_per_sample=partitioning.max_ids_per_chip_per_sample,
+        allow_id_dropping=partitioning.allow_id_dropping,
+        max_minibatches=partitioning.max_minibatches,
+        minibatching=partitioning.minibatching,
+        features=[
+            records.record(
+                path=feature.path,
+                table_name=feature.table,
+                rows=feature.vocabulary_size,
+                combiner=feature.combiner,
+                invalid_ids=feature.invalid_ids,
+                sequence_length=feature.sequence_length,
+                samples=feature.samples,
+                sample_offset=feature.sample_offset,
+                row_offset=feature.row_offset,
+                rotation=feature.rotation,
+                max_valency=feature.max_valency,
+            )
+            for feature in partitioning.features
         ],
-        "keep_positions": [t.positions for t in tables],
-        "num_positions": sum(t.positions for t in tables),
-        "num_sparse_cores": partitioning.sparse_cores_per_device,
-        "num_replicas": partitioning.num_replicas,
-        "max_ids_per_chip_per_sample": partitioning.max_ids_per_chip_per_sample,
-        "allow_id_dropping": partitioning.allow_id_dropping,
-        "max_minibatches": partitioning.max_minibatches,
-        "minibatching": partitioning.minibatching,
-    }
+        tables=[
+            records.record(
+                name=table.name,
+                rows=table.rows,
+                samples=table.samples,
+                features=list(table.features),
+                max_ids=table.max_ids_per_partition,
+                max_unique_ids=table.max_unique_ids_per_partition,
+                keep_positions=table.positions,
+            )
+            for table in partitioning.tables
+        ],
+    )

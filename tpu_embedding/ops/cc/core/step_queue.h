@@ -1,13 +1,24 @@
 // The steps of one embedding: which batch each replica is at, and whether the
-// calls come in an order that a TPU would survive. What would deadlock there
-// is an error here.
+// calls come in an order that a TPU would survive. A call that would deadlock a
+// TPU is an error here.
 //
-//   a training batch:    queued -> dequeued -> deposited -> applied (removed)
-//   an evaluation batch: queued -> dequeued (removed)
+//   a training batch:     queued -> dequeued -> gradients -> an update
+//   an evaluation batch:  queued -> dequeued
+//   a lookup past the queue:            gradients -> an update
 //
-// A step holds one batch per replica. Its update is ready once every replica
-// has deposited its gradients; nobody ever waits for that. All methods are
-// thread-safe. An error leaves the queue as it was, unless said otherwise.
+// A step holds one part per replica. Once every replica has handed in its
+// gradients, the step is an update: complete, with its own rates and number. An
+// update is due at once, or with pipelining once it is one step old. Nobody
+// ever waits.
+//
+// A step that failed in one replica is given up in all. The queue learns of it
+// in one of three ways: the failing op says so (Fail...), or a replica begins
+// anew in another run (of strategy.run or of a tf.function) while it, or a
+// replica after it, has its part in a step that others lack: replicas act in
+// ascending order. Complete updates are never given up, except by Reset.
+//
+// All methods are thread-safe. An error leaves the queue as it was, unless said
+// otherwise.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_STEP_QUEUE_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_STEP_QUEUE_H_
@@ -15,6 +26,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -30,54 +42,65 @@ template <class Batch, class Gradients>
 class StepQueue {
  public:
   struct Part {
-    enum class State { kAwaited, kQueued, kDequeued, kDeposited, kDone };
-    State state = State::kAwaited;
     Batch batch;
     Gradients gradients;
   };
-  struct Step {
-    int64_t number = 0;
-    bool training = false;
+  struct Update {
+    int64_t number = 0;  // of updates before it, for stochastic rounding
     std::vector<Part> replicas;
   };
+  // Counts an update that is complete; returns the number of updates before.
+  using Count = std::function<int64_t()>;
 
-  // `pipelined`: a ready update is left until the next step's lookups.
+  // `pipelined`: an update is left pending until it is one step old.
   StepQueue(int num_replicas, int64_t capacity, bool pipelined)
       : capacity_(capacity),
         pipelined_(pipelined),
         next_enqueue_(num_replicas, 0),
         next_dequeue_(num_replicas, 0),
-        last_was_training_(num_replicas, true) {}
+        next_submit_(num_replicas, 0),
+        last_was_training_(num_replicas, true),
+        enqueue_runs_(num_replicas),
+        dequeue_runs_(num_replicas),
+        lookup_runs_(num_replicas) {}
 
   int num_replicas() const { return next_enqueue_.size(); }
 
-  // Queues one batch for every replica, or for none.
-  Error EnqueueAll(std::vector<Batch> batches, bool training) {
+  // Queues one batch for every replica, or for none. `*apply_now`: whether
+  // updates are due, as they are before an evaluation.
+  Error EnqueueAll(std::vector<Batch> batches, bool training, bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
     DiscardFailedStep();
+    // A step that only some replicas queued has failed in the others.
+    if (!AllEqual(next_enqueue_)) DiscardFrom(Smallest(next_enqueue_));
     for (int r = 0; r < num_replicas(); ++r) {
       if (Error error = CheckEnqueue(r, training)) return error;
     }
     for (int r = 0; r < num_replicas(); ++r) {
       Put(r, std::move(batches[r]), training);
     }
+    *apply_now = !training && SetDue(updates_.size());
     return std::nullopt;
   }
 
-  // Queues the batch of one replica.
-  Error Enqueue(int replica, Batch batch, bool training) {
+  // Queues the batch of one replica. `run` tells calls of one strategy.run
+  // from those of another.
+  Error Enqueue(int replica, Batch batch, bool training, int64_t run,
+                bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failed_) {
       if (!HasArrived(replica)) {
         arrived_.push_back(replica);
         return "enqueue: this step was given up because another replica's "
-               "input failed its checks. Mend that input and run the step "
+               "input failed its checks. Fix that input and run the step "
                "again.";
       }
       DiscardFailedStep();
     }
+    if (IsNewRun(&enqueue_runs_, replica, run)) GiveUpQueued(replica);
     if (Error error = CheckEnqueue(replica, training)) return error;
     Put(replica, std::move(batch), training);
+    *apply_now = !training && SetDue(updates_.size());
     return std::nullopt;
   }
 
@@ -85,6 +108,7 @@ class StepQueue {
   // that other replicas queue for that step are discarded.
   void FailEnqueue(int replica) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (num_replicas() == 1) return;
     if (!failed_) {
       failed_ = next_enqueue_[replica];
       arrived_.clear();
@@ -96,26 +120,44 @@ class StepQueue {
   }
 
   // Hands out the next batch of `replica`.
-  Error Dequeue(int replica, Batch* batch) {
+  Error Dequeue(int replica, int64_t run, Batch* batch) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (IsNewRun(&dequeue_runs_, replica, run)) GiveUpDequeued(replica);
     const int64_t number = next_dequeue_[replica];
     Step* step = Find(number);
     if (failed_ && number >= *failed_) {
       return "dequeue: this step was given up because a replica's input "
-             "failed its checks. Mend that input and run the step again.";
+             "failed its checks. Fix that input and run the step again.";
     }
-    if (!step || step->replicas[replica].state != Part::State::kQueued) {
+    if (!step || step->replicas[replica].state != State::kQueued) {
       return "dequeue: no batch is enqueued. Call enqueue before dequeue, "
              "once for each dequeue.";
     }
     if (Error error = CheckDebts(*step, replica)) return error;
-    Part& part = step->replicas[replica];
-    *batch = part.batch;
-    part.state = step->training ? Part::State::kDequeued : Part::State::kDone;
+    StepPart& part = step->replicas[replica];
+    *batch = part.part.batch;
+    part.state = step->training ? State::kDequeued : State::kDone;
     last_was_training_[replica] = step->training;
     ++next_dequeue_[replica];
-    if (!step->training && AllIn(*step, Part::State::kDone)) Remove(number);
+    if (!step->training && AllIn(*step, State::kDone)) Remove(number);
     return std::nullopt;
+  }
+
+  // To be asked after each dequeue and its lookup: whether updates are due.
+  // With pipelining the pending one is, once every replica has looked up the
+  // training step after it.
+  bool LookupsAreDone() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool looked_up =
+        std::any_of(steps_.begin(), steps_.end(), [this](const Step& step) {
+          return step.training &&
+                 std::all_of(step.replicas.begin(), step.replicas.end(),
+                             [](const StepPart& part) {
+                               return part.state == State::kDequeued ||
+                                      part.state == State::kDeposited;
+                             });
+        });
+    return looked_up && SetDue(updates_.size());
   }
 
   // The batch whose gradients `replica` owes.
@@ -123,19 +165,30 @@ class StepQueue {
     std::lock_guard<std::mutex> lock(mutex_);
     Step* step = OwedStep(replica);
     if (!step) return NothingOwed(replica);
-    *batch = step->replicas[replica].batch;
+    *batch = step->replicas[replica].part.batch;
     return std::nullopt;
   }
 
-  // Takes the gradients that `replica` owes. `*apply_now` tells whether the
-  // caller has to apply the step's update.
-  Error Deposit(int replica, Gradients gradients, bool* apply_now) {
+  // Takes the gradients that `replica` owes. `*apply_now` tells whether
+  // updates are due.
+  Error Deposit(int replica, Gradients gradients, const Count& count,
+                bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
     Step* step = OwedStep(replica);
     if (!step) return NothingOwed(replica);
-    step->replicas[replica].state = Part::State::kDeposited;
-    step->replicas[replica].gradients = std::move(gradients);
-    *apply_now = !pipelined_ && AllIn(*step, Part::State::kDeposited);
+    step->replicas[replica].state = State::kDeposited;
+    step->replicas[replica].part.gradients = std::move(gradients);
+    *apply_now = false;
+    if (!AllIn(*step, State::kDeposited)) return std::nullopt;
+    const int64_t number = step->number;
+    std::vector<Part> parts;
+    for (StepPart& part : step->replicas) parts.push_back(std::move(part.part));
+    Remove(number);
+    updates_.push_back({count(), std::move(parts)});
+    // An evaluation that waits already must see the update.
+    const Step* next = Find(number + 1);
+    const bool at_once = !pipelined_ || (next && !next->training);
+    *apply_now = at_once && SetDue(updates_.size());
     return std::nullopt;
   }
 
@@ -146,120 +199,137 @@ class StepQueue {
     const Step* step = OwedStep(replica);
     if (!step || num_replicas() == 1) return;
     const int64_t number = step->number;
-    Remove(number);
     std::vector<int> arrived;
     for (int r = 0; r < num_replicas(); ++r) {
       if (next_enqueue_[r] > number) arrived.push_back(r);
     }
     if (static_cast<int>(arrived.size()) == num_replicas()) {
-      for (int64_t& next : next_dequeue_) next = std::max(next, number + 1);
+      GiveUp(number);
       return;
     }
     // A replica has not come to the step yet: it is given up as if an input
     // had failed, else the replicas would be at different steps for ever.
+    Remove(number);
     failed_ = std::min(failed_.value_or(number), number);
     arrived_ = arrived;
   }
 
-  // Whether the next gradients of `replica` complete their step: those it owes,
-  // or with `submitting` those that it submits.
-  bool Completes(int replica, bool submitting) {
+  // A lookup past the queue, whose gradients may come by Submit. `*epoch` is
+  // what Submit wants, by which late gradients of a given-up step are told.
+  Error BeginLookup(int replica, int64_t run, int64_t* epoch) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (num_replicas() == 1) return true;
-    const Step* step =
-        submitting ? Find(next_enqueue_[replica]) : OwedStep(replica);
-    if (!step) return false;
-    int deposited = 0;
-    for (const Part& part : step->replicas) {
-      deposited += part.state == State::kDeposited;
+    const bool new_run = IsNewRun(&lookup_runs_, replica, run);
+    *epoch = epoch_;
+    for (const Submissions& step : partial_) {
+      for (int r = replica; r < num_replicas(); ++r) {
+        if (!step[r]) continue;
+        GiveUpSubmissions();
+        *epoch = epoch_;
+        if (new_run) return std::nullopt;
+        return "lookup: gradients came from some replicas only, and their "
+               "step was given up. Put the loop over steps outside of "
+               "strategy.run, and take all lookups of a step before its "
+               "gradients.";
+      }
     }
-    return deposited == num_replicas() - 1;
+    return std::nullopt;
   }
 
-  // Forgets all batches and gradients: what is queued, owed or pending.
-  void Reset() {
+  // A lookup or gradients of `replica` past the queue failed their checks:
+  // the step is given up in every replica.
+  void FailLookup() {
     std::lock_guard<std::mutex> lock(mutex_);
-    Clear();
-  }
-
-  // A lookup outside of the queue, whose gradients may come by Submit. Updates
-  // that only some replicas submitted are given up: their step has ended.
-  Error BeginLookup(int replica) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Step* step = FindIf([=](const Step& candidate) {
-      return candidate.replicas[replica].state == State::kDeposited &&
-             !AllIn(candidate, State::kDeposited);
-    });
-    if (!step) return std::nullopt;
-    Clear();
-    return "lookup: gradients came from some replicas only, and their update "
-           "was given up. If a step had failed, run it again. Else take all "
-           "lookups of a step before its gradients.";
+    if (num_replicas() > 1) GiveUpSubmissions();
   }
 
   // Takes a batch together with its gradients. The n-th ones of all replicas
-  // make up one update. If pipelined, the newest update is left pending and
-  // the one before it is to be applied.
-  void Submit(int replica, Batch batch, Gradients gradients, bool* apply_now) {
+  // make up one update. With pipelining the newest update is left pending and
+  // those before it are due. `epoch`: of BeginLookup, or nothing if unknown.
+  Error Submit(int replica, Batch batch, Gradients gradients,
+               std::optional<int64_t> epoch, const Count& count,
+               bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const int64_t number = next_enqueue_[replica];
-    Put(replica, std::move(batch), /*training=*/true);
-    ++next_dequeue_[replica];
-    Step* step = Find(number);
-    step->replicas[replica].state = State::kDeposited;
-    step->replicas[replica].gradients = std::move(gradients);
-    const auto ready =
-        std::count_if(steps_.begin(), steps_.end(), [](const Step& candidate) {
-          return AllIn(candidate, State::kDeposited);
-        });
-    *apply_now = ready > (pipelined_ ? 1 : 0);
-  }
-
-  // To be asked after each lookup: whether the update that was left pending
-  // has now to be applied, all replicas having looked up the step after it.
-  bool LookupsAreDone() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!pipelined_ || !Ready()) return false;
-    const int64_t pending = Ready()->number;
-    return std::all_of(next_dequeue_.begin(), next_dequeue_.end(),
-                       [=](int64_t next) { return next > pending + 1; });
-  }
-
-  // Whether an update is ready to be applied.
-  bool IsReady() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return Ready() != nullptr;
-  }
-
-  // Whether the next batch of `replica` is an evaluation.
-  bool NextIsEvaluation(int replica) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const Step* next = Find(next_dequeue_[replica]);
-    return next && !next->training;
-  }
-
-  // Takes out the step whose update is ready, if there is one.
-  std::optional<Step> TakeReady() {
-    std::optional<Step> step;
-    TakeReady([](const Step&) { return true; }, &step);
-    return step;
-  }
-
-  // The same, but leaves the step where `check` of it is false. Returns whether
-  // a step was there.
-  template <class Check>
-  bool TakeReady(const Check& check, std::optional<Step>* step) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Step* ready = Ready();
-    if (ready && check(*ready)) {
-      *step = std::move(*ready);
-      Remove((*step)->number);
+    *apply_now = false;
+    if (epoch && *epoch != epoch_) {
+      return "The gradients belong to a step that was given up because it "
+             "failed in some replica. Run the step again.";
     }
-    return ready != nullptr;
+    const size_t index = next_submit_[replica];
+    if (index == partial_.size()) {
+      if (replica > 0) {
+        GiveUpSubmissions();
+        return "The gradients belong to a step for which the replica before "
+               "has handed in none. Put the loop over steps outside of "
+               "strategy.run.";
+      }
+      partial_.emplace_back(num_replicas());
+    }
+    Submissions& step = partial_[index];
+    step[replica] = Part{std::move(batch), std::move(gradients)};
+    ++next_submit_[replica];
+    if (!std::all_of(step.begin(), step.end(),
+                     [](const std::optional<Part>& part) { return !!part; })) {
+      return std::nullopt;
+    }
+    std::vector<Part> parts;
+    for (std::optional<Part>& part : step) parts.push_back(std::move(*part));
+    partial_.pop_front();  // Each replica submits in order: it is the first.
+    for (size_t& next : next_submit_) --next;
+    updates_.push_back({count(), std::move(parts)});
+    *apply_now = SetDue(updates_.size() - (pipelined_ ? 1 : 0));
+    return std::nullopt;
+  }
+
+  // Makes every complete update due. Returns whether there is one.
+  bool Flush() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return SetDue(updates_.size());
+  }
+
+  // Forgets all batches and gradients: what is queued, owed or pending. Returns
+  // the number of complete updates among them.
+  int64_t Reset() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    steps_.clear();
+    failed_.reset();
+    arrived_.clear();
+    const int64_t next =
+        *std::max_element(next_enqueue_.begin(), next_enqueue_.end());
+    std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
+    std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
+    partial_.clear();
+    std::fill(next_submit_.begin(), next_submit_.end(), 0);
+    const int64_t forgotten = updates_.size();
+    updates_.clear();
+    due_ = 0;
+    return forgotten;
+  }
+
+  // Takes out the oldest update that is due, if there is one.
+  std::optional<Update> TakeDue() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (due_ == 0) return std::nullopt;
+    std::optional<Update> update = std::move(updates_.front());
+    updates_.pop_front();
+    --due_;
+    return update;
   }
 
  private:
-  using State = typename Part::State;
+  enum class State { kAwaited, kQueued, kDequeued, kDeposited, kDone };
+  struct StepPart {
+    State state = State::kAwaited;
+    Part part;
+  };
+  // A step of the queue, until it is an update.
+  struct Step {
+    int64_t number = 0;
+    bool training = false;
+    std::vector<StepPart> replicas;
+  };
+  // A step past the queue, until it is an update: what each replica handed in.
+  using Submissions = std::vector<std::optional<Part>>;
+  using Runs = std::vector<std::optional<int64_t>>;
 
   template <class Predicate>
   Step* FindIf(Predicate predicate) {
@@ -279,14 +349,32 @@ class StepQueue {
   }
 
   static bool AllIn(const Step& step, State state) {
-    return std::all_of(step.replicas.begin(), step.replicas.end(),
-                       [=](const Part& part) { return part.state == state; });
+    return std::all_of(
+        step.replicas.begin(), step.replicas.end(),
+        [=](const StepPart& part) { return part.state == state; });
   }
 
-  Step* Ready() {
-    return FindIf([](const Step& step) {
-      return step.training && AllIn(step, State::kDeposited);
-    });
+  static bool AllEqual(const std::vector<int64_t>& numbers) {
+    return std::all_of(numbers.begin(), numbers.end(),
+                       [&](int64_t n) { return n == numbers[0]; });
+  }
+
+  static int64_t Smallest(const std::vector<int64_t>& numbers) {
+    return *std::min_element(numbers.begin(), numbers.end());
+  }
+
+  // Makes the oldest `count` updates due. Returns whether any is.
+  bool SetDue(size_t count) {
+    due_ = std::max(due_, count);
+    return due_ > 0;
+  }
+
+  // Whether `replica` begins for the first time in `run`, which is noted.
+  bool IsNewRun(Runs* runs, int replica, int64_t run) const {
+    std::optional<int64_t>& last = (*runs)[replica];
+    const bool is_new = num_replicas() > 1 && last && *last != run;
+    last = run;
+    return is_new;
   }
 
   Step* OwedStep(int replica) {
@@ -312,10 +400,11 @@ class StepQueue {
     const int64_t number = next_enqueue_[replica]++;
     Step* step = Find(number);
     if (!step) {
-      steps_.push_back({number, training, std::vector<Part>(num_replicas())});
+      steps_.push_back(
+          {number, training, std::vector<StepPart>(num_replicas())});
       step = &steps_.back();
     }
-    step->replicas[replica].batch = std::move(batch);
+    step->replicas[replica].part.batch = std::move(batch);
     step->replicas[replica].state = State::kQueued;
   }
 
@@ -323,16 +412,16 @@ class StepQueue {
   Error CheckDebts(const Step& next, int replica) {
     for (const Step& step : steps_) {
       if (!step.training || step.number >= next.number) continue;
-      if (next.training && step.replicas[replica].state == State::kDequeued) {
+      const State state = step.replicas[replica].state;
+      if (next.training && state == State::kDequeued) {
         return "dequeue: the training batch dequeued before still owes its "
                "gradients. Call apply_gradients first, or enqueue with "
-               "training=False; after a step that failed call reset.";
+               "training=False; after a step that failed call flush and reset.";
       }
-      if (step.replicas[replica].state == State::kDeposited &&
-          !AllIn(step, State::kDeposited)) {
+      if (state == State::kDeposited) {
         return "dequeue: another replica has not applied its gradients of "
                "the step before. Put the loop over steps outside of "
-               "strategy.run; after a step that failed call reset.";
+               "strategy.run; after a step that failed call flush and reset.";
       }
     }
     return std::nullopt;
@@ -353,16 +442,6 @@ class StepQueue {
            "applied once per dequeue.";
   }
 
-  void Clear() {
-    steps_.clear();
-    failed_.reset();
-    arrived_.clear();
-    const int64_t next =
-        *std::max_element(next_enqueue_.begin(), next_enqueue_.end());
-    std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
-    std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
-  }
-
   bool HasArrived(int replica) const {
     return std::find(arrived_.begin(), arrived_.end(), replica) !=
            arrived_.end();
@@ -370,14 +449,65 @@ class StepQueue {
 
   // Forgets the step whose input failed, and every step after it.
   void DiscardFailedStep() {
-    if (!failed_) return;
-    while (!steps_.empty() && steps_.back().number >= *failed_) {
-      steps_.pop_back();
-    }
-    for (int64_t& next : next_enqueue_) next = std::min(next, *failed_);
-    for (int64_t& next : next_dequeue_) next = std::min(next, *failed_);
+    if (failed_) DiscardFrom(*failed_);
     failed_.reset();
     arrived_.clear();
+  }
+
+  void DiscardFrom(int64_t number) {
+    while (!steps_.empty() && steps_.back().number >= number) {
+      steps_.pop_back();
+    }
+    for (int64_t& next : next_enqueue_) next = std::min(next, number);
+    for (int64_t& next : next_dequeue_) next = std::min(next, number);
+  }
+
+  // Gives up the steps that `replica`, or one after it, has queued in an
+  // earlier run and that another replica has not.
+  void GiveUpQueued(int replica) {
+    for (const Step& step : steps_) {
+      bool queued = false;
+      bool awaited = false;
+      for (int r = 0; r < num_replicas(); ++r) {
+        const bool here = step.replicas[r].state != State::kAwaited;
+        queued |= here && r >= replica;
+        awaited |= !here;
+      }
+      if (queued && awaited) {
+        DiscardFrom(step.number);
+        return;
+      }
+    }
+  }
+
+  // Gives up the steps that `replica`, or one after it, has dequeued in an
+  // earlier run and that are not at the same state in all replicas.
+  void GiveUpDequeued(int replica) {
+    std::vector<int64_t> numbers;
+    for (const Step& step : steps_) {
+      bool begun = false;
+      for (int r = replica; r < num_replicas(); ++r) {
+        begun |= step.replicas[r].state > State::kQueued;
+      }
+      if (begun && !AllIn(step, step.replicas[0].state)) {
+        numbers.push_back(step.number);
+      }
+    }
+    for (const int64_t number : numbers) GiveUp(number);
+  }
+
+  // Gives up a step that every replica has queued: those that have not dequeued
+  // it will not.
+  void GiveUp(int64_t number) {
+    Remove(number);
+    for (int64_t& next : next_dequeue_) next = std::max(next, number + 1);
+    for (int64_t& next : next_enqueue_) next = std::max(next, number + 1);
+  }
+
+  void GiveUpSubmissions() {
+    partial_.clear();
+    std::fill(next_submit_.begin(), next_submit_.end(), 0);
+    ++epoch_;
   }
 
   const int64_t capacity_;
@@ -386,9 +516,16 @@ class StepQueue {
   std::deque<Step> steps_;             // by ascending number
   std::vector<int64_t> next_enqueue_;  // by replica: the number of a step
   std::vector<int64_t> next_dequeue_;
+  std::deque<Submissions> partial_;
+  std::vector<size_t> next_submit_;      // by replica: an index into partial_
+  std::deque<Update> updates_;           // complete, the oldest first
+  size_t due_ = 0;                       // how many of them are to be applied
+  int64_t epoch_ = 0;                    // how often submissions were given up
   std::vector<bool> last_was_training_;  // by replica: of the last dequeue
-  std::optional<int64_t> failed_;        // a step given up
-  std::vector<int> arrived_;             // replicas that have been at it
+  // By replica the run in which it began last.
+  Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
+  std::optional<int64_t> failed_;  // a step given up
+  std::vector<int> arrived_;       // replicas that have been at it
 };
 
 }  // namespace tpu_embedding

@@ -5,11 +5,13 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "core/prepared_batch.h"
 #include "kernels/kernel_util.h"
+#include "kernels/plan.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/variant.h"
 #include "tensorflow/core/framework/variant_tensor_data.h"
@@ -18,44 +20,54 @@ namespace tpu_embedding {
 
 using SharedBatch = std::shared_ptr<const PreparedBatch>;
 
-// Copies share the batch. It lives within one process: it is neither encoded
-// nor decoded.
+// One batch, or the reason why it was refused: the op that takes it knows the
+// queue and the replica, which have to be told. Copies share the batch. It
+// lives within one process: it is neither encoded nor decoded.
 struct BatchVariant {
+  BatchVariant() = default;
+  BatchVariant(SharedPlan own_plan, SharedBatch own_batch,
+               absl::Status own_status)
+      : plan(std::move(own_plan)),
+        batch(std::move(own_batch)),
+        status(std::move(own_status)) {}
+
+  SharedPlan plan;
   SharedBatch batch;
+  absl::Status status;
+  // Of a lookup: when it began (StepQueue::BeginLookup), and whether its
+  // gradients came, which is once for all copies.
+  std::optional<int64_t> epoch;
+  std::shared_ptr<std::atomic<bool>> used;
 
-  std::string TypeName() const { return "tpu_embedding::PreparedBatch"; }
+  std::string TypeName() const { return "tpu_embedding::Batch"; }
   std::string DebugString() const { return TypeName(); }
   void Encode(tensorflow::VariantTensorData*) const {}
   bool Decode(const tensorflow::VariantTensorData&) { return false; }
 };
 
-// A lookup whose gradients may be submitted, once.
-struct Ticket {
-  explicit Ticket(SharedBatch looked_up) : batch(std::move(looked_up)) {}
+// The batch in a scalar variant tensor, which must be of `plan`.
+inline absl::Status Unwrap(const tensorflow::Tensor& tensor, const Plan* plan,
+                           const BatchVariant** value) {
+  TF_RETURN_IF_ERROR(CheckScalar("batch", tensor));
+  *value = tensor.scalar<tensorflow::Variant>()().get<BatchVariant>();
+  if (!*value) {
+    return absl::InvalidArgumentError("A variant that is no prepared batch.");
+  }
+  if (plan && (*value)->plan.get() != plan) {
+    return absl::InvalidArgumentError(
+        "A malformed graph: the batch was prepared for another embedding. "
+        "Trace "
+        "the function again.");
+  }
+  return absl::OkStatus();
+}
 
-  const SharedBatch batch;
-  std::atomic<bool> used{false};
-};
-
-// Copies are the same ticket.
-struct TicketVariant {
-  std::shared_ptr<Ticket> ticket;
-
-  std::string TypeName() const { return "tpu_embedding::Ticket"; }
-  std::string DebugString() const { return TypeName(); }
-  void Encode(tensorflow::VariantTensorData*) const {}
-  bool Decode(const tensorflow::VariantTensorData&) { return false; }
-};
-
-// The value of a scalar variant tensor, or an error that says what it is not.
-template <class T>
-absl::Status Unwrap(const tensorflow::Tensor& tensor, const char* source,
-                    const T** value) {
-  TF_RETURN_IF_ERROR(CheckScalar(source, tensor));
-  *value = tensor.scalar<tensorflow::Variant>()().get<T>();
-  if (*value) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("A variant that does not come from ", source, "."));
+inline absl::Status Wrap(tensorflow::OpKernelContext* context, int output,
+                         BatchVariant batch) {
+  tensorflow::Tensor* tensor = nullptr;
+  TF_RETURN_IF_ERROR(context->allocate_output(output, {}, &tensor));
+  tensor->scalar<tensorflow::Variant>()() = std::move(batch);
+  return absl::OkStatus();
 }
 
 }  // namespace tpu_embedding

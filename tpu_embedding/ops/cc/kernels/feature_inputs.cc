@@ -21,22 +21,6 @@ const std::map<std::string, InputKind>& Kinds() {
   return *kinds;
 }
 
-const std::map<std::string, Combiner>& Combiners() {
-  static const auto* combiners =
-      new std::map<std::string, Combiner>{{"sum", Combiner::kSum},
-                                          {"mean", Combiner::kMean},
-                                          {"sqrtn", Combiner::kSqrtn}};
-  return *combiners;
-}
-
-const std::map<std::string, InvalidIds>& InvalidIdRules() {
-  static const auto* rules =
-      new std::map<std::string, InvalidIds>{{"error", InvalidIds::kError},
-                                            {"drop", InvalidIds::kDrop},
-                                            {"mod", InvalidIds::kMod}};
-  return *rules;
-}
-
 // TensorFlow's int64_t need not be the same type as ours, only the same bits.
 const int64_t* Int64s(const Tensor& tensor) {
   return reinterpret_cast<const int64_t*>(tensor.flat<int64_t>().data());
@@ -69,13 +53,38 @@ absl::Status CheckDense(const FeatureInput& input, const Tensor& ids) {
 
 }  // namespace
 
-absl::Status FeatureInputs::ReadAttributes(OpKernelConstruction* context) {
-  tables_.feature_tables = GetList<int>(context, "feature_tables");
-  tables_.vocabulary_sizes = GetList<int64_t>(context, "vocabulary_sizes");
-  has_weights_ = GetList<bool>(context, "has_weights");
-  has_weight_structure_ = GetList<bool>(context, "has_weight_structure");
-  TF_RETURN_IF_ERROR(context->status());
-  TF_RETURN_IF_ERROR(ReadSpecs(context));
+absl::Status FeatureInputs::Read(OpKernelConstruction* context,
+                                 std::vector<FeatureSpec> specs) {
+  specs_ = std::move(specs);
+  Record call;
+  std::vector<std::string> kinds, sources;
+  std::vector<tensorflow::PartialTensorShape> shapes;
+  TF_RETURN_IF_ERROR(call.Read(context, "call"));
+  TF_RETURN_IF_ERROR(call.Get("training", &training_));
+  TF_RETURN_IF_ERROR(call.Get("kinds", &kinds));
+  TF_RETURN_IF_ERROR(call.Get("has_weights", &has_weights_));
+  TF_RETURN_IF_ERROR(call.Get("has_weight_structure", &has_weight_structure_));
+  TF_RETURN_IF_ERROR(call.Get("declared_shapes", &shapes));
+  TF_RETURN_IF_ERROR(call.Get("declared_sources", &sources));
+  const int64_t num_features = specs_.size();
+  TF_RETURN_IF_ERROR(CheckLength("kinds", kinds.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("declared_shapes", shapes.size(), num_features));
+  TF_RETURN_IF_ERROR(
+      CheckLength("declared_sources", sources.size(), num_features));
+  for (int64_t f = 0; f < num_features; ++f) {
+    FeatureSpec& spec = specs_[f];
+    const auto kind = Kinds().find(kinds[f]);
+    if (kind == Kinds().end()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("A malformed graph: an input of kind ", kinds[f], "."));
+    }
+    spec.kind = kind->second;
+    spec.declared_source = sources[f];
+    spec.shape_known = !shapes[f].unknown_rank();
+    if (!spec.shape_known) continue;
+    for (const auto& axis : shapes[f]) spec.declared_shape.push_back(axis.size);
+  }
   return CheckLists(context);
 }
 
@@ -96,75 +105,6 @@ absl::Status FeatureInputs::CheckLists(OpKernelConstruction* context) const {
   TF_RETURN_IF_ERROR(CheckLength("weights", given, count(has_weights_)));
   TF_RETURN_IF_ERROR(context->GetAttr("num_weight_structures", &given));
   return CheckLength("weight_structures", given, count(has_weight_structure_));
-}
-
-absl::Status FeatureInputs::Prepare(OpKernelContext* context, bool training,
-                                    PreparedBatch* batch) const {
-  std::vector<FeatureInput> inputs;
-  TF_RETURN_IF_ERROR(ReadInputs(context, &inputs));
-  return WithinMemory([&] {
-    return InvalidArgument(PrepareBatch(specs_, tables_, inputs, training,
-                                        WorkerPool(context), batch));
-  });
-}
-
-absl::Status FeatureInputs::ReadSpecs(OpKernelConstruction* context) {
-  const auto paths = GetList<std::string>(context, "paths");
-  const auto kinds = GetList<std::string>(context, "kinds");
-  const auto lengths = GetList<int64_t>(context, "sequence_lengths");
-  const auto names = GetList<std::string>(context, "table_names");
-  const auto combiners = GetList<std::string>(context, "combiners");
-  const auto rules = GetList<std::string>(context, "invalid_ids");
-  const auto shapes =
-      GetList<tensorflow::PartialTensorShape>(context, "declared_shapes");
-  const auto sources = GetList<std::string>(context, "declared_sources");
-  bool check_numerics = false;
-  TF_RETURN_IF_ERROR(context->GetAttr("check_numerics", &check_numerics));
-  TF_RETURN_IF_ERROR(context->status());
-  for (const int64_t rows : tables_.vocabulary_sizes) {
-    if (rows < 1 || rows > kMostRows) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("A table of ", rows, " rows; int32 must number them."));
-    }
-  }
-  const int64_t num_features = paths.size();
-  const int64_t num_tables = tables_.vocabulary_sizes.size();
-  TF_RETURN_IF_ERROR(CheckLength("feature_tables",
-                                 tables_.feature_tables.size(), num_features));
-  TF_RETURN_IF_ERROR(
-      CheckIndices("feature_tables", tables_.feature_tables, num_tables));
-  TF_RETURN_IF_ERROR(CheckLength("kinds", kinds.size(), num_features));
-  TF_RETURN_IF_ERROR(
-      CheckLength("sequence_lengths", lengths.size(), num_features));
-  TF_RETURN_IF_ERROR(
-      CheckLength("declared_shapes", shapes.size(), num_features));
-  TF_RETURN_IF_ERROR(
-      CheckLength("declared_sources", sources.size(), num_features));
-  TF_RETURN_IF_ERROR(CheckLength("table_names", names.size(), num_tables));
-  TF_RETURN_IF_ERROR(CheckLength("combiners", combiners.size(), num_tables));
-  TF_RETURN_IF_ERROR(CheckLength("invalid_ids", rules.size(), num_tables));
-  for (size_t f = 0; f < paths.size(); ++f) {
-    const int table = tables_.feature_tables[f];
-    FeatureSpec spec;
-    spec.path = paths[f];
-    spec.table = names[table];
-    spec.vocabulary_size = tables_.vocabulary_sizes[table];
-    spec.kind = Kinds().at(kinds[f]);
-    spec.combiner = Combiners().at(combiners[table]);
-    spec.invalid_ids = InvalidIdRules().at(rules[table]);
-    spec.check_numerics = check_numerics;
-    if (lengths[f] < 0) return CheckLength("sequence_lengths", lengths[f], 0);
-    spec.sequence_length = lengths[f];
-    spec.shape_known = !shapes[f].unknown_rank();
-    spec.declared_source = sources[f];
-    if (spec.shape_known) {
-      for (const auto& axis : shapes[f]) {
-        spec.declared_shape.push_back(axis.size);
-      }
-    }
-    specs_.push_back(std::move(spec));
-  }
-  return absl::OkStatus();
 }
 
 absl::Status FeatureInputs::ReadInputs(

@@ -7,36 +7,35 @@
 
 #include "core/prepared_batch.h"
 #include "kernels/kernel_util.h"
+#include "kernels/plan.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
 
 // Reads what TpuEmbeddingPrepare documents: the inputs ids, structures,
-// shapes, weights, weight_structures, and the attributes about them.
+// shapes, weights, weight_structures, and the record in the attribute `call`.
 class FeatureInputs {
  public:
-  absl::Status ReadAttributes(tensorflow::OpKernelConstruction* context);
-
-  // The batch of one replica, checked. It is grouped by row if `training`.
-  absl::Status Prepare(tensorflow::OpKernelContext* context, bool training,
-                       PreparedBatch* batch) const;
+  // Takes the features of a plan and adds what `call` says of them.
+  absl::Status Read(tensorflow::OpKernelConstruction* context,
+                    std::vector<FeatureSpec> specs);
 
   // The views are valid while the inputs of `context` are.
   absl::Status ReadInputs(tensorflow::OpKernelContext* context,
                           std::vector<FeatureInput>* inputs) const;
 
   const std::vector<FeatureSpec>& specs() const { return specs_; }
+  bool training() const { return training_; }
 
  private:
-  absl::Status ReadSpecs(tensorflow::OpKernelConstruction* context);
   absl::Status CheckLists(tensorflow::OpKernelConstruction* context) const;
   absl::Status ReadWeights(tensorflow::OpKernelContext* context,
                            std::vector<FeatureInput>* inputs) const;
 
   std::vector<FeatureSpec> specs_;
-  TableMap tables_;
   std::vector<bool> has_weights_;
   std::vector<bool> has_weight_structure_;
+  bool training_ = false;
 };
 
 }  // namespace tpu_embedding

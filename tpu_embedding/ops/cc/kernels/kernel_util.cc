@@ -6,6 +6,7 @@
 #include <mutex>
 #include <new>
 
+#include "kernels/plan.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/util/work_sharder.h"
 
@@ -162,19 +163,51 @@ ConstTableData DataOf(const Tensor& table) {
   return static_cast<const float*>(table.data());
 }
 
-absl::Status CheckTableSizes(const std::vector<Variable>& tables,
-                             const std::vector<int64_t>& vocabulary_sizes) {
-  TF_RETURN_IF_ERROR(
-      CheckLength("tables", tables.size(), vocabulary_sizes.size()));
+absl::Status CheckTables(const std::vector<Variable>& tables,
+                         const Plan& plan) {
+  TF_RETURN_IF_ERROR(CheckLength("tables", tables.size(), plan.tables.size()));
   for (size_t t = 0; t < tables.size(); ++t) {
-    const int64_t rows = tables[t]->tensor()->dim_size(0);
-    if (rows != vocabulary_sizes[t]) {
+    const TablePlan& table = plan.tables[t];
+    const tensorflow::TensorShape& shape = tables[t]->tensor()->shape();
+    if (shape != tensorflow::TensorShape({table.rows, table.dim})) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "Table ", t, " has ", rows, " rows, but the batch was checked for ",
-          vocabulary_sizes[t], ". Do not change the shape of a table."));
+          "Table ", table.name, " has shape ", shape.DebugString(), ", but ",
+          table.rows, " rows of width ", table.dim,
+          " were checked for. Do not change the shape of a table."));
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status LookUpCounters(OpKernelContext* context,
+                            std::vector<Variable>* counters) {
+  tensorflow::OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list("counters", &handles));
+  for (const Tensor& handle : handles) {
+    TF_RETURN_IF_ERROR(CheckScalar("counters", handle));
+    Variable variable;
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
+    const tensorflow::tf_shared_lock lock(*variable->mu());
+    const Tensor& value = *variable->tensor();
+    if (value.dtype() != tensorflow::DT_INT64 || value.dims() != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("A counter must be an int64 scalar, but it is ",
+                       value.DeviceSafeDebugString()));
+    }
+    counters->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
+int64_t AddTo(Var* counter, int64_t number) {
+  const tensorflow::mutex_lock lock(*counter->mu());
+  const int64_t before = counter->tensor()->scalar<int64_t>()();
+  // A new buffer: whoever has read the counter may share the old one.
+  Tensor after(tensorflow::DT_INT64, {});
+  after.scalar<int64_t>()() = before + number;
+  *counter->tensor() = after;
+  return before;
 }
 
 ReadLocks::ReadLocks(const std::vector<Variable>& variables) {

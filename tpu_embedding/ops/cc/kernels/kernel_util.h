@@ -29,15 +29,6 @@ absl::Status FailedPrecondition(const Error& error);
 // threads would end the process. `body` must have changed nothing by then.
 absl::Status WithinMemory(const std::function<absl::Status()>& body);
 
-// An attribute that is a list; a failure is left in the context's status.
-template <class T>
-std::vector<T> GetList(tensorflow::OpKernelConstruction* context,
-                       const char* name) {
-  std::vector<T> values;
-  context->SetStatus(context->GetAttr(name, &values));
-  return values;
-}
-
 // Whoever edits a graph by hand can give an op lists that do not fit together.
 // Fails unless `length`, that of the list `name`, is `expected`.
 absl::Status CheckLength(const char* name, int64_t length, int64_t expected);
@@ -68,10 +59,17 @@ absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
 TableData DataOf(tensorflow::Tensor* table);
 ConstTableData DataOf(const tensorflow::Tensor& table);
 
-// Fails unless each table has the number of rows that ids were checked for. The
-// tables must be locked.
-absl::Status CheckTableSizes(const std::vector<Variable>& tables,
-                             const std::vector<int64_t>& vocabulary_sizes);
+// Fails unless the tables are as large as in the plan, which ids were checked
+// for. The tables must be locked.
+struct Plan;
+absl::Status CheckTables(const std::vector<Variable>& tables, const Plan& plan);
+
+// The int64 scalars behind the resource inputs `counters`.
+absl::Status LookUpCounters(tensorflow::OpKernelContext* context,
+                            std::vector<Variable>* counters);
+
+// Adds to a counter; returns the value before.
+int64_t AddTo(tensorflow::Var* counter, int64_t number);
 
 // Read locks on all of `variables`, taken in one global order.
 class ReadLocks {

@@ -1,72 +1,170 @@
-// TpuEmbeddingLookup: a prepared batch -> activations, past the queue.
+// TpuEmbeddingLookup: a prepared batch, or the next one of the queue ->
+// activations.
 
+#include "core/lookup.h"
+
+#include <atomic>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "core/pieces.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
-#include "kernels/lookup_all.h"
 #include "kernels/step_queue_resource.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
 
 namespace tpu_embedding {
 namespace {
 
+using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("TpuEmbeddingLookup")
     .Input("queue: resource")
-    .Input("batch: variant")
+    .Input("batches: num_batches * variant")
     .Input("tables: num_tables * resource")
+    .Input("runs: num_runs * int64")
     .Output("activations: num_features * float")
-    .Output("ticket: variant")
+    .Output("looked_up: variant")
+    .Output("apply_now: bool")
+    .Attr("num_batches: int >= 0")
     .Attr("num_tables: int >= 1")
     .Attr("num_features: int >= 1")
-    .Attr("feature_tables: list(int)")
-    .Attr("quantization: list(float)")
+    .Attr("num_runs: int >= 0")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
-    .SetShapeFn(ActivationShapesThenScalar)
+    .SetShapeFn([](InferenceContext* context) {
+      std::vector<tensorflow::PartialTensorShape> shapes;
+      int64_t num_features = 0;
+      TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
+      TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
+      TF_RETURN_IF_ERROR(
+          CheckLength("output_shapes", shapes.size(), num_features));
+      for (size_t f = 0; f < shapes.size(); ++f) {
+        tensorflow::shape_inference::ShapeHandle shape;
+        TF_RETURN_IF_ERROR(
+            context->MakeShapeFromPartialTensorShape(shapes[f], &shape));
+        context->set_output(f, shape);
+      }
+      context->set_output(num_features, context->Scalar());
+      context->set_output(num_features + 1, context->Scalar());
+      return absl::OkStatus();
+    })
     .Doc(R"doc(
-Looks a batch up at once. Its gradients may or may not follow by
-TpuEmbeddingSubmit, so that any number of lookups can share a step.
+Looks a batch up: the one given, past the queue, or the next one in the queue.
 
-batch: what TpuEmbeddingPrepare gives, prepared for training.
-ticket: a scalar that TpuEmbeddingSubmit takes, once.
-The others are those of TpuEmbeddingDequeue.
+batches: one batch, whose gradients may or may not follow by TpuEmbeddingUpdate,
+  so that any number of lookups can share a step; or none: the oldest one queued
+  for `replica`, which then owes its gradients if it is for training.
+tables: the table variables, float32 or bfloat16 [vocabulary size, dim].
+runs: none in a graph; eagerly a number of this run of strategy.run.
+activations: for each feature [its output shape..., dim].
+looked_up: for TpuEmbeddingUpdate, once, if a batch was given.
+apply_now: whether updates are due, the queue's next step being looked up in all
+  replicas.
+output_shapes: what is known of the activations' shapes.
 )doc");
+
+// Rough cycles for one feature of a batch: for each id and each sample a fixed
+// part, and one for the width.
+int64_t Cycles(const FeatureCsr& csr, int64_t dim) {
+  return (csr.rows.size() + csr.num_samples()) * (20 + dim / 2);
+}
 
 class LookupOp : public tensorflow::OpKernel {
  public:
   explicit LookupOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
-    OP_REQUIRES_OK(context, lookup_.ReadAttributes(context));
+    OP_REQUIRES_OK(context, context->GetAttr("output_shapes", &shapes_));
   }
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
+    int64_t run = 0;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
-    const BatchVariant* batch = nullptr;
-    OP_REQUIRES_OK(context,
-                   Unwrap(context->input(1), "TpuEmbeddingPrepare", &batch));
+    OP_REQUIRES_OK(context, ReadRun(context, &run));
     std::vector<Variable> tables;
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OpInputList batches;
+    OP_REQUIRES_OK(context, context->input_list("batches", &batches));
+    BatchQueue& queue = resource->queue;
+    BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
+    if (batches.size() == 0) {
+      OP_REQUIRES_OK(context, FailedPrecondition(queue.Dequeue(
+                                  replica_, run, &looked_up.batch)));
+    } else {
+      const BatchVariant* given = nullptr;
+      OP_REQUIRES_OK(context, Unwrap(batches[0], resource->plan.get(), &given));
+      if (!given->status.ok()) queue.FailLookup();
+      OP_REQUIRES_OK(context, given->status);
+      looked_up.batch = given->batch;
+      looked_up.used = std::make_shared<std::atomic<bool>>(false);
+      looked_up.epoch = 0;
+      OP_REQUIRES_OK(context, FailedPrecondition(queue.BeginLookup(
+                                  replica_, run, &*looked_up.epoch)));
+    }
     OP_REQUIRES_OK(context,
-                   FailedPrecondition(resource->queue.BeginLookup(replica_)));
-    OP_REQUIRES_OK(context, lookup_.Run(context, *batch->batch, tables));
-    Tensor* ticket = nullptr;
-    OP_REQUIRES_OK(
-        context, context->allocate_output(lookup_.num_features(), {}, &ticket));
-    ticket->scalar<tensorflow::Variant>()() =
-        TicketVariant{std::make_shared<Ticket>(batch->batch)};
+                   Run(context, *looked_up.batch, tables, resource.get()));
+    const int num_features = resource->plan->features.size();
+    Tensor* apply_now = nullptr;
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(num_features + 1, {}, &apply_now));
+    apply_now->scalar<bool>()() = batches.size() == 0 && queue.LookupsAreDone();
+    OP_REQUIRES_OK(context, Wrap(context, num_features, std::move(looked_up)));
   }
 
  private:
-  BatchLookup lookup_;
+  absl::Status Run(OpKernelContext* context, const PreparedBatch& batch,
+                   const std::vector<Variable>& tables,
+                   StepQueueResource* resource) const {
+    const Plan& plan = *resource->plan;
+    TF_RETURN_IF_ERROR(
+        CheckLength("output_shapes", shapes_.size(), plan.features.size()));
+    const ReadLocks locks(tables);
+    TF_RETURN_IF_ERROR(CheckTables(tables, plan));
+    for (size_t t = 0; t < tables.size(); ++t) {
+      resource->huge_pages.Advise(t, *tables[t]->tensor());
+    }
+    std::vector<float*> outputs;
+    std::vector<Work> works;
+    for (size_t f = 0; f < batch.features.size(); ++f) {
+      tensorflow::TensorShape shape;
+      TF_RETURN_IF_ERROR(
+          ActivationShape(batch.features[f].output_shape, plan.dim(f), &shape));
+      if (!shapes_[f].IsCompatibleWith(shape)) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "Feature ", plan.features[f].path, ": the activations have shape ",
+            shape.DebugString(), ", but the function was traced for ",
+            shapes_[f].DebugString(),
+            ". Pass `batch_size` where the size of batches is fixed, or trace "
+            "a "
+            "function for each size."));
+      }
+      Tensor* output = nullptr;
+      TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
+      outputs.push_back(output->flat<float>().data());
+      works.push_back({batch.features[f].num_samples(),
+                       Cycles(batch.features[f], plan.dim(f))});
+    }
+    ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
+      const int64_t f = piece.owner;
+      const int table = plan.feature_tables[f];
+      Lookup(batch.features[f],
+             DataOf(static_cast<const Tensor&>(*tables[table]->tensor())),
+             plan.dim(f), plan.tables[table].quantization, piece.begin,
+             piece.end, outputs[f]);
+    });
+    return absl::OkStatus();
+  }
+
+  std::vector<tensorflow::PartialTensorShape> shapes_;
   int replica_ = 0;
 };
 

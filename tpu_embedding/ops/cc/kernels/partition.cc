@@ -13,6 +13,7 @@
 #include "core/csr.h"
 #include "kernels/feature_inputs.h"
 #include "kernels/kernel_util.h"
+#include "kernels/plan.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -27,57 +28,117 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::shape_inference::InferenceContext;
 
+// One stacked table of the plan, and the limits of its partitions.
+absl::Status ReadTable(const Record& record, CsrTable* table) {
+  TF_RETURN_IF_ERROR(record.Get("name", &table->name));
+  TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
+  TF_RETURN_IF_ERROR(record.Get("samples", &table->samples));
+  TF_RETURN_IF_ERROR(record.Get("features", &table->features));
+  TF_RETURN_IF_ERROR(record.Get("max_ids", &table->limit.ids));
+  TF_RETURN_IF_ERROR(record.Get("max_unique_ids", &table->limit.unique));
+  return record.Get("keep_positions", &table->keep_positions);
+}
+
+absl::Status ReadPlace(const Record& record, CsrFeature* feature) {
+  TF_RETURN_IF_ERROR(ReadFeature(record, &feature->spec));
+  TF_RETURN_IF_ERROR(record.Get("samples", &feature->samples));
+  TF_RETURN_IF_ERROR(record.Get("sample_offset", &feature->sample_offset));
+  TF_RETURN_IF_ERROR(record.Get("row_offset", &feature->row_offset));
+  TF_RETURN_IF_ERROR(record.Get("rotation", &feature->shift));
+  return record.Get("max_valency", &feature->max_valency);
+}
+
+// What the record in the attribute "plan" says of tables, features and chips.
+absl::Status ReadSetup(const std::string& plan, CsrSetup* setup, bool* padded) {
+  Record record;
+  TF_RETURN_IF_ERROR(record.Parse(plan));
+  TF_RETURN_IF_ERROR(record.Get("padded", padded));
+  TF_RETURN_IF_ERROR(record.Get("num_sparse_cores", &setup->num_cores));
+  TF_RETURN_IF_ERROR(record.Get("num_replicas", &setup->num_replicas));
+  TF_RETURN_IF_ERROR(record.Get("max_ids_per_chip_per_sample",
+                                &setup->max_ids_per_chip_per_sample));
+  TF_RETURN_IF_ERROR(
+      record.Get("allow_id_dropping", &setup->allow_id_dropping));
+  TF_RETURN_IF_ERROR(record.Get("max_minibatches", &setup->max_minibatches));
+  TF_RETURN_IF_ERROR(record.Get("minibatching", &setup->minibatching));
+  for (const auto& [name, number] : std::map<const char*, int64_t>{
+           {"num_sparse_cores", setup->num_cores},
+           {"num_replicas", setup->num_replicas},
+           {"max_ids_per_chip_per_sample", setup->max_ids_per_chip_per_sample},
+           {"max_minibatches", setup->max_minibatches}}) {
+    if (number < 1) return CheckLength(name, number, 1);
+  }
+  bool check_numerics = false;
+  TF_RETURN_IF_ERROR(record.Get("check_numerics", &check_numerics));
+  std::vector<Record> tables, features;
+  TF_RETURN_IF_ERROR(record.Get("tables", &tables));
+  TF_RETURN_IF_ERROR(record.Get("features", &features));
+  for (const Record& own : features) {
+    CsrFeature feature;
+    TF_RETURN_IF_ERROR(ReadPlace(own, &feature));
+    feature.spec.check_numerics = check_numerics;
+    setup->features.push_back(std::move(feature));
+  }
+  for (const Record& own : tables) {
+    CsrTable table;
+    TF_RETURN_IF_ERROR(ReadTable(own, &table));
+    TF_RETURN_IF_ERROR(
+        CheckIndices("features", table.features, setup->features.size()));
+    setup->tables.push_back(std::move(table));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckNumTables(int64_t num_tables, int64_t num_positions,
+                            const CsrSetup& setup) {
+  TF_RETURN_IF_ERROR(CheckLength("tables", setup.tables.size(), num_tables));
+  return CheckLength(
+      "sorted_pos_ids", num_positions,
+      std::count_if(setup.tables.begin(), setup.tables.end(),
+                    [](const CsrTable& t) { return t.keep_positions; }));
+}
+
 // The tables' sizes are known before any batch where the tensors are padded.
 absl::Status PartitionShape(InferenceContext* context) {
+  CsrSetup setup;
   bool padded = false;
-  int64_t cores = 0, replicas = 0, per_sample = 0, minibatches = 0;
-  std::vector<int64_t> samples;
-  std::vector<bool> positions;
-  TF_RETURN_IF_ERROR(context->GetAttr("padded", &padded));
-  TF_RETURN_IF_ERROR(context->GetAttr("num_sparse_cores", &cores));
-  TF_RETURN_IF_ERROR(context->GetAttr("num_replicas", &replicas));
-  TF_RETURN_IF_ERROR(context->GetAttr("max_minibatches", &minibatches));
-  TF_RETURN_IF_ERROR(
-      context->GetAttr("max_ids_per_chip_per_sample", &per_sample));
-  TF_RETURN_IF_ERROR(context->GetAttr("stack_samples", &samples));
-  TF_RETURN_IF_ERROR(context->GetAttr("keep_positions", &positions));
+  std::string plan;
   int64_t num_tables = 0;
   int64_t num_positions = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("plan", &plan));
+  TF_RETURN_IF_ERROR(ReadSetup(plan, &setup, &padded));
   TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
   TF_RETURN_IF_ERROR(context->GetAttr("num_positions", &num_positions));
-  TF_RETURN_IF_ERROR(CheckLength("stack_samples", samples.size(), num_tables));
-  TF_RETURN_IF_ERROR(
-      CheckLength("keep_positions", positions.size(), num_tables));
-  TF_RETURN_IF_ERROR(
-      CheckLength("sorted_pos_ids", num_positions,
-                  std::count(positions.begin(), positions.end(), true)));
-  const int64_t pointers = cores * minibatches * PaddedShards(cores * replicas);
+  TF_RETURN_IF_ERROR(CheckNumTables(num_tables, num_positions, setup));
+  const int64_t pointers = setup.num_cores * setup.max_minibatches *
+                           PaddedShards(setup.num_cores * setup.num_replicas);
   const auto vector = [&](int64_t size) {
     return padded && size >= 0 ? context->Vector(size)
                                : context->Vector(InferenceContext::kUnknownDim);
   };
   int output = 0;
-  for (size_t t = 0; t < samples.size(); ++t) {
+  for (int64_t t = 0; t < num_tables; ++t) {
     context->set_output(output++, vector(pointers));
   }
+  const auto ids = [&](const CsrTable& table) {
+    return vector(table.samples * setup.max_ids_per_chip_per_sample);
+  };
   for (int list = 0; list < 3; ++list) {
-    for (const int64_t count : samples) {
-      context->set_output(output++, vector(count * per_sample));
+    for (const CsrTable& table : setup.tables) {
+      context->set_output(output++, ids(table));
     }
   }
-  for (size_t t = 0; t < samples.size(); ++t) {
-    if (positions[t]) {
-      context->set_output(output++, vector(samples[t] * per_sample));
-    }
+  for (const CsrTable& table : setup.tables) {
+    if (table.keep_positions) context->set_output(output++, ids(table));
   }
-  for (size_t t = 0; t < 3 * samples.size(); ++t) {
+  for (int64_t t = 0; t < 3 * num_tables; ++t) {
     context->set_output(output++, context->Scalar());
   }
   int64_t num_features = 0;
   TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
   context->set_output(output++, context->Vector(num_features));
   while (output < context->num_outputs()) {
-    context->set_output(output++, context->Vector(samples.size()));
+    context->set_output(output++, context->Vector(num_tables));
   }
   return absl::OkStatus();
 }
@@ -108,44 +169,14 @@ REGISTER_OP("TpuEmbeddingPartition")
     .Attr("num_tables: int >= 1")
     .Attr("num_positions: int >= 0")
     .Attr("ids_types: list({int32, int64})")
-    .Attr("has_weights: list(bool)")
-    .Attr("has_weight_structure: list(bool)")
-    .Attr("kinds: list({'dense', 'sparse', 'ragged'})")
-    .Attr("paths: list(string)")
-    .Attr("feature_tables: list(int)")
-    .Attr("sequence_lengths: list(int)")
-    .Attr("declared_shapes: list(shape)")
-    .Attr("declared_sources: list(string)")
-    .Attr("table_names: list(string)")
-    .Attr("vocabulary_sizes: list(int)")
-    .Attr("combiners: list({'sum', 'mean', 'sqrtn'})")
-    .Attr("invalid_ids: list({'error', 'drop', 'mod'})")
-    .Attr("check_numerics: bool")
-    .Attr("samples: list(int)")
-    .Attr("sample_offsets: list(int)")
-    .Attr("row_offsets: list(int)")
-    .Attr("shifts: list(int)")
-    .Attr("max_valencies: list(int)")
-    .Attr("stack_names: list(string)")
-    .Attr("stack_sizes: list(int)")
-    .Attr("stack_features: list(int)")
-    .Attr("stack_rows: list(int)")
-    .Attr("stack_samples: list(int)")
-    .Attr("max_ids_per_partition: list(int)")
-    .Attr("max_unique_ids_per_partition: list(int)")
-    .Attr("keep_positions: list(bool)")
-    .Attr("num_sparse_cores: int >= 1")
-    .Attr("num_replicas: int >= 1")
-    .Attr("max_ids_per_chip_per_sample: int >= 1")
-    .Attr("allow_id_dropping: bool")
-    .Attr("max_minibatches: int >= 1")
-    .Attr("minibatching: bool")
-    .Attr("padded: bool")
+    .Attr("plan: string")
+    .Attr("call: string")
     .SetShapeFn(PartitionShape)
     .Doc(R"doc(
 Sorts the features of one replica into partitions for the SparseCores.
 
-ids, structures, shapes, weights, weight_structures: as TpuEmbeddingPrepare.
+ids, structures, shapes, weights, weight_structures, call: as
+  TpuEmbeddingPrepare.
 splits: per stacked table, cuts into minibatches that other replicas need.
 row_pointers: per stacked table, where each partition ends.
 sorted_sample_ids, sorted_token_ids, sorted_gains: the entries of the
@@ -159,86 +190,29 @@ required_ids: the size of the id buffer that would have held all, per stacked
   table.
 max_ids, max_unique_ids: of the fullest partition before cuts, per stacked table.
 own_splits: the splits that were asked for and those that this batch needs.
+plan: the record of the stacked tables (preprocessing/library_ops.py); with
+  `padded` the tensors have the size of the id buffer.
 )doc");
-
-// The stacked tables, from attributes that list one value per table.
-absl::Status ReadTables(OpKernelConstruction* context, CsrSetup* setup) {
-  const auto names = GetList<std::string>(context, "stack_names");
-  const auto sizes = GetList<int64_t>(context, "stack_sizes");
-  const auto features = GetList<int>(context, "stack_features");
-  const auto rows = GetList<int64_t>(context, "stack_rows");
-  const auto samples = GetList<int64_t>(context, "stack_samples");
-  const auto ids = GetList<int64_t>(context, "max_ids_per_partition");
-  const auto unique = GetList<int64_t>(context, "max_unique_ids_per_partition");
-  const auto positions = GetList<bool>(context, "keep_positions");
-  TF_RETURN_IF_ERROR(context->status());
-  int64_t num_tables = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_tables", &num_tables));
-  for (const auto& [name, length] : std::map<const char*, size_t>{
-           {"stack_names", names.size()},
-           {"stack_sizes", sizes.size()},
-           {"stack_rows", rows.size()},
-           {"stack_samples", samples.size()},
-           {"max_ids_per_partition", ids.size()},
-           {"max_unique_ids_per_partition", unique.size()},
-           {"keep_positions", positions.size()}}) {
-    TF_RETURN_IF_ERROR(CheckLength(name, length, num_tables));
-  }
-  TF_RETURN_IF_ERROR(
-      CheckIndices("stack_features", features, setup->features.size()));
-  int64_t next = 0;
-  const int64_t num_features = features.size();
-  for (int64_t t = 0; t < num_tables; ++t) {
-    if (sizes[t] < 0 || sizes[t] > num_features - next) {
-      return CheckLength("stack_features", num_features, next + sizes[t]);
-    }
-    CsrTable table;
-    table.name = names[t];
-    table.rows = rows[t];
-    table.samples = samples[t];
-    table.features.assign(features.begin() + next,
-                          features.begin() + next + sizes[t]);
-    table.limit = {ids[t], unique[t]};
-    table.keep_positions = positions[t];
-    next += sizes[t];
-    setup->tables.push_back(std::move(table));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status ReadPlaces(OpKernelConstruction* context,
-                        const std::vector<FeatureSpec>& specs,
-                        CsrSetup* setup) {
-  const auto samples = GetList<int64_t>(context, "samples");
-  const auto sample_offsets = GetList<int64_t>(context, "sample_offsets");
-  const auto row_offsets = GetList<int64_t>(context, "row_offsets");
-  const auto shifts = GetList<int64_t>(context, "shifts");
-  const auto valencies = GetList<int64_t>(context, "max_valencies");
-  TF_RETURN_IF_ERROR(context->status());
-  for (const auto& [name, length] :
-       std::map<const char*, size_t>{{"samples", samples.size()},
-                                     {"sample_offsets", sample_offsets.size()},
-                                     {"row_offsets", row_offsets.size()},
-                                     {"shifts", shifts.size()},
-                                     {"max_valencies", valencies.size()}}) {
-    TF_RETURN_IF_ERROR(CheckLength(name, length, specs.size()));
-  }
-  for (size_t f = 0; f < specs.size(); ++f) {
-    setup->features.push_back({specs[f], samples[f], sample_offsets[f],
-                               row_offsets[f], shifts[f], valencies[f]});
-  }
-  return absl::OkStatus();
-}
 
 class PartitionOp : public tensorflow::OpKernel {
  public:
   explicit PartitionOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, features_.ReadAttributes(context));
-    OP_REQUIRES_OK(context, context->status());
-    OP_REQUIRES_OK(context, context->GetAttr("padded", &padded_));
-    OP_REQUIRES_OK(context, ReadSetup(context));
-    OP_REQUIRES_OK(context, ReadPlaces(context, features_.specs(), &setup_));
-    OP_REQUIRES_OK(context, ReadTables(context, &setup_));
+    std::string plan;
+    OP_REQUIRES_OK(context, context->GetAttr("plan", &plan));
+    OP_REQUIRES_OK(context, ReadSetup(plan, &setup_, &padded_));
+    int64_t num_tables = 0;
+    int64_t num_positions = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("num_tables", &num_tables));
+    OP_REQUIRES_OK(context, context->GetAttr("num_positions", &num_positions));
+    OP_REQUIRES_OK(context, CheckNumTables(num_tables, num_positions, setup_));
+    std::vector<FeatureSpec> specs;
+    for (const CsrFeature& feature : setup_.features) {
+      specs.push_back(feature.spec);
+    }
+    OP_REQUIRES_OK(context, features_.Read(context, std::move(specs)));
+    for (size_t f = 0; f < setup_.features.size(); ++f) {
+      setup_.features[f].spec = features_.specs()[f];
+    }
     OP_REQUIRES_OK(context, InvalidArgument(CompleteSetup(&setup_)));
   }
 
@@ -272,18 +246,6 @@ class PartitionOp : public tensorflow::OpKernel {
   }
 
  private:
-  absl::Status ReadSetup(OpKernelConstruction* context) {
-    TF_RETURN_IF_ERROR(context->GetAttr("num_sparse_cores", &setup_.num_cores));
-    TF_RETURN_IF_ERROR(context->GetAttr("num_replicas", &setup_.num_replicas));
-    TF_RETURN_IF_ERROR(context->GetAttr("max_ids_per_chip_per_sample",
-                                        &setup_.max_ids_per_chip_per_sample));
-    TF_RETURN_IF_ERROR(
-        context->GetAttr("allow_id_dropping", &setup_.allow_id_dropping));
-    TF_RETURN_IF_ERROR(
-        context->GetAttr("max_minibatches", &setup_.max_minibatches));
-    return context->GetAttr("minibatching", &setup_.minibatching);
-  }
-
   absl::Status AllocateTables(OpKernelContext* context, const CsrBatch& batch,
                               std::vector<CsrArrays>* arrays) const {
     OpOutputList pointers, samples, tokens, gains, positions;

@@ -1,124 +1,235 @@
-#include "kernels/stacks.h"
+// TpuEmbeddingToStacks and TpuEmbeddingFromStacks: a prepared batch as plain
+// tensors, one stack of tables after the other, and back.
+
+#include "core/stacks.h"
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <utility>
+#include <vector>
 
+#include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
+#include "kernels/plan.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/dataset_stateful_op_allowlist.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
 
 namespace tpu_embedding {
+namespace {
 
 using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
+using tensorflow::OpOutputList;
 using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::shape_inference::InferenceContext;
 
-absl::Status Stacks::ReadAttributes(OpKernelConstruction* context) {
-  const auto names = GetList<std::string>(context, "stack_names");
-  const auto stacks = GetList<int>(context, "feature_stacks");
-  const auto tokens = GetList<int64_t>(context, "first_tokens");
-  const auto paths = GetList<std::string>(context, "paths");
-  tables_.feature_tables = GetList<int>(context, "feature_tables");
-  tables_.vocabulary_sizes = GetList<int64_t>(context, "vocabulary_sizes");
-  TF_RETURN_IF_ERROR(context->status());
-  const int64_t num_features = tables_.feature_tables.size();
-  const int64_t num_tables = tables_.vocabulary_sizes.size();
-  int64_t num_stacks = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_stacks", &num_stacks));
-  TF_RETURN_IF_ERROR(CheckLength("stack_names", names.size(), num_stacks));
-  TF_RETURN_IF_ERROR(
-      CheckLength("feature_stacks", stacks.size(), num_features));
-  TF_RETURN_IF_ERROR(CheckLength("first_tokens", tokens.size(), num_features));
-  TF_RETURN_IF_ERROR(CheckLength("paths", paths.size(), num_features));
-  TF_RETURN_IF_ERROR(CheckIndices("feature_stacks", stacks, num_stacks));
-  TF_RETURN_IF_ERROR(
-      CheckIndices("feature_tables", tables_.feature_tables, num_tables));
-  for (const std::string& name : names) stacks_.push_back({name, {}, {}});
-  for (size_t f = 0; f < stacks.size(); ++f) {
-    const int64_t rows = tables_.vocabulary_sizes[tables_.feature_tables[f]];
-    Stack& stack = stacks_[stacks[f]];
-    stack.indices.push_back(f);
-    stack.features.push_back({paths[f], tokens[f], rows});
+absl::Status Vectors(InferenceContext* context) {
+  for (int i = 0; i < context->num_outputs(); ++i) {
+    context->set_output(i, context->Vector(InferenceContext::kUnknownDim));
   }
   return absl::OkStatus();
 }
 
-absl::Status Stacks::Write(OpKernelContext* context,
-                           const PreparedBatch& batch) const {
-  for (size_t k = 0; k < stacks_.size(); ++k) {
-    TF_RETURN_IF_ERROR(WriteOne(context, k, batch));
-  }
-  return absl::OkStatus();
-}
+REGISTER_OP("TpuEmbeddingToStacks")
+    .Input("batch: variant")
+    .Output("row_pointers: num_stacks * int32")
+    .Output("sample_ids: num_stacks * int32")
+    .Output("token_ids: num_stacks * int32")
+    .Output("gains: num_stacks * float")
+    .Output("output_shapes: num_features * int64")
+    .Attr("num_stacks: int >= 1")
+    .Attr("num_features: int >= 1")
+    .SetShapeFn(Vectors)
+    .Doc(R"doc(
+The batch as plain tensors.
 
-absl::Status Stacks::WriteOne(OpKernelContext* context, int stack,
-                              const PreparedBatch& batch) const {
-  std::vector<const FeatureCsr*> batches;
-  int64_t samples = 0;
-  int64_t entries = 0;
-  for (const int f : stacks_[stack].indices) {
-    batches.push_back(&batch.features[f]);
-    samples += batch.features[f].num_samples();
-    entries += batch.features[f].rows.size();
-  }
-  if (std::max(samples, entries) >= std::numeric_limits<int32_t>::max()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "Stacked table ", stacks_[stack].name, ": a batch of ", samples,
-        " samples and ", entries, " ids. Both are numbered by int32; cut the ",
-        "batch into smaller ones."));
-  }
-  const int64_t sizes[] = {samples + 1, entries, entries, entries};
-  Tensor* outputs[4];
-  for (size_t k = 0; k < 4; ++k) {
-    TF_RETURN_IF_ERROR(context->allocate_output(stack + k * stacks_.size(),
-                                                {sizes[k]}, &outputs[k]));
-  }
-  WriteStack(
-      stacks_[stack].features, batches,
-      {outputs[0]->flat<int32_t>().data(), outputs[1]->flat<int32_t>().data(),
-       outputs[2]->flat<int32_t>().data(), outputs[3]->flat<float>().data()});
-  return absl::OkStatus();
-}
+row_pointers: for each stack [samples + 1], where the entries of a sample begin.
+sample_ids, token_ids, gains: for each stack [entries]. A token is a row of the
+  stack.
+output_shapes: for each feature the shape of its activations without the
+  embedding axis.
+)doc");
 
-absl::Status Stacks::Read(OpKernelContext* context,
-                          std::vector<std::vector<int64_t>> output_shapes,
-                          PreparedBatch* batch) const {
-  OpInputList pointers, tokens, gains;
-  TF_RETURN_IF_ERROR(context->input_list("row_pointers", &pointers));
-  TF_RETURN_IF_ERROR(context->input_list("token_ids", &tokens));
-  TF_RETURN_IF_ERROR(context->input_list("gains", &gains));
-  TF_RETURN_IF_ERROR(CheckLength("shapes", output_shapes.size(),
-                                 tables_.feature_tables.size()));
-  batch->features.resize(output_shapes.size());
-  batch->vocabulary_sizes = tables_.vocabulary_sizes;
-  for (size_t f = 0; f < output_shapes.size(); ++f) {
-    batch->features[f].output_shape = std::move(output_shapes[f]);
-  }
-  std::vector<Error> errors(stacks_.size());
-  const auto read = [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      const StackInput input = {
-          stacks_[k].name,           pointers[k].flat<int32_t>().data(),
-          pointers[k].NumElements(), tokens[k].flat<int32_t>().data(),
-          tokens[k].NumElements(),   gains[k].flat<float>().data(),
-          gains[k].NumElements()};
-      std::vector<FeatureCsr*> batches;
-      for (const int f : stacks_[k].indices) {
-        batches.push_back(&batch->features[f]);
-      }
-      errors[k] = ReadStack(stacks_[k].features, input, batches);
+REGISTER_OP("TpuEmbeddingFromStacks")
+    .Input("row_pointers: num_stacks * int32")
+    .Input("token_ids: num_stacks * int32")
+    .Input("gains: num_stacks * float")
+    .Input("shapes: num_features * int64")
+    .Output("batch: variant")
+    .Attr("num_stacks: int >= 1")
+    .Attr("num_features: int >= 1")
+    .Attr("plan: string")
+    .Attr("training: bool")
+    .SetIsStateful()  // Only so that its variant is not folded into a constant.
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Undoes TpuEmbeddingToStacks. Nothing in the inputs is trusted; errors in values
+are raised by the op that takes the batch.
+
+shapes: for each feature its output shape, or [number of samples].
+training: whether the batch is for an update.
+)doc");
+
+class ToStacksOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const BatchVariant* variant = nullptr;
+    OP_REQUIRES_OK(context, Unwrap(context->input(0), nullptr, &variant));
+    OP_REQUIRES_OK(context, variant->status);
+    const PreparedBatch& batch = *variant->batch;
+    const std::vector<StackPlan>& stacks = variant->plan->stacks;
+    OpOutputList pointers, shapes;
+    OP_REQUIRES_OK(context, context->output_list("row_pointers", &pointers));
+    OP_REQUIRES_OK(context, context->output_list("output_shapes", &shapes));
+    OP_REQUIRES_OK(context,
+                   CheckLength("stacks", stacks.size(), pointers.size()));
+    OP_REQUIRES_OK(
+        context, CheckLength("features", batch.features.size(), shapes.size()));
+    for (size_t k = 0; k < stacks.size(); ++k) {
+      OP_REQUIRES_OK(context, Write(context, k, stacks[k], batch));
     }
-  };
-  // Rough cycles for copying one stack of a large batch.
-  constexpr int64_t kCyclesPerStack = 100000;
-  TF_RETURN_IF_ERROR(WithinMemory([&] {
-    WorkerPool(context)(stacks_.size(), kCyclesPerStack, read);
-    return absl::OkStatus();
-  }));
-  for (const Error& error : errors) {
-    if (error) return absl::InvalidArgumentError(*error);
+    for (int f = 0; f < shapes.size(); ++f) {
+      const std::vector<int64_t>& shape = batch.features[f].output_shape;
+      Tensor* output = nullptr;
+      OP_REQUIRES_OK(
+          context,
+          shapes.allocate(f, TensorShape({static_cast<int64_t>(shape.size())}),
+                          &output));
+      std::copy(shape.begin(), shape.end(), output->flat<int64_t>().data());
+    }
   }
-  return absl::OkStatus();
-}
 
+ private:
+  static absl::Status Write(OpKernelContext* context, int index,
+                            const StackPlan& stack,
+                            const PreparedBatch& batch) {
+    std::vector<const FeatureCsr*> features;
+    int64_t samples = 0;
+    int64_t entries = 0;
+    for (const int f : stack.features) {
+      features.push_back(&batch.features[f]);
+      samples += batch.features[f].num_samples();
+      entries += batch.features[f].rows.size();
+    }
+    if (std::max(samples, entries) >= std::numeric_limits<int32_t>::max()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("Stacked table ", stack.name, ": a batch of ", samples,
+                       " samples and ", entries,
+                       " ids. Both are numbered by int32; cut the ",
+                       "batch into smaller ones."));
+    }
+    const auto allocate = [&](const char* name, int64_t size, auto** data) {
+      using Value = std::remove_reference_t<decltype(**data)>;
+      OpOutputList list;
+      Tensor* tensor = nullptr;
+      TF_RETURN_IF_ERROR(context->output_list(name, &list));
+      TF_RETURN_IF_ERROR(list.allocate(index, TensorShape({size}), &tensor));
+      *data = tensor->flat<Value>().data();
+      return absl::OkStatus();
+    };
+    StackOutput output;
+    TF_RETURN_IF_ERROR(
+        allocate("row_pointers", samples + 1, &output.row_pointers));
+    TF_RETURN_IF_ERROR(allocate("sample_ids", entries, &output.sample_ids));
+    TF_RETURN_IF_ERROR(allocate("token_ids", entries, &output.token_ids));
+    TF_RETURN_IF_ERROR(allocate("gains", entries, &output.gains));
+    WriteStack(stack.stacked, features, output);
+    return absl::OkStatus();
+  }
+};
+
+class FromStacksOp : public tensorflow::OpKernel {
+ public:
+  explicit FromStacksOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadPlan(context, &plan_));
+    OP_REQUIRES_OK(context, context->GetAttr("training", &training_));
+    int64_t num_stacks = 0;
+    int64_t num_features = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("num_stacks", &num_stacks));
+    OP_REQUIRES_OK(context, context->GetAttr("num_features", &num_features));
+    OP_REQUIRES_OK(context,
+                   CheckLength("stacks", num_stacks, plan_->stacks.size()));
+    OP_REQUIRES_OK(
+        context, CheckLength("features", num_features, plan_->features.size()));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    auto batch = std::make_shared<PreparedBatch>();
+    absl::Status status = Read(context, batch.get());
+    if (status.ok() && training_) {
+      status = WithinMemory([&] {
+        GroupRows(plan_->table_map, WorkerPool(context), batch.get());
+        return absl::OkStatus();
+      });
+    }
+    OP_REQUIRES_OK(context, Wrap(context, 0,
+                                 BatchVariant(plan_, std::move(batch),
+                                              std::move(status))));
+  }
+
+ private:
+  absl::Status Read(OpKernelContext* context, PreparedBatch* batch) const {
+    OpInputList pointers, tokens, gains, shapes;
+    TF_RETURN_IF_ERROR(context->input_list("row_pointers", &pointers));
+    TF_RETURN_IF_ERROR(context->input_list("token_ids", &tokens));
+    TF_RETURN_IF_ERROR(context->input_list("gains", &gains));
+    TF_RETURN_IF_ERROR(context->input_list("shapes", &shapes));
+    batch->features.resize(plan_->features.size());
+    batch->vocabulary_sizes = plan_->table_map.vocabulary_sizes;
+    for (int f = 0; f < shapes.size(); ++f) {
+      const auto axes = shapes[f].flat<int64_t>();
+      batch->features[f].output_shape.assign(axes.data(),
+                                             axes.data() + axes.size());
+    }
+    const std::vector<StackPlan>& stacks = plan_->stacks;
+    std::vector<Error> errors(stacks.size());
+    const auto read = [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) {
+        const StackInput input = {stacks[k].name,
+                                  pointers[k].flat<int32_t>().data(),
+                                  pointers[k].NumElements(),
+                                  tokens[k].flat<int32_t>().data(),
+                                  tokens[k].NumElements(),
+                                  gains[k].flat<float>().data(),
+                                  gains[k].NumElements()};
+        std::vector<FeatureCsr*> features;
+        for (const int f : stacks[k].features) {
+          features.push_back(&batch->features[f]);
+        }
+        errors[k] = ReadStack(stacks[k].stacked, input, features);
+      }
+    };
+    // Rough cycles for copying one stack of a large batch.
+    constexpr int64_t kCyclesPerStack = 100000;
+    TF_RETURN_IF_ERROR(WithinMemory([&] {
+      WorkerPool(context)(stacks.size(), kCyclesPerStack, read);
+      return absl::OkStatus();
+    }));
+    for (const Error& error : errors) {
+      TF_RETURN_IF_ERROR(InvalidArgument(error));
+    }
+    return absl::OkStatus();
+  }
+
+  SharedPlan plan_;
+  bool training_ = false;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingToStacks").Device(tensorflow::DEVICE_CPU), ToStacksOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingFromStacks").Device(tensorflow::DEVICE_CPU),
+    FromStacksOp);
+
+ALLOW_STATEFUL_OP_FOR_DATASET_FUNCTIONS("TpuEmbeddingFromStacks");
+
+}  // namespace
 }  // namespace tpu_embedding

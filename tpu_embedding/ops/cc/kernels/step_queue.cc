@@ -7,6 +7,7 @@
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -21,80 +22,63 @@ using tensorflow::Tensor;
 
 REGISTER_OP("TpuEmbeddingStepQueue")
     .Output("queue: resource")
-    .Attr("num_replicas: int >= 1")
-    .Attr("capacity: int >= 1")
-    .Attr("pipelined: bool")
+    .Attr("plan: string")
+    .Attr("num_slots: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
 Makes a queue of steps. It lives as long as a handle to it.
 
-num_replicas: batches in one step.
-capacity: how many batches of one replica may wait.
-pipelined: leave each update pending until the lookups of the next step.
+plan: the record of the embedding (engines/host.py).
+num_slots: slots of all tables.
 )doc");
 
 REGISTER_OP("TpuEmbeddingEnqueue")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
+    .Input("runs: num_runs * int64")
+    .Output("apply_now: bool")
     .Attr("num_batches: int >= 1")
+    .Attr("num_runs: int >= 0")
     .Attr("replica: int")
     .Attr("training: bool")
     .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
 Queues the batch of one replica, or the batches of all.
 
 batches: one for `replica`, or one for each replica, which all enter or none.
+runs: none in a graph; eagerly a number of this run of strategy.run.
+apply_now: whether updates are due, as they are before an evaluation.
 training: whether gradients will be applied for this step.
 )doc");
 
-REGISTER_OP("TpuEmbeddingPending")
+REGISTER_OP("TpuEmbeddingFlush")
     .Input("queue: resource")
-    .Output("ready: bool")
-    .Output("before_evaluation: bool")
-    .Attr("replica: int")
-    .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      context->set_output(0, context->Scalar());
-      context->set_output(1, context->Scalar());
-      return absl::OkStatus();
-    })
-    .Doc(R"doc(
-Whether an update is pending.
-
-ready: true where one is ready to be applied.
-before_evaluation: true where, besides, the next batch is an evaluation, so
-  that the update must be applied before its lookups.
-)doc");
-
-REGISTER_OP("TpuEmbeddingCompletes")
-    .Input("queue: resource")
-    .Output("completes: bool")
-    .Attr("replica: int")
-    .Attr("submitting: bool")
+    .Output("apply_now: bool")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Whether the next gradients of a replica are the last that their step waits for.
-
-submitting: whether they will come by TpuEmbeddingSubmit.
+Makes the pending update due. apply_now: whether there is one.
 )doc");
 
 REGISTER_OP("TpuEmbeddingReset")
     .Input("queue: resource")
+    .Input("counters: num_counters * resource")
+    .Attr("num_counters: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
 Forgets all batches and gradients that are queued, owed or pending.
+
+counters: none, or the number of updates, from which forgotten ones are taken.
 )doc");
 
 class StepQueueOp : public tensorflow::OpKernel {
  public:
   explicit StepQueueOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("num_replicas", &num_replicas_));
-    OP_REQUIRES_OK(context, context->GetAttr("capacity", &capacity_));
-    OP_REQUIRES_OK(context, context->GetAttr("pipelined", &pipelined_));
+    OP_REQUIRES_OK(context, ReadPlan(context, &plan_));
+    OP_REQUIRES_OK(context, context->GetAttr("num_slots", &num_slots_));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -102,14 +86,13 @@ class StepQueueOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &handle));
     handle->scalar<tensorflow::ResourceHandle>()() =
         tensorflow::ResourceHandle::MakeRefCountingHandle(
-            new StepQueueResource(num_replicas_, capacity_, pipelined_),
+            new StepQueueResource(plan_, num_slots_),
             context->device()->name());
   }
 
  private:
-  int num_replicas_ = 1;
-  int64_t capacity_ = 1;
-  bool pipelined_ = false;
+  SharedPlan plan_;
+  int num_slots_ = 0;
 };
 
 class EnqueueOp : public tensorflow::OpKernel {
@@ -121,31 +104,46 @@ class EnqueueOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
+    int64_t run = 0;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
-    std::vector<SharedBatch> batches;
-    OP_REQUIRES_OK(context, ReadBatches(context, &batches));
-    const int num_batches = batches.size();
-    if (num_batches == resource->queue.num_replicas()) {
-      OP_REQUIRES_OK(context, FailedPrecondition(resource->queue.EnqueueAll(
-                                  std::move(batches), training_)));
-      return;
-    }
-    OP_REQUIRES(context, num_batches == 1,
+    OP_REQUIRES_OK(context, ReadRun(context, &run));
+    OpInputList variants;
+    OP_REQUIRES_OK(context, context->input_list("batches", &variants));
+    BatchQueue& queue = resource->queue;
+    const bool all = variants.size() == queue.num_replicas();
+    OP_REQUIRES(context, all || variants.size() == 1,
                 absl::InvalidArgumentError(
                     "TpuEmbeddingEnqueue takes the batch of one replica or "
                     "those of all."));
-    OP_REQUIRES_OK(context, FailedPrecondition(resource->queue.Enqueue(
-                                replica_, std::move(batches[0]), training_)));
+    std::vector<SharedBatch> batches;
+    const absl::Status status = ReadBatches(variants, *resource, &batches);
+    // The other replicas' batches of this step may be queued already.
+    if (!status.ok() && !all) queue.FailEnqueue(replica_);
+    OP_REQUIRES_OK(context, status);
+    bool apply_now = false;
+    OP_REQUIRES_OK(
+        context,
+        FailedPrecondition(
+            all ? queue.EnqueueAll(std::move(batches), training_, &apply_now)
+                : queue.Enqueue(replica_, std::move(batches[0]), training_, run,
+                                &apply_now)));
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
+    output->scalar<bool>()() = apply_now;
   }
 
  private:
-  static absl::Status ReadBatches(OpKernelContext* context,
-                                  std::vector<SharedBatch>* batches) {
-    OpInputList variants;
-    TF_RETURN_IF_ERROR(context->input_list("batches", &variants));
+  absl::Status ReadBatches(const OpInputList& variants,
+                           const StepQueueResource& resource,
+                           std::vector<SharedBatch>* batches) const {
     for (const Tensor& variant : variants) {
       const BatchVariant* batch = nullptr;
-      TF_RETURN_IF_ERROR(Unwrap(variant, "TpuEmbeddingPrepare", &batch));
+      TF_RETURN_IF_ERROR(Unwrap(variant, resource.plan.get(), &batch));
+      TF_RETURN_IF_ERROR(batch->status);
+      if (training_) {
+        TF_RETURN_IF_ERROR(CheckLength("batch", batch->batch->tables.size(),
+                                       resource.plan->tables.size()));
+      }
       batches->push_back(batch->batch);
     }
     return absl::OkStatus();
@@ -155,53 +153,17 @@ class EnqueueOp : public tensorflow::OpKernel {
   bool training_ = false;
 };
 
-class PendingOp : public tensorflow::OpKernel {
+class FlushOp : public tensorflow::OpKernel {
  public:
-  explicit PendingOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
-  }
+  using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
-    Tensor* ready = nullptr;
-    Tensor* before_evaluation = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ready));
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(1, {}, &before_evaluation));
-    const bool is_ready = resource->queue.IsReady();
-    ready->scalar<bool>()() = is_ready;
-    before_evaluation->scalar<bool>()() =
-        is_ready && resource->queue.NextIsEvaluation(replica_);
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    Tensor* apply_now = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &apply_now));
+    apply_now->scalar<bool>()() = resource->queue.Flush();
   }
-
- private:
-  int replica_ = 0;
-};
-
-REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingStepQueue").Device(tensorflow::DEVICE_CPU), StepQueueOp);
-REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingEnqueue").Device(tensorflow::DEVICE_CPU), EnqueueOp);
-class CompletesOp : public tensorflow::OpKernel {
- public:
-  explicit CompletesOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
-    OP_REQUIRES_OK(context, context->GetAttr("submitting", &submitting_));
-  }
-
-  void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
-    Tensor* completes = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &completes));
-    completes->scalar<bool>()() =
-        resource->queue.Completes(replica_, submitting_);
-  }
-
- private:
-  int replica_ = 0;
-  bool submitting_ = false;
 };
 
 class ResetOp : public tensorflow::OpKernel {
@@ -211,16 +173,21 @@ class ResetOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    resource->queue.Reset();
+    std::vector<Variable> counters;
+    OP_REQUIRES_OK(context, LookUpCounters(context, &counters));
+    const int64_t forgotten = resource->queue.Reset();
+    for (const Variable& counter : counters) AddTo(counter.get(), -forgotten);
   }
 };
 
 REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingCompletes").Device(tensorflow::DEVICE_CPU), CompletesOp);
+    Name("TpuEmbeddingStepQueue").Device(tensorflow::DEVICE_CPU), StepQueueOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingEnqueue").Device(tensorflow::DEVICE_CPU), EnqueueOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingFlush").Device(tensorflow::DEVICE_CPU), FlushOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingReset").Device(tensorflow::DEVICE_CPU), ResetOp);
-REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingPending").Device(tensorflow::DEVICE_CPU), PendingOp);
 
 }  // namespace
 }  // namespace tpu_embedding

@@ -5,10 +5,13 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/step_queue.h"
 #include "kernels/batch_variant.h"
+#include "kernels/huge_pages.h"
+#include "kernels/plan.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_base.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -16,14 +19,12 @@
 
 namespace tpu_embedding {
 
-// By feature; a gradient that was not given counts as zeros.
-using FeatureGradients = std::vector<std::optional<tensorflow::Tensor>>;
-
 // What one replica hands in.
 struct ReplicaGradients {
-  FeatureGradients features;
-  // By table the learning rate. The replica that completes a step evaluates
-  // the rates, the others hand in zeros: their sum is the rate.
+  // By feature; a gradient that was not given counts as zeros.
+  std::vector<std::optional<tensorflow::Tensor>> features;
+  // By table the learning rate. One replica evaluates the rates, the others
+  // hand in zeros: their sum is the rate.
   tensorflow::Tensor rates;
 };
 
@@ -31,14 +32,18 @@ using BatchQueue = StepQueue<SharedBatch, ReplicaGradients>;
 
 class StepQueueResource : public tensorflow::ResourceBase {
  public:
-  StepQueueResource(int num_replicas, int64_t capacity, bool pipelined)
-      : queue(num_replicas, capacity, pipelined) {}
+  StepQueueResource(SharedPlan shared_plan, int num_slots)
+      : plan(std::move(shared_plan)),
+        queue(plan->num_replicas, plan->capacity, plan->pipelined),
+        huge_pages(plan->tables.size() + num_slots) {}
 
   std::string DebugString() const override {
     return "tpu_embedding::StepQueue";
   }
 
+  const SharedPlan plan;
   BatchQueue queue;
+  HugePages huge_pages;  // under the tables, then the slots
 };
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;
@@ -50,6 +55,21 @@ inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
   TF_RETURN_IF_ERROR(tensorflow::LookupResource(
       context, tensorflow::HandleFromInput(context, 0), queue));
   return CheckIndices("replica", {replica}, (*queue)->queue.num_replicas());
+}
+
+// What tells this run of strategy.run from others: the input list "runs", or
+// where it is empty the run of the tf.function that the op is in.
+inline absl::Status ReadRun(tensorflow::OpKernelContext* context,
+                            int64_t* run) {
+  tensorflow::OpInputList runs;
+  TF_RETURN_IF_ERROR(context->input_list("runs", &runs));
+  if (runs.size() == 0) {
+    *run = context->step_id();
+    return absl::OkStatus();
+  }
+  TF_RETURN_IF_ERROR(CheckScalar("runs", runs[0]));
+  *run = runs[0].flat<int64_t>()(0);
+  return absl::OkStatus();
 }
 
 }  // namespace tpu_embedding

@@ -1,0 +1,258 @@
+"""Fuzzes steps that are refused, beside a reference that skips them.
+
+    make fuzz-refusals STEPS=20000
+
+Each episode draws an engine, a class, pipelining and a number of replicas, and then
+trains random steps, some of which fail in one replica. With SGD, a rate of 1 and whole
+numbers as gradients all values are exact: any update that is lost, doubled, mixed or
+applied too early shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding import distribution
+from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions
+
+V, D, SAMPLES = 6, 2, 3
+STEPS_PER_EPISODE = 25
+KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise", "evaluate")
+REFUSALS = (tf.errors.InvalidArgumentError, ValueError, ArithmeticError)
+
+
+@dataclasses.dataclass
+class Reference:
+    """The tables as they should be: complete steps, each applied once and in order."""
+
+    pipelined: bool
+    table: np.ndarray
+    pending: np.ndarray | None = None
+
+    def flush(self) -> None:
+        if self.pending is not None:
+            self.table = self.table - self.pending
+        self.pending = None
+
+    def train(self, update: np.ndarray) -> None:
+        self.flush()
+        self.pending = update
+        if not self.pipelined:
+            self.flush()
+
+
+class Queue:
+    """TPUEmbedding: a batch is queued and looked up, then owes its gradients."""
+
+    def __init__(self, features: Any, pipelined: bool) -> None:
+        self.embedding = te.TPUEmbedding(
+            features, te.SGD(1.0), pipelined, check_numerics=True
+        )
+        self.embedding.build()
+
+    def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        self.embedding.enqueue({"film": ids})
+        return self.embedding.dequeue()["film"], None
+
+    def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
+        del looked_up
+        self.embedding.apply_gradients({"film": gradient})
+
+
+class V2:
+    """TPUEmbeddingV2: the batch is in the user's hands."""
+
+    def __init__(self, features: Any, pipelined: bool) -> None:
+        self.embedding = te.TPUEmbeddingV2(
+            features, te.SGD(1.0), pipelined, check_numerics=True
+        )
+        self.embedding.build()
+
+    def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        activations, preserved = self.embedding({"film": ids})
+        return activations["film"], preserved
+
+    def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
+        self.embedding.apply_gradients({"film": gradient}, looked_up)
+
+
+class Calls:
+    """The lookups and updates of a Keras layer."""
+
+    def __init__(self, features: Any, pipelined: bool) -> None:
+        options = EmbeddingOptions(pipelined, None, check_numerics=True)
+        self.embedding = CallEmbedding(features, te.SGD(1.0), options)
+
+    def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        activations, ticket = self.embedding.lookup({"film": ids})
+        return activations["film"], ticket
+
+    def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
+        self.embedding.submit(looked_up, {"film": gradient})
+
+
+CLASSES: dict[str, Callable[[Any, bool], Any]] = {
+    "queue": Queue,
+    "V2": V2,
+    "calls": Calls,
+}
+
+
+@dataclasses.dataclass
+class Episode:
+    """One embedding, trained for some steps."""
+
+    engine: str
+    name: str
+    replicas: int
+    pipelined: bool
+    graph: bool
+
+    def __post_init__(self) -> None:
+        os.environ[distribution.ENGINE_VARIABLE] = self.engine
+        self.strategy = tf.distribute.get_strategy()
+        if self.replicas > 1:
+            devices = [f"CPU:{r}" for r in range(self.replicas)]
+            self.strategy = tf.distribute.MirroredStrategy(devices)
+        films = te.TableConfig(
+            V, D, te.RowIdInitializer(), combiner="sum", name="films"
+        )
+        with self.strategy.scope():
+            self.user = CLASSES[self.name](
+                {"film": te.FeatureConfig(films)}, self.pipelined
+            )
+        start = np.repeat(np.arange(V, dtype=np.float32)[:, np.newaxis], D, axis=1)
+        self.reference = Reference(self.pipelined, start)
+        self.steps = {
+            kind: self._traced(self._step(kind))
+            for kind in ("values", "shape", "raise")
+        }
+
+    def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            found = self.strategy.run(call, arguments)
+            return self.strategy.experimental_local_results(found)
+
+        return tf.function(run, autograph=False) if self.graph else run
+
+    def _step(self, kind: str) -> Callable[..., tf.Tensor]:
+        def step(ids: Any, gradients: Any, fails: Any, bad: int) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            if kind == "raise" and replica == bad:
+                raise ArithmeticError
+            activations, looked_up = self.user.look_up(ids[replica])
+            gradient = gradients[replica]
+            if kind == "shape" and replica == bad:
+                gradient = gradient[:, :1]
+            check = tf.debugging.Assert(~fails[replica], ["broken"])
+            with tf.control_dependencies([] if check is None else [check]):
+                self.user.update(tf.identity(gradient), looked_up)
+            return activations
+
+        return step
+
+    def step(self, rng: np.random.Generator) -> None:
+        """One random step, and what must hold after it."""
+        kind = str(rng.choice(KINDS))
+        bad = int(rng.integers(self.replicas))
+        ids = rng.integers(0, V, [self.replicas, SAMPLES])
+        gradients = rng.integers(1, 4, [self.replicas, SAMPLES, D]).astype(np.float32)
+        fails = np.zeros(self.replicas, bool)
+        update = np.zeros([V, D], np.float32)
+        np.add.at(update, ids.ravel(), gradients.reshape(-1, D))
+        expected = self.reference.table[ids]
+        where = (self, kind, bad)
+        if kind == "evaluate":
+            if rng.random() < 0.5:
+                self.user.embedding.flush()
+                self.reference.flush()
+            return
+        if kind == "id":
+            ids[bad, rng.integers(SAMPLES)] = V + 3
+        elif kind == "nan":
+            gradients[bad, 0, 0] = np.nan
+        elif kind == "assertion":
+            fails[bad] = True
+        call = self.steps[kind if kind in ("shape", "raise") else "values"]
+        arguments = (tf.constant(ids), tf.constant(gradients), tf.constant(fails), bad)
+        if kind == "good":
+            found = np.stack([part.numpy() for part in call(*arguments)])
+            np.testing.assert_array_equal(found, expected, err_msg=str(where))
+            self.reference.train(update)
+            return
+        try:
+            call(*arguments)
+        except REFUSALS:
+            self._refused(kind, bad)
+        else:
+            raise AssertionError(f"{where} was not refused")
+
+    def _refused(self, kind: str, bad: int) -> None:
+        """What a refused step leaves: nothing, but for lookups that were done."""
+        traced = self.graph and kind in ("shape", "raise")
+        looked_up = kind in ("nan", "assertion", "shape") and not traced
+        if self.name == "queue" and looked_up and bad == self.replicas - 1:
+            self.reference.flush()  # All replicas had looked up: the update was due.
+            if self.replicas == 1:
+                self.user.embedding.reset()  # It owes its gradients still.
+
+    def finish(self) -> None:
+        self.user.embedding.flush()
+        self.reference.flush()
+        (table,) = self.user.embedding.embedding_tables.values()
+        np.testing.assert_array_equal(table, self.reference.table, err_msg=str(self))
+
+
+def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) -> int:
+    """Fuzzes; returns the number of episodes."""
+    rng = np.random.default_rng(seed)
+    episodes = 0
+    before = os.environ.get(distribution.ENGINE_VARIABLE)
+    try:
+        while steps > 0:
+            episode = Episode(
+                engine=str(rng.choice(engines)),
+                name=str(rng.choice(list(CLASSES))),
+                replicas=int(rng.integers(1, 4)),
+                pipelined=bool(rng.integers(2)),
+                graph=bool(rng.integers(2)),
+            )
+            for _ in range(STEPS_PER_EPISODE):
+                episode.step(rng)
+            episode.finish()
+            steps -= STEPS_PER_EPISODE
+            episodes += 1
+    finally:
+        os.environ.pop(distribution.ENGINE_VARIABLE, None)
+        if before is not None:
+            os.environ[distribution.ENGINE_VARIABLE] = before
+    return episodes
+
+
+def main() -> None:
+    """Reads the arguments and fuzzes."""
+    import conftest  # noqa: F401 - makes logical devices, before TensorFlow starts
+
+    parser = argparse.ArgumentParser(description="Fuzzes refused steps.")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--engines", default="host,portable")
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    engines = tuple(arguments.engines.split(","))
+    episodes = run(arguments.steps, arguments.seed, engines)
+    print(f"{arguments.steps} steps in {episodes} episodes: 0 differences", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+#include "kernels/plan.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::NameAttrList;
+using tensorflow::OpKernelConstruction;
+
+// The value that `names` has for `name`, the content of the field `field`.
+template <class T>
+absl::Status Choose(const char* field, const std::string& name,
+                    const std::map<std::string, T>& names, T* value) {
+  const auto found = names.find(name);
+  if (found == names.end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("A malformed graph: `", field, "` is ", name, "."));
+  }
+  *value = found->second;
+  return absl::OkStatus();
+}
+
+absl::Status ReadOptimizer(const Record& record, TablePlan* table) {
+  std::string rule;
+  TF_RETURN_IF_ERROR(record.Get("rule", &rule));
+  if (rule.empty()) return absl::OkStatus();
+  table->rule = FindRule(rule);
+  if (!table->rule) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "There is no update rule named ", rule,
+        ". If the Python package has this rule, the compiled library is "
+        "older than the package. Rebuild the library: run `make ops` in a "
+        "checkout, or reinstall the package."));
+  }
+  TF_RETURN_IF_ERROR(record.Get("hyperparameters", &table->hyperparameters));
+  TF_RETURN_IF_ERROR(CheckLength("hyperparameters",
+                                 table->hyperparameters.size(),
+                                 table->rule->num_hyperparameters));
+  RowOptions& options = table->options;
+  TF_RETURN_IF_ERROR(
+      record.Get("clip_gradient_min", &options.clip_gradient_min));
+  TF_RETURN_IF_ERROR(
+      record.Get("clip_gradient_max", &options.clip_gradient_max));
+  TF_RETURN_IF_ERROR(record.Get("clip_weight_min", &options.clip_weight_min));
+  TF_RETURN_IF_ERROR(record.Get("clip_weight_max", &options.clip_weight_max));
+  TF_RETURN_IF_ERROR(
+      record.Get("weight_decay_factor", &options.weight_decay_factor));
+  TF_RETURN_IF_ERROR(
+      record.Get("multiply_decay_by_rate", &options.multiply_decay_by_rate));
+  TF_RETURN_IF_ERROR(record.Get("all_rows", &options.all_rows));
+  int64_t seed = 0;
+  TF_RETURN_IF_ERROR(record.Get("rounding_seed", &seed));
+  table->rounding_seed = seed;
+  return absl::OkStatus();
+}
+
+absl::Status ReadTable(const Record& record, TablePlan* table) {
+  TF_RETURN_IF_ERROR(record.Get("name", &table->name));
+  TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
+  TF_RETURN_IF_ERROR(record.Get("dim", &table->dim));
+  if (table->rows < 1 || table->rows > kMostRows || table->dim < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "A malformed graph: a table of ", table->rows, " rows and ", table->dim,
+        " columns; int32 must be able to number the rows."));
+  }
+  int64_t buckets = 0;
+  TF_RETURN_IF_ERROR(record.Get("num_buckets", &buckets));
+  if (buckets < 0 || buckets > kMostRows) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "A malformed graph: `quantization` with ", buckets, " buckets."));
+  }
+  table->quantization.num_buckets = buckets;
+  TF_RETURN_IF_ERROR(record.Get("lower", &table->quantization.lower));
+  TF_RETURN_IF_ERROR(record.Get("upper", &table->quantization.upper));
+  return ReadOptimizer(record, table);
+}
+
+absl::Status ReadStacks(const Record& record,
+                        const std::vector<Record>& features, Plan* plan) {
+  std::vector<std::string> names;
+  TF_RETURN_IF_ERROR(record.Get("stacks", &names));
+  plan->stacks.resize(names.size());
+  for (size_t k = 0; k < names.size(); ++k) plan->stacks[k].name = names[k];
+  if (names.empty()) return absl::OkStatus();
+  for (size_t f = 0; f < features.size(); ++f) {
+    int stack = 0;
+    int64_t first_token = 0;
+    TF_RETURN_IF_ERROR(features[f].Get("stack", &stack));
+    TF_RETURN_IF_ERROR(features[f].Get("first_token", &first_token));
+    TF_RETURN_IF_ERROR(CheckIndices("stack", {stack}, names.size()));
+    const FeatureSpec& spec = plan->features[f];
+    plan->stacks[stack].features.push_back(f);
+    plan->stacks[stack].stacked.push_back(
+        {spec.path, first_token, spec.vocabulary_size});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ParsePlan(const std::string& text, Plan* plan) {
+  Record record;
+  TF_RETURN_IF_ERROR(record.Parse(text));
+  TF_RETURN_IF_ERROR(record.Get("check_numerics", &plan->check_numerics));
+  TF_RETURN_IF_ERROR(record.Get("num_replicas", &plan->num_replicas));
+  TF_RETURN_IF_ERROR(record.Get("capacity", &plan->capacity));
+  TF_RETURN_IF_ERROR(record.Get("pipelined", &plan->pipelined));
+  if (plan->num_replicas < 1) {
+    return CheckLength("num_replicas", plan->num_replicas, 1);
+  }
+  std::vector<Record> tables, features;
+  TF_RETURN_IF_ERROR(record.Get("tables", &tables));
+  TF_RETURN_IF_ERROR(record.Get("features", &features));
+  for (const Record& own : tables) {
+    TablePlan table;
+    TF_RETURN_IF_ERROR(ReadTable(own, &table));
+    plan->table_map.vocabulary_sizes.push_back(table.rows);
+    plan->tables.push_back(std::move(table));
+  }
+  for (const Record& own : features) {
+    int table = 0;
+    TF_RETURN_IF_ERROR(own.Get("table", &table));
+    TF_RETURN_IF_ERROR(CheckIndices("table", {table}, plan->tables.size()));
+    FeatureSpec spec;
+    TF_RETURN_IF_ERROR(ReadFeature(own, &spec));
+    TF_RETURN_IF_ERROR(
+        CheckLength("rows", spec.vocabulary_size, plan->tables[table].rows));
+    spec.check_numerics = plan->check_numerics;
+    plan->tables[table].features.push_back(plan->features.size());
+    plan->feature_tables.push_back(table);
+    plan->features.push_back(std::move(spec));
+  }
+  plan->table_map.feature_tables = plan->feature_tables;
+  return ReadStacks(record, features, plan);
+}
+
+}  // namespace
+
+absl::Status Record::Parse(const std::string& text) {
+  if (fields_.ParseFromString(text)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "A malformed graph: an attribute is no record of named fields.");
+}
+
+absl::Status Record::Read(OpKernelConstruction* context, const char* name) {
+  std::string text;
+  TF_RETURN_IF_ERROR(context->GetAttr(name, &text));
+  return Parse(text);
+}
+
+absl::Status Record::Get(const char* name, std::vector<Record>* records) const {
+  std::vector<NameAttrList> lists;
+  TF_RETURN_IF_ERROR(Get(name, &lists));
+  for (NameAttrList& list : lists) records->emplace_back(std::move(list));
+  return absl::OkStatus();
+}
+
+absl::Status ReadFeature(const Record& record, FeatureSpec* spec) {
+  static const auto* combiners =
+      new std::map<std::string, Combiner>{{"sum", Combiner::kSum},
+                                          {"mean", Combiner::kMean},
+                                          {"sqrtn", Combiner::kSqrtn}};
+  static const auto* policies =
+      new std::map<std::string, InvalidIds>{{"error", InvalidIds::kError},
+                                            {"drop", InvalidIds::kDrop},
+                                            {"mod", InvalidIds::kMod}};
+  std::string combiner, invalid_ids;
+  TF_RETURN_IF_ERROR(record.Get("path", &spec->path));
+  TF_RETURN_IF_ERROR(record.Get("table_name", &spec->table));
+  TF_RETURN_IF_ERROR(record.Get("rows", &spec->vocabulary_size));
+  TF_RETURN_IF_ERROR(record.Get("combiner", &combiner));
+  TF_RETURN_IF_ERROR(record.Get("invalid_ids", &invalid_ids));
+  TF_RETURN_IF_ERROR(record.Get("sequence_length", &spec->sequence_length));
+  if (spec->vocabulary_size < 1 || spec->vocabulary_size > kMostRows) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("A malformed graph: a table of ", spec->vocabulary_size,
+                     " rows; int32 must be able to number them."));
+  }
+  if (spec->sequence_length < 0) {
+    return CheckLength("sequence_length", spec->sequence_length, 0);
+  }
+  TF_RETURN_IF_ERROR(Choose("combiner", combiner, *combiners, &spec->combiner));
+  return Choose("invalid_ids", invalid_ids, *policies, &spec->invalid_ids);
+}
+
+absl::Status ReadPlan(OpKernelConstruction* context, SharedPlan* plan) {
+  static auto* mutex = new std::mutex;
+  static auto* known = new std::map<std::string, std::weak_ptr<const Plan>>;
+  std::string text;
+  TF_RETURN_IF_ERROR(context->GetAttr("plan", &text));
+  const std::lock_guard<std::mutex> lock(*mutex);
+  std::weak_ptr<const Plan>& kept = (*known)[text];
+  *plan = kept.lock();
+  if (*plan) return absl::OkStatus();
+  auto parsed = std::make_shared<Plan>();
+  const absl::Status status = ParsePlan(text, parsed.get());
+  if (!status.ok()) {
+    known->erase(text);
+    return status;
+  }
+  kept = *plan = parsed;
+  // What nobody uses any more goes.
+  for (auto entry = known->begin(); entry != known->end();) {
+    entry = entry->second.expired() ? known->erase(entry) : std::next(entry);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tpu_embedding

@@ -1,0 +1,96 @@
+// The plan of an embedding, and records, the form in which it comes from
+// Python.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_PLAN_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_PLAN_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/lookup.h"
+#include "core/prepared_batch.h"
+#include "core/rules.h"
+#include "core/stacks.h"
+#include "kernels/kernel_util.h"
+#include "tensorflow/core/framework/attr_value.pb.h"
+#include "tensorflow/core/framework/node_def_util.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tpu_embedding {
+
+// Named fields, serialized by ops/records.py. A field that is missing or of
+// another type is an error.
+class Record {
+ public:
+  Record() = default;
+  explicit Record(tensorflow::NameAttrList fields)
+      : fields_(std::move(fields)) {}
+
+  // The record in the string attribute `name` of an op.
+  absl::Status Read(tensorflow::OpKernelConstruction* context,
+                    const char* name);
+  absl::Status Parse(const std::string& text);
+
+  template <class T>
+  absl::Status Get(const char* name, T* value) const {
+    const absl::Status found = tensorflow::GetNodeAttr(
+        tensorflow::AttrSlice(&fields_.attr()), name, value);
+    if (found.ok()) return found;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "A malformed graph: a record lacks the field `", name,
+        "`, or the field has another type. Trace the function again."));
+  }
+  absl::Status Get(const char* name, std::vector<Record>* records) const;
+
+ private:
+  tensorflow::NameAttrList fields_;
+};
+
+// A feature without what the kind of its input and build() add.
+absl::Status ReadFeature(const Record& record, FeatureSpec* spec);
+
+struct TablePlan {
+  std::string name;
+  int64_t rows = 0;
+  int64_t dim = 0;
+  Quantization quantization;
+  std::vector<int> features;  // that look it up, ascending
+  // Null for a table without an optimizer, which is never updated.
+  const RuleEntry* rule = nullptr;
+  std::vector<float> hyperparameters;
+  RowOptions options;
+  uint64_t rounding_seed = 0;
+};
+
+struct StackPlan {
+  std::string name;
+  std::vector<int> features;            // in the order of their samples
+  std::vector<StackedFeature> stacked;  // the same
+};
+
+// Everything that the ops of one embedding share. The same text gives the same
+// object: ops belong together if their plans are one.
+struct Plan {
+  std::vector<FeatureSpec> features;
+  std::vector<int> feature_tables;
+  TableMap table_map;
+  std::vector<TablePlan> tables;
+  std::vector<StackPlan> stacks;  // none where no class hands batches out
+  bool check_numerics = false;
+  int num_replicas = 1;
+  int64_t capacity = 1;    // batches of one replica that may wait
+  bool pipelined = false;  // leave each update pending for one step
+
+  int64_t dim(int feature) const { return tables[feature_tables[feature]].dim; }
+};
+using SharedPlan = std::shared_ptr<const Plan>;
+
+// The plan in the string attribute "plan".
+absl::Status ReadPlan(tensorflow::OpKernelConstruction* context,
+                      SharedPlan* plan);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_PLAN_H_

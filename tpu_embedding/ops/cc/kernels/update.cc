@@ -1,0 +1,389 @@
+// TpuEmbeddingUpdate: one replica's gradients join their step.
+// TpuEmbeddingApplyUpdate: the gradients of due updates -> tables and slots.
+
+#include "core/update.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/pieces.h"
+#include "core/prepared_batch.h"
+#include "core/rules.h"
+#include "kernels/batch_variant.h"
+#include "kernels/kernel_util.h"
+#include "kernels/step_queue_resource.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+REGISTER_OP("TpuEmbeddingUpdate")
+    .Input("queue: resource")
+    .Input("batches: num_batches * variant")
+    .Input("gradients: num_gradients * float")
+    .Input("rates: float")
+    .Input("counters: num_counters * resource")
+    .Output("apply_now: bool")
+    .Attr("num_batches: int >= 0")
+    .Attr("num_gradients: int >= 0")
+    .Attr("num_counters: int >= 0")
+    .Attr("has_gradient: list(bool)")
+    .Attr("replica: int")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Hands in the gradients of one lookup. Those of the n-th lookups of every replica
+are summed into one update.
+
+batches: the batch, from TpuEmbeddingLookup or TpuEmbeddingFromStacks; or none:
+  the one that `replica` dequeued last.
+gradients: of the activations, for the features that have one.
+rates: [num_tables], the learning rates from the last replica, zeros from the
+  others.
+counters: none, or the number of updates, which grows when one is complete.
+apply_now: whether updates are due.
+has_gradient: by feature; one without counts as zeros.
+)doc");
+
+REGISTER_OP("TpuEmbeddingApplyUpdate")
+    .Input("queue: resource")
+    .Input("apply_now: bool")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Applies the updates that are due, if `apply_now`.
+
+tables, slots: variables, updated in place; the slots table by table.
+)doc");
+
+class UpdateOp : public tensorflow::OpKernel {
+ public:
+  explicit UpdateOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
+    OP_REQUIRES_OK(context, context->GetAttr("has_gradient", &has_gradient_));
+    int64_t given = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("num_gradients", &given));
+    OP_REQUIRES_OK(context, CheckLength("gradients", given,
+                                        std::count(has_gradient_.begin(),
+                                                   has_gradient_.end(), true)));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
+    std::vector<Variable> counters;
+    OP_REQUIRES_OK(context, LookUpCounters(context, &counters));
+    ReplicaGradients gradients;
+    OP_REQUIRES_OK(context, Read(context, *resource->plan, &gradients));
+    const auto count = [&] {
+      return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
+    };
+    OpInputList batches;
+    OP_REQUIRES_OK(context, context->input_list("batches", &batches));
+    bool apply_now = false;
+    OP_REQUIRES_OK(
+        context,
+        batches.size() == 0
+            ? Deposit(resource.get(), std::move(gradients), count, &apply_now)
+            : Submit(resource.get(), batches[0], std::move(gradients), count,
+                     &apply_now));
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
+    output->scalar<bool>()() = apply_now;
+  }
+
+ private:
+  // The gradients of the batch dequeued last.
+  absl::Status Deposit(StepQueueResource* resource, ReplicaGradients gradients,
+                       const BatchQueue::Count& count, bool* apply_now) const {
+    BatchQueue& queue = resource->queue;
+    SharedBatch batch;
+    TF_RETURN_IF_ERROR(FailedPrecondition(queue.Owed(replica_, &batch)));
+    const absl::Status status = Check(*resource->plan, *batch, gradients);
+    if (!status.ok()) queue.FailDeposit(replica_);
+    TF_RETURN_IF_ERROR(status);
+    return FailedPrecondition(
+        queue.Deposit(replica_, std::move(gradients), count, apply_now));
+  }
+
+  // The gradients of a batch past the queue.
+  absl::Status Submit(StepQueueResource* resource, const Tensor& tensor,
+                      ReplicaGradients gradients,
+                      const BatchQueue::Count& count, bool* apply_now) const {
+    const BatchVariant* variant = nullptr;
+    TF_RETURN_IF_ERROR(Unwrap(tensor, resource->plan.get(), &variant));
+    absl::Status status = variant->status;
+    if (status.ok()) {
+      status = Check(*resource->plan, *variant->batch, gradients);
+    }
+    if (!status.ok()) resource->queue.FailLookup();
+    TF_RETURN_IF_ERROR(status);
+    if (variant->used && variant->used->exchange(true)) {
+      return absl::FailedPreconditionError(
+          "The gradients of this lookup were applied already; each lookup "
+          "takes "
+          "them once. Call the layer again, or take all gradients with one "
+          "tape.gradient call.");
+    }
+    return FailedPrecondition(
+        resource->queue.Submit(replica_, variant->batch, std::move(gradients),
+                               variant->epoch, count, apply_now));
+  }
+
+  absl::Status Read(OpKernelContext* context, const Plan& plan,
+                    ReplicaGradients* gradients) const {
+    OpInputList given;
+    const Tensor* rates = nullptr;
+    TF_RETURN_IF_ERROR(context->input_list("gradients", &given));
+    TF_RETURN_IF_ERROR(context->input("rates", &rates));
+    TF_RETURN_IF_ERROR(CheckLength("has_gradient", has_gradient_.size(),
+                                   plan.features.size()));
+    TF_RETURN_IF_ERROR(
+        CheckLength("rates", rates->NumElements(), plan.tables.size()));
+    gradients->rates = *rates;
+    gradients->features.resize(has_gradient_.size());
+    int next = 0;
+    for (size_t f = 0; f < has_gradient_.size(); ++f) {
+      if (has_gradient_[f]) gradients->features[f] = given[next++];
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status Check(const Plan& plan, const PreparedBatch& batch,
+                            const ReplicaGradients& given) {
+    TF_RETURN_IF_ERROR(
+        CheckLength("batch", batch.tables.size(), plan.tables.size()));
+    for (size_t f = 0; f < given.features.size(); ++f) {
+      if (!given.features[f]) continue;
+      const Tensor& gradient = *given.features[f];
+      tensorflow::TensorShape expected;
+      TF_RETURN_IF_ERROR(ActivationShape(batch.features[f].output_shape,
+                                         plan.dim(f), &expected));
+      if (gradient.shape() != expected) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "Feature ", plan.features[f].path, ": the gradient has shape ",
+            gradient.shape().DebugString(), ", but the activation had ",
+            expected.DebugString(), "."));
+      }
+      if (plan.check_numerics) {
+        TF_RETURN_IF_ERROR(
+            CheckFinite(plan.features[f].path, gradient, plan.dim(f)));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status CheckFinite(const std::string& path,
+                                  const Tensor& gradient, int64_t dim) {
+    const auto values = gradient.flat<float>();
+    for (int64_t i = 0; i < values.size(); ++i) {
+      if (!std::isfinite(values(i))) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("Feature ", path, ": the gradient of sample ", i / dim,
+                         " is not finite (", values(i), ")."));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  std::vector<bool> has_gradient_;
+  int replica_ = 0;
+};
+
+// Rough cycles for one entry and for one row, without those for their width.
+constexpr int64_t kCyclesPerEntry = 20;
+constexpr int64_t kCyclesPerRow = 50;
+
+// What one table's update needs while the op runs.
+struct TableWork {
+  const TableView* view = nullptr;
+  RowGroups merged;                   // of several replicas
+  std::vector<const float*> samples;  // gradient of each sample, or null
+  TableGradients gradients;
+  RuleArguments arguments;
+};
+
+class ApplyUpdateOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const Tensor* apply_now = nullptr;
+    OP_REQUIRES_OK(context, context->input("apply_now", &apply_now));
+    OP_REQUIRES_OK(context, CheckScalar("apply_now", *apply_now));
+    if (!apply_now->flat<bool>()(0)) return;
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    const Plan& plan = *resource->plan;
+    std::vector<Variable> tables, slots;
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    std::vector<tensorflow::Var*> all;
+    for (const Variable& variable : tables) all.push_back(variable.get());
+    for (const Variable& variable : slots) all.push_back(variable.get());
+    const WriteLocks locks(all);
+    OP_REQUIRES_OK(context, CheckTables(tables, plan));
+    OP_REQUIRES_OK(context, locks.MakeWritable(context));
+    for (size_t i = 0; i < all.size(); ++i) {
+      resource->huge_pages.Advise(i, *all[i]->tensor());
+    }
+    std::vector<TableView> views(plan.tables.size());
+    OP_REQUIRES_OK(context, MakeViews(plan, tables, slots, &views));
+    // Last, so that whatever fails before leaves the update where it is.
+    while (std::optional<BatchQueue::Update> update =
+               resource->queue.TakeDue()) {
+      std::vector<TableWork> work(views.size());
+      for (size_t t = 0; t < views.size(); ++t) work[t].view = &views[t];
+      Apply(plan, *update, WorkerPool(context), &work);
+    }
+  }
+
+ private:
+  static void Apply(const Plan& plan, const BatchQueue::Update& update,
+                    const ParallelFor& parallel_for,
+                    std::vector<TableWork>* work) {
+    for (size_t t = 0; t < plan.tables.size(); ++t) {
+      const TablePlan& table = plan.tables[t];
+      (*work)[t].arguments = {
+          table.hyperparameters,
+          Rate(update, t),
+          {table.rounding_seed, static_cast<uint64_t>(update.number)}};
+      CollectGradients(update, table, t, &(*work)[t]);
+    }
+    if (update.replicas.size() > 1) {
+      MergeReplicas(plan, update, parallel_for, work);
+    }
+    Run(plan, parallel_for, *work);
+  }
+
+  // All replicas but one hand in zeros.
+  static float Rate(const BatchQueue::Update& update, int table) {
+    float rate = 0.0f;
+    for (const BatchQueue::Part& part : update.replicas) {
+      rate += part.gradients.rates.flat<float>()(table);
+    }
+    return rate;
+  }
+
+  static absl::Status MakeViews(const Plan& plan,
+                                const std::vector<Variable>& tables,
+                                const std::vector<Variable>& slots,
+                                std::vector<TableView>* views) {
+    size_t next = 0;
+    for (size_t t = 0; t < plan.tables.size(); ++t) {
+      const TablePlan& spec = plan.tables[t];
+      if (!spec.rule) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "A malformed graph: table ", spec.name, " has no optimizer."));
+      }
+      TableView& view = (*views)[t];
+      view.parameters = DataOf(tables[t]->tensor());
+      view.num_rows = spec.rows;
+      view.dim = spec.dim;
+      const int64_t width = spec.rule->slots_per_row ? 1 : view.dim;
+      const tensorflow::TensorShape shape({view.num_rows, width});
+      for (int k = 0; k < spec.rule->num_slots; ++k, ++next) {
+        if (next >= slots.size() || slots[next]->tensor()->shape() != shape) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "Table ", spec.name, ": a slot is missing or is not of shape ",
+              shape.DebugString(), ". Do not change the shape of a slot."));
+        }
+        view.slots.push_back(slots[next]->tensor()->flat<float>().data());
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Points at the gradient of every sample, replica by replica and feature by
+  // feature: the order in which the row groups number samples.
+  static void CollectGradients(const BatchQueue::Update& update,
+                               const TablePlan& table, int t, TableWork* work) {
+    for (const BatchQueue::Part& part : update.replicas) {
+      for (const int f : table.features) {
+        const auto& gradient = part.gradients.features[f];
+        const float* data = gradient ? gradient->flat<float>().data() : nullptr;
+        const int64_t width = data ? table.dim : 0;
+        const int64_t first = work->samples.size();
+        work->samples.resize(first + part.batch->features[f].num_samples());
+        for (size_t s = first; s < work->samples.size(); ++s) {
+          work->samples[s] = data;
+          data += width;
+        }
+      }
+    }
+    work->gradients = {&update.replicas[0].batch->tables[t],
+                       work->samples.data()};
+  }
+
+  // Groups the batches of all replicas as if they were one.
+  static void MergeReplicas(const Plan& plan, const BatchQueue::Update& update,
+                            const ParallelFor& parallel_for,
+                            std::vector<TableWork>* work) {
+    std::vector<TableEntries> tables(plan.tables.size());
+    for (size_t t = 0; t < tables.size(); ++t) {
+      for (const BatchQueue::Part& part : update.replicas) {
+        for (const int f : plan.tables[t].features) {
+          tables[t].features.push_back(&part.batch->features[f]);
+        }
+      }
+      tables[t].vocabulary_size = plan.tables[t].rows;
+      tables[t].groups = &(*work)[t].merged;
+      (*work)[t].gradients.groups = &(*work)[t].merged;
+    }
+    GroupByRow(tables, parallel_for);
+  }
+
+  static int64_t Cycles(const RuleEntry& rule, const TableWork& work,
+                        int64_t rows) {
+    const int64_t slots = rule.slots_per_row ? 0 : rule.num_slots;
+    const int64_t width = work.view->dim * (1 + slots);
+    return work.gradients.groups->samples.size() *
+               (kCyclesPerEntry + work.view->dim / 4) +
+           rows * (kCyclesPerRow + width);
+  }
+
+  static void Run(const Plan& plan, const ParallelFor& parallel_for,
+                  const std::vector<TableWork>& work) {
+    std::vector<Work> works;
+    for (size_t t = 0; t < work.size(); ++t) {
+      const TablePlan& table = plan.tables[t];
+      const int64_t rows = table.options.all_rows
+                               ? table.rows
+                               : work[t].gradients.groups->num_rows();
+      works.push_back({rows, Cycles(*table.rule, work[t], rows)});
+    }
+    ForEachPiece(parallel_for, works, [&](const Piece& piece) {
+      const int64_t t = piece.owner;
+      const TablePlan& table = plan.tables[t];
+      table.rule->UpdateOf(work[t].view->parameters)(
+          work[t].arguments, table.options, work[t].gradients, *work[t].view,
+          piece.begin, piece.end);
+    });
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingUpdate").Device(tensorflow::DEVICE_CPU), UpdateOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingApplyUpdate").Device(tensorflow::DEVICE_CPU),
+    ApplyUpdateOp);
+
+}  // namespace
+}  // namespace tpu_embedding

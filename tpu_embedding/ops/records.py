@@ -1,0 +1,56 @@
+"""Records: named fields that cross to the kernels as one string attribute.
+
+cc/kernels/plan.h reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+# The module makes its classes when it is imported; type checkers cannot know them.
+_AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
+_NameAttrList: Any = vars(attr_value_pb2)["NameAttrList"]
+
+# By class of a value its field of an AttrValue and its content; bool before int.
+_FIELDS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (bool, "b", bool),
+    (int, "i", int),
+    (float, "f", float),
+    (str, "s", lambda value: value.encode()),
+    (tf.TensorShape, "shape", lambda value: value.as_proto()),
+    (_NameAttrList, "func", lambda value: value),
+)
+
+
+def record(**fields: Any) -> Any:
+    """Named fields: bool, int, float, str, TensorShape, record, or a list of one kind.
+
+    >>> record(rows=8, names=["films"]).attr["rows"].i
+    8
+    """
+    return _NameAttrList(attr={name: _encode(value) for name, value in fields.items()})
+
+
+def serialize(**fields: Any) -> bytes:
+    """A record as the kernels take it; equal fields give equal bytes."""
+    return record(**fields).SerializeToString(deterministic=True)
+
+
+def _encode(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        field, content = _field(value)
+        return _AttrValue(**{field: content(value)})
+    if not value:
+        return _AttrValue(list=_AttrValue.ListValue())
+    field, content = _field(value[0])
+    return _AttrValue(
+        list=_AttrValue.ListValue(**{field: [content(item) for item in value]})
+    )
+
+
+def _field(value: Any) -> tuple[str, Callable[[Any], Any]]:
+    return next((f, content) for kind, f, content in _FIELDS if isinstance(value, kind))
