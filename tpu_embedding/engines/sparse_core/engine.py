@@ -19,10 +19,10 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.sharded_array import ShardedArray
 from tpu_embedding.engines.sparse_core import host_to_device, ops
 from tpu_embedding.engines.sparse_core.custom import CustomFunctions, functions_of
 from tpu_embedding.engines.sparse_core.state import (
-    SavedStack,
     StackState,
     create_counter,
     create_local,
@@ -125,7 +125,7 @@ class SparseCoreEngine(Engine):
         for stack in self._stacks:
             for array, variable in stack.arrays.items():
                 name = checkpoint_name(stack.stack.name, array)
-                saved[name] = SavedStack(variable.values)
+                saved[name] = ShardedArray(variable.values)
             if stack.combiner_weights is not None:
                 slot = CustomCombiner.CUSTOM_COMBINER_SLOT_NAME
                 saved[checkpoint_name(stack.stack.name, slot)] = stack.combiner_weights

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.trackable import base
-from tensorflow.python.training.saving import saveable_object
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.base import EngineOptions, TableArrays
@@ -219,51 +217,6 @@ def _fill_slots(options: EngineOptions, state: StackState) -> None:
                 ).numpy()
                 for start, stop in rows.slices():
                     rows.write(start, value[start:stop])
-
-
-_VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # pyright does not see it.
-
-
-class SavedStack(base.Trackable):
-    """One stack, or one of its slots, as one tensor of TensorFlow's checkpoints."""
-
-    def __init__(self, parts: Sequence[tf.Variable]) -> None:
-        """Takes the parts of all devices, in order, of the same shape."""
-        self._parts = list(parts)
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
-        # `_serialize_to_tensors` can restore only one slice of a tensor.
-        def make(name: str) -> list[Any]:
-            return [
-                _SavedPart(part, self._slice(number), name)
-                for number, part in enumerate(self._parts)
-            ]
-
-        return {_VALUE_KEY: make}
-
-    def _slice(self, number: int) -> str:
-        """Returns the slice for SaveV2: whole shape, then start and length by axis."""
-        shape: Any = self._parts[number].shape
-        rows, columns = shape
-        total = rows * len(self._parts)
-        return f"{total} {columns} {number * rows},{rows}:0,{columns}"
-
-
-class _SavedPart(saveable_object.SaveableObject):
-    """One part of a tensor of a checkpoint."""
-
-    def __init__(self, part: tf.Variable, where: str, name: str) -> None:
-        spec = saveable_object.SaveSpec(
-            part.read_value, where, name, dtype=part.dtype, device=part.device
-        )
-        super().__init__(part.read_value, [spec], name)
-        self._part = part
-
-    def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
-        """Assigns this part of the checkpoint's tensor."""
-        del restored_shapes  # The shape is known.
-        with tf.device(self._part.device):
-            return self._part.assign(restored_tensors[0])
 
 
 def fill_tables(options: EngineOptions, states: Sequence[StackState]) -> None:

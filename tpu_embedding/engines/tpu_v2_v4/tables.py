@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.training.saving import saveable_object_util
 
 from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.engines.initial_values import (
@@ -21,6 +20,7 @@ from tpu_embedding.engines.initial_values import (
     initializer_of,
     takes_shard_info,
 )
+from tpu_embedding.engines.sharded_array import ShardedArray
 from tpu_embedding.engines.variables import VariableRows, create_state, user_slots
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.table_arrays import (
@@ -30,10 +30,8 @@ from tpu_embedding.layout.table_arrays import (
     checkpoint_name,
 )
 
-_KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 
-
-class HostArray(tf.__internal__.tracking.Trackable):
+class HostArray(ShardedArray):
     """A table or slot: one variable on each host that has rows of it."""
 
     def __init__(
@@ -42,31 +40,17 @@ class HostArray(tf.__internal__.tracking.Trackable):
         initial_value: float | None,
         on_restore: Callable[[], None],
     ) -> None:
-        """Stores the arguments.
-
-        Args:
-          shards: The variables, in the order of the hosts.
-          initial_value: Initial value of a slot; None for a table.
-          on_restore: Called after a checkpoint was restored into the variables.
-        """
-        self.shards = list(shards)
+        """See `ShardedArray`; `initial_value` is that of a slot, None for a table."""
+        super().__init__(shards, on_restore)
         self._initial_value = initial_value
-        self._on_restore = on_restore
 
     def rows(self) -> MutableRows:
         """Returns all rows. After writing them, the TPU must be loaded."""
         parts = [VariableRows(shard, self._initial_value) for shard in self.shards]
         return JoinedRows(parts, self._initial_value)
 
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        # TensorFlow's class does the same: there is no other way to save slices.
-        def savers(name: str) -> list[Any]:
-            shards = zip(self._slices(), self.shards, strict=True)
-            return [_Saver(shard, s, name, self._on_restore) for s, shard in shards]
-
-        return {_KEY: savers}
-
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        # A NotImplementedError would make TensorFlow leave out the table.
         raise RuntimeError(
             "Tables of TPU v2 to v4 cannot be saved asynchronously. Leave "
             "`experimental_enable_async_checkpoint` of tf.train.CheckpointOptions at "
@@ -84,34 +68,6 @@ class HostArray(tf.__internal__.tracking.Trackable):
                 "the module tracks."
             )
         return super()._trackable_children(save_type, **kwargs)
-
-    def _slices(self) -> list[str]:
-        """Returns the slice of each shard in the format of checkpoints; "" for all."""
-        if len(self.shards) == 1:
-            return [""]
-        shapes: list[Any] = [tuple(shard.shape) for shard in self.shards]
-        heights, width = [height for height, _ in shapes], shapes[0][1]
-        starts = itertools.accumulate(heights, initial=0)
-        return [
-            f"{sum(heights)} {width} {start},{height}:0,{width}"
-            for start, height in zip(starts, heights, strict=False)
-        ]
-
-
-class _Saver(saveable_object_util.ResourceVariableSaveable):
-    """Saves and restores one shard."""
-
-    def __init__(
-        self, shard: Any, where: str, name: str, on_restore: Callable[[], None]
-    ) -> None:
-        super().__init__(shard, where, name)
-        self._on_restore = on_restore
-
-    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
-        """Assigns the values of a checkpoint."""
-        restored = super().restore(restored_tensors, restored_shapes)
-        self._on_restore()
-        return restored
 
 
 class HostTable:
