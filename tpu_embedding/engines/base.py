@@ -1,12 +1,8 @@
-"""What engines do: hold the tables, look batches up, apply gradients.
-
-An engine is an `Engine`, and a `Queue` or `Stacks` or both.
-"""
+"""The step protocol of all engines: prepare, lookup, update, and a queue on top."""
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -17,10 +13,7 @@ from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import (
-    PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
-)
+from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
@@ -55,19 +48,6 @@ class EngineOptions:
     sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
     initialize: bool = True
     profile_data_directory: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-    """One lookup past the queue.
-
-    Attributes:
-      activations: One for each feature, in plan order.
-      ticket: What `Engine.submit` takes, once, opaque; or `Stacks.update_stacked`.
-    """
-
-    activations: list[tf.Tensor]
-    ticket: Any
 
 
 class Prepared(NamedTuple):
@@ -288,8 +268,6 @@ class Engine(abc.ABC):
         """
         del topology, paths, values  # Most engines take them from anywhere.
 
-    # The step protocol. Until an engine has its own, these call the older methods.
-
     def prepare(
         self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
     ) -> Prepared:
@@ -308,11 +286,11 @@ class Engine(abc.ABC):
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
         del training
-        if device is None:
-            return Prepared(list(batch))
-        stacks: Any = self
-        return Prepared(None, stacks.preprocess_on(device, batch))
+        if device is not None:
+            raise errors.enqueue_device(device)
+        return Prepared(list(batch))  # For an engine that prepares when it enqueues.
 
+    @abc.abstractmethod
     def lookup(
         self, prepared: Prepared, replica: int, *, training: bool
     ) -> tuple[list[tf.Tensor], Prepared]:
@@ -335,15 +313,8 @@ class Engine(abc.ABC):
           NotImplementedError: On TPU v2 to v4, if the `update` of an earlier lookup
             must come first.
         """
-        if prepared.tensors is not None:
-            stacks: Any = self
-            found = stacks.lookup_stacked(prepared.tensors, replica)
-            return found.activations, Prepared(
-                None, prepared.tensors._replace(tables=found.ticket)
-            )
-        found = self.lookup_call(prepared.value, replica, training=training)
-        return found.activations, Prepared(found.ticket)
 
+    @abc.abstractmethod
     def update(
         self,
         looked_up: Prepared,
@@ -363,11 +334,6 @@ class Engine(abc.ABC):
           tf.errors.FailedPreconditionError: If the lookup was used before, or belongs
             to a step that was given up.
         """
-        if looked_up.tensors is None:
-            self.submit(looked_up.value, gradients, replica)
-        else:
-            stacks: Any = self
-            stacks.update_stacked(looked_up.tensors.tables, gradients, replica)
 
     def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
         """The batch as plain tensors: what TPUEmbeddingV2 hands to the user.
@@ -377,10 +343,9 @@ class Engine(abc.ABC):
         Raises:
           tf.errors.InvalidArgumentError: If `prepare` refused the batch.
         """
-        if prepared.tensors is not None:
-            return prepared.tensors
-        stacks: Any = self
-        return stacks.preprocess(prepared.value)
+        if prepared.tensors is None:
+            raise NotImplementedError(f"The {self.name} engine has no plain tensors.")
+        return prepared.tensors
 
     def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
         """The batch of plain tensors, which may hold anything: they come from the user.
@@ -397,13 +362,11 @@ class Engine(abc.ABC):
 
     def queue(self) -> StepQueue:
         """The queue of TPUEmbedding, created with the engine."""
-        return _QueueOfEngine(self)
+        raise NotImplementedError(f"The {self.name} engine has no queue.")
 
     @abc.abstractmethod
     def tables(self) -> dict[str, TableArrays]:
         """Each table of the plan by name: the one view of what the engine stores."""
-
-    # Older methods, which go once every engine has those above.
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """By name of the stack the variables that store it, in order of its rows."""
@@ -440,35 +403,6 @@ class Engine(abc.ABC):
         """Updates the tables from their rows or `checkpoint_variables`."""
         return  # Most engines store the rows themselves.
 
-    def lookup_call(
-        self, batch: Sequence[IdBatch], replica: int, *, training: bool = True
-    ) -> Lookup:
-        """Looks a batch up at once; `submit` may follow.
-
-        Any number of lookups may share a step, if the engine has no queue for them.
-
-        Args:
-          batch: The features of `replica`.
-          replica: Who calls.
-          training: Whether `submit` may follow.
-
-        Raises:
-          NotImplementedError: If it must wait for the `submit` of an earlier one.
-        """
-        raise NotImplementedError
-
-    def submit(
-        self, ticket: Any, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """Applies the gradients of one lookup; the last replica's call updates.
-
-        Args:
-          ticket: The lookup's own.
-          gradients: float32, of the activations' shapes; None counts as zeros.
-          replica: Who calls.
-        """
-        raise NotImplementedError
-
     @abc.abstractmethod
     def reset(self) -> None:
         """Discards queued batches, owed gradients and the pending update.
@@ -479,155 +413,3 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def flush(self) -> None:
         """Applies the pending update, if there is one."""
-
-
-class Queue(abc.ABC):
-    """Steps over batches that wait in a queue; flat lists of features, in plan order.
-
-    A `replica` of None stands for all replicas at once.
-    """
-
-    def tagged(self, name: str | None) -> contextlib.AbstractContextManager[None]:
-        """Marks the ops of the calls made inside with a name, where that matters."""
-        del name
-        return contextlib.nullcontext()
-
-    @abc.abstractmethod
-    def enqueue(
-        self,
-        batches: Sequence[Sequence[IdBatch]],
-        replica: int | None,
-        *,
-        training: bool,
-    ) -> None:
-        """Checks and queues one batch.
-
-        Args:
-          batches: For each replica (or for `replica` alone) its features.
-          replica: The one replica that calls, or None for all.
-          training: Whether gradients will be applied for this batch.
-        """
-
-    def enqueue_on(
-        self, device: str | tf.Tensor, batch: Sequence[IdBatch], *, training: bool
-    ) -> None:
-        """Checks and queues the batch of one device.
-
-        Args:
-          device: Its name, or its number on the one host.
-          batch: Its features.
-          training: As for `enqueue`.
-
-        Raises:
-          ValueError: If the engine places batches itself.
-        """
-        del batch, training
-        raise errors.enqueue_device(device)
-
-    @abc.abstractmethod
-    def dequeue(self, replica: int) -> list[tf.Tensor]:
-        """The activations of the next batch of `replica`, one for each feature."""
-
-    @abc.abstractmethod
-    def apply_gradients(
-        self, gradients: Sequence[tf.Tensor | None], replica: int
-    ) -> None:
-        """Takes the gradients that `replica` owes; the last replica's call updates.
-
-        Args:
-          gradients: float32, of the activations' shapes; None counts as zeros.
-          replica: Who calls.
-        """
-
-
-class Stacks(abc.ABC):
-    """Lookups that hand their batch out as plain tensors, and updates that take it."""
-
-    @abc.abstractmethod
-    def preprocess(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
-        """Checks the features of one replica and lays them out in stacks.
-
-        Touches no state, so that it can run ahead, in tf.data.
-        """
-
-    def preprocess_on(
-        self, device: str, batch: Sequence[IdBatch]
-    ) -> PreprocessedFeatures:
-        """As `preprocess`, on the host of a device that the caller names.
-
-        Args:
-          device: The full name of the TPU device whose batch it is.
-          batch: Its features.
-
-        Raises:
-          ValueError: If the engine has no such devices.
-        """
-        del batch
-        raise errors.enqueue_device(device)
-
-    @abc.abstractmethod
-    def lookup_stacked(self, batch: PreprocessedFeatures, replica: int) -> Lookup:
-        """Looks up what `preprocess` gave; the ticket is what `update_stacked` takes.
-
-        Args:
-          batch: Of `replica`.
-          replica: Who calls.
-        """
-
-    @abc.abstractmethod
-    def update_stacked(
-        self,
-        tables: Mapping[str, PartitionedCsrFormatTensor],
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-    ) -> None:
-        """Applies the gradients of one batch; the last replica's call updates.
-
-        Args:
-          tables: The ticket of a lookup: its batch, by name of the stack.
-          gradients: As for `Engine.submit`.
-          replica: Who calls.
-        """
-
-
-class _QueueOfEngine(StepQueue):
-    """The queue of an engine that has the older methods of `Queue`."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
-        with self._engine.tagged(name):
-            self._engine.enqueue([b.value for b in batches], replica, training=training)
-
-    def enqueue_on(
-        self,
-        device: str | tf.Tensor,
-        batch: Prepared,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
-        with self._engine.tagged(name):
-            self._engine.enqueue_on(device, batch.value, training=training)
-
-    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
-        with self._engine.tagged(name):
-            return self._engine.dequeue(replica)
-
-    def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
-    ) -> None:
-        with self._engine.tagged(name):
-            self._engine.apply_gradients(gradients, replica)

@@ -227,10 +227,6 @@ class PortableEngine(WholeTablesEngine):
         """See `Engine.queue`."""
         return _Queue(self, self._batches)
 
-    # The older methods of the base, until they go.
-    lookup_call = submit = enqueue = dequeue = apply_gradients = _completes = None  # pyright: ignore  # noqa: PGH003
-    preprocess = lookup_stacked = update_stacked = _apply_update = None  # pyright: ignore  # noqa: PGH003
-
     @_in_turn
     def flush(self) -> None:
         """See `Engine.flush`."""
