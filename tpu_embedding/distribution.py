@@ -5,13 +5,14 @@ No other module asks about strategies.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -19,6 +20,8 @@ from tensorflow.python.tpu import tpu_replication
 
 from tpu_embedding import errors, tpu_generations
 from tpu_embedding.ops import library
+
+Result = TypeVar("Result")
 
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
 # Attribute of an input of a software TPU's program: the device that it comes from.
@@ -459,3 +462,14 @@ def _check_asked(engines: Sequence[str]) -> str:
             f"set it to one of {', '.join(engines)}."
         )
     return asked
+
+
+def outside_of_replicas(function: Callable[[], Result]) -> Result:
+    """Calls `function` eagerly and in cross-replica context, wherever the caller is.
+
+    In another thread: tf.init_scope leaves the graph that is being traced, but neither
+    the replica that it is traced for, which cannot make variables of all, nor the
+    tf.function, which wants none after its first trace.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(function).result()

@@ -12,12 +12,13 @@ from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint import errors as checkpoint_errors
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.embedding_base import do_not_convert
-from tpu_embedding.engines.initial_values import initial_value, initializer_of
-from tpu_embedding.engines.stacked import refuse_layouts
-from tpu_embedding.engines.table_dtypes import require_dtypes
-from tpu_embedding.engines.table_errors import partitioned
-from tpu_embedding.engines.variables import variable_copies
-from tpu_embedding.layout.plan import Plan, TableSpec, make_plan
+from tpu_embedding.engines.cpu_base import refuse_layouts
+from tpu_embedding.engines.variables import (
+    initial_value,
+    initializer_of,
+    variable_copies,
+)
+from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
     MutableRows,
@@ -212,7 +213,11 @@ def _create_table(spec: TableSpec) -> dict[str, Any]:
         name=spec.name,
     )
     if not isinstance(parameters, tf.Variable):
-        raise partitioned(spec.name)
+        raise NotImplementedError(
+            f"Table {spec.name} would be cut by the strategy's `variable_partitioner`, "
+            "and then be read whole for each lookup. Create ParameterServerStrategy "
+            "without one, or with one that leaves this table whole."
+        )
     return {PARAMETERS: parameters, **_create_slots(spec, parameters)}
 
 

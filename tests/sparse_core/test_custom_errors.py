@@ -32,7 +32,7 @@ OUTSIDE = tf.Variable(1.0)
         ),
         (
             {"combiner": te.CustomCombiner(lambda n, v: v[0] * OUTSIDE, 2)},
-            "'films': .*CustomCombiner uses .* cannot. Make the tensors inside",
+            "'films': .*CustomCombiner uses .* do not support. Make the tensors inside",
         ),
         (
             {"optimizer": te.CustomOptimizer(lambda g, t, *_: (t, g))},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
@@ -14,9 +13,8 @@ from tpu_embedding.engines.base import (
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
-from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.plan import Plan, require_dtypes
 
 __all__ = ["Engine", "EngineOptions", "Prepared", "StepQueue", "TableArrays", "choose"]
 
@@ -36,7 +34,12 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
     engine = _ENGINES.get(topology.engine)
     if engine is None:
         assert topology.tpu is not None
-        raise errors.no_engine(topology.tpu.generation.name)
+        raise NotImplementedError(
+            f"{topology.tpu.generation.name} has no hardware for embeddings. Use "
+            "TPUEmbeddingV0, whose tables are ordinary variables of each replica; or "
+            "build this outside of the strategy's scope, where it runs on this "
+            "machine's CPU."
+        )
     # Kernels of ours cannot call functions of the user's.
     custom = any(
         (table.optimizer is not None and table.optimizer.is_custom)

@@ -413,3 +413,33 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def flush(self) -> None:
         """Applies the pending update, if there is one."""
+
+
+class TracedTicket:
+    """Of one lookup in a program; it is taken once.
+
+    Attributes:
+      content: What the engine needs for the update.
+      taken: Whether it was taken.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+        self.taken = False
+
+    def take(self) -> Any:
+        """The content.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If it was taken before.
+        """
+        if self.taken:
+            raise tf.errors.FailedPreconditionError(
+                None,
+                None,
+                "The gradients of this lookup were applied already; each lookup takes "
+                "them once. Look the batch up again, or take all gradients with one "
+                "tape.gradient call.",
+            )
+        self.taken = True
+        return self.content

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,11 +12,6 @@ from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import Engine, EngineOptions, TableArrays
 from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.stacked import (
-    StackedBatches,
-    lay_out_whole,
-    refuse_tpu_options,
-)
 from tpu_embedding.engines.variables import (
     TableVariables,
     create_counter,
@@ -23,10 +19,15 @@ from tpu_embedding.engines.variables import (
     named_variables,
     variable_rows,
 )
+from tpu_embedding.layout.csr import (
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 from tpu_embedding.lookup.combine import VariableReader
+from tpu_embedding.optimizers import Optimizer
 
 
 class WholeTablesEngine(Engine):
@@ -106,3 +107,143 @@ class WholeTablesEngine(Engine):
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
         return self._rates.updates
+
+
+def refuse_tpu_options(engine: str, plan: Plan) -> None:
+    """Refuses what only a TPU can do with a table.
+
+    Raises:
+      NotImplementedError: If a table has an option that describes how a TPU stores it,
+        or an option of its optimizer is known to TPUs only.
+    """
+    refuse_layouts(engine, plan)
+    for table in plan.tables:
+        if table.optimizer:
+            _refuse_optimizer(engine, f"table {table.name}", table.optimizer)
+
+
+def refuse_layouts(engine: str, plan: Plan) -> None:
+    """Refuses tables with a layout.
+
+    Raises:
+      NotImplementedError: If a table has one.
+    """
+    for table in plan.tables:
+        layout = table.config.layout
+        if layout is not None:
+            raise _tpu_only(engine, f"table {table.name}", "layout", layout)
+
+
+def _refuse_optimizer(engine: str, where: str, optimizer: Optimizer) -> None:
+    for option, carried in optimizer.host_values.items():
+        value = getattr(optimizer, option)
+        if value != carried:
+            raise _tpu_only(engine, where, option, value)
+
+
+def _tpu_only(
+    engine: str, where: str, option: str, value: object
+) -> NotImplementedError:
+    return NotImplementedError(
+        f"The {engine} engine does not support `{option}={value!r}` of {where}: only "
+        "TPUs do. Leave it at its default."
+    )
+
+
+def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
+    """The stacks of tables that are not cut: one shard, no padding."""
+    shapes = [_full_shape(spec.config.output_shape) for spec in plan.features]
+    return make_layout(
+        plan,
+        shapes,
+        StackingOptions(
+            num_devices=1,
+            sparse_cores_per_device=1,
+            width_multiple=1,
+            row_multiple=1,
+            disable_table_stacking=config.disable_table_stacking,
+            stock_feature_counts=config.stock_feature_counts,
+        ),
+    )
+
+
+class StackedBatches:
+    """Turns what an engine computes into the records of `layout.batches`, and back."""
+
+    def __init__(self, plan: Plan, layout: Layout | None) -> None:
+        """Remembers how many samples each feature is declared to have."""
+        self._layout = layout
+        self._declared: list[int | None] = []
+        for spec in plan.features:
+            shape = _full_shape(spec.config.output_shape)
+            self._declared.append(None if shape is None else math.prod(shape))
+
+    @property
+    def layout(self) -> Layout:
+        """The stacks, where the class hands them out."""
+        assert self._layout is not None
+        return self._layout
+
+    def pack(
+        self, stacks: Sequence[Sequence[tf.Tensor]], shapes: Sequence[tf.Tensor]
+    ) -> PreprocessedFeatures:
+        """The record of one batch.
+
+        Args:
+          stacks: For each stack row_pointers, sample ids, token ids, gains.
+          shapes: For each feature its output shape, int64 [k].
+        """
+        samples = [tf.cast(tf.reduce_prod(shape), tf.int32) for shape in shapes]
+        return PreprocessedFeatures(
+            tables={
+                stack.name: PartitionedCsrFormatTensor(
+                    *tensors,
+                    sample_count=self._count([samples[f] for f in stack.features], k),
+                    num_minibatches_per_physical_sparse_core=tf.constant(1, tf.int32),
+                )
+                for k, (stack, tensors) in enumerate(
+                    zip(self.layout.stacks, stacks, strict=True)
+                )
+            },
+            output_shapes=tuple(shapes),
+            dropped_ids={
+                table.table_name: tf.constant(0, tf.int64)
+                for table in self.layout.tables
+            },
+            sizes={},
+        )
+
+    def samples(
+        self, tables: Mapping[str, PartitionedCsrFormatTensor]
+    ) -> list[tf.Tensor]:
+        """For each feature the number of its samples, an int64 scalar."""
+        counts: dict[int, tf.Tensor] = {}
+        for k, stack in enumerate(self.layout.stacks):
+            count = tf.cast(tables[stack.name].sample_count, tf.int64)
+            if len(self._undeclared(k)) > 1:
+                # As many as there are features, else the op would not run at all.
+                count = tf.ensure_shape(count, [len(stack.features)])
+                counts.update(zip(stack.features, tf.unstack(count), strict=True))
+                continue
+            known = {f: self._declared[f] for f in stack.features}
+            total = sum(n for n in known.values() if n is not None)
+            for feature, n in known.items():
+                rest = count - total
+                counts[feature] = rest if n is None else tf.constant(n, tf.int64)
+        return [counts[f] for f in range(len(self._declared))]
+
+    def _undeclared(self, stack: int) -> list[int]:
+        features = self.layout.stacks[stack].features
+        return [f for f in features if self._declared[f] is None]
+
+    def _count(self, samples: Sequence[tf.Tensor], stack: int) -> tf.Tensor:
+        if len(self._undeclared(stack)) > 1:
+            return tf.stack(samples)
+        return tf.add_n(samples)
+
+
+def _full_shape(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    known = tuple(axis for axis in shape if axis is not None)
+    return known if len(known) == len(shape) else None

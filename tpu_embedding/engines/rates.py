@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.engines import table_errors
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.optimizers import takes_step
 
@@ -120,9 +119,9 @@ def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        raise table_errors.rate_type(function, value, argument) from error
+        raise _no_number(argument, function, value) from error
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        raise table_errors.rate_type(function, value, argument)
+        raise _no_number(argument, function, value)
     return tf.cast(tensor, tf.float32)
 
 
@@ -132,3 +131,11 @@ def _scalar(argument: str, rate: Any, value: Any) -> tf.Tensor:
     if tensor.shape.rank != 0:
         raise errors.rate_shape(rate, tensor.shape, argument)
     return tensor
+
+
+def _no_number(argument: str, function: Any, value: Any) -> TypeError:
+    return TypeError(
+        f"A callable `{argument}` must return a number or a scalar tensor. "
+        f"{function!r} returned {value!r} of type {errors.type_name(value)}. Does it "
+        "lack a return?"
+    )

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import base
 
-from tpu_embedding.engines import memory
-from tpu_embedding.engines.initial_values import (
-    initial_rows,
-    initial_value,
-    initializer_of,
-    slot_initializer,
-)
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.initializers import default_initializer
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
@@ -109,7 +107,7 @@ def create_variables(plan: Plan, device: str) -> list[TableVariables]:
     once more while they are made, and the slots then fill that memory.
     """
     if tf.DeviceSpec.from_string(device).device_type in (None, "CPU"):
-        memory.require(_sizes(plan))
+        require_memory(_sizes(plan))
     with tf.device(device):
         tables = [_create_parameters(spec) for spec in plan.tables]
         return [
@@ -245,3 +243,159 @@ def create_state(name: str, value: tf.Tensor, shape: Any = None) -> tf.Variable:
     return _ResourceVariable(
         initial_value=value, name=name, trainable=False, shape=shape
     )
+
+
+# What an initializer that takes `shard_info` is told of its part of a table.
+ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
+
+
+def initial_value(
+    name: str,
+    shape: tuple[int, ...],
+    initialize: Callable[[], Any],
+    dtype: tf.DType = tf.float32,
+) -> tf.Tensor:
+    """What a table or slot starts as.
+
+    Args:
+      name: For messages.
+      shape: What the value must have.
+      initialize: The user's initializer, with its arguments.
+      dtype: Of the value. For bfloat16 an initializer may give float32 all the same,
+        which is rounded to the nearest.
+
+    Raises:
+      ValueError: If the value has another shape.
+    """
+    value = initialize()
+    if dtype != tf.float32:
+        value = tf.cast(value, dtype)
+    value = tf.convert_to_tensor(value, dtype)
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"The initializer of {name} must return the shape that it is given, "
+            f"{shape}. Received: {tuple(value.shape)}."
+        )
+    return value
+
+
+def initializer_of(spec: TableSpec) -> Callable[..., Any]:
+    """The initializer of a table, or the default one.
+
+    Raises:
+      TypeError: If it cannot be called as initializers are.
+    """
+    initializer = spec.config.initializer or default_initializer(spec.config.dim)
+    try:
+        signature = inspect.signature(initializer)
+    except ValueError:
+        return initializer  # Some built-ins have no signature.
+    part = {"shard_info": None} if "shard_info" in signature.parameters else {}
+    try:
+        signature.bind((1, 1), dtype=tf.as_dtype(spec.config.dtype), **part)
+    except TypeError as error:
+        raise TypeError(
+            f"The initializer of {spec.name} is called as initializer(shape, "
+            f"dtype=tf.float32), which {initializer!r} does not accept: {error}. Write "
+            "it as `def initializer(shape, dtype)`."
+        ) from error
+    return initializer
+
+
+def slot_initializer(slot: Slot) -> Callable[..., tf.Tensor]:
+    """The initializer of a slot, a callable of ([V, D] or [V, 1], dtype)."""
+
+    def initialize(shape: tuple[int, int], dtype: tf.DType = tf.float32) -> tf.Tensor:
+        start = slot.initial_value
+        if not callable(start):
+            return tf.fill(shape, tf.cast(start, dtype))
+        # To the user a slot with one number for each row is a vector.
+        value: Any = start(shape[:1] if slot.per_row else shape, dtype=dtype)
+        return tf.reshape(value, shape)
+
+    return initialize
+
+
+def initial_rows(slot: Slot) -> InitialValue:
+    """What rows of a slot start as, as `MutableRows` has it."""
+    if not callable(slot.initial_value):
+        return slot.initial_value
+    return lambda shape: slot_initializer(slot)(shape).numpy()
+
+
+def combiner_weights(name: str, combiner: CustomCombiner) -> tf.Tensor:
+    """What the weights of a custom combiner start as, float32 [num_weights]."""
+    shape = (combiner.num_weights,)
+    if combiner.initializer is None:
+        return tf.zeros(shape)
+    initialize = combiner.initializer
+    return initial_value(name, shape, lambda: initialize(shape, dtype=tf.float32))
+
+
+def takes_shard_info(initializer: Callable[..., Any]) -> bool:
+    """Whether it is called for each part of a table, as TensorFlow's classes do."""
+    try:
+        return "shard_info" in inspect.signature(initializer).parameters
+    except ValueError:  # Some built-ins have no signature.
+        return False
+
+
+_GIB = 2.0**30
+_ROOT = pathlib.Path("/")
+_CGROUPS = (  # the limit, what is used of it: version 2, then 1
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    (
+        "sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None:
+    """Fails where variables of these sizes would not fit.
+
+    Args:
+      sizes: Bytes of each variable, by name.
+      root: Where the files of the system are.
+
+    Raises:
+      tf.errors.ResourceExhaustedError: If they take more than what is free.
+    """
+    available = available_bytes(root)
+    if available is not None and sum(sizes.values()) > available:
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]
+        parts = ", ".join(f"{name} {sizes[name] / _GIB:.1f} GiB" for name in largest)
+        more = f" and {len(sizes) - 4} more" if len(sizes) > 4 else ""
+        raise tf.errors.ResourceExhaustedError(
+            None,
+            None,
+            f"The tables and slots take {sum(sizes.values()) / _GIB:.1f} GiB ({parts}"
+            f"{more}), but {available / _GIB:.1f} GiB of memory are free. Nothing was "
+            "made. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer "
+            "or smaller slots (SGD, RowwiseAdagrad), or a machine with more memory.",
+        )
+
+
+def available_bytes(root: pathlib.Path = _ROOT) -> int | None:
+    """Memory and swap that is free, in bytes; None where the system does not say."""
+    limits = [
+        limit - used
+        for limit, used in ((_number(root / p) for p in pair) for pair in _CGROUPS)
+        if limit is not None and used is not None
+    ]
+    meminfo = root / "proc/meminfo"
+    if meminfo.is_file():
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        sizes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+        if "MemAvailable:" in sizes:
+            kib = sizes["MemAvailable:"] + sizes.get("SwapFree:", 0)
+            limits.append(kib * 1024)
+    return max(min(limits), 0) if limits else None
+
+
+def _number(file: pathlib.Path) -> int | None:
+    """What a file holds if it is a number; "max" stands for no limit."""
+    if not file.is_file():
+        return None
+    text = file.read_text().strip()
+    return int(text) if text.isdigit() else None

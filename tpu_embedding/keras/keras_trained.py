@@ -8,11 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.table_dtypes import require_dtypes
 from tpu_embedding.engines.variables import variable_copies
 from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras import keras3
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.plan import Plan, require_dtypes
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup

@@ -171,6 +171,28 @@ def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> No
             )
 
 
+def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
+    """Refuses tables that are stored as something else.
+
+    Args:
+      plan: The tables.
+      allowed: Names of dtypes.
+      what: Who stores them, for the message.
+
+    Raises:
+      NotImplementedError: It names table, dtype and the way out.
+    """
+    for table in plan.tables:
+        if table.config.dtype not in allowed:
+            dtype = table.config.dtype
+            raise NotImplementedError(
+                f"Table {table.name}: {what} stores tables as float32, not as {dtype}. "
+                'Set `dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and '
+                f"keras.TPUEmbedding have tables of {dtype} when they are built "
+                "outside of a TPU strategy."
+            )
+
+
 def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
     seen: dict[str, str] = {}  # Name -> path of the first feature that uses it.
     for table in tables:

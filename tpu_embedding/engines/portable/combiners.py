@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines import table_errors
-from tpu_embedding.engines.initial_values import combiner_weights
-from tpu_embedding.engines.variables import create_state, variable_name
+from tpu_embedding.engines import errors as engine_errors
+from tpu_embedding.engines.variables import (
+    combiner_weights,
+    create_state,
+    variable_name,
+)
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
@@ -339,5 +342,5 @@ def _check_combiner(table: str, combiner: CustomCombiner, dim: int) -> None:
 
 
 def _trace(table: str, what: str, function: Any, inputs: list[tf.TensorSpec]) -> None:
-    with table_errors.function_of(table, what):
+    with engine_errors.function_of(table, what):
         tf.function(function, autograph=False).get_concrete_function(*inputs)

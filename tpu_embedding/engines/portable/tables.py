@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import tensorflow as tf
 
-from tpu_embedding.engines.array_ops import TENSORFLOW_OPS
 from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.lookup.entries import Entries
-from tpu_embedding.optimizers.base import apply_rule
+from tpu_embedding.optimizers.base import ArrayOps, apply_rule
 
 _ROTATIONS = (
     ((10, 26), (11, 21), (13, 27), (23, 5)),
@@ -165,3 +167,28 @@ def _mix(a: tf.Tensor, b: tf.Tensor, by: int) -> tuple[tf.Tensor, tf.Tensor]:
     a += b
     rotated = tf.bitwise.left_shift(b, by) | tf.bitwise.right_shift(b, 32 - by)
     return a, rotated ^ a
+
+
+class _TensorFlowOps:
+    """`ArrayOps` of TensorFlow."""
+
+    sqrt = staticmethod(tf.sqrt)
+    pow = staticmethod(tf.pow)
+    abs = staticmethod(tf.abs)
+    sign = staticmethod(tf.sign)
+    where = staticmethod(tf.where)
+    maximum = staticmethod(tf.maximum)
+    minimum = staticmethod(tf.minimum)
+
+    @staticmethod
+    def mean_last(x: Any) -> tf.Tensor:
+        """The mean over the last axis, which is kept with size 1."""
+        return tf.reduce_mean(x, axis=-1, keepdims=True)
+
+    @staticmethod
+    def map_rows(function: Callable[..., Any], arrays: Sequence[Any]) -> Sequence[Any]:
+        """What `function` returns of the first, second, ... row of all arrays."""
+        return tf.vectorized_map(lambda rows: function(*rows), tuple(arrays))
+
+
+TENSORFLOW_OPS: ArrayOps = _TensorFlowOps()

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines import table_errors
+from tpu_embedding.engines import errors
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import CustomOptimizer
@@ -151,8 +151,15 @@ def _trace(
     table: str, what: str, function: Any, inputs: Sequence[tf.TensorSpec]
 ) -> Any:
     """Traces a function without captures, which an op's attribute cannot have."""
-    with table_errors.function_of(table, what):
+    with errors.function_of(table, what):
         traced = tf.function(function, autograph=False).get_concrete_function(*inputs)
     if traced.captured_inputs:
-        raise table_errors.captured(table, what, traced.captured_inputs)
+        way_out = "M"
+        if what == "CustomOptimizer":
+            way_out = "Pass numbers that change as `hyperparameters`, or m"
+        raise ValueError(
+            f"Table {table!r}: the function of its {what} uses tensors or variables "
+            f"from outside, {traced.captured_inputs!r}, which SparseCores do not "
+            f"support. {way_out}ake the tensors inside of the function."
+        )
     return traced

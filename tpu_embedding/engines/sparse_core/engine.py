@@ -9,15 +9,15 @@ import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.distribution import Topology
+from tpu_embedding.distribution import Topology, outside_of_replicas
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
     TableArrays,
+    TracedTicket,
 )
-from tpu_embedding.engines.outside import outside_of_replicas
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sharded_array import ShardedArray
 from tpu_embedding.engines.sparse_core import host_to_device, ops
@@ -28,7 +28,6 @@ from tpu_embedding.engines.sparse_core.state import (
     create_local,
     create_state,
 )
-from tpu_embedding.engines.tickets import TracedTicket
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
     BufferSizes,
@@ -59,7 +58,10 @@ class SparseCoreEngine(Engine):
     name = "sparse_core"
     stores_stacks = True
     unsupported: ClassVar[Mapping[str, str]] = {
-        "TPUEmbedding": str(errors.no_queue("TPUEmbedding", name))
+        "TPUEmbedding": "TPUEmbedding queues batches, which the engine 'sparse_core' "
+        "cannot. Use TPUEmbeddingV2, whose lookup hands the batch out and whose "
+        "apply_gradients takes it back; or build it outside of the strategy's scope, "
+        "where it runs on this machine's CPU."
     }
 
     def __init__(self, options: EngineOptions) -> None:

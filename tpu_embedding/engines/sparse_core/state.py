@@ -16,16 +16,17 @@ import tensorflow as tf
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.base import EngineOptions, TableArrays
 from tpu_embedding.engines.full_table_view import ShardedReader
-from tpu_embedding.engines.initial_values import (
+from tpu_embedding.engines.variables import (
     ShardInfo,
+    VariableRows,
     combiner_weights,
     initial_rows,
     initial_value,
     initializer_of,
     slot_initializer,
     takes_shard_info,
+    variable_name,
 )
-from tpu_embedding.engines.variables import VariableRows, variable_name
 from tpu_embedding.layout.stacking import Layout, Stack, TableLayout
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,9 +23,9 @@ from tpu_embedding.engines.base import (
     Prepared,
     StepQueue,
     TableArrays,
+    TracedTicket,
 )
 from tpu_embedding.engines.full_table_view import ShardedReader
-from tpu_embedding.engines.tickets import QueuedTickets
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
@@ -45,7 +47,10 @@ class TPUV2V4Engine(Engine):
     takes_profiles = True
     needs_shapes = True
     unsupported: ClassVar[Mapping[str, str]] = {
-        "TPUEmbeddingV2": str(errors.no_batches("TPUEmbeddingV2", name))
+        "TPUEmbeddingV2": "TPUEmbeddingV2 hands out the batch that it looked up, which "
+        "the engine 'tpu_v2_v4' cannot: it has one queue. Use TPUEmbedding with "
+        "enqueue, dequeue and apply_gradients; or build it outside of the strategy's "
+        "scope, where it runs on this machine's CPU."
     }
 
     def __init__(self, options: EngineOptions) -> None:
@@ -297,3 +302,40 @@ def _refuse_values() -> Any:
         "restore it into an embedding made outside of the TPU strategy, or call "
         "tpu_embedding.checkpoint.save."
     )
+
+
+class QueuedTickets:
+    """For an engine with one queue: in a program one lookup at a time owes gradients.
+
+    The content of a ticket is a name that tells the ops of one lookup from others.
+    """
+
+    def __init__(self) -> None:
+        self._last: weakref.WeakKeyDictionary[Any, TracedTicket] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._numbers = itertools.count(1)
+
+    def begin(self, program: Any, *, training: bool) -> TracedTicket:
+        """A ticket for a new lookup.
+
+        Args:
+          program: The graph that it is traced in.
+          training: Whether its gradients may come.
+
+        Raises:
+          NotImplementedError: If those of the lookup before may still come.
+        """
+        before = self._last.get(program)
+        if before is not None and not before.taken:
+            raise NotImplementedError(
+                "On TPU v2 to v4 a lookup of a training step waits until the gradients "
+                "of the one before were applied, so that a step cannot look up twice "
+                "before its backward pass. Call the layer once, with more features "
+                "over the same tables; or take the gradients of the first call before "
+                "the second; or use a TPU with SparseCores."
+            )
+        ticket = TracedTicket(f"lookup_{next(self._numbers)}")
+        if training:
+            self._last[program] = ticket
+        return ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.engines.outside import outside_of_replicas
+from tpu_embedding.distribution import outside_of_replicas
 from tpu_embedding.engines.tpu_v2_v4.configuration import dynamic_rates
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.optimizers import takes_step

@@ -14,14 +14,16 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.distribution import TPUSystem
-from tpu_embedding.engines.initial_values import (
+from tpu_embedding.engines.sharded_array import ShardedArray
+from tpu_embedding.engines.variables import (
     ShardInfo,
+    VariableRows,
+    create_state,
     initial_value,
     initializer_of,
     takes_shard_info,
+    user_slots,
 )
-from tpu_embedding.engines.sharded_array import ShardedArray
-from tpu_embedding.engines.variables import VariableRows, create_state, user_slots
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.table_arrays import (
     PARAMETERS,
