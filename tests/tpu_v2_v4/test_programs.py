@@ -147,7 +147,7 @@ def test_explicit_device() -> None:
     assert attribute(made, "device_ordinal") == 2
     assert made.device == HOST
     for device in ("/device:CPU:0", "/device:TPU:4", "bogus", "TPU"):
-        with pytest.raises(ValueError, match="must name a TPU device"):
+        with pytest.raises(ValueError, match="must name a"):
             embedding.enqueue({"a": tf.zeros([B], tf.int32)}, device=device)
 
 
