@@ -75,6 +75,9 @@ def test_optimizers_are_listed_with_their_engines():
         assert re.search(row, text) or {v2_v4, sparse_core} == {"no"}, name
         assert f"| `{name}`" in (DOCS / "semantics.md").read_text()
         assert name in te.__all__
+    own_op = [name for name in OPTIMIZERS if OPTIMIZERS[name].sparse_core_op]
+    others = f"- optimizers other than {', '.join(own_op[:-1])} and {own_op[-1]}"
+    assert others in (DOCS / "sparse_core.md").read_text()
 
 
 def test_every_layer_is_described():

@@ -29,25 +29,22 @@ PUBLIC_PACKAGES = (
 )
 
 
+# Its `__all__` is a part of the outermost package's.
+OPTIMIZERS = "tpu_embedding.optimizers"
+
+
 def public_names(package: str) -> list[str]:
     """The `__all__` of a package, read from its source."""
     path = ROOT.joinpath(*package.split(".")) / "__init__.py"
+    names = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    raise ValueError(f"{path} has no literal __all__.")
-
-
-def optimizer_names() -> set[str]:
-    """The optimizers among the names of the outermost package."""
-    path = ROOT / "tpu_embedding" / "__init__.py"
-    return {
-        alias.name
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ImportFrom)
-        and node.module == "tpu_embedding.optimizers"
-        for alias in node.names
-    }
+            names = ast.literal_eval(node.value)
+        elif ast.unparse(node) == "__all__ += _optimizers.__all__":
+            names += public_names(OPTIMIZERS)
+    if not names:
+        raise ValueError(f"{path} has no literal __all__.")
+    return names
 
 
 def reference_page(package: str) -> str:
@@ -57,7 +54,7 @@ def reference_page(package: str) -> str:
     names = public_names(package)
     if package == PUBLIC_PACKAGES[0]:
         subpackages = {name.rpartition(".")[2] for name in PUBLIC_PACKAGES[1:]}
-        optimizers = sorted(optimizer_names(), key=str.lower)
+        optimizers = sorted(public_names(OPTIMIZERS), key=str.lower)
         names = sorted({*names} - subpackages - {*optimizers}, key=str.lower)
     else:
         optimizers = []

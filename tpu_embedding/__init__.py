@@ -8,6 +8,7 @@ when they are first used. All other modules are private and may change without n
 import importlib as _importlib
 import typing as _typing
 
+from tpu_embedding import optimizers as _optimizers
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import (
     FeatureConfig,
@@ -20,22 +21,7 @@ from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.embedding_v2 import TPUEmbeddingV2
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
-from tpu_embedding.optimizers import (
-    FTRL,
-    SGD,
-    Adadelta,
-    Adagrad,
-    AdagradMomentum,
-    Adam,
-    CenteredRMSProp,
-    CustomOptimizer,
-    FrequencyEstimator,
-    Momentum,
-    ProximalAdagrad,
-    ProximalYogi,
-    RMSProp,
-    RowwiseAdagrad,
-)
+from tpu_embedding.optimizers import *  # noqa: F403 - their `__all__` is public.
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
 
@@ -52,25 +38,11 @@ _PACKAGES = [
 ]
 
 __all__ = [
-    "FTRL",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "AdagradMomentum",
-    "Adam",
-    "CenteredRMSProp",
     "CustomCombiner",
-    "CustomOptimizer",
     "FeatureConfig",
-    "FrequencyEstimator",
-    "Momentum",
     "PartitionedCsrFormatTensor",
-    "ProximalAdagrad",
-    "ProximalYogi",
     "QuantizationConfig",
-    "RMSProp",
     "RowIdInitializer",
-    "RowwiseAdagrad",
     "SparseCoreEmbeddingConfig",
     "TPUEmbedding",
     "TPUEmbeddingForServing",
@@ -85,6 +57,7 @@ __all__ = [
     "serving_embedding_lookup",
     "testing",
 ]
+__all__ += _optimizers.__all__
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -1,9 +1,8 @@
-"""TensorFlow's own update ops as a second oracle for the optimizers' rules.
+"""TensorFlow's update ops as a second oracle of update rules.
 
-Where TensorFlow has an op with the same rule, or one that becomes the same with
-some arguments, it gets the gradient of each touched row and must come to the same
-table and slots. RowwiseAdagrad and an exponent other than 2 have no such op; of
-ProximalYogi the proximal step has one.
+If TensorFlow has an op with the same rule, or an op that has the same rule for some
+arguments, the op gets the gradient of each touched row and must compute the same
+table and slots. Rules without such an op are compared only with the reference.
 """
 
 from __future__ import annotations

@@ -3,16 +3,14 @@
 from tpu_embedding.optimizers.adagrad import Adagrad, RowwiseAdagrad
 from tpu_embedding.optimizers.adagrad_momentum import AdagradMomentum
 from tpu_embedding.optimizers.adam import Adam
-from tpu_embedding.optimizers.base import (
-    ArrayOps,
-    ClipValue,
-    Optimizer,
-    Rate,
-    Slot,
-    TpuRule,
-    apply_rule,
-    takes_step,
-)
+from tpu_embedding.optimizers.base import ArrayOps as ArrayOps
+from tpu_embedding.optimizers.base import ClipValue as ClipValue
+from tpu_embedding.optimizers.base import Optimizer as Optimizer
+from tpu_embedding.optimizers.base import Rate as Rate
+from tpu_embedding.optimizers.base import Slot as Slot
+from tpu_embedding.optimizers.base import TpuRule as TpuRule
+from tpu_embedding.optimizers.base import apply_rule as apply_rule
+from tpu_embedding.optimizers.base import takes_step as takes_step
 from tpu_embedding.optimizers.custom import CustomOptimizer
 from tpu_embedding.optimizers.ftrl import FTRL
 from tpu_embedding.optimizers.sgd import SGD
@@ -47,28 +45,20 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     )
 }
 
+# The optimizers that users import from `tpu_embedding`.
 __all__ = [
     "FTRL",
-    "OPTIMIZERS",
     "SGD",
     "Adadelta",
     "Adagrad",
     "AdagradMomentum",
     "Adam",
-    "ArrayOps",
     "CenteredRMSProp",
-    "ClipValue",
     "CustomOptimizer",
     "FrequencyEstimator",
     "Momentum",
-    "Optimizer",
     "ProximalAdagrad",
     "ProximalYogi",
     "RMSProp",
-    "Rate",
     "RowwiseAdagrad",
-    "Slot",
-    "TpuRule",
-    "apply_rule",
-    "takes_step",
 ]
