@@ -87,7 +87,8 @@ class TPUSystem:
         """
         if not self.simulated:
             return tf.DeviceSpec.from_string(device).device_type == "TPU"
-        return self.find(device) not in (None, *self.hosts)
+        devices = list(itertools.chain.from_iterable(self.devices))
+        return _find(device, devices) not in (None, *self.hosts)
 
     @property
     def system(self) -> str:
