@@ -62,7 +62,7 @@ def test_another_minor_version_is_refused(version: str, tmp_path: pathlib.Path):
     assert problem is not None
     assert problem.startswith(
         "The custom-op library was built for TensorFlow 2.21.0, but this is "
-        f"TensorFlow {version}. To mend it, "
+        f"TensorFlow {version}. To fix it, "
     )
     assert MEND in problem
 

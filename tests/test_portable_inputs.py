@@ -87,7 +87,7 @@ REFUSED = [
     Refused(
         "id",
         dense([3, 9, -1]),
-        "Feature f0, table films: sample 1 has id 9, but ids must be in [0, 8). Mend "
+        "Feature f0, table films: sample 1 has id 9, but ids must be in [0, 8). Fix "
         'the input, or set invalid_ids="drop" or "mod" where the table or the '
         "embedding is configured.",
     ),

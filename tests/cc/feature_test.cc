@@ -139,7 +139,7 @@ void TestInvalidIds() {
   FeatureSpec spec = Spec(InputKind::kDense, Combiner::kMean);
   CheckRefused(spec, input,
                "Feature user/film, table films: sample 0 has id -1, but ids "
-               "must be in [0, 10). Mend the input, or set "
+               "must be in [0, 10). Fix the input, or set "
                "invalid_ids=\"drop\" or \"mod\" where the table or the "
                "embedding is configured.");
   spec.invalid_ids = InvalidIds::kDrop;  // also from the divisor

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 ROWS, DIM = 8, 2
 VALUE = tf.errors.InvalidArgumentError
-MEND = "Mend the input"
+FIX = "Fix the input"
 
 
 def ragged(values: Any, splits: Any, dtype: Any = tf.int64) -> tf.RaggedTensor:
@@ -50,7 +50,7 @@ class Bad:
 
 def _each_kind(name: str, bad_id: int, dtype: tf.DType = tf.int64) -> list[Bad]:
     """An id that is wrong, in every kind of input."""
-    words = ("Feature bad, table films: sample 1 has id", str(bad_id), "[0, 8)", MEND)
+    words = ("Feature bad, table films: sample 1 has id", str(bad_id), "[0, 8)", FIX)
     kinds = {
         "dense": tf.constant([3, bad_id], dtype),
         "dense2": tf.constant([[3, 1], [0, bad_id]], dtype),

@@ -115,7 +115,7 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
         _replaced(_tpu_columns_v2, function, also_record),
     ):
         yield recorded
-    # TensorFlow's own record cannot be saved with the graph, and it would warn.
+    # TensorFlow's record cannot be saved with the graph, and would log a warning.
     tf.compat.v1.get_collection_ref(_tpu_columns._TPU_FC_TO_SCOPE).clear()
 
 

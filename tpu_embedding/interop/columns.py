@@ -1,6 +1,6 @@
 """Feature columns, classified by their methods and not by their class.
 
-TensorFlow's own columns have these methods and fields, and so may anyone's.
+TensorFlow's columns have these methods and fields; other classes may have them, too.
 """
 
 from __future__ import annotations
@@ -229,9 +229,9 @@ def _with_lost(column: Any, value: Any) -> Any:
         return column
     # Columns are namedtuples with attributes, which their _replace would drop.
     fields = {**column._asdict(), _LOST: value}
-    mended = tuple.__new__(type(column), fields.values())
-    vars(mended).update(vars(column))
-    return mended
+    repaired = tuple.__new__(type(column), fields.values())
+    vars(repaired).update(vars(column))
+    return repaired
 
 
 def _has_all(column: Any, fields: Iterable[str]) -> bool:

@@ -43,7 +43,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 
     Arguments, their order, defaults and checks are those of
     tf.estimator.tpu.experimental.EmbeddingConfigSpec of TensorFlow 2.15. Other
-    than there, everything acts off a TPU too, and copy, deepcopy and pickle work:
+    than there, everything acts on CPUs too, and copy, deepcopy and pickle work:
 
     >>> import tensorflow as tf
     >>> from tpu_embedding import interop

@@ -1,7 +1,7 @@
 """From an EmbeddingConfigSpec to the classes of this library.
 
-Every option of the spec is converted, or refused by name. The table of optimizers is in
-`optimizer_conversion.py`.
+Every option of the spec is converted, or raises an error that names it.
+`optimizer_conversion.py` has the table of optimizers.
 """
 
 from __future__ import annotations

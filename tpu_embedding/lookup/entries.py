@@ -299,7 +299,7 @@ def _check_entries(
             row[entry],
             " has id ",
             ids[entry],
-            f", but ids must be in [0, {config.vocabulary_size}). Mend the input, or "
+            f", but ids must be in [0, {config.vocabulary_size}). Fix the input, or "
             'set invalid_ids="drop" or "mod" where the table or the embedding is '
             "configured.",
         )

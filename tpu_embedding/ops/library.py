@@ -20,7 +20,7 @@ PATH = pathlib.Path(__file__).with_name("_tpu_embedding_ops.so")
 # cc/kernels/version.cc writes this text into the library.
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
 _MEND = (
-    "To mend it, build the library for this TensorFlow: in the source tree of "
+    "To fix it, build the library for this TensorFlow: in the source tree of "
     "tpu_embedding, run `pip install --no-build-isolation --force-reinstall "
     "--no-deps .`"
 )
@@ -47,7 +47,7 @@ def load() -> types.ModuleType:
 
 
 def unavailable_reason() -> str | None:
-    """Returns why the library cannot be used and how to mend it, or None if it can.
+    """Returns why the library cannot be used and how to fix it, or None if it can.
 
     The first call loads the library. A caller that goes on without it says so once.
     """

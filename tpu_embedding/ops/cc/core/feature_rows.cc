@@ -226,7 +226,7 @@ Error ReadRows(const FeatureSpec& spec, const FeatureInput& input,
 Error InvalidId(const FeatureSpec& spec, int64_t row, int64_t id) {
   return Concat("Feature ", spec.path, ", table ", spec.table, ": sample ", row,
                 " has id ", id, ", but ids must be in [0, ",
-                spec.vocabulary_size, "). Mend the input, or set ",
+                spec.vocabulary_size, "). Fix the input, or set ",
                 "invalid_ids=\"drop\" or \"mod\" where the table or the "
                 "embedding is configured.");
 }
