@@ -28,7 +28,7 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo test lint check docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-peers test-peers fuzz fuzz-clang sanitize clean
+    bench-measures bench-peers test-peers fuzz fuzz-clang fuzz-refusals sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -102,6 +102,11 @@ test-peers: ## compare the Keras layer with tensorflow-recommenders
 
 fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make fuzz SECONDS=60
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS)
+
+STEPS ?= 20000
+
+fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
+	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)
 
 CLANG ?= clang++
 

@@ -262,3 +262,28 @@ def test_configs_of_tensorflow_are_taken() -> None:
     activations, preserved = embedding(tf.constant([5]))
     embedding.apply_gradients(tf.ones_like(activations), preserved)
     assert embedding.embedding_tables[key].numpy()[5].tolist() == [4.5, 4.5]
+
+
+@pytest.mark.parametrize("made", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_static_batch_sizes_stay_known_in_graphs(made: Any) -> None:
+    tables = [te.TableConfig(8, 4, name=name) for name in ("a", "b")]
+    embedding = made([te.FeatureConfig(table) for table in tables], te.SGD(1.0))
+    embedding.build()
+    shapes = []
+
+    @tf.function
+    def look_up(dense: tf.Tensor, ragged: tf.RaggedTensor) -> Any:
+        if made is te.TPUEmbedding:
+            embedding.enqueue([dense, ragged], training=False)
+            found = embedding.dequeue()
+        else:
+            found, _ = embedding([dense, ragged])
+        shapes.append([activation.shape.as_list() for activation in found])
+        return found
+
+    ragged = tf.ragged.constant([[1], [2, 3]], tf.int32)
+    look_up(tf.constant([1, 2]), ragged)
+    assert shapes[0] == [[2, 4], [2, 4]]
+    three = tf.ragged.constant([[1], [2, 3], []], tf.int32)
+    found = look_up(tf.constant([1, 2, 3]), three)
+    assert [activation.shape for activation in found] == [[3, 4], [3, 4]]

@@ -218,3 +218,18 @@ def test_unsupported_strategy() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope(), pytest.raises(NotImplementedError, match="MultiWorker"):
         te.TPUEmbedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(1.0))
+
+
+@pytest.mark.parametrize("device", ["/device:CPU:", "CPU:"])
+def test_each_device_of_the_strategy_stands_for_its_replica(
+    strategy: tf.distribute.Strategy, device: str
+) -> None:
+    embedding = make(strategy)
+    for replica, ids in enumerate(IDS):
+        embedding.enqueue({"film": tf.constant(ids)}, device=f"{device}{replica}")
+    found = strategy.run(lambda: train_step(embedding)).values
+    assert [a.numpy()[:, 0].tolist() for a in found] == IDS
+    assert column(embedding) == AFTER
+    for wrong in (f"{device}{R}", "/device:TPU:0"):
+        with pytest.raises(ValueError, match="must name a device of the strategy"):
+            embedding.enqueue({"film": tf.constant([0])}, device=wrong)
