@@ -375,3 +375,27 @@ def test_bad_ids_fail_in_training_and_evaluation(graph: bool):
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
         call(bad)
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
+
+
+@on_both_engines
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_step_after_a_refused_batch_trains(graph: bool):
+    """A replica whose own batch was good gives the refused step up, too."""
+    strategy = models.mirrored(2)
+    with strategy.scope():
+        layer = make_layer()
+
+    def distribute(parts: list[list[int]]) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+        )
+
+    def step(parts: Any) -> None:
+        strategy.run(lambda ids: gradient(layer, ids), (parts,))
+
+    call = tf.function(step) if graph else step
+    for refused in ([[1], [9]], [[9], [1]]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="has id 9"):
+            call(distribute(refused))
+        call(distribute([[2], [3]]))
+    np.testing.assert_array_equal(table_of(layer)[:, 0], [0, 1, 0, 1])
