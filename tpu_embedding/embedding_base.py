@@ -148,28 +148,28 @@ class EmbeddingBase(TrackableTables):
         return {t.name: tf.as_dtype(t.config.dtype) for t in self._plan.tables}
 
     def set_batch_size(self, size: int | None) -> None:
-        """Fixes the batch size of a replica, unless `size` is None."""
+        """Internal: fixes the batch size of a replica, unless `size` is None."""
         if size is not None:
             self._output_shapes.set_batch_size(size)
 
     @do_not_convert
     def retrieve(self) -> None:
-        """Makes variables that stand in for tables in a TPU hold what they hold now."""
+        """Internal: copies tables that are in a TPU into their variables."""
         with tf.init_scope():
             self._retrieve()
 
     @property
     def plan(self) -> Plan:
-        """Its tables and features, with optimizers and rules resolved."""
+        """Internal: the tables and features, with their optimizers and policies."""
         return self._plan
 
     @property
     def check_numerics(self) -> bool:
-        """Whether weights and gradients that are not finite are refused."""
+        """Internal: whether weights and gradients must be finite."""
         return self._options.check_numerics
 
     def table_rows(self) -> dict[str, Rows]:
-        """Each table by name as it is now, to be read by rows; on every engine."""
+        """Internal: each table by name, to be read by rows, on every engine."""
         engine = self._create_engine()
         engine.retrieve()
         return {name: t.rows[PARAMETERS] for name, t in engine.tables().items()}
@@ -266,11 +266,11 @@ class EmbeddingBase(TrackableTables):
         return batches
 
     def logical_variables(self) -> dict[str, Any]:
-        """See `full_variables`."""
+        """Internal: see `full_variables`."""
         return full_variables(self._create_engine())
 
     def tables(self) -> dict[str, TableArrays]:
-        """Each table by name with its slots; see `Engine.tables`."""
+        """Internal: each table by name with its slots; see `Engine.tables`."""
         return self._create_engine().tables()
 
     def look_up(
@@ -280,7 +280,7 @@ class EmbeddingBase(TrackableTables):
         *,
         training: bool = True,
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """Looks a batch up at once, past any queue: the flat form of a lookup.
+        """Internal: looks a flat batch up at once, past any queue.
 
         Args:
           values: For each feature its ids; inside strategy.run those of the replica.
@@ -306,7 +306,7 @@ class EmbeddingBase(TrackableTables):
                 return engine.lookup(prepared, replica, training=training)
 
     def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
-        """Updates the tables with the gradients of one `look_up`.
+        """Internal: updates the tables with the gradients of one `look_up`.
 
         Args:
           looked_up: What that lookup returned.
@@ -389,7 +389,7 @@ class NestedEmbedding(EmbeddingBase):
 
     @property
     def structure(self) -> Structure:
-        """The nesting of its features."""
+        """Internal: the nested structure of the features."""
         return self._structure
 
 

@@ -177,7 +177,7 @@ class TPUEmbeddingV0(RestoresLayouts):
         return [spec.name for spec in self._plan.tables]
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
-        """See `RestoresLayouts.checkpoint_rows`."""
+        """Internal: see `RestoresLayouts.checkpoint_rows`."""
         self.build()
         found: dict[str, dict[str, MutableRows]] = {}
         for spec in self._plan.tables:

@@ -44,7 +44,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
 
     @abc.abstractmethod
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
-        """By table name "parameters" and slots, to be read and written by rows."""
+        """Internal: for each table "parameters" and slots, as matrices of rows."""
 
     @property
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         """The names of all tables."""
 
     def load_checkpoint_rows(self) -> None:
-        """To be called after any of `checkpoint_rows` was written."""
+        """Internal: to be called after any of `checkpoint_rows` was written."""
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this once for each object, before it reads any value.
@@ -214,17 +214,17 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         raise errors.deep_copy(type(self).__name__)
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Tables, slots and counters by their names in checkpoints."""
+        """Internal: tables, slots and counters by their names in checkpoints."""
         engine = self._create_engine()
         engine.retrieve()
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> tf.Variable | None:
-        """The number of applied updates, if a rate or bfloat16 table needs it."""
+        """Internal: the number of updates, if a rate or bfloat16 table needs it."""
         return self._create_engine().updates()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
-        """By table name "parameters" and slots, to be read and written by rows."""
+        """Internal: for each table "parameters" and slots, as matrices of rows."""
         engine = self._create_engine()
         engine.retrieve()
         engine.require_plain_rows()
@@ -238,7 +238,7 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
             self._track_trackable(LayoutRecord(self._stored_layouts), LAYOUTS)
 
     def load_checkpoint_rows(self) -> None:
-        """To be called after any of `checkpoint_rows` was written."""
+        """Internal: to be called after any of `checkpoint_rows` was written."""
         self._create_engine().load()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:

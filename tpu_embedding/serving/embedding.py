@@ -141,12 +141,12 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
 
     @property
     def plan(self) -> Plan:
-        """The tables and features, with their optimizers and policies."""
+        """Internal: the tables and features, with their optimizers and policies."""
         return self._plan
 
     @property
     def structure(self) -> Structure:
-        """The nested structure of the features."""
+        """Internal: the nested structure of the features."""
         return self._structure
 
     @property
@@ -168,7 +168,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         return [spec.name for spec in self._plan.tables]
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
-        """See `RestoresLayouts.checkpoint_rows`."""
+        """Internal: see `RestoresLayouts.checkpoint_rows`."""
         return {
             spec.name: dict(variable_rows(spec, table))
             for spec, table in zip(
