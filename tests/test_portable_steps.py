@@ -126,7 +126,7 @@ WRONG_ORDERS: dict[str, tuple[str, int, list[Callable[[Calls], Any]]]] = {
     "owing": (
         "dequeue: the training batch dequeued before still owes its gradients. Call "
         "apply_gradients first, or enqueue with training=False; after a step that "
-        "failed call reset.",
+        "failed call flush and reset.",
         1,
         [Calls.enqueue, Calls.enqueue, Calls.dequeue, Calls.dequeue],
     ),

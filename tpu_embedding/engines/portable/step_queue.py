@@ -32,7 +32,7 @@ _EMPTY = (
 _OWES = (
     "dequeue: the training batch dequeued before still owes its gradients. Call "
     "apply_gradients first, or enqueue with training=False; after a step that failed "
-    "call reset."
+    "call flush and reset."
 )
 _NOTHING_OWED = (
     "apply_gradients: no dequeued batch owes gradients. Enqueue with training=True and "
