@@ -168,8 +168,9 @@ class TPUEmbedding(CallEmbedding):
         """Queues one batch of ids.
 
         Args:
-          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
-            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+          features: In the structure of `feature_config`, int32 or int64 (or whole
+            numbers of a floating point dtype): tf.Tensor [B] or [..., k],
+            tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix. Outside of strategy.run, distributed values or one value
             for all replicas.
           weights: None, or the same structure with floating point weights of each

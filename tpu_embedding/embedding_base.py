@@ -430,8 +430,9 @@ class CallEmbedding(NestedEmbedding):
         """Looks a batch up at once, past any queue.
 
         Args:
-          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
-            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+          features: In the structure of `feature_config`, int32 or int64 (or whole
+            numbers of a floating point dtype): tf.Tensor [B] or [..., k],
+            tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix; inside strategy.run those of the replica.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without.

@@ -143,8 +143,9 @@ class TPUEmbeddingV0(RestoresLayouts):
         """Looks features up, in the caller's own replica.
 
         Args:
-          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
-            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+          features: In the structure of `feature_config`, int32 or int64 (or whole
+            numbers of a floating point dtype): tf.Tensor [B] or [..., k],
+            tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without.

@@ -138,8 +138,9 @@ class TPUEmbeddingV2(NestedEmbedding):
         """Looks one batch up: enqueue, then dequeue.
 
         Args:
-          features: In the structure of `feature_config`, int32 or int64: tf.Tensor
-            [B] or [..., k], tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
+          features: In the structure of `feature_config`, int32 or int64 (or whole
+            numbers of a floating point dtype): tf.Tensor [B] or [..., k],
+            tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix; or what `preprocess_features` gave.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without.
