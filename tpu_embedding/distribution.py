@@ -119,6 +119,7 @@ class Topology:
       num_replicas: Replicas that share the tables, R.
       device: Where the tables live, or for TPUs the first host.
       tpu: The TPUs, or None.
+      is_distributed: Whether there is a strategy, whose values may be distributed.
     """
 
     strategy: tf.distribute.Strategy
@@ -126,6 +127,7 @@ class Topology:
     num_replicas: int
     device: str
     tpu: TPUSystem | None = None
+    is_distributed: bool = True
 
     def replica(self) -> int | None:
         """The replica that is being traced or run, or None outside of replicas.
@@ -327,6 +329,7 @@ def _without_tpu(
         engine=choose(device),
         num_replicas=strategy.num_replicas_in_sync,
         device=device,
+        is_distributed=tf.distribute.has_strategy(),
     )
 
 

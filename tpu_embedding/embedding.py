@@ -194,21 +194,24 @@ class TPUEmbedding(CallEmbedding):
             software TPU of v2 to v4 a tf.errors.DeadlineExceededError after
             `meeting_timeout`.
         """
-        place, replica = self._place(device)
+        topology = self._topology
+        if device is None:
+            place, replica = None, topology.replica()
+        else:
+            place, replica = self._place(device)
         training = bool(training)
-        if training:
+        if training and self._without_optimizer:
             self._require_optimizers("enqueue(training=True)")
         values = self._structure.flatten("features", features)
-        self._engine_class.check_inputs(self._topology, self._plan.paths, values)
-        self._topology.require_on_host(self._plan.paths, values)
 
         def enqueue() -> None:
             with self._output_shapes.forgets_refused():
                 cores = 1 if place is None else self._cores_per_replica()
                 batches = self._read(values, weights, replica, cores)
-                self._remember_static_shapes(batches[0])
-                engine = self._engine_for(batches[0], cores)
-                queue = self._engine_queue(engine)
+                if not tf.executing_eagerly():
+                    self._remember_static_shapes(batches[0])
+                engine = self._engine or self._engine_for(batches[0], cores)
+                queue = self._queue or self._engine_queue(engine)
                 with tf.name_scope(name or "embedding_enqueue"):
                     prepared = [engine.prepare(b, training=training) for b in batches]
                     if place is None:
@@ -218,7 +221,12 @@ class TPUEmbedding(CallEmbedding):
                             place, prepared[0], training=training, name=name
                         )
 
-        self._topology.on_host(enqueue)
+        if topology.tpu is None:
+            enqueue()
+            return
+        self._engine_class.check_inputs(topology, self._plan.paths, values)
+        topology.require_on_host(self._plan.paths, values)
+        topology.on_host(enqueue)
 
     @do_not_convert
     def dequeue(self, name: str | None = None) -> Any:
@@ -243,7 +251,8 @@ class TPUEmbedding(CallEmbedding):
             tf.name_scope(name or "embedding_dequeue"),
             self._output_shapes.assuming(self._static_shapes()),
         ):
-            activations = self._engine_queue(engine).dequeue(replica, name=name)
+            queue = self._queue or self._engine_queue(engine)
+            activations = queue.dequeue(replica, name=name)
         return self._structure.pack(activations)
 
     @do_not_convert
@@ -267,11 +276,13 @@ class TPUEmbedding(CallEmbedding):
           tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
         """
         engine, replica = self._in_replica("apply_gradients")
-        self._require_optimizers("apply_gradients")
+        if self._without_optimizer:
+            self._require_optimizers("apply_gradients")
         flat = self._structure.flatten("gradients", gradients)
         checked = self._check_gradients(flat)
         with tf.name_scope(name or "embedding_apply_gradients"):
-            self._engine_queue(engine).apply_gradients(checked, replica, name=name)
+            queue = self._queue or self._engine_queue(engine)
+            queue.apply_gradients(checked, replica, name=name)
 
     def _engine_queue(self, engine: Engine) -> StepQueue:
         if self._queue is None:
@@ -287,23 +298,19 @@ class TPUEmbedding(CallEmbedding):
         )
 
     def _place(
-        self, device: str | tf.Tensor | None
+        self, device: str | tf.Tensor
     ) -> tuple[str | tf.Tensor | None, int | None]:
-        """The place of a batch: a TPU device, or a replica, or None for all replicas.
+        """The place of the batch of one device: a TPU core, or a replica.
 
-        The number of a TPU device is left to the engine.
+        The number of a TPU core is left to the engine.
         """
         topology = self._topology
-        if device is None:
-            return None, topology.replica()
         if topology.tpu is None:
             return None, topology.replica_of(topology.find(device))
         return device if tf.is_tensor(device) else topology.find(device), 0
 
     def _remember_static_shapes(self, batch: Sequence[IdBatch]) -> None:
         """Keeps what is known of a batch that is queued in a graph, for `dequeue`."""
-        if tf.executing_eagerly():
-            return
         shapes = self._output_shapes.of_inputs([_static_shape(b) for b in batch])
         self._queued_shapes.setdefault(tf.compat.v1.get_default_graph(), shapes)
         self._one_shape &= shapes in (self._first_shapes, self._first_shapes or shapes)
@@ -342,8 +349,13 @@ class TPUEmbedding(CallEmbedding):
 
         Where there are several `cores` it is the batch of one of them.
         """
+        flat_weights: list[Any] = [None] * len(features)
+        if weights is not None:
+            flat_weights = self._structure.flatten("weights", weights)
+        if not self._topology.is_distributed:
+            return [self._read_replica(features, flat_weights, cores)]
         values = self._topology.split(features)
-        flat_weights = self._topology.split(self._structure.flatten_weights(weights))
+        flat_weights = self._topology.split(flat_weights)
         # A replica that calls for itself has been given its own part only.
         wanted = range(len(values) if replica is None else 1)
         return [self._read_replica(values[r], flat_weights[r], cores) for r in wanted]

@@ -96,6 +96,7 @@ class EmbeddingBase(TrackableTables):
         self._output_shapes = OutputShapes(plan.features)
         self._options = options
         self._layout = self._lay_out()
+        self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self._engine: Engine | None = None
         self._queue: StepQueue | None = None
 
@@ -239,10 +240,10 @@ class EmbeddingBase(TrackableTables):
         return self._engine, replica
 
     def _require_optimizers(self, method: str) -> None:
-        without = [spec.name for spec in self._plan.tables if spec.optimizer is None]
-        if without:
+        if self._without_optimizer:
+            without = ", ".join(self._without_optimizer)
             raise RuntimeError(
-                f"{method} cannot train the tables {', '.join(without)}: they have no "
+                f"{method} cannot train the tables {without}: they have no "
                 "optimizer. Pass `optimizer` to the constructor or to each "
                 "TableConfig, or use `training=False`."
             )

@@ -150,7 +150,7 @@ class HostEngine(WholeTablesEngine):
             queue=self._handle,
             batches=batches,
             tables=self._table_handles,
-            runs=self._runs(),
+            runs=self._runs() if self._num_replicas > 1 else [],
             num_features=len(self._plan.features),
             output_shapes=self._activation_shapes(),
             replica=replica,
@@ -250,7 +250,7 @@ class HostQueue(StepQueue):
             apply_now = engine._ops.tpu_embedding_enqueue(
                 queue=engine._handle,
                 batches=[batch.value for batch in batches],
-                runs=engine._runs(),
+                runs=engine._runs() if engine._num_replicas > 1 else [],
                 replica=replica or 0,
                 training=training,
             )
