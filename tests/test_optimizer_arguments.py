@@ -5,12 +5,15 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from optimizer_cases import Case, each_case
 
+import tpu_embedding as te
 from tpu_embedding import optimizers
 from tpu_embedding.optimizers import base
+from tpu_embedding.testing import SoftwareTPUStrategy
 
 stock = tf.tpu.experimental.embedding
 
@@ -106,6 +109,24 @@ def test_bad_common_arguments(
         ("Adam", {"sum_inside_sqrt": 0}, TypeError),
         ("Momentum", {"momentum": NAN}, ValueError),
         ("Momentum", {"use_nesterov": 1}, TypeError),
+        *(
+            (name, {"momentum": momentum}, ValueError)
+            for name in ("Momentum", "RMSProp", "CenteredRMSProp", "AdagradMomentum")
+            for momentum in (-0.5, 1.5)
+        ),
+        ("AdagradMomentum", {"beta2": 1.5}, ValueError),
+        ("AdagradMomentum", {"beta2": -0.5}, ValueError),
+        ("FTRL", {"beta": -0.1}, ValueError),
+        ("SGD", {"weight_decay_factor": -0.1}, ValueError),
+        ("SGD", {"learning_rate": 1e39}, ValueError),
+        # float32 rounds these to 1, or to a number that counts as 0.
+        ("Adam", {"beta_2": 1 - 1e-9}, ValueError),
+        ("Adadelta", {"rho": 1 - 1e-9}, ValueError),
+        ("Adam", {"epsilon": 1e-19}, ValueError),
+        ("Adam", {"epsilon": 1e-39, "sum_inside_sqrt": False}, ValueError),
+        ("AdagradMomentum", {"epsilon": 1e-39}, ValueError),
+        ("RMSProp", {"epsilon": 1e-39}, ValueError),
+        ("ProximalYogi", {"epsilon": 1e-39}, ValueError),
         ("RMSProp", {"rho": 1.0}, ValueError),
         ("RMSProp", {"momentum": "0"}, TypeError),
         ("CenteredRMSProp", {"epsilon": 0.0}, ValueError),
@@ -132,6 +153,51 @@ def test_bad_own_arguments(
 ) -> None:
     with pytest.raises(error, match=next(iter(options))):
         getattr(optimizers, name)(**options)
+
+
+# The outermost numbers that the classes accept.
+AT_THE_LIMITS = [
+    optimizers.Momentum(momentum=0.0),
+    optimizers.Momentum(momentum=1.0),
+    optimizers.RMSProp(rho=0.0, momentum=1.0, epsilon=1.2e-38),
+    optimizers.CenteredRMSProp(rho=0.0, momentum=1.0, epsilon=1.2e-38),
+    optimizers.AdagradMomentum(momentum=1.0, beta2=0.0, epsilon=1.2e-38),
+    optimizers.AdagradMomentum(beta2=1.0),
+    optimizers.FTRL(beta=0.0, learning_rate_power=0.0),
+    optimizers.Adam(beta_1=0.0, beta_2=0.0, epsilon=1.1e-19),
+    optimizers.Adam(epsilon=1.2e-38, sum_inside_sqrt=False),
+    optimizers.Adadelta(rho=0.0, epsilon=1.2e-38),
+    optimizers.ProximalYogi(
+        beta_1=0.0, beta_2=0.0, epsilon=1.2e-38, initial_accumulator_value=0.0
+    ),
+    optimizers.SGD(weight_decay_factor=0.0),
+]
+
+
+@pytest.mark.parametrize("engine", ["host", "portable", "v4"])
+def test_each_engine_accepts_the_limits(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classes are the one place that limits hyperparameters; rows stay finite."""
+    strategy = tf.distribute.get_strategy()
+    if engine == "v4":
+        strategy = SoftwareTPUStrategy("v4", 1)
+    else:
+        monkeypatch.setenv("TPU_EMBEDDING_ENGINE", engine)
+    with strategy.scope():
+        tables = [te.TableConfig(4, 2, optimizer=one) for one in AT_THE_LIMITS]
+        embedding = te.TPUEmbedding([te.FeatureConfig(table) for table in tables], None)
+    for gradient in (0.0, 1.0):
+        embedding.enqueue([tf.constant([1, 3])] * len(tables))
+
+        def step(gradient: float = gradient) -> None:
+            activations = embedding.dequeue()
+            embedding.apply_gradients([tf.fill([2, 2], gradient) for _ in activations])
+
+        strategy.run(step)
+    for name, arrays in embedding.checkpoint_rows().items():
+        for array, rows in arrays.items():
+            assert np.isfinite(rows.numpy()).all(), (name, array)
 
 
 def test_the_base_class_cannot_be_made() -> None:

@@ -146,7 +146,7 @@ def apply(
     arguments = complete(name, hyper)
     table = np.array(table, dtype)
     slots = {slot: np.array(values, dtype) for slot, values in slots.items()}
-    rate = dtype(np.float32(rate))
+    rate = float(np.float32(rate))  # With arrays of float32 it computes in float32.
     touched = set(gradient_rows)
     if name == "Adam" and not arguments["lazy_adam"]:
         touched = set(range(len(table)))

@@ -20,12 +20,12 @@ class TableSpec:
     """One table of the plan.
 
     Attributes:
-      index: Its place in `Plan.tables`.
+      index: Index in `Plan.tables`.
       name: The user's name, or "table_<index>".
-      config: What the user said about it.
+      config: The user's TableConfig, converted.
       key: The object that the user passed, the key of every public dict.
       optimizer: Its own, else the one of the whole embedding, else None.
-      features: Indices of the features that look it up, ascending.
+      features: Indices of the features that look up the table, ascending.
     """
 
     index: int
@@ -52,9 +52,9 @@ class FeatureSpec:
     """One feature of the plan.
 
     Attributes:
-      index: Its place in `Plan.features`, the order of tf.nest.flatten.
-      path: Where it stands in the user's structure, e.g. "user/0".
-      config: What the user said about it.
+      index: Index in `Plan.features`, the order of tf.nest.flatten.
+      path: The feature's place in the user's structure, e.g. "user/0".
+      config: The user's FeatureConfig, converted.
       table: Index of its table.
     """
 
@@ -134,7 +134,7 @@ def make_plan(
 
 
 def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
-    """What the tables of one stack have in common, besides the padded width.
+    """The properties that all tables of a stack share, besides the padded width.
 
     Functions of the user's see the table's own width, and the weights of a combiner
     are one table's: TensorFlow's stacker, which is not asked about them, has no rule.
@@ -149,7 +149,7 @@ def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
 
 
 def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> None:
-    """Refuses functions of the user's, by name.
+    """Raises NotImplementedError if a table has a function of the user's.
 
     Args:
       tables: Of a plan.

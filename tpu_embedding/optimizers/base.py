@@ -362,7 +362,7 @@ def check_number(argument: str, value: object) -> None:
         raise errors.argument_type(argument, value, "a number")
     if not math.isfinite(value):  # pyright: ignore[reportArgumentType]
         raise errors.argument_value(argument, value, "finite")
-    if abs(value) > _FLOAT32.max:  # pyright: ignore[reportArgumentType]
+    if abs(value) > float(_FLOAT32.max):  # pyright: ignore[reportArgumentType]
         raise errors.argument_value(argument, value, "finite in float32")
 
 
