@@ -25,10 +25,10 @@ class Case:
     """An optimizer under test.
 
     Attributes:
-      cls: Our class.
+      cls: The class of this package.
       stock: TensorFlow's class with the same arguments, or None.
-      options: Constructor arguments of the rule's own, one dict for each variant.
-      other: An argument and a value that is not its default.
+      options: For each variant to test, the constructor arguments of the rule.
+      other: An argument and a value other than the default.
     """
 
     cls: type[Any]
@@ -140,7 +140,7 @@ OPTIMIZERS = [
         ("epsilon", 0.5),
     ),
 ]
-# Those that not every table or not every engine can have: values like the others.
+# Optimizers that do not run on every table or engine; tests of values include them.
 SPECIAL = [
     Case(optimizers.FrequencyEstimator, None, ({},), ("tau", 0.5)),
 ]
@@ -156,7 +156,7 @@ each_variant = pytest.mark.parametrize(
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
 
-# What surrounds every rule, alone and together.
+# The options that `apply_rule` adds to every rule, alone and together.
 COMMON_OPTIONS: list[dict[str, Any]] = [
     {},
     {"clipvalue": 0.3},

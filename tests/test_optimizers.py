@@ -183,3 +183,9 @@ def test_the_keras_layer_writes_it_down(case: Case) -> None:
     for optimizer in (case.cls(), case.cls(**{argument: value})):
         written = json.loads(json.dumps(serialization.encode_optimizer(optimizer, "a")))
         assert serialization.decode_optimizer(written) == optimizer
+
+
+def test_a_file_with_an_optimizer_that_is_gone() -> None:
+    written = serialization.encode_optimizer(te.Adagrad(), "a")
+    with pytest.raises(ValueError, match="saved with the optimizer MDLAdagradLight, "):
+        serialization.decode_optimizer({**written, "class": "MDLAdagradLight"})

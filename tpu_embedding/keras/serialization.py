@@ -121,7 +121,13 @@ def decode_optimizer(config: Any) -> Any:
         return importlib.import_module(package).optimizers.deserialize(
             options["config"]
         )
-    rule = rules.OPTIMIZERS[options.pop("class")]
+    name = options.pop("class")
+    rule = rules.OPTIMIZERS.get(name)
+    if rule is None:
+        raise ValueError(
+            f"The file was saved with the optimizer {name}, which this release does "
+            f"not have. It has {', '.join(rules.OPTIMIZERS)}."
+        )
     options = {name: decode_object(value) for name, value in options.items()}
     clip = options["clipvalue"]
     options["clipvalue"] = tuple(clip) if isinstance(clip, list) else clip
