@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
+from lint_report import sources
 
 import tpu_embedding as te
 from tpu_embedding.optimizers import OPTIMIZERS
@@ -46,6 +47,14 @@ def test_links_lead_somewhere(page: pathlib.Path):
         path = (page.parent / name).resolve() if name else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: pathlib.Path):
+    names = re.findall(r"(?<![\w*<>{}./-])[\w/]+\.(?:py|cc|h|yml)\b", page.read_text())
+    known = [f"/{name}" for name in sources(".py", ".cc", ".h")] + ["/mkdocs.yml"]
+    for name in {*names} - {"examples/NN_name.py"}:
+        assert any(path.endswith(f"/{name}") for path in known), name
 
 
 def test_every_page_is_reached_from_the_readme_and_leads_back():
