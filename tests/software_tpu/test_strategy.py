@@ -293,7 +293,7 @@ def test_variables_cast_themselves_in_programs():
     assert [value.numpy().tolist() for value in floats.values] == [[10.0]] * 2
     assert [value.numpy() for value in ints.values] == [11, 11]
     with pytest.raises(tf.errors.InvalidArgumentError):
-        tf.constant([0.5]) * weight
+        _ = tf.constant([0.5]) * weight
 
 
 def test_cores_of_a_device_assignment():

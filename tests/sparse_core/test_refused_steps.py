@@ -107,7 +107,9 @@ def test_reset_takes_the_discarded_update_out_of_the_count() -> None:
     steps = Steps(2, optimizer=te.SGD(rate))
 
     def updates() -> int:
-        return int(steps.embedding.checkpoint_updates().numpy())
+        counter = steps.embedding.checkpoint_updates()
+        assert counter is not None
+        return int(counter.numpy())
 
     steps.run(1.0)
     steps.run(1.0)
