@@ -38,6 +38,7 @@ class HostEngine(WholeTablesEngine):
         self._slot_handles = [
             slot.handle for table in self._variables for slot in table.slots.values()
         ]
+        self._is_trained = all(table.optimizer for table in self._plan.tables)
         updates = self._rates.updates
         self._counters = [] if updates is None else [updates.handle]
         self._plan_record = _plan_record(options)
@@ -184,7 +185,7 @@ class HostEngine(WholeTablesEngine):
 
     def _apply(self, apply_now: tf.Tensor) -> None:
         """Applies the updates that are due, where `apply_now` holds."""
-        if any(table.optimizer is None for table in self._plan.tables):
+        if not self._is_trained:
             return  # Lookup only: no update can be pending.
         self._ops.tpu_embedding_apply_update(
             queue=self._handle,

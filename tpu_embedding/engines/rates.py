@@ -56,8 +56,8 @@ class Rates:
                 self._others.append(("combiner_weights_learning_rate", rate))
             self._spans.append((start, end, end + (combiner is not None)))
         self.updates: tf.Variable | None = None
-        self._rounds = any(spec.optimizer and spec.is_rounded for spec in plan.tables)
-        if self._rounds or any(callable(r) and takes_step(r) for r in self._rates):
+        rounds = any(spec.optimizer and spec.is_rounded for spec in plan.tables)
+        if rounds or any(callable(r) and takes_step(r) for r in self._rates):
             self.updates = create_counter()
 
     @property
@@ -87,27 +87,6 @@ class Rates:
             hyperparameters=[evaluated[at] for at in range(start, end)],
             combiner_rate=evaluated[end] if stop > end else tf.zeros([]),
         )
-
-    def step_of_update(self) -> tf.Tensor:
-        """The number of the update that was counted last, from 0; int64 scalar.
-
-        It is 0 for good where no table is rounded.
-        """
-        if not self._rounds:
-            return tf.constant(0, tf.int64)
-        assert self.updates is not None
-        return self.updates - tf.constant(1, tf.int64)
-
-    def count_update(self, completes: tf.Tensor, after: tf.Tensor) -> None:
-        """Notes one more update where a step was completed.
-
-        Args:
-          completes: Whether it was.
-          after: Of the op that took the gradients: if it fails, nothing is counted.
-        """
-        if self.updates is not None:
-            with tf.control_dependencies([after]):
-                self.updates.assign_add(tf.cast(completes, tf.int64))
 
 
 def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:
