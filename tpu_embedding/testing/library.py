@@ -1,4 +1,4 @@
-"""Loads the software TPU: CPU kernels for TensorFlow's own TPU ops."""
+"""Loads the software TPU: CPU kernels for TensorFlow's TPU ops."""
 
 from __future__ import annotations
 
