@@ -128,7 +128,7 @@ def test_symbolic_weights_of_each_kind(kind: str):
         layer(ids, {**weights, "a": keras.Input((None,))})
 
 
-def test_training_graphs_keep_static_batch_sizes():
+def test_graphs_keep_static_batch_sizes():
     layer = TPUEmbedding([CONFIG[0]] * 4 + [CONFIG[2]], "sgd")
     layer.build()
     features = [
@@ -151,3 +151,6 @@ def test_training_graphs_keep_static_batch_sizes():
     step.get_concrete_function()
     expected = [[16, 2], [16, 2, 2], [16, 2], [16, 2], [16, 5, 2]]
     assert shapes == expected
+    evaluation = tf.function(layer, input_signature=[features])
+    found = evaluation.get_concrete_function().structured_outputs
+    assert [activation.shape.as_list() for activation in found] == expected

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes, Shape
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape, from_input
 from tpu_embedding.layout.plan import FeatureSpec, Plan, refuse_custom
 from tpu_embedding.lookup.combine import (
     TableReader,
@@ -64,6 +64,10 @@ class FeatureLookup:
         for chosen in self._choose(specs, values, weights):
             activation = combine(chosen.selection, self._reader(chosen.spec))
             activation.set_shape((*chosen.shape, self._dim(chosen.spec)))
+            if chosen.spec.config.output_shape is None:
+                static = tuple(chosen.batch.static_shape.as_list())
+                rows = from_input(chosen.spec.path, chosen.spec.config, static)
+                activation.set_shape((*rows, self._dim(chosen.spec)))
             activations.append(activation)
         return activations
 
