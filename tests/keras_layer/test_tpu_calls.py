@@ -265,7 +265,7 @@ def test_a_loaded_model_has_the_batch_sizes_of_its_inputs(
     layer.update_embedding_table(next(iter(layer.embedding_tables)), tf.ones([8, 2]))
     model.save(tmp_path / "model.keras")
     with SoftwareTPUStrategy(generation, 2).scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
+        loaded: Any = keras.models.load_model(tmp_path / "model.keras")
     (table,) = loaded.layers[-1].embedding_tables.values()
     np.testing.assert_array_equal(table, np.ones((8, 2)))
 
