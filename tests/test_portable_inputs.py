@@ -214,6 +214,11 @@ def engine_for(name: str, refused: Refused) -> Engine:
     return make_engine(name, [feature], [rank])
 
 
+def enqueue_on(engine: Engine, batch: list[IdBatch]) -> None:
+    prepared = engine.prepare(batch, training=True)
+    engine.queue().enqueue([prepared], 0, training=True)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
 def test_refuses_input(refused: Refused, mode: str) -> None:
@@ -225,13 +230,13 @@ def test_refuses_input(refused: Refused, mode: str) -> None:
         batch = refused.batch
         if not tf.executing_eagerly():
             batch = forget_shapes(batch)
-        engine.enqueue([[batch]], 0, training=True)
+        enqueue_on(engine, [batch])
 
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         enqueue()
     assert refused.message in raised.value.message
     with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is enqueued"):
-        engine.dequeue(0)
+        engine.queue().dequeue(0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -252,7 +257,7 @@ def test_names_the_first_bad_feature(batch: list[IdBatch], mode: str) -> None:
     @function
     def enqueue() -> None:
         given = batch if tf.executing_eagerly() else list(map(forget_shapes, batch))
-        engine.enqueue([given], 0, training=True)
+        enqueue_on(engine, given)
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="Feature f0"):
         enqueue()
@@ -315,9 +320,9 @@ def test_looks_up_as_the_host(case: str, combiner: str) -> None:
 
         def step(engine: Engine = engine) -> list[tf.Tensor]:
             here = batch if tf.executing_eagerly() else forget_shapes(batch)
-            engine.enqueue([[here]], 0, training=True)
-            (activation,) = engine.dequeue(0)
-            engine.apply_gradients([tf.cos(activation)], 0)
+            enqueue_on(engine, [here])
+            (activation,) = engine.queue().dequeue(0)
+            engine.queue().apply_gradients([tf.cos(activation)], 0)
             return [activation]
 
         results.append((engine, function(step)()))
