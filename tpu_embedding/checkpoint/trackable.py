@@ -21,7 +21,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 )
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
-from tpu_embedding.engines import Engine
+from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.table_arrays import MutableRows
