@@ -35,7 +35,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
-demo: $(VENV)/demo.stamp $(VENV)/package.stamp
+demo: $(VENV)/demo.stamp $(VENV)/host.stamp
 	$(BIN)/python examples/01_movielens_ranking.py $(DEMO)
 
 test: lint $(VENV)/package.stamp
@@ -171,10 +171,20 @@ $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	@touch $@
 
 # build/lib is removed because setuptools would pack what a former build left there;
-# the object files beside it stay. The stamp has the time of the start, so that a source
+# the object files beside it stay. A stamp has the time of the start, so that a source
 # that is edited meanwhile is newer.
+define install_package
+@touch $@.start
+rm -rf build/lib* build/bdist*
+$(1) $(PIP) install --no-build-isolation --no-deps --force-reinstall .
+@mv $@.start $@
+endef
+
+# The package without the software TPU, which is half of the build.
+$(VENV)/host.stamp: $(PACKAGE) | $(VENV)/demo.stamp
+	@rm -f $(VENV)/package.stamp
+	$(call install_package,TPU_EMBEDDING_BUILD_SOFTWARE_TPU=0)
+
 $(VENV)/package.stamp: $(PACKAGE) | $(VENV)/demo.stamp
-	@touch $@.start
-	rm -rf build/lib* build/bdist*
-	$(PIP) install --no-build-isolation --no-deps --force-reinstall .
-	@mv $@.start $@
+	$(call install_package)
+	@touch -r $@ $(VENV)/host.stamp

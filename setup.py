@@ -1,28 +1,27 @@
-"""Builds the custom-op libraries against the TensorFlow of this environment.
+"""Builds the two custom-op libraries against the TensorFlow of this environment.
 
-Everything else about the package is in pyproject.toml. TensorFlow must be
-visible to the build, so pip is called with `--no-build-isolation`:
+pyproject.toml has the metadata of the package. TensorFlow must be visible to the
+build, so pip needs `--no-build-isolation`:
 
     pip install 'tensorflow-cpu==2.21.*'
     pip install --no-build-isolation .
 
 Environment variables:
-    TPU_EMBEDDING_BUILD_OPS  0 leaves the libraries out: a pure-Python package, which
-        runs on the portable engine.
-    CXX  the C++ compiler, `g++` if not set.
+    TPU_EMBEDDING_BUILD_OPS  0: build no library. The package then runs on the portable
+        engine, which needs none.
+    TPU_EMBEDDING_BUILD_SOFTWARE_TPU  0: leave out the library of SoftwareTPUStrategy,
+        a test double, which takes about half of the time.
+    CXX  The C++ compiler, `g++` by default.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 import hashlib
 import json
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import subprocess
@@ -34,285 +33,215 @@ from collections.abc import Iterator
 import setuptools
 from setuptools.command import build_ext
 
-SOURCES = pathlib.Path("tpu_embedding", "ops", "cc")
+CC = "tpu_embedding/ops/cc"
+SOFTWARE_TPU_CC = "tpu_embedding/testing/cc"
+OPS = "tpu_embedding.ops._tpu_embedding_ops"
 SOFTWARE_TPU = "tpu_embedding.testing._software_tpu"
-# By module name, the folders and files of each library. Both hold the core and say
-# which TensorFlow they were compiled for.
-LIBRARIES = {
-    "tpu_embedding.ops._tpu_embedding_ops": ("core/**/*.cc", "kernels/**/*.cc"),
-    SOFTWARE_TPU: (*("core/**/*.cc", "kernels/version.cc", "software_tpu/**/*.cc"),),
+# version.cc, in both libraries, says which TensorFlow they were compiled for.
+SOURCES = {
+    OPS: (f"{CC}/core/**/*.cc", f"{CC}/kernels/**/*.cc"),
+    SOFTWARE_TPU: (
+        *(f"{CC}/core/**/*.cc", f"{CC}/kernels/version.cc"),
+        f"{SOFTWARE_TPU_CC}/**/*.cc",
+    ),
 }
 
-# -ffp-contract=off: the clones for each CPU (core/simd.h) differ in speed, never in
-# bits. -fno-math-errno: sqrt becomes one instruction. -fno-trapping-math: a division
-# may be done for nothing, without which loops that choose are not vectorised for AVX2;
-# nobody asks for the flags that it raises. Never -march=native: a wheel must run on
-# every machine of its platform.
+# -ffp-contract=off: the code for each level of CPU (core/simd.h) differs in speed, not
+# in bits. -fno-math-errno: sqrt becomes one instruction. -fno-trapping-math: allows
+# divisions whose result is not used, without which loops with a condition are not
+# vectorized for AVX2. Never -march=native: a wheel must run on every machine.
 FLAGS = (
-    *("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    *("-Wall", "-Wextra", "-Werror", "-pthread"),
+    *("-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-Wall", "-Wextra", "-Werror", "-pthread", f"-I{CC}", f"-I{SOFTWARE_TPU_CC}"),
 )
-# Nothing outside the library calls the core. The kernels keep the default: the
-# headers of TensorFlow hold statics that must be one in the whole process.
-CORE_FLAGS = ("-fvisibility=hidden",)
-# Most of the time that an op takes to compile goes into these.
-HEADERS = "".join(
+# The core has all loops over rows and columns. It hides its symbols, which nothing
+# outside of a library calls. The other files share statics with TensorFlow's headers,
+# which must be the same objects in the whole process.
+CORE_FLAGS = ("-O3", "-fvisibility=hidden")
+OP_FLAGS = ("-O2",)
+# -z defs: a symbol that TensorFlow lacks is an error here, not when loading.
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
+# Most of the time of compiling an op goes into these headers, so they are precompiled
+# where that pays.
+PRECOMPILED = "".join(
     f'#include "tensorflow/core/framework/{name}.h"\n'
     for name in ("op", "op_kernel", "resource_mgr", "resource_var", "shape_inference")
 )
-FEW_SOURCES = 4  # So many compile sooner than the headers do.
-# A symbol that TensorFlow's libraries lack is an error here, not at load time.
-LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
+FEW_OPS = 4
 
-# Runs in a process of its own: an import of TensorFlow can abort (a wrong libtpu).
-_ASK_TENSORFLOW = """
+# Runs in a process of its own: importing a TensorFlow with a wrong libtpu can abort.
+ASK_TENSORFLOW = """
 import json, tensorflow as tf
-print(json.dumps({
-    "version": tf.__version__,
-    "compile_flags": tf.sysconfig.get_compile_flags(),
-    "link_flags": tf.sysconfig.get_link_flags(),
-}))
+print(json.dumps([tf.__version__, tf.sysconfig.get_compile_flags(),
+                  tf.sysconfig.get_link_flags()]))
 """
 
 
-class BuildError(SystemExit):
-    """Ends the build with a message for the user and no traceback."""
+def fail(problem: str) -> SystemExit:
+    """Returns an error that ends the build without a traceback."""
+    return SystemExit(
+        f"\nerror: tpu_embedding: {problem}\nTo install without the custom-op "
+        "library, set TPU_EMBEDDING_BUILD_OPS=0: the slower portable engine is then "
+        "used.\n"
+    )
 
-    def __init__(self, problem: str):
-        """Adds the way out that is open to everybody."""
-        super().__init__(
-            f"\nerror: tpu_embedding: {problem}\n"
-            "To install without the custom-op library, which leaves the slower "
-            "portable engine, set TPU_EMBEDDING_BUILD_OPS=0.\n"
+
+def ask_tensorflow() -> tuple[str, list[str], list[str]]:
+    """Returns the version and the compile and link flags of TensorFlow."""
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK_TENSORFLOW],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode:
+        last_lines = "\n".join(answer.stderr.strip().splitlines()[-3:])
+        raise fail(
+            f"cannot import TensorFlow with {sys.executable}, and the custom-op "
+            f"library is compiled against it:\n{last_lines}\n"
+            "pip hides installed packages from a build by default. Install TensorFlow "
+            "first, for example\n    pip install 'tensorflow-cpu==2.21.*'\n"
+            "then run\n    pip install --no-build-isolation ."
         )
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorFlow:
-    """What a compiler has to know of the installed TensorFlow."""
-
-    version: str
-    compile_flags: list[str]
-    link_flags: list[str]
-
-    @classmethod
-    @functools.cache
-    def of_environment(cls) -> TensorFlow:
-        """Asks the TensorFlow that this Python imports."""
-        answer = subprocess.run(
-            [sys.executable, "-c", _ASK_TENSORFLOW],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if answer.returncode:
-            last_lines = "\n".join(answer.stderr.strip().splitlines()[-3:])
-            raise BuildError(
-                f"cannot import TensorFlow with {sys.executable}, and the custom-op "
-                f"library is compiled against it:\n{last_lines}\n"
-                "pip hides installed packages from a build unless told otherwise. "
-                "Install TensorFlow first, for example\n"
-                "    pip install 'tensorflow-cpu==2.21.*'\n"
-                "then run\n"
-                "    pip install --no-build-isolation ."
-            )
-        return cls(**json.loads(answer.stdout.splitlines()[-1]))
+def run(command: list[str]) -> None:
+    """Runs a compiler."""
+    if subprocess.run(command, check=False).returncode:
+        raise fail(f"this command failed:\n    {shlex.join(command)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler, its flags, and the folder for its object files."""
-
-    command: tuple[str, ...]
-    flags: tuple[str, ...]
-    objects: pathlib.Path
-    # What all but the core reads before the source.
-    first_include: tuple[str, ...] = ()
-
-    @classmethod
-    def for_tensorflow(cls, tensorflow: TensorFlow, folder: pathlib.Path) -> Compiler:
-        """Returns the compiler of this machine, set up for `tensorflow`."""
-        command = tuple(shlex.split(os.environ.get("CXX", "g++")))
-        if not command or shutil.which(command[0]) is None:
-            raise BuildError(
-                f"no C++ compiler: {shlex.join(command)!r} is not on the PATH. "
-                "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
-            )
-        flags = (
-            *FLAGS,
-            # As system headers they do not trip over -Wall -Wextra -Werror.
-            *(re.sub("^-I", "-isystem", flag) for flag in tensorflow.compile_flags),
-            f"-I{SOURCES}",
-            f'-DTPU_EMBEDDING_TF_VERSION="{tensorflow.version}"',
-        )
-        # Object files of other flags, so of another TensorFlow, lie elsewhere.
-        key = hashlib.sha256(repr((command, flags)).encode()).hexdigest()[:16]
-        return cls(command, flags, folder / key)
-
-    def object_of(self, source: pathlib.Path) -> pathlib.Path:
-        """Returns the path of the object file of `source`."""
-        return self.objects / source.relative_to(SOURCES).with_suffix(".o")
-
-    def is_current(self, source: pathlib.Path) -> bool:
-        """Whether the object file of `source` came from the same content."""
-        target = self.object_of(source)
-        depfile, record = target.with_suffix(".d"), target.with_suffix(".sha256")
-        return record.exists() and record.read_text() == _digest(_files_read(depfile))
-
-    @contextlib.contextmanager
-    def precompiled(self, headers: str) -> Iterator[Compiler]:
-        """Reads `headers` once, for all that the yielded compiler compiles.
-
-        They would not go into the digests, so that none of ours may be among them.
-        """
-        self.objects.mkdir(parents=True, exist_ok=True)
-        # They have hundreds of megabytes. What a killed build leaves behind is never
-        # taken for whole: each build has a folder of its own.
-        with tempfile.TemporaryDirectory(prefix="headers", dir=self.objects) as folder:
-            header = pathlib.Path(folder, "tensorflow.h")
-            header.write_text(headers)
-            print("compiling the headers of TensorFlow", flush=True)
-            output = ("-x", "c++-header", str(header), "-o", f"{header}.gch")
-            _run([*self.command, *self.flags, *output])
-            yield dataclasses.replace(self, first_include=("-include", str(header)))
-
-    def compile(self, source: pathlib.Path) -> None:
-        """Compiles `source`, unless its object file is current."""
-        if self.is_current(source):
-            return
-        target = self.object_of(source)
-        depfile, record = target.with_suffix(".d"), target.with_suffix(".sha256")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        print(f"compiling {source}", flush=True)
-        folder = source.relative_to(SOURCES).parts[0]
-        extra = CORE_FLAGS if folder == "core" else self.first_include
-        started = time.time_ns()
-        record.unlink(missing_ok=True)
-        _run(
-            [
-                *(*self.command, *self.flags, *extra, "-MMD"),
-                *("-c", str(source), "-o", str(target)),
-            ]
-        )
-        # What was edited meanwhile may not be what the compiler read: no record then.
-        files = _files_read(depfile)
-        if all(path.stat().st_mtime_ns < started for path in files):
-            record.write_text(_digest(files))
-
-    def link(
-        self, objects: list[pathlib.Path], flags: list[str], target: pathlib.Path
-    ) -> None:
-        """Links `objects` into the shared library `target`."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        print(f"linking {target}", flush=True)
-        # Linked beside and moved: a process may have the old library open.
-        beside = target.with_suffix(".tmp")
-        _run(
-            [
-                *(*self.command, *LINK_FLAGS, "-o", str(beside)),
-                *(str(path) for path in objects),
-                *flags,
-            ]
-        )
-        beside.replace(target)
+def is_core(source: str) -> bool:
+    """Returns whether a source is plain C++, without TensorFlow's headers."""
+    return source.startswith(f"{CC}/core/")
 
 
 class BuildOps(build_ext.build_ext):
-    """Compiles `ops/cc` into libraries, in parallel and incrementally."""
+    """Compiles the sources in parallel, and only those that changed.
+
+    setuptools itself compiles one file at a time, and all files when one has changed.
+    """
 
     def build_extensions(self) -> None:
-        """Builds all libraries."""
-        sources = {
-            pathlib.Path(name) for ext in self.extensions for name in ext.sources
-        }
-        compiler = Compiler.for_tensorflow(
-            TensorFlow.of_environment(), pathlib.Path(self.build_temp)
-        )
-        new = [source for source in sources if not compiler.is_current(source)]
-        many = len(new) > FEW_SOURCES
-        ready = compiler.precompiled(HEADERS) if many else None
-        with ready or contextlib.nullcontext(compiler) as self.compiler_of_ops:
-            super().build_extensions()
+        """Builds all libraries; what both contain is compiled once."""
+        self.cxx = shlex.split(os.environ.get("CXX", "g++"))
+        if not self.cxx or shutil.which(self.cxx[0]) is None:
+            raise fail(
+                f"no C++ compiler: {shlex.join(self.cxx)!r} is not on the PATH. "
+                "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
+            )
+        version, compile_flags, self.tf_link_flags = ask_tensorflow()
+        self.flags = [
+            *FLAGS,
+            # As system headers, TensorFlow's cause no warnings.
+            *(flag.replace("-I", "-isystem", 1) for flag in compile_flags),
+            f'-DTPU_EMBEDDING_TF_VERSION="{version}"',
+        ]
+        # Each compiler, set of flags and TensorFlow has a folder of objects, so that
+        # objects of different builds are never linked together.
+        key = repr((self.cxx, self.flags, CORE_FLAGS, OP_FLAGS))
+        folder = hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.objects = pathlib.Path(self.build_temp, folder)
+        sources = {source: None for ext in self.extensions for source in ext.sources}
+        stale = [source for source in sources if self.is_stale(source)]
+        # rules.cc takes the longest, so it must not start last.
+        stale.sort(key=lambda source: not source.endswith("core/rules.cc"))
+        jobs = self.parallel if type(self.parallel) is int else os.cpu_count()
+        with (
+            self.precompiled_headers(stale) as self.include_headers,
+            concurrent.futures.ThreadPoolExecutor(jobs) as pool,
+        ):
+            list(pool.map(self.compile, stale))
+        for ext in self.extensions:
+            self.build_extension(ext)
 
     def build_extension(self, ext: setuptools.Extension) -> None:
-        """Builds one library."""
-        tensorflow = TensorFlow.of_environment()
-        compiler = self.compiler_of_ops
+        """Links the library."""
         target = pathlib.Path(self.get_ext_fullpath(ext.name))
-        sources = [pathlib.Path(source) for source in ext.sources]
-        with concurrent.futures.ThreadPoolExecutor(_jobs(self.parallel)) as pool:
-            list(pool.map(compiler.compile, sources))
-        compiler.link(
-            [compiler.object_of(source) for source in sources],
-            [*tensorflow.link_flags, *_extra_link_flags(ext.name, tensorflow)],
-            target,
+        target.parent.mkdir(parents=True, exist_ok=True)
+        print(f"linking {target}", flush=True)
+        # Linked beside the target and moved: a process may have the old library open.
+        beside = target.with_suffix(".tmp")
+        objects = [str(self.object_of(source)) for source in ext.sources]
+        flags = list(self.tf_link_flags)
+        if ext.name == SOFTWARE_TPU:
+            # The protocol buffers of TPU configurations are in libtensorflow_cc.
+            flags += [flag.replace("_framework", "_cc") for flag in flags]
+        run([*self.cxx, *LINK_FLAGS, "-o", str(beside), *objects, *flags])
+        beside.replace(target)
+
+    def object_of(self, source: str) -> pathlib.Path:
+        """Returns the path of the object file of `source`."""
+        return (self.objects / source).with_suffix(".o")
+
+    def is_stale(self, source: str) -> bool:
+        """Returns whether `source` or a header that it includes has changed."""
+        target = self.object_of(source)
+        depfile = target.with_suffix(".d")
+        if not target.exists() or not depfile.exists():
+            return True
+        rule = depfile.read_text().replace("\\\n", " ")
+        files = map(pathlib.Path, shlex.split(rule.partition(":")[2]))
+        compiled = target.stat().st_mtime
+        return not all(
+            file.exists() and file.stat().st_mtime < compiled for file in files
         )
 
+    @contextlib.contextmanager
+    def precompiled_headers(self, sources: list[str]) -> Iterator[list[str]]:
+        """Yields the flags that include TensorFlow's headers for many ops at once."""
+        if sum(not is_core(source) for source in sources) <= FEW_OPS:
+            yield []
+            return
+        self.objects.mkdir(parents=True, exist_ok=True)
+        # The file has hundreds of megabytes, so it is not kept.
+        with tempfile.TemporaryDirectory(dir=self.objects) as folder:
+            header = pathlib.Path(folder, "tensorflow.h")
+            header.write_text(PRECOMPILED)
+            print("compiling TensorFlow's headers", flush=True)
+            command = [*self.cxx, *self.flags, *OP_FLAGS, "-x", "c++-header"]
+            run([*command, str(header), "-o", f"{header}.gch"])
+            yield ["-include", str(header)]
+
+    def compile(self, source: str) -> None:
+        """Compiles one file."""
+        target = self.object_of(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        print(f"compiling {source}", flush=True)
+        extra = CORE_FLAGS if is_core(source) else (*OP_FLAGS, *self.include_headers)
+        started = time.time()
+        run([*self.cxx, *self.flags, *extra, "-MMD", "-c", source, "-o", str(target)])
+        # A file that was edited meanwhile is newer than this time.
+        os.utime(target, (started, started))
+
     def get_ext_filename(self, fullname: str) -> str:
-        """Returns a name without Python's ABI tag: the library does not use it."""
+        """Returns a name without Python's ABI tag, as no library uses Python."""
         return os.path.join(*fullname.split(".")) + ".so"
 
 
-def _extra_link_flags(name: str, tensorflow: TensorFlow) -> list[str]:
-    """Returns what a library links beside the one that tf.sysconfig names.
-
-    The software TPU reads configurations of TPUs. Their protocol buffers are in
-    TensorFlow's other library, which every TensorFlow process has open.
-    """
-    if name != SOFTWARE_TPU:
-        return []
-    return [
-        flag.replace("tensorflow_framework", "tensorflow_cc")
-        for flag in tensorflow.link_flags
-        if "tensorflow_framework" in flag
-    ]
-
-
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, check=False)
-    if result.returncode:
-        raise BuildError(f"this command failed:\n    {shlex.join(command)}")
-
-
-def _files_read(depfile: pathlib.Path) -> list[pathlib.Path]:
-    """Returns what the compiler read for an object file, without system headers."""
-    rule = depfile.read_text().replace("\\\n", " ")
-    return [pathlib.Path(name) for name in shlex.split(rule.partition(":")[2])]
-
-
-def _digest(paths: list[pathlib.Path]) -> str:
-    # Not times: those of a copied or unpacked tree can be older than object files.
-    contents = [path.read_bytes() if path.exists() else None for path in paths]
-    return hashlib.sha256(repr(contents).encode()).hexdigest()
-
-
-def _jobs(parallel: int | bool | None) -> int:
-    # setuptools passes True for an empty --parallel.
-    return parallel if type(parallel) is int else os.cpu_count() or 1
-
-
-def _extensions() -> list[setuptools.Extension]:
-    if os.environ.get("TPU_EMBEDDING_BUILD_OPS", "1") == "0":
-        return []
+def extensions() -> list[setuptools.Extension]:
+    """Returns the libraries to build, that of the software TPU last."""
+    names = list(SOURCES)
+    if os.environ.get("TPU_EMBEDDING_BUILD_SOFTWARE_TPU") == "0":
+        names.remove(SOFTWARE_TPU)
+    if os.environ.get("TPU_EMBEDDING_BUILD_OPS") == "0":
+        names = []
+    root = pathlib.Path()
     return [
         setuptools.Extension(
-            name,
-            [
-                str(path)
-                for pattern in patterns
-                for path in sorted(SOURCES.glob(pattern))
-            ],
+            name, [str(path) for glob in SOURCES[name] for path in root.glob(glob)]
         )
-        for name, patterns in LIBRARIES.items()
+        for name in names
     ]
 
 
 if __name__ == "__main__":
     setuptools.setup(
-        # Here and not in pyproject.toml: setuptools before 77 and since refuse each
-        # other's way to write it there, and both are in use.
+        # Not in pyproject.toml: setuptools before 77 and since then each refuse the
+        # other's syntax, and both are in use.
         license="Apache-2.0",
-        ext_modules=_extensions(),
+        ext_modules=extensions(),
         cmdclass={"build_ext": BuildOps},
     )

@@ -19,7 +19,10 @@ import tempfile
 from collections.abc import Sequence
 
 TESTS = pathlib.Path(__file__).resolve().parent / "cc"
-CC = TESTS.parents[1] / "tpu_embedding" / "ops" / "cc"
+PACKAGE = TESTS.parents[1] / "tpu_embedding"
+CC = PACKAGE / "ops" / "cc"
+CORE = CC / "core"
+SOFTWARE_TPU = PACKAGE / "testing" / "cc"
 KEPT = TESTS.parents[1] / "build" / "cc"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = [
@@ -27,7 +30,7 @@ FLAGS = [
     *("-std=c++17", "-pthread", "-g1", "-fno-math-errno", "-ffp-contract=off"),
     # Checks compare sizes with literals, which are signed.
     *("-Wall", "-Wextra", "-Werror", "-Wno-sign-compare"),
-    *(f"-I{CC}", f"-I{TESTS}"),
+    *(f"-I{CC}", f"-I{SOFTWARE_TPU}", f"-I{TESTS}"),
 ]
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 BUILDS = {
@@ -70,7 +73,7 @@ def build_program(
     sources: Sequence[pathlib.Path],
     build: str,
     folder: pathlib.Path,
-    linked: Sequence[str] = ("core",),
+    linked: Sequence[pathlib.Path] = (CORE,),
 ) -> str:
     """Compiles `sources` and links them with folders of plain C++; the program's path.
 
@@ -78,7 +81,7 @@ def build_program(
       sources: What is compiled for this program alone; the first one names it.
       build: A key of BUILDS.
       folder: Where the program goes.
-      linked: Folders below CC.
+      linked: Folders of plain C++.
     """
     program = str(folder / f"{sources[0].stem}_{build}")
     objects = [name for place in linked for name in _objects(place, build)]
@@ -88,16 +91,16 @@ def build_program(
 
 
 @functools.cache
-def _objects(place: str, build: str) -> list[str]:
+def _objects(folder: pathlib.Path, build: str) -> list[str]:
     """The object files of a folder of sources."""
     sources = sorted(
-        path for path in (CC / place).glob("*.cc") if path.name not in NOT_LINKED
+        path for path in folder.glob("*.cc") if path.name not in NOT_LINKED
     )
     command = [*COMPILER, *FLAGS, *BUILDS[build], "-c"]
     digest = hashlib.sha256(repr((command, sources)).encode())
-    for path in [*sources, *sorted(CC.glob("**/*.h"))]:
+    for path in [*sources, *sorted(PACKAGE.glob("*/cc/**/*.h"))]:
         digest.update(path.read_bytes())
-    name = f"{place.replace('/', '_')}_{build}"
+    name = f"{folder.name}_{build}"
     kept = KEPT / name / digest.hexdigest()[:16]
     KEPT.mkdir(parents=True, exist_ok=True)
     with open(KEPT / f"{name}.lock", "w") as lock:

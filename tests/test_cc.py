@@ -11,7 +11,7 @@ import cc_programs
 import pytest
 
 # Folders of plain C++ that a test links beyond the core.
-MORE_FOLDERS = {"engine_test": "software_tpu/engine"}
+MORE_FOLDERS = {"engine_test": cc_programs.SOFTWARE_TPU / "tpu_v2_v4" / "engine"}
 
 
 # Each build shows what no other does; that of "address" runs all checks.
@@ -38,7 +38,7 @@ def test_each_build_has_its_programs() -> None:
 
 @pytest.mark.parametrize(("source", "build"), PROGRAMS)
 def test_program(source: pathlib.Path, build: str, tmp_path: pathlib.Path) -> None:
-    folders = ["core", *filter(None, [MORE_FOLDERS.get(source.stem)])]
+    folders = [cc_programs.CORE, *filter(None, [MORE_FOLDERS.get(source.stem)])]
     if build == "plain":  # The levels are those of headers.
         folders = []
     program = cc_programs.build_program([source], build, tmp_path, folders)

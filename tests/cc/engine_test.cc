@@ -1,7 +1,7 @@
 // Tests of the embedding engine of TPU v2, v3 and v4.
 // length: all parts run the same configurations and helpers, which stand here.
 
-#include "software_tpu/engine/engine.h"
+#include "tpu_v2_v4/engine/engine.h"
 
 #include <chrono>
 #include <memory>
@@ -12,14 +12,14 @@
 #include "check.h"
 #include "core/optimizers/sgd.h"
 #include "core/update-inl.h"
-#include "software_tpu/engine/batch.h"
-#include "software_tpu/engine/waiting_room.h"
+#include "tpu_v2_v4/engine/batch.h"
+#include "tpu_v2_v4/engine/pending_calls.h"
 
 namespace tpu_embedding {
 namespace {
 
 using Seconds = std::chrono::seconds;
-using Clock = WaitingRoom::Clock;
+using Clock = PendingCalls::Clock;
 
 const ParallelFor kSerial = [](int64_t total, int64_t, const Range& body) {
   if (total > 0) body(0, total);
@@ -157,7 +157,7 @@ void TestTableOutputs() {
   CHECK_TRUE(
       Contains(Built(config, {{plain, plain}, {}, false}), "inputs fill 2"));
   CHECK_TRUE(Contains(Built(config, {{pair, pair, plain}, {}, false}),
-                      "has room for 4"));
+                      "has calls for 4"));
   plain.table = -1;
   CHECK_TRUE(Contains(Built(config, {{plain}, {}, false}), "`table_ids`"));
 }
@@ -349,7 +349,7 @@ void TestFullQueues() {
 
 // A call that waits until `ready`, and how it ended.
 struct Waiter {
-  Waiter() : call(std::make_shared<WaitingRoom::Call>()) {
+  Waiter() : call(std::make_shared<PendingCalls::Call>()) {
     call->attempt = [this] {
       return ready ? Outcome() : Outcome{Outcome::kWaits, "Nobody came."};
     };
@@ -358,43 +358,43 @@ struct Waiter {
 
   bool ready = false;
   std::vector<Outcome> ended;
-  std::shared_ptr<WaitingRoom::Call> call;
+  std::shared_ptr<PendingCalls::Call> call;
 };
 
 void TestWaits() {
   const Clock::time_point start;
-  WaitingRoom room(Seconds(10));
+  PendingCalls calls(Seconds(10));
   Waiter woken, late, cancelled, never;
   for (Waiter* waiter : {&woken, &late, &cancelled}) {
-    room.Enter(waiter->call, start);
+    calls.Submit(waiter->call, start);
     CHECK_EQ(waiter->ended.size(), 0);
   }
   woken.ready = true;
-  CHECK_TRUE(room.Run([] { return Outcome(); }).done());
+  CHECK_TRUE(calls.Run([] { return Outcome(); }).done());
   CHECK_EQ(woken.ended.size(), 1);
   CHECK_TRUE(woken.ended[0].done());
-  room.Cancel(cancelled.call);
+  calls.Cancel(cancelled.call);
   CHECK_EQ(cancelled.ended[0].kind, Outcome::kCancelled);
-  room.CheckTime(start + Seconds(9));
+  calls.CheckTime(start + Seconds(9));
   CHECK_EQ(late.ended.size(), 0);
-  room.CheckTime(start + Seconds(10));
+  calls.CheckTime(start + Seconds(10));
   CHECK_EQ(late.ended[0].kind, Outcome::kTimedOut);
   CHECK_EQ(late.ended[0].text, "Nobody came. Waited for 10 seconds.");
-  room.Cancel(never.call);
-  room.Enter(never.call, start);
+  calls.Cancel(never.call);
+  calls.Submit(never.call, start);
   CHECK_EQ(never.ended[0].kind, Outcome::kCancelled);
   CHECK_EQ(woken.ended.size() + late.ended.size() + cancelled.ended.size(), 3);
 }
 
 void TestClosedRooms() {
-  WaitingRoom room(Seconds(10));
+  PendingCalls calls(Seconds(10));
   Waiter before, after;
-  room.Enter(before.call, Clock::now());
-  room.Close("The end.");
-  room.Enter(after.call, Clock::now());
+  calls.Submit(before.call, Clock::now());
+  calls.Close("The end.");
+  calls.Submit(after.call, Clock::now());
   CHECK_EQ(before.ended[0].text, "The end.");
   CHECK_EQ(after.ended[0].text, "The end.");
-  CHECK_EQ(room.Run([] { return Outcome(); }).kind, Outcome::kWrongOrder);
+  CHECK_EQ(calls.Run([] { return Outcome(); }).kind, Outcome::kWrongOrder);
 }
 
 }  // namespace

@@ -184,8 +184,7 @@ void RunAnyDim(const RuleArguments& arguments, const RowOptions& options,
   const TableView view = state->View();
   const TableGradients given{&gradients.groups, gradients.samples.data()};
   const int64_t size = options.all_rows ? kRows : gradients.groups.num_rows();
-  RunOnThisCpu<RowLoop<Rule, float, AnyDim>>(arguments, options, given, view,
-                                             int64_t{0}, size);
+  UpdateWithDim<Rule, float, AnyDim>(arguments, options, given, view, 0, size);
 }
 
 template <class Rule>
@@ -193,7 +192,7 @@ void TestBits(const std::vector<float>& hyperparameters, int64_t dim) {
   const RuleArguments arguments{hyperparameters, 0.1f};
   for (bool all_rows : {false, true}) {
     const Gradients gradients(dim);
-    State one(dim, Rule::kNumSlots, SlotWidth<Rule>(dim));
+    State one(dim, Rule::kNumSlots, Rule::kSlotsPerRow ? 1 : dim);
     State many = one;
     State any = one;
     Run<Rule>(arguments, Options(all_rows), gradients, 1, &one);

@@ -1,4 +1,4 @@
-// Weighted sums of any width, by lanes of any width, against a plain loop.
+// Weighted sums of any width, by vectors of any width, against a plain loop.
 
 #include <cstdint>
 #include <cstring>
@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "core/bfloat16.h"
-#include "core/lanes.h"
+#include "core/simd.h"
 #include "core/weighted_sum-inl.h"
 
 namespace tpu_embedding {
@@ -62,13 +62,13 @@ std::vector<float> Expected(const Terms<Element>& terms, int64_t end) {
   return sum;
 }
 
-template <class Lanes, class Element>
+template <class F32xN, class Element>
 void TestWidths() {
   for (int64_t dim = 1; dim <= kMostColumns; ++dim) {
     const Terms<Element> terms(dim);
     for (int64_t end : {int64_t{0}, int64_t{1}, kVectors}) {
       std::vector<float> out(dim + 1, kGuard);
-      WeightedSum<Lanes>(terms, 0, end, dim, out.data());
+      WeightedSum<F32xN>(terms, 0, end, dim, out.data());
       CHECK_EQ(out.back(), kGuard);
       const std::vector<float> expected = Expected(terms, end);
       CHECK_TRUE(!std::memcmp(out.data(), expected.data(), 4 * dim));
@@ -76,17 +76,17 @@ void TestWidths() {
   }
 }
 
-template <class Lanes>
+template <class F32xN>
 void TestElements() {
-  TestWidths<Lanes, float>();
-  TestWidths<Lanes, BFloat16>();
+  TestWidths<F32xN, float>();
+  TestWidths<F32xN, BFloat16>();
 }
 
-// Says how wide its lanes are.
+// Says how wide its vectors are.
 struct Width {
-  template <class Lanes>
+  template <class F32xN>
   static void Run(int64_t* width) {
-    *width = kWidth<Lanes>;
+    *width = kWidth<F32xN>;
   }
 };
 
@@ -116,8 +116,8 @@ void TestLevels() {
 
 int main() {
   using namespace tpu_embedding;
-  TestElements<Lanes16>();
-  TestElements<Lanes8>();
-  TestElements<Lanes4>();
+  TestElements<F32x16>();
+  TestElements<F32x8>();
+  TestElements<F32x4>();
   TestLevels();
 }

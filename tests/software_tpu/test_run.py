@@ -181,7 +181,7 @@ def test_a_replica_that_ends_without_coming_is_named_at_once():
     started = time.monotonic()
     with pytest.raises(
         tf.errors.FailedPreconditionError,
-        match=r"Replica 0 \(.*CPU:0\) came to TpuEmbeddingSoftwareTpuAllReduce .*"
+        match=r"Replica 0 \(.*CPU:0\) reached TpuEmbeddingSoftwareTpuAllReduce .*"
         r"Missing: Replica 1 \(.*CPU:1\)",
     ):
         strategy.run(step, (tf.constant(1.0),))
@@ -201,8 +201,8 @@ def test_a_timeout_names_the_missing_side():
     started = time.monotonic()
     with pytest.raises(
         tf.errors.DeadlineExceededError,
-        match=r"Replica 1 \(.*CPU:1\) did not come to TpuEmbeddingSoftwareTpuAllReduce "
-        r'".*" within 500ms. Replica 0 \(.*CPU:0\) came.*`meeting_timeout`',
+        match=r"Replica 1 \(.*CPU:1\) did not reach TpuEmbeddingSoftwareTpuAllReduce "
+        r'".*" within 500ms. Replica 0 \(.*CPU:0\) arrived.*`meeting_timeout`',
     ):
         strategy.run(step, (tf.constant(1.0),))
     assert 0.5 <= time.monotonic() - started < PROMPT_SECONDS

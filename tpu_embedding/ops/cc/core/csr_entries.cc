@@ -200,20 +200,20 @@ class Appender {
 };
 
 // Writes the words of ids, without their samples; whether all were valid.
-template <class Id, class Word>
-TPU_EMBEDDING_CLONES bool WriteKeys(const Id* ids, int64_t size,
-                                    Id vocabulary_size, const Keys& keys,
-                                    int low_bits, Word* words) {
-  // Locals, which no write can change.
-  const Keys own = keys;
-  Id invalid = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    const Id id = ids[i];
-    invalid |= Id{id < 0} | Id{id >= vocabulary_size};
-    words[i] = Word{own.ByMask(static_cast<uint32_t>(id))} << low_bits;
+struct WriteKeys {
+  template <class F32xN, class Id, class Word>
+  TPU_EMBEDDING_INLINE static bool Run(const Id* ids, int64_t size,
+                                       Id vocabulary_size, Keys keys,
+                                       int low_bits, Word* words) {
+    Id invalid = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      const Id id = ids[i];
+      invalid |= Id{id < 0} | Id{id >= vocabulary_size};
+      words[i] = Word{keys.ByMask(static_cast<uint32_t>(id))} << low_bits;
+    }
+    return invalid == 0;
   }
-  return invalid == 0;
-}
+};
 
 // The entries of samples, in the form kOnes, if all ids are valid: in two
 // passes, the first of which has many ids to an instruction. If not, nothing
@@ -226,8 +226,9 @@ bool AppendOnes(const FeatureSpec& spec, const Id* ids, const FeatureRows& rows,
   const int64_t begin = rows.begin(range.begin);
   const int64_t size = rows.begin(range.end) - begin;
   Word* const words = entries->words.of<Word>().data() + entries->size;
-  if (!WriteKeys(ids + begin, size, static_cast<Id>(spec.vocabulary_size), keys,
-                 entries->words.low_bits, words)) {
+  if (!RunOnThisCpu<WriteKeys>(ids + begin, size,
+                               static_cast<Id>(spec.vocabulary_size), keys,
+                               entries->words.low_bits, words)) {
     return false;
   }
   Word sample = static_cast<Word>(range.first_sample - entries->first_sample);

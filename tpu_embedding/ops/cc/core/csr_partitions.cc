@@ -96,42 +96,51 @@ int64_t LowerBound(const CsrWords& words, int64_t begin, int64_t end,
 }
 
 // How many keys there are among entries [begin, end), which are sorted.
-template <class Word>
-TPU_EMBEDDING_CLONES int64_t CountKeys(const Word* words, int64_t begin,
-                                       int64_t end, int low_bits) {
-  Word count = begin < end;
-  for (int64_t i = begin + 1; i < end; ++i) {
-    count += ((words[i] ^ words[i - 1]) >> low_bits) != 0;
+struct CountKeys {
+  template <class F32xN, class Word>
+  TPU_EMBEDDING_INLINE static int64_t Run(const Word* words, int64_t begin,
+                                          int64_t end, int low_bits) {
+    Word count = begin < end;
+    for (int64_t i = begin + 1; i < end; ++i) {
+      count += ((words[i] ^ words[i - 1]) >> low_bits) != 0;
+    }
+    return count;
   }
-  return count;
-}
+};
 
 int64_t CountUnique(const CsrWords& words, int64_t begin, int64_t end) {
   return WithWord(words, [&](auto word) {
-    return CountKeys(words.data<decltype(word)>(), begin, end, words.low_bits);
+    return RunOnThisCpu<CountKeys>(words.data<decltype(word)>(), begin, end,
+                                   words.low_bits);
   });
 }
 
-template <class Word>
-TPU_EMBEDDING_CLONES void WriteWords(const Word* words, int low_bits,
-                                     int64_t size, int32_t first_sample,
-                                     uint32_t shift, int32_t* samples,
-                                     int32_t* tokens) {
-  const Word mask = (Word{1} << low_bits) - 1;
-  for (int64_t i = 0; i < size; ++i) {
-    const Word word = words[i];
-    samples[i] = static_cast<int32_t>(word & mask) + first_sample;
-    const auto key = static_cast<uint32_t>(word >> low_bits);
-    tokens[i] = static_cast<int32_t>(key + shift);
+struct WriteWords {
+  template <class F32xN, class Word>
+  TPU_EMBEDDING_INLINE static void Run(const Word* words, int low_bits,
+                                       int64_t size, int32_t first_sample,
+                                       uint32_t shift, int32_t* samples,
+                                       int32_t* tokens) {
+    const Word mask = (Word{1} << low_bits) - 1;
+    for (int64_t i = 0; i < size; ++i) {
+      const Word word = words[i];
+      samples[i] = static_cast<int32_t>(word & mask) + first_sample;
+      const auto key = static_cast<uint32_t>(word >> low_bits);
+      tokens[i] = static_cast<int32_t>(key + shift);
+    }
   }
-}
+};
 
-TPU_EMBEDDING_CLONES void WriteOnes(const uint32_t* ends, int64_t size,
-                                    float* gains) {
-  for (int64_t i = 0; i < size; ++i) {
-    gains[i] = static_cast<float>(static_cast<int32_t>(ends[i + 1] - ends[i]));
+struct WriteOnes {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const uint32_t* ends, int64_t size,
+                                       float* gains) {
+    for (int64_t i = 0; i < size; ++i) {
+      const auto count = static_cast<int32_t>(ends[i + 1] - ends[i]);
+      gains[i] = static_cast<float>(count);
+    }
   }
-}
+};
 
 }  // namespace
 
@@ -190,12 +199,14 @@ void WriteEntries(const Partitions& partitions, int64_t shard, int64_t begin,
       static_cast<uint32_t>(place.first_token - shard * place.num_tokens);
   const int64_t size = end - begin;
   WithWord(words, [&](auto word) {
-    WriteWords(words.data<decltype(word)>() + begin, words.low_bits, size,
-               partitions.first_sample, shift, arrays.sample_ids + out,
-               arrays.token_ids + out);
+    RunOnThisCpu<WriteWords>(words.data<decltype(word)>() + begin,
+                             words.low_bits, size, partitions.first_sample,
+                             shift, arrays.sample_ids + out,
+                             arrays.token_ids + out);
   });
   if (partitions.form == CsrForm::kOnes) {
-    WriteOnes(partitions.ends.data() + begin, size, arrays.gains + out);
+    RunOnThisCpu<WriteOnes>(partitions.ends.data() + begin, size,
+                            arrays.gains + out);
   } else {
     std::copy_n(partitions.gains.data() + begin, size, arrays.gains + out);
   }

@@ -37,16 +37,18 @@ float GainWithoutWeights(Combiner combiner, int64_t num_entries) {
 }
 
 // Whether no id is invalid. Read as unsigned, negative ids are the largest.
-template <class Id>
-TPU_EMBEDDING_CLONES bool AreInRange(const Id* ids, int64_t size,
-                                     uint64_t vocabulary_size) {
-  using Unsigned = std::make_unsigned_t<Id>;
-  Unsigned largest = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    largest = std::max(largest, static_cast<Unsigned>(ids[i]));
+struct AreInRange {
+  template <class F32xN, class Id>
+  TPU_EMBEDDING_INLINE static bool Run(const Id* ids, int64_t size,
+                                       uint64_t vocabulary_size) {
+    using Unsigned = std::make_unsigned_t<Id>;
+    Unsigned largest = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      largest = std::max(largest, static_cast<Unsigned>(ids[i]));
+    }
+    return size == 0 || largest < vocabulary_size;
   }
-  return size == 0 || largest < vocabulary_size;
-}
+};
 
 // Writes the entries of one feature, sample by sample.
 template <class Id>
@@ -84,7 +86,8 @@ class CsrWriter {
   bool KeepsAllEntries() const {
     const bool checks_weights = spec_.check_numerics && input_.weights;
     return !positions_ && !checks_weights &&
-           AreInRange(ids_, input_.num_ids, spec_.vocabulary_size);
+           RunOnThisCpu<AreInRange>(ids_, input_.num_ids,
+                                    spec_.vocabulary_size);
   }
 
   // The usual batch, without a branch for each id.

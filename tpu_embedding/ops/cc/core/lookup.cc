@@ -5,7 +5,6 @@
 #include <variant>
 
 #include "core/dims.h"
-#include "core/lanes.h"
 #include "core/simd.h"
 #include "core/weighted_sum-inl.h"
 
@@ -39,53 +38,56 @@ struct RowTerms {
 
 template <class Element, Gains kGains, class Dim>
 struct PlainLookup {
-  template <class Lanes>
+  template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const FeatureCsr& csr,
                                        const Element* table, int64_t any_dim,
                                        int64_t begin, int64_t end, float* out) {
-    const int64_t dim = Dim::Of(any_dim);
+    const int64_t dim = DimOn<F32xN, Dim>::Of(any_dim);
     const int64_t* offsets = csr.offsets.data();
     RowTerms<Element, kGains> terms{table, dim, csr.rows.data(),
                                     csr.gains.data(), csr.rows.size() - 1};
     for (int64_t s = begin; s < end; ++s) {
       if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
-      WeightedSum<Lanes>(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
+      WeightedSum<F32xN>(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
     }
   }
 };
 
-template <class Element>
-TPU_EMBEDDING_CLONES void QuantizedLookup(const FeatureCsr& csr,
-                                          const Element* __restrict table,
-                                          int64_t dim,
-                                          const Quantization& quantization,
-                                          int64_t begin, int64_t end,
-                                          float* __restrict out) {
-  const float lower = quantization.lower;
-  const float upper = quantization.upper;
-  const float step = (upper - lower) / (quantization.num_buckets - 1);
-  for (int64_t s = begin; s < end; ++s) {
-    float* __restrict sum = out + s * dim;
-    std::fill(sum, sum + dim, 0.0f);
-    for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-      const Element* __restrict row = table + csr.rows[i] * dim;
-      for (int64_t d = 0; d < dim; ++d) {
-        float value;
-        Load(row + d, &value);
-        const float x = std::min(std::max(value, lower), upper);
-        const float level = std::floor((x - lower) / step + 0.5f);
-        sum[d] += csr.gain(s, i) * (level * step + lower);
+struct QuantizedLookup {
+  template <class F32xN, class Element>
+  TPU_EMBEDDING_INLINE static void Run(const FeatureCsr& csr,
+                                       const Element* __restrict table,
+                                       int64_t dim, Quantization quantization,
+                                       int64_t begin, int64_t end,
+                                       float* __restrict out) {
+    const float lower = quantization.lower;
+    const float upper = quantization.upper;
+    const float step = (upper - lower) / (quantization.num_buckets - 1);
+    for (int64_t s = begin; s < end; ++s) {
+      float* __restrict sum = out + s * dim;
+      std::fill(sum, sum + dim, 0.0f);
+      for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+        const Element* __restrict row = table + csr.rows[i] * dim;
+        const float gain = csr.gain(s, i);
+        for (int64_t d = 0; d < dim; ++d) {
+          float value;
+          Load(row + d, &value);
+          const float x = std::min(std::max(value, lower), upper);
+          const float level = std::floor((x - lower) / step + 0.5f);
+          sum[d] += gain * (level * step + lower);
+        }
       }
     }
   }
-}
+};
 
 template <class Element>
 void LookupIn(const Element* table, const FeatureCsr& csr, int64_t dim,
               const Quantization& quantization, int64_t begin, int64_t end,
               float* out) {
   if (quantization.num_buckets) {
-    QuantizedLookup(csr, table, dim, quantization, begin, end, out);
+    RunOnThisCpu<QuantizedLookup>(csr, table, dim, quantization, begin, end,
+                                  out);
   } else {
     RunForDim(dim, [&](auto fixed) {
       using Dim = decltype(fixed);

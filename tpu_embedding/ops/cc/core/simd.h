@@ -1,25 +1,121 @@
-// Run-time CPU dispatch for the plain loops of the core.
+// Vectors of floats, and the one dispatch of hot loops to the CPU they run on.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_SIMD_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_SIMD_H_
 
-// A function marked TPU_EMBEDDING_CLONES is compiled once per CPU level and
-// the loader picks the best one, so that a wheel needs no -march flag. The
-// build sets -ffp-contract=off: the clones differ in speed, never in bits.
-// Sanitizers intercept the resolver before they are initialised, so
-// instrumented builds use the plain function. Loops over lanes (core/lanes.h)
-// are compiled for the same levels, TPU_EMBEDDING_LEVELS.
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "core/element.h"
+
+// Where TPU_EMBEDDING_LEVELS is defined, hot loops are compiled for several
+// levels of x86-64, so that a wheel needs no -march flag. The build sets
+// -ffp-contract=off: the levels differ in speed, never in bits. Instrumented
+// builds have one level, as each level takes as long to compile.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define TPU_EMBEDDING_LEVELS
-#define TPU_EMBEDDING_CLONES \
-  __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
-// A helper called from a clone must be inlined into it, else it would run in
-// its own baseline version.
+// A function called from a hot loop must be inlined into it, else it would be
+// compiled for any CPU.
 #define TPU_EMBEDDING_INLINE inline __attribute__((always_inline))
 #else
-#define TPU_EMBEDDING_CLONES
 #define TPU_EMBEDDING_INLINE inline
 #endif
+
+namespace tpu_embedding {
+
+using F32x16 = float __attribute__((vector_size(64)));
+using F32x8 = float __attribute__((vector_size(32)));
+using F32x4 = float __attribute__((vector_size(16)));
+using F32x1 = float;
+
+template <class F32xN>
+constexpr int64_t kWidth = sizeof(F32xN) / sizeof(float);
+
+// As many bfloat16, and as many words of 32 bits.
+using U16x16 = uint16_t __attribute__((vector_size(32)));
+using U16x8 = uint16_t __attribute__((vector_size(16)));
+using U16x4 = uint16_t __attribute__((vector_size(8)));
+using U32x16 = uint32_t __attribute__((vector_size(64)));
+using U32x8 = uint32_t __attribute__((vector_size(32)));
+using U32x4 = uint32_t __attribute__((vector_size(16)));
+
+// Loads elements from any address as floats.
+template <class F32xN>
+TPU_EMBEDDING_INLINE void Load(const float* values, F32xN* vector) {
+  std::memcpy(vector, values, sizeof(F32xN));
+}
+
+// A bfloat16 is the upper half of a float32 whose lower half is zeros.
+template <class U16xN, class U32xN, class F32xN>
+TPU_EMBEDDING_INLINE void Widen(const BFloat16* values, F32xN* vector) {
+  U16xN halves;
+  std::memcpy(&halves, values, sizeof(halves));
+  const U32xN words = __builtin_convertvector(halves, U32xN) << 16;
+  std::memcpy(vector, &words, sizeof(words));
+}
+TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x16* vector) {
+  Widen<U16x16, U32x16>(values, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x8* vector) {
+  Widen<U16x8, U32x8>(values, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x4* vector) {
+  Widen<U16x4, U32x4>(values, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const BFloat16* values, float* value) {
+  const uint32_t word = uint32_t{values->bits} << 16;
+  std::memcpy(value, &word, sizeof(word));
+}
+
+template <class F32xN>
+TPU_EMBEDDING_INLINE void Store(const F32xN& vector, float* values) {
+  std::memcpy(values, &vector, sizeof(F32xN));
+}
+
+// Each of these functions is Body::Run<F32xN>(arguments...) compiled for one
+// level of CPU, with vectors as wide as its registers: vectors that a CPU has
+// no register for go through memory, which takes twice as long.
+template <class Body, class... Arguments>
+auto RunOnAnyCpu(Arguments... arguments) {
+  return Body::template Run<F32x4>(arguments...);
+}
+
+#ifdef TPU_EMBEDDING_LEVELS
+template <class Body, class... Arguments>
+__attribute__((target("avx2"))) auto RunOnAvx2(Arguments... arguments) {
+  return Body::template Run<F32x8>(arguments...);
+}
+
+template <class Body, class... Arguments>
+__attribute__((target("arch=x86-64-v4"))) auto RunOnAvx512(
+    Arguments... arguments) {
+  return Body::template Run<F32x16>(arguments...);
+}
+#endif
+
+// The function for the highest level that this CPU supports.
+template <class Body, class... Arguments>
+auto FunctionForThisCpu() {
+#ifdef TPU_EMBEDDING_LEVELS
+  static const auto function =
+      __builtin_cpu_supports("x86-64-v4") ? RunOnAvx512<Body, Arguments...>
+      : __builtin_cpu_supports("avx2")    ? RunOnAvx2<Body, Arguments...>
+                                          : RunOnAnyCpu<Body, Arguments...>;
+  return function;
+#else
+  return &RunOnAnyCpu<Body, Arguments...>;
+#endif
+}
+
+// Runs Body on this CPU. Lvalues are passed by reference.
+template <class Body, class... Arguments>
+auto RunOnThisCpu(Arguments&&... arguments) {
+  const auto function = FunctionForThisCpu<Body, Arguments...>();
+  return function(std::forward<Arguments>(arguments)...);
+}
+
+}  // namespace tpu_embedding
 
 #endif  // TPU_EMBEDDING_OPS_CC_CORE_SIMD_H_

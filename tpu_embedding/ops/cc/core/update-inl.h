@@ -8,9 +8,8 @@
 #include <variant>
 #include <vector>
 
-#include "core/bfloat16.h"
+#include "core/bfloat16-inl.h"
 #include "core/dims.h"
-#include "core/lanes.h"
 #include "core/simd.h"
 #include "core/update.h"
 #include "core/weighted_sum-inl.h"
@@ -21,27 +20,8 @@ namespace tpu_embedding {
 constexpr int64_t kRowsAhead = 4;
 constexpr int64_t kGradientsAhead = 8;
 
-template <class Rule>
-constexpr int64_t SlotWidth(int64_t dim) {
-  return Rule::kSlotsPerRow ? 1 : dim;
-}
-
-template <class Rule, class Element>
-TPU_EMBEDDING_INLINE void PrefetchGroup(const TableGradients& gradients,
-                                        const Element* parameters,
-                                        const TableView& table, int64_t dim,
-                                        int64_t group) {
-  if (group >= gradients.groups->num_rows()) return;
-  const int64_t row = gradients.groups->rows[group];
-  Prefetch(parameters + row * dim, dim);
-  for (int k = 0; k < Rule::kNumSlots; ++k) {
-    const int64_t width = SlotWidth<Rule>(dim);
-    Prefetch(table.slots[k] + row * width, width);
-  }
-}
-
-// The gradients of a row's samples and their gains. Asking for one asks for a
-// later one.
+// The gradients of all entries and their gains, for sums of some of them.
+// Asking for a gradient prefetches a later one.
 template <Gains kGains>
 struct GradientTerms {
   const uint32_t* entries;  // the sample of each
@@ -63,31 +43,31 @@ struct GradientTerms {
   }
 };
 
-template <class Lanes, Gains kGains>
+template <class F32xN, Gains kGains>
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        const float* gains, int64_t begin,
                                        int64_t end, int64_t dim, float* sum) {
   const Buffer<uint32_t>& entries = gradients.groups->samples;
   const GradientTerms<kGains> terms{entries.data(), gains, gradients.samples,
                                     dim, entries.size() - 1};
-  WeightedSum<Lanes>(terms, begin, end, dim, sum);
+  WeightedSum<F32xN>(terms, begin, end, dim, sum);
 }
 
 // sum[d] = sum of gain * gradient over the entries of one group.
-template <class Lanes>
+template <class F32xN>
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        int64_t group, int64_t dim, float* sum) {
   const RowGroups& groups = *gradients.groups;
   const int64_t begin = groups.starts[group];
   const int64_t end = groups.starts[group + 1];
   if (groups.gains.size()) {
-    SumGradients<Lanes, Gains::kOfEntries>(gradients, groups.gains.data(),
+    SumGradients<F32xN, Gains::kOfEntries>(gradients, groups.gains.data(),
                                            begin, end, dim, sum);
   } else if (groups.sample_gains.size()) {
-    SumGradients<Lanes, Gains::kOfSamples>(
+    SumGradients<F32xN, Gains::kOfSamples>(
         gradients, groups.sample_gains.data(), begin, end, dim, sum);
   } else {
-    SumGradients<Lanes, Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
+    SumGradients<F32xN, Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
   }
 }
 
@@ -98,7 +78,7 @@ class TableRows;
 template <>
 class TableRows<float> {
  public:
-  TableRows(const TableView& table, int64_t dim, const RuleArguments&)
+  TableRows(const TableView& table, int64_t dim, const Rounding&)
       : data_(std::get<float*>(table.parameters)), dim_(dim) {}
 
   const float* data() const { return data_; }
@@ -115,20 +95,21 @@ class TableRows<float> {
 template <>
 class TableRows<BFloat16> {
  public:
-  TableRows(const TableView& table, int64_t dim, const RuleArguments& arguments)
+  TableRows(const TableView& table, int64_t dim, const Rounding& rounding)
       : data_(std::get<BFloat16*>(table.parameters)),
         dim_(dim),
-        rounding_(arguments.rounding),
+        rounding_(rounding),
         row_(dim) {}
 
   const BFloat16* data() const { return data_; }
 
-  float* Open(int64_t row) {
-    ExpandRow(data_ + row * dim_, dim_, row_.data());
+  TPU_EMBEDDING_INLINE float* Open(int64_t row) {
+    ExpandBody::Run<F32x1>(data_ + row * dim_, dim_, row_.data());
     return row_.data();
   }
-  void Close(int64_t row) {
-    RoundRow(row_.data(), dim_, rounding_, row, data_ + row * dim_);
+  TPU_EMBEDDING_INLINE void Close(int64_t row) {
+    RoundBody::Run<F32x1>(row_.data(), dim_, rounding_, row,
+                          data_ + row * dim_);
   }
 
  private:
@@ -138,72 +119,129 @@ class TableRows<BFloat16> {
   std::vector<float> row_;
 };
 
-template <class Rule>
-TPU_EMBEDDING_INLINE void UpdateRow(const Rule& rule, const RowOptions& options,
-                                    const TableView& table, int64_t dim,
-                                    int64_t row, float decay,
-                                    float* __restrict gradient,
-                                    float* __restrict weights) {
-  std::array<float*, Rule::kNumSlots> slots;
-  for (int k = 0; k < Rule::kNumSlots; ++k) {
-    slots[k] = table.slots[k] + row * SlotWidth<Rule>(dim);
+// A rule, without its type, and the row that it updates.
+struct AnyRule {
+  using UpdateRowFn = void (*)(const AnyRule* rule, int64_t row,
+                               float* gradient, float* weights);
+
+  const void* rule;
+  int num_slots;
+  bool slots_per_row;
+  const RowOptions* options;
+  const TableView* table;
+  float decay;
+  UpdateRowFn update_row;  // of the CPU and the dim
+};
+
+TPU_EMBEDDING_INLINE void Clip(float low, float high, int64_t dim,
+                               float* __restrict values) {
+  for (int64_t d = 0; d < dim; ++d) {
+    values[d] = std::min(std::max(values[d], low), high);
   }
-  if (options.clips_gradient()) {
-    for (int64_t d = 0; d < dim; ++d) {
-      gradient[d] = std::min(std::max(gradient[d], options.clip_gradient_min),
-                             options.clip_gradient_max);
+}
+
+// The update of one row by the sum of its gradients; a body of simd.h.
+template <class Rule, class KnownDim>
+struct UpdateRow {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const AnyRule* any, int64_t row,
+                                       float* gradient, float* weights) {
+    // A copy, which no write to a row can change: only so can GCC vectorize
+    // loops that read the constants of a rule conditionally.
+    const Rule rule = *static_cast<const Rule*>(any->rule);
+    const RowOptions& options = *any->options;
+    const float decay = any->decay;
+    const int64_t dim = DimOn<F32xN, KnownDim>::Of(any->table->dim);
+    std::array<float*, Rule::kNumSlots> slots;
+    for (int k = 0; k < Rule::kNumSlots; ++k) {
+      slots[k] = any->table->slots[k] + row * (Rule::kSlotsPerRow ? 1 : dim);
+    }
+    if (options.clips_gradient()) {
+      Clip(options.clip_gradient_min, options.clip_gradient_max, dim, gradient);
+    }
+    if (decay != 0.0f) {
+      for (int64_t d = 0; d < dim; ++d) weights[d] -= decay * weights[d];
+    }
+    rule.Apply(gradient, weights, slots.data(), dim);
+    if (options.clips_weight()) {
+      Clip(options.clip_weight_min, options.clip_weight_max, dim, weights);
     }
   }
-  if (decay != 0.0f) {
-    for (int64_t d = 0; d < dim; ++d) weights[d] -= decay * weights[d];
-  }
-  rule.Apply(gradient, weights, slots.data(), dim);
-  if (options.clips_weight()) {
-    for (int64_t d = 0; d < dim; ++d) {
-      weights[d] = std::min(std::max(weights[d], options.clip_weight_min),
-                            options.clip_weight_max);
+};
+
+template <class Element>
+TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
+                                      const AnyRule& rule, int64_t dim,
+                                      int64_t row) {
+  Prefetch(parameters + row * dim, dim);
+  for (int k = 0; k < rule.num_slots; ++k) {
+    const float* slot = rule.table->slots[k];
+    if (rule.slots_per_row) {
+      Prefetch(slot + row, 1);
+    } else {
+      Prefetch(slot + row * dim, dim);
     }
   }
 }
 
-// The loop over rows, whose sums are made of `Lanes`.
-template <class Rule, class Element, class Dim>
+// The loop over the rows of one table; a body of simd.h. All rules share it and
+// are called for each row, which takes no longer than a loop for each rule: the
+// loop waits for memory. The sum is inlined, as a call of it took a tenth of
+// the time of short rows. Compiled for each rule, these loops took 60 seconds.
+template <class Element, class KnownDim>
 struct RowLoop {
-  template <class Lanes>
-  TPU_EMBEDDING_INLINE static void Run(const RuleArguments& arguments,
-                                       const RowOptions& options,
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const AnyRule& rule,
+                                       const Rounding& rounding,
                                        const TableGradients& gradients,
-                                       const TableView& table, int64_t begin,
-                                       int64_t end) {
-    const Rule rule(arguments);
-    const float decay =
-        options.weight_decay_factor *
-        (options.multiply_decay_by_rate ? arguments.rate : 1.0f);
-    const int64_t dim = Dim::Of(table.dim);
-    TableRows<Element> parameters(table, dim, arguments);
+                                       int64_t begin, int64_t end) {
+    const TableView& table = *rule.table;
+    const bool all_rows = rule.options->all_rows;
+    const int64_t dim = DimOn<F32xN, KnownDim>::Of(table.dim);
+    TableRows<Element> parameters(table, dim, rounding);
     std::vector<float> gradient(dim);
     const Buffer<int32_t>& rows = gradients.groups->rows;
     const int64_t num_groups = rows.size();
     int64_t group = begin;
-    if (options.all_rows) {
+    if (all_rows) {
       group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
               rows.data();
     }
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = options.all_rows ? i : rows[i];
+      const int64_t row = all_rows ? i : rows[i];
       if (group < num_groups && rows[group] == row) {
-        PrefetchGroup<Rule>(gradients, parameters.data(), table, dim,
-                            group + kRowsAhead);
-        SumGradients<Lanes>(gradients, group++, dim, gradient.data());
+        const int64_t ahead = group + kRowsAhead;
+        if (ahead < num_groups) {
+          PrefetchRow(parameters.data(), rule, dim, rows[ahead]);
+        }
+        SumGradients<F32xN>(gradients, group++, dim, gradient.data());
       } else {
         std::fill(gradient.begin(), gradient.end(), 0.0f);
       }
-      UpdateRow(rule, options, table, dim, row, decay, gradient.data(),
-                parameters.Open(row));
+      rule.update_row(&rule, row, gradient.data(), parameters.Open(row));
       parameters.Close(row);
     }
   }
 };
+
+// An UpdateFn for one dim.
+template <class Rule, class Element, class Dim>
+void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
+                   const TableGradients& gradients, const TableView& table,
+                   int64_t begin, int64_t end) {
+  const Rule rule(arguments);
+  const float rate = options.multiply_decay_by_rate ? arguments.rate : 1.0f;
+  const AnyRule any{&rule,
+                    Rule::kNumSlots,
+                    Rule::kSlotsPerRow,
+                    &options,
+                    &table,
+                    options.weight_decay_factor * rate,
+                    FunctionForThisCpu<UpdateRow<Rule, Dim>, const AnyRule*,
+                                       int64_t, float*, float*>()};
+  RunOnThisCpu<RowLoop<Element, Dim>>(any, arguments.rounding, gradients, begin,
+                                      end);
+}
 
 // An UpdateFn. Rows are independent: any split of [begin, end) over threads
 // gives the same bits.
@@ -212,8 +250,8 @@ void Update(const RuleArguments& arguments, const RowOptions& options,
             const TableGradients& gradients, const TableView& table,
             int64_t begin, int64_t end) {
   RunForDim(table.dim, [&](auto dim) {
-    RunOnThisCpu<RowLoop<Rule, Element, decltype(dim)>>(
-        arguments, options, gradients, table, begin, end);
+    UpdateWithDim<Rule, Element, decltype(dim)>(arguments, options, gradients,
+                                                table, begin, end);
   });
 }
 

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/lanes.h"
 #include "core/simd.h"
 
 namespace tpu_embedding {
@@ -22,43 +21,46 @@ TPU_EMBEDDING_INLINE void Prefetch(const Element* values, int64_t size) {
   }
 }
 
-// The widest lanes that a block of so many columns fills.
+// The widest vector that kColumns columns fill.
 template <class Widest, int64_t kColumns>
-using LanesOf = std::conditional_t<
+using VectorOf = std::conditional_t<
     kWidth<Widest> <= kColumns, Widest,
-    std::conditional_t<kColumns >= 8, Lanes8,
-                       std::conditional_t<kColumns >= 4, Lanes4, Lanes1>>>;
+    std::conditional_t<kColumns >= 8, F32x8,
+                       std::conditional_t<kColumns >= 4, F32x4, F32x1>>>;
 
-// The blocks of kColumns of the sum below that begin at `offsets`, in one pass.
-// Where blocks overlap, elements are written twice, the same both times.
+// Computes the blocks of kColumns columns that begin at `offsets`, in one pass
+// over the terms. Where blocks overlap, elements are written twice, with the
+// same value.
 template <class Widest, int64_t kColumns, int kBlocks, class Terms>
 TPU_EMBEDDING_INLINE void SumBlocks(const Terms& terms, int64_t begin,
                                     int64_t end,
                                     const int64_t (&offsets)[kBlocks],
                                     float* out) {
-  using Lanes = LanesOf<Widest, kColumns>;
-  constexpr int kCount = kColumns / kWidth<Lanes>;
-  Lanes sum[kBlocks][kCount] = {};
+  using F32xN = VectorOf<Widest, kColumns>;
+  constexpr int kCount = kColumns / kWidth<F32xN>;
+  F32xN sum[kBlocks][kCount] = {};
   for (int64_t i = begin; i < end; ++i) {
     const auto* vector = terms.vector(i);
     if (!vector) continue;
     const float gain = terms.gain(i);
     for (int b = 0; b < kBlocks; ++b) {
       for (int k = 0; k < kCount; ++k) {
-        Lanes lanes;
-        Load(vector + offsets[b] + k * kWidth<Lanes>, &lanes);
-        sum[b][k] += gain * lanes;
+        F32xN columns;
+        Load(vector + offsets[b] + k * kWidth<F32xN>, &columns);
+        sum[b][k] += gain * columns;
       }
     }
   }
   for (int b = 0; b < kBlocks; ++b) {
     for (int k = 0; k < kCount; ++k) {
-      Store(sum[b][k], out + offsets[b] + k * kWidth<Lanes>);
+      Store(sum[b][k], out + offsets[b] + k * kWidth<F32xN>);
     }
   }
 }
 
-// Covers [offset, dim), which is at most two blocks, where dim is at least one.
+// Computes the columns [offset, dim) by at most two blocks, which may overlap
+// each other or columns before `offset`: so odd widths need no loop over single
+// columns. Requires dim >= kColumns.
 template <class Widest, int64_t kColumns, class Terms>
 TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
                                   int64_t end, int64_t offset, int64_t dim,
@@ -72,18 +74,18 @@ TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
 }
 
 // out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
-// A null vector is one of zeros. Each element is summed in the order of i,
-// whatever the lanes.
+// A null vector stands for zeros. Each element is summed in the order of i, so
+// that the bits do not depend on the width of the vectors.
 template <class Widest, class Terms>
 TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
                                       int64_t end, int64_t dim, float* out) {
-  // Eight sums and what is added to them fit into sixteen registers.
-  constexpr int64_t kMost = std::min<int64_t>(64, 8 * kWidth<Widest>);
+  // Sixteen registers hold eight sums and the terms added to them.
+  constexpr int64_t kMaxColumns = std::min<int64_t>(64, 8 * kWidth<Widest>);
   int64_t offset = 0;
-  for (; offset + kMost <= dim; offset += kMost) {
-    SumBlocks<Widest, kMost>(terms, begin, end, {offset}, out);
+  for (; offset + kMaxColumns <= dim; offset += kMaxColumns) {
+    SumBlocks<Widest, kMaxColumns>(terms, begin, end, {offset}, out);
   }
-  if (kMost > 32 && offset + 32 <= dim) {
+  if (kMaxColumns > 32 && offset + 32 <= dim) {
     SumBlocks<Widest, 32>(terms, begin, end, {offset}, out);
     offset += 32;
   }

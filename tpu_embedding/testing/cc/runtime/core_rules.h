@@ -1,0 +1,17 @@
+// The rules of the core by name, and what their numbers are read from.
+
+#ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_
+#define TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_
+
+#include <string_view>
+
+#include "core/update.h"
+
+namespace tpu_embedding {
+
+// The update by the rule called `name`; null where there is none.
+UpdateFn UpdateOf(std::string_view name);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_

@@ -1,0 +1,27 @@
+// The optimizers of the SparseCore ops, by the rules of the core.
+
+#ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_RULES_H_
+#define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_RULES_H_
+
+#include <vector>
+
+#include "core/update.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tpu_embedding {
+
+struct SparseCoreRule {
+  const char* optimizer;           // in the name of the op
+  std::vector<const char*> slots;  // the op's inputs
+  UpdateFn update;
+  // From the op's attributes, what the rule's header lists.
+  absl::Status (*read)(tensorflow::OpKernelConstruction* context,
+                       std::vector<float>* hyperparameters);
+};
+
+// One row for each optimizer that there is an op for.
+const std::vector<SparseCoreRule>& SparseCoreRules();
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_RULES_H_

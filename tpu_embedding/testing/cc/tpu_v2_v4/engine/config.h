@@ -1,0 +1,77 @@
+// What an embedding engine is configured with, as plain values.
+//
+// The engine is that of TPU v2, v3 and v4. This folder is plain C++17 and knows
+// neither TensorFlow nor protocol buffers, so that tests build it alone.
+
+#ifndef TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_CONFIG_H_
+#define TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_CONFIG_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/lookup.h"
+#include "core/update.h"
+
+namespace tpu_embedding {
+
+// How the rows of a table are dealt to hosts. With both each host gets V / n
+// rows, and the first V % n hosts one more.
+enum class HostSharding {
+  kDiv,  // neighbours stay together
+  kMod,  // row r goes to host r % n
+};
+
+struct EngineTable {
+  std::string name;
+  int64_t num_rows = 0;
+  int64_t dim = 0;
+  std::string optimizer;           // as the configuration names it
+  std::vector<std::string> slots;  // by the names of the load op's inputs
+  // Null where this engine has no rule for the optimizer: it then keeps the
+  // slots and does not train.
+  UpdateFn update = nullptr;
+  std::vector<float> hyperparameters;
+  RowOptions options;
+  float rate = 0.0f;
+  int rate_tag = -1;  // >= 0: the rate comes with the gradients
+  // The gradients of all cores are summed before the rule runs once, else it
+  // runs core by core.
+  bool accumulates = true;
+  Quantization quantization;
+};
+
+// One tensor of activations of a core: of a feature, or in configurations
+// without features of a table.
+struct EngineOutput {
+  std::string name;
+  int table = 0;
+  std::vector<int64_t> shape;  // without the embedding axis
+
+  int64_t num_samples() const {
+    int64_t product = 1;
+    for (const int64_t axis : shape) product *= axis;
+    return product;
+  }
+};
+
+struct EngineConfig {
+  std::vector<EngineTable> tables;
+  std::vector<EngineOutput> outputs;
+  // Where outputs are those of tables: the samples of a core, each of which
+  // fills as many rows of an output as its table has features. Else 0.
+  int64_t batch_size = 0;
+  int num_hosts = 1;
+  int num_cores = 1;
+  int cores_per_replica = 1;
+  HostSharding sharding = HostSharding::kDiv;
+  bool pipelined = false;
+  bool training = true;  // of batches that do not say
+  int num_rates = 0;
+
+  int num_replicas() const { return num_cores / cores_per_replica; }
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_CONFIG_H_
