@@ -35,7 +35,7 @@ class TPUEmbedding(CallEmbedding):
 
     enqueue(training=True), dequeue and apply_gradients make one training step;
     enqueue(training=False) and dequeue one evaluation step. Calls in another order
-    are a tf.errors.FailedPreconditionError. Works eagerly, inside tf.function and
+    raise tf.errors.FailedPreconditionError. Works eagerly, inside tf.function and
     in tf.range loops. Create it in the scope of the strategy that runs it: the
     replicas of a MirroredStrategy share one copy of each table, and the gradients
     of all replicas are summed into one update.

@@ -397,8 +397,8 @@ class NestedEmbedding(EmbeddingBase):
 class CallEmbedding(NestedEmbedding):
     """Tables that are looked up call by call, and updated with what a call gave.
 
-    On every engine; for layers. No order of calls is prescribed, but for TPU v2 to
-    v4, where the gradients of a training call come before the next one.
+    On every engine; for layers. No order of calls is prescribed, except on TPU v2
+    to v4, where the gradients of a training call come before the next one.
     """
 
     def __init__(
