@@ -167,7 +167,7 @@ void CheckTables(int num_features, int64_t num_samples,
 
 void TestGroups() {
   for (int64_t vocabulary_size :
-       {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{3000}, kMostRows}) {
+       {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{3000}, kMaxRows}) {
     for (int64_t num_samples : {0, 1, 40, 1000}) {
       for (int num_features : {1, 3}) {
         CheckTables(num_features, num_samples, vocabulary_size);

@@ -13,7 +13,7 @@
 namespace tpu_embedding {
 namespace {
 
-constexpr int64_t kMostColumns = 140;  // two blocks of 64 and a rest
+constexpr int64_t kMaxColumns = 140;  // two blocks of 64 and a rest
 constexpr int64_t kVectors = 6;
 constexpr float kGuard = -77.0f;
 
@@ -64,7 +64,7 @@ std::vector<float> Expected(const Terms<Element>& terms, int64_t end) {
 
 template <class F32xN, class Element>
 void TestWidths() {
-  for (int64_t dim = 1; dim <= kMostColumns; ++dim) {
+  for (int64_t dim = 1; dim <= kMaxColumns; ++dim) {
     const Terms<Element> terms(dim);
     for (int64_t end : {int64_t{0}, int64_t{1}, kVectors}) {
       std::vector<float> out(dim + 1, kGuard);

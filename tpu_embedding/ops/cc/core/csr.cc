@@ -96,7 +96,7 @@ CsrForm CsrBatch::FormOf(const CsrGroup& group,
                          const std::vector<FeatureInput>& inputs,
                          int64_t capacity) const {
   if (setup_.tables[group.table].keep_positions) return CsrForm::kPositions;
-  bool ones = capacity < kMostOnes;
+  bool ones = capacity < kMaxOnes;
   for (const int f : group.features) {
     const CsrFeature& feature = setup_.features[f];
     ones = ones && !inputs[f].weights && !feature.max_valency &&

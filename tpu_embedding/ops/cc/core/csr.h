@@ -118,7 +118,7 @@ class CsrBatch {
   };
 
   // Scratch of more threads than this is given back at once.
-  static constexpr size_t kMostThreads = 64;
+  static constexpr size_t kMaxThreads = 64;
 
   // What a thread needs for one unit after the other.
   struct Scratch {
@@ -153,7 +153,7 @@ class CsrBatch {
   std::vector<FeatureRows> rows_;
   std::vector<Unit> units_;
   std::shared_ptr<BatchPool<Scratch>> scratch_ =
-      std::make_shared<BatchPool<Scratch>>(kMostThreads);
+      std::make_shared<BatchPool<Scratch>>(kMaxThreads);
   std::vector<CsrResult> results_;
   std::vector<int64_t> dropped_;  // by group
 };

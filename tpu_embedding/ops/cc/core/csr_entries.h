@@ -44,7 +44,7 @@ enum class CsrForm {
 };
 
 // Sums of ones are exact below this.
-constexpr int64_t kMostOnes = int64_t{1} << 24;
+constexpr int64_t kMaxOnes = int64_t{1} << 24;
 
 // Entries as numbers, whose order is that of their keys:
 //

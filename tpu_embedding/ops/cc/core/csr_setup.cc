@@ -11,7 +11,7 @@
 namespace tpu_embedding {
 namespace {
 
-constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
 Error CheckFeature(const CsrSetup& setup, const CsrTable& table,
                    const CsrFeature& feature) {
@@ -45,14 +45,14 @@ Error CheckFeature(const CsrSetup& setup, const CsrTable& table,
 }
 
 Error CheckTable(const CsrSetup& setup, const CsrTable& table) {
-  if (table.rows < 1 || table.rows > kMostRows ||
+  if (table.rows < 1 || table.rows > kMaxRows ||
       table.rows % setup.num_shards() != 0) {
     return Concat("Table ", table.name, " has ", table.rows, " rows; it must ",
-                  "have from 1 to ", kMostRows, ", a multiple of the ",
+                  "have from 1 to ", kMaxRows, ", a multiple of the ",
                   setup.num_shards(), " SparseCores of all devices.");
   }
   const int64_t capacity = setup.IdCapacity(table);
-  if (capacity < 1 || capacity % kCsrAlignment != 0 || capacity > kMostRows) {
+  if (capacity < 1 || capacity % kCsrAlignment != 0 || capacity > kMaxRows) {
     return IdBufferSizeText(table.name, capacity);
   }
   for (const int f : table.features) {

@@ -26,23 +26,23 @@ enum class InvalidIds { kError, kDrop, kMod };
 using Error = std::optional<std::string>;
 
 // Rows are numbered by int32, as on TPUs.
-constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
 // More samples than this are an error in the input, not a batch: their offsets
 // alone would take 16 GiB.
-constexpr int64_t kMostSamples = int64_t{1} << 31;
+constexpr int64_t kMaxSamples = int64_t{1} << 31;
 
 // A shape is only a claim. Above the first of these it must be backed by ids:
 // each stands for the second of rows at most, so that the memory for rows is in
 // proportion to the input.
-constexpr int64_t kMostUnbackedRows = int64_t{1} << 24;
-constexpr int64_t kMostRowsPerId = 64;
+constexpr int64_t kMaxUnbackedRows = int64_t{1} << 24;
+constexpr int64_t kMaxRowsPerId = 64;
 
 // What is known of a feature before any batch comes.
 struct FeatureSpec {
   std::string path;   // where it stands in the user's structure, for messages
   std::string table;  // the table's name, for messages
-  int64_t vocabulary_size = 0;  // at most kMostRows
+  int64_t vocabulary_size = 0;  // at most kMaxRows
   InputKind kind = InputKind::kDense;
   Combiner combiner = Combiner::kMean;
   InvalidIds invalid_ids = InvalidIds::kError;

@@ -10,8 +10,7 @@ namespace {
 
 // The product of a shape, or -1 where an axis is negative or the product is
 // larger than `most`.
-int64_t Product(const std::vector<int64_t>& shape,
-                int64_t most = kMostSamples) {
+int64_t Product(const std::vector<int64_t>& shape, int64_t most = kMaxSamples) {
   int64_t product = 1;
   for (const int64_t axis : shape) {
     if (axis < 0 || axis > most) return -1;
@@ -23,8 +22,8 @@ int64_t Product(const std::vector<int64_t>& shape,
 
 // The rows that an input of so many ids may claim.
 int64_t MostRows(int64_t num_ids) {
-  if (num_ids > kMostSamples / kMostRowsPerId) return kMostSamples;
-  return std::max(kMostUnbackedRows, num_ids * kMostRowsPerId);
+  if (num_ids > kMaxSamples / kMaxRowsPerId) return kMaxSamples;
+  return std::max(kMaxUnbackedRows, num_ids * kMaxRowsPerId);
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
@@ -196,7 +195,7 @@ Error SetOutputShape(const FeatureSpec& spec, FeatureRows* rows) {
     return Concat("Feature ", spec.path, ": the input gives output shape ",
                   ShapeText(shape), ", not ", DeclaredText(spec), ".");
   }
-  if (Product(shape) < 0) return TooManySamples(spec, shape, kMostSamples);
+  if (Product(shape) < 0) return TooManySamples(spec, shape, kMaxSamples);
   rows->output_shape = std::move(shape);
   return std::nullopt;
 }

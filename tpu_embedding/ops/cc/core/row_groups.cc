@@ -15,7 +15,7 @@ constexpr int64_t kEntriesPerPart = 8192;
 // Tables of fewer entries are not cut.
 constexpr int64_t kLargeTable = 4 * kEntriesPerPart;
 // At most so many parts: entries go to as many places at once.
-constexpr int kMostPartBits = 8;
+constexpr int kMaxPartBits = 8;
 // Entries that one thread hands out at a time, and rough cycles for one.
 constexpr int64_t kEntriesPerChunk = 16384;
 constexpr int64_t kCyclesPerMove = 8;
@@ -215,7 +215,7 @@ class Grouping {
   void Cut() {
     const uint64_t bound = table_.vocabulary_size;
     const int key_bits = bound > 1 ? 64 - __builtin_clzll(bound - 1) : 0;
-    while (part_bits_ < std::min(key_bits, kMostPartBits) &&
+    while (part_bits_ < std::min(key_bits, kMaxPartBits) &&
            size_ >> part_bits_ > kEntriesPerPart) {
       ++part_bits_;
     }

@@ -61,14 +61,14 @@ absl::Status ReadTable(const Record& record, TablePlan* table) {
   TF_RETURN_IF_ERROR(record.Get("name", &table->name));
   TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
   TF_RETURN_IF_ERROR(record.Get("dim", &table->dim));
-  if (table->rows < 1 || table->rows > kMostRows || table->dim < 1) {
+  if (table->rows < 1 || table->rows > kMaxRows || table->dim < 1) {
     return absl::InvalidArgumentError(absl::StrCat(
         "A malformed graph: a table of ", table->rows, " rows and ", table->dim,
         " columns; int32 must be able to number the rows."));
   }
   int64_t buckets = 0;
   TF_RETURN_IF_ERROR(record.Get("num_buckets", &buckets));
-  if (buckets < 0 || buckets > kMostRows) {
+  if (buckets < 0 || buckets > kMaxRows) {
     return absl::InvalidArgumentError(absl::StrCat(
         "A malformed graph: `quantization` with ", buckets, " buckets."));
   }
@@ -172,7 +172,7 @@ absl::Status ReadFeature(const Record& record, FeatureSpec* spec) {
   TF_RETURN_IF_ERROR(record.Get("combiner", &combiner));
   TF_RETURN_IF_ERROR(record.Get("invalid_ids", &invalid_ids));
   TF_RETURN_IF_ERROR(record.Get("sequence_length", &spec->sequence_length));
-  if (spec->vocabulary_size < 1 || spec->vocabulary_size > kMostRows) {
+  if (spec->vocabulary_size < 1 || spec->vocabulary_size > kMaxRows) {
     return absl::InvalidArgumentError(
         absl::StrCat("A malformed graph: a table of ", spec->vocabulary_size,
                      " rows; int32 must be able to number them."));

@@ -111,9 +111,9 @@ absl::Status ReadTable(const TPUEmbeddingConfiguration::TableDescriptor& from,
   if (table->name.empty()) return Invalid("name is empty.");
   TF_RETURN_IF_ERROR(CheckPositive("vocabulary_size", table->num_rows));
   TF_RETURN_IF_ERROR(CheckPositive("dimension", table->dim));
-  if (table->num_rows > kMostRows) {
+  if (table->num_rows > kMaxRows) {
     return Invalid("vocabulary_size is ", table->num_rows,
-                   ", but must be at most ", kMostRows, ".");
+                   ", but must be at most ", kMaxRows, ".");
   }
   const OptimizationParameters& parameters = from.optimization_parameters();
   if (parameters.parameters_case() ==
@@ -177,8 +177,8 @@ absl::Status ReadFeature(
   for (const int64_t axis : output->shape) {
     TF_RETURN_IF_ERROR(CheckPositive("an axis of input_shape", axis));
     product *= axis;
-    if (product > kMostSamples) {
-      return Invalid("input_shape has more than ", kMostSamples, " samples.");
+    if (product > kMaxSamples) {
+      return Invalid("input_shape has more than ", kMaxSamples, " samples.");
     }
   }
   return absl::OkStatus();
@@ -219,9 +219,9 @@ absl::Status ReadTableOutputs(const TPUEmbeddingConfiguration& from,
     TF_RETURN_IF_ERROR(At(absl::StrCat("table_descriptor[", t, "]"),
                           CheckPositive("num_features", num_features)));
     const int64_t samples = config->batch_size * num_features;
-    if (samples > kMostSamples) {
+    if (samples > kMaxSamples) {
       return At(absl::StrCat("table_descriptor[", t, "].num_features"),
-                Invalid("there are more than ", kMostSamples, " samples."));
+                Invalid("there are more than ", kMaxSamples, " samples."));
     }
     config->outputs.push_back({config->tables[t].name, t, {samples}});
   }
