@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tpu_embedding.engines.batch_queue import _Cells, pack, unpack
 from tpu_embedding.engines.portable.engine import _host_of
-from tpu_embedding.engines.portable.step_queue import _Cells, pack, unpack
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 
 

@@ -19,6 +19,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
+from tpu_embedding.engines.batch_queue import BatchQueue, pack, unpack
 from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.engines.portable.combiners import (
     Combiners,
@@ -26,7 +27,6 @@ from tpu_embedding.engines.portable.combiners import (
     check_functions,
 )
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
-from tpu_embedding.engines.portable.step_queue import BatchQueue, pack, unpack
 from tpu_embedding.engines.portable.tables import (
     entry_gradients,
     sum_by_row,

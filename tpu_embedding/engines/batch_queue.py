@@ -1,4 +1,4 @@
-"""The batches of TPUEmbedding on the portable engine: a queue of TensorFlow's ops.
+"""Batches in order, in variables: a queue made of TensorFlow's ops.
 
 Each replica has a ring of batches in a variable of variants; one int64 variable counts
 what is where. Unlike a tf.queue.FIFOQueue a ring never blocks, can be read without
