@@ -22,6 +22,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in DOCS.glob("*.md")),
 ]
+READMES = [*ROOT.glob("tests/golden/**/README.md"), *ROOT.glob("tpu_embedding/**/*.md")]
 PROGRAMS = ["../README.md", *sorted(p.name for p in DOCS.glob("tutorial_*.md"))]
 
 
@@ -49,7 +50,7 @@ def test_links_lead_somewhere(page: pathlib.Path):
         assert not anchor or anchor in anchors(path), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + READMES, ids=lambda page: page.name)
 def test_files_that_pages_name_exist(page: pathlib.Path):
     names = re.findall(r"(?<![\w*<>{}./-])[\w/]+\.(?:py|cc|h|yml)\b", page.read_text())
     known = [f"/{name}" for name in sources(".py", ".cc", ".h")] + ["/mkdocs.yml"]

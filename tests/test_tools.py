@@ -6,6 +6,7 @@ import pathlib
 
 import check
 import lint_report
+import pytest
 import structure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -74,3 +75,16 @@ def test_check_runs_the_closest_tests_first():
     for name, place in check.TEST_FOLDERS.items():
         assert (ROOT / name).exists()
         assert any(test.startswith(place) for test in check.test_files())
+
+
+def test_check_passes_over_what_it_does_not_reach(tmp_path, capsys):
+    slow = tmp_path / "test_slow.py"
+    slow.write_text("def test_a(): ...\ndef test_b(): raise ValueError\n")
+    quiet = ["--quiet", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    budget = check.Budget(0.0)
+    assert pytest.main([*quiet, str(slow)], plugins=[budget]) == 0
+    assert budget.left() == ["test_slow.py"]
+    assert "Interrupted" not in capsys.readouterr().out
+    budget = check.Budget(60.0)
+    assert pytest.main([*quiet, str(slow)], plugins=[budget]) == 1
+    assert budget.left() == []
