@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             optimization_parameters=ESTIMATOR,
         ),
         ValueError,
-        "Table 't', FrequencyEstimator: FrequencyEstimator takes the global step",
+        "Table 't', FrequencyEstimator: FrequencyEstimator uses the global step",
     ),
     "weights of the estimator": (
         lambda: dict_spec(
