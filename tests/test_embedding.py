@@ -102,11 +102,12 @@ def test_bad_features_change_nothing(case: str, training: bool) -> None:
     assert state(embedding) == state(twin)
 
 
-@pytest.mark.parametrize("method", ["enqueue", "lookup"])
-def test_a_refused_first_batch_fixes_no_rank(method: str) -> None:
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_refused_first_batch_fixes_no_rank(queued: bool) -> None:
     embedding = make()
+    bad = tf.constant([[[1, V]]])
     with pytest.raises(tf.errors.InvalidArgumentError):
-        getattr(embedding, method)({"film": tf.constant([[[1, V]]])})
+        embedding.enqueue({"film": bad}) if queued else embedding.look_up([bad])
     train_once(embedding)
 
 

@@ -9,13 +9,18 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions, do_not_convert
+from tpu_embedding.embedding_base import (
+    EmbeddingOptions,
+    NestedEmbedding,
+    do_not_convert,
+    per_replica,
+)
 from tpu_embedding.engines import Engine, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.tf_configs import ConstructorArguments, check_batch_size
 
 
-class TPUEmbedding(CallEmbedding):
+class TPUEmbedding(NestedEmbedding):
     """Embedding tables that are looked up and trained step by step.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
@@ -112,9 +117,9 @@ class TPUEmbedding(CallEmbedding):
                 initialize=arguments.initialize,
                 profile_data_directory=profile_data_directory,
             ),
-            arguments.batch_size,
             "TPUEmbedding",
         )
+        self.set_batch_size(per_replica(arguments.batch_size, self._topology))
         if profile_data_directory and not self._engine_class.takes_profiles:
             raise NotImplementedError(
                 f"The {self._topology.engine} engine does not support "

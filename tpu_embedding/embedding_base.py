@@ -281,7 +281,10 @@ class EmbeddingBase(TrackableTables):
         *,
         training: bool = True,
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """Internal: looks a flat batch up at once, past any queue.
+        """Internal: looks a flat batch up at once, past any queue; for layers.
+
+        No order of lookups and updates is prescribed, except on TPU v2 to v4, where the
+        gradients of a training lookup come before the next one.
 
         Args:
           values: For each feature its ids; inside strategy.run those of the replica.
@@ -293,7 +296,12 @@ class EmbeddingBase(TrackableTables):
           `update` takes, once.
 
         Raises:
-          The errors of `CallEmbedding.lookup`.
+          TypeError: If ids or weights are of the wrong dtype.
+          ValueError: If a kind of input, a rank or a static shape does not fit.
+          RuntimeError: If called outside of strategy.run with several replicas.
+          NotImplementedError: On TPU v2 to v4, if gradients of an earlier lookup of
+            this step may still come.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
         engine = self._create_engine()
         _, replica = self._in_replica("lookup")
@@ -315,10 +323,13 @@ class EmbeddingBase(TrackableTables):
             None, which counts as zeros.
 
         Raises:
-          The errors of `CallEmbedding.submit`.
+          ValueError: If a gradient is no tf.Tensor or has the wrong static shape.
+          RuntimeError: If a table has no optimizer, or outside of strategy.run where
+            there are several replicas.
+          tf.errors.FailedPreconditionError: If `looked_up` was used before.
         """
-        engine, replica = self._in_replica("submit")
-        self._require_optimizers("submit")
+        engine, replica = self._in_replica("update")
+        self._require_optimizers("update")
         engine.update(looked_up, self._check_gradients(gradients), replica)
 
     def _static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
@@ -392,90 +403,6 @@ class NestedEmbedding(EmbeddingBase):
     def structure(self) -> Structure:
         """Internal: the nested structure of the features."""
         return self._structure
-
-
-class CallEmbedding(NestedEmbedding):
-    """Tables that are looked up call by call, and updated with what a call gave.
-
-    On every engine; for layers. No order of calls is prescribed, except on TPU v2
-    to v4, where the gradients of a training call come before the next one.
-    """
-
-    def __init__(
-        self,
-        feature_config: Any,
-        optimizer: Any,
-        options: EmbeddingOptions,
-        batch_size: int | None = None,
-        public_class: str | None = None,
-    ) -> None:
-        """See `NestedEmbedding`.
-
-        Args:
-          feature_config: As there.
-          optimizer: As there.
-          options: As there.
-          batch_size: The global size of every batch, or None for any size.
-          public_class: As there.
-
-        Raises:
-          ValueError: Also if the number of replicas does not divide `batch_size`.
-        """
-        super().__init__(feature_config, optimizer, options, public_class)
-        self.set_batch_size(per_replica(batch_size, self._topology))
-
-    @do_not_convert
-    def lookup(
-        self, features: Any, weights: Any = None, *, training: bool = True
-    ) -> tuple[Any, Any]:
-        """Looks a batch up at once, past any queue.
-
-        Args:
-          features: In the structure of `feature_config`, int32 or int64 (or whole
-            numbers of a floating point dtype): tf.Tensor [B] or [..., k],
-            tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
-            in any mix; inside strategy.run those of the replica.
-          weights: None, or the same structure with floating point weights of each
-            feature's own layout, or None for features without.
-          training: Whether `submit` may follow.
-
-        Returns:
-          The activations in the structure of `feature_config`, float32
-          [output shape..., dim] each, and a ticket for `submit`.
-
-        Raises:
-          TypeError: If a container or dtype is of the wrong type.
-          ValueError: If a structure, rank or static shape does not fit.
-          RuntimeError: If called outside of strategy.run with several replicas.
-          NotImplementedError: On TPU v2 to v4, if gradients of an earlier lookup of
-            this step may still come.
-          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
-        """
-        activations, looked_up = self.look_up(
-            self._structure.flatten("features", features),
-            self._structure.flatten_weights(weights),
-            training=training,
-        )
-        return self._structure.pack(activations), looked_up
-
-    @do_not_convert
-    def submit(self, ticket: Any, gradients: Any) -> None:
-        """Updates the tables with the gradients of one `lookup`.
-
-        Args:
-          ticket: What that lookup gave.
-          gradients: In the structure of `feature_config` a tf.Tensor of the shape of
-            the activation, or None, which counts as zeros.
-
-        Raises:
-          TypeError: If a container is of the wrong type.
-          ValueError: If the structure differs, or a gradient is no tf.Tensor or has
-            the wrong static shape.
-          RuntimeError: If a table has no optimizer, or outside of strategy.run where
-            there are several replicas.
-          tf.errors.FailedPreconditionError: If the ticket was used before.
-        """
-        self.update(ticket, self._structure.flatten("gradients", gradients))
 
 
 def per_replica(batch_size: int | None, where: Topology) -> int | None:

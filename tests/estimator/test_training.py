@@ -312,11 +312,11 @@ def test_order_of_the_ops(pipelined: bool):
         read = tables._read_step.op
         assert read in before(activations.op)
         update = tables.train_op(train_op)
-        assert {read, train_op, tables._ticket.value.op} <= before(update)
+        assert {read, train_op, tables._looked_up.value.op} <= before(update)
         assert (tables.flush is not None) is pipelined
         if pipelined:
             applied = [op for op in before(update) if op.type in ("If", "StatelessIf")]
-            assert tables._ticket.value.op in before(applied[0])
+            assert tables._looked_up.value.op in before(applied[0])
 
 
 def before(op: Any) -> set[Any]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding import distribution
-from tpu_embedding.embedding_base import CallEmbedding, EmbeddingOptions
+from tpu_embedding.embedding_base import EmbeddingOptions, NestedEmbedding
 
 V, D, SAMPLES = 6, 2, 3
 STEPS_PER_EPISODE = 25
@@ -90,14 +90,14 @@ class Calls:
 
     def __init__(self, features: Any, pipelined: bool) -> None:
         options = EmbeddingOptions(pipelined, None, check_numerics=True)
-        self.embedding = CallEmbedding(features, te.SGD(1.0), options)
+        self.embedding = NestedEmbedding(features, te.SGD(1.0), options)
 
     def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        activations, ticket = self.embedding.lookup({"film": ids})
-        return activations["film"], ticket
+        (activations,), looked_up = self.embedding.look_up([ids])
+        return activations, looked_up
 
     def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
-        self.embedding.submit(looked_up, {"film": gradient})
+        self.embedding.update(looked_up, [gradient])
 
 
 CLASSES: dict[str, Callable[[Any, bool], Any]] = {

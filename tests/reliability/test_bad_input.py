@@ -74,7 +74,7 @@ class Subject(bad_calls.Subject):
         tables = {self.films: self.first.embedding_tables[self.films]}
         calls: dict[str, Callable[[], Any]] = {
             "enqueue": lambda: self.first.enqueue(features, weights),
-            "lookup": lambda: self.first.lookup(features, weights),
+            "look_up": lambda: self.look_up(features, weights),
             "preprocess": lambda: self.second.preprocess_features(features, weights),
             "v2": lambda: self.second(features, weights)[0],
             "data": lambda: bad_calls.in_tf_data(self.second, features, weights),
@@ -85,6 +85,13 @@ class Subject(bad_calls.Subject):
         }
         return calls[entry]()
 
+    def look_up(self, features: Any, weights: Any) -> Any:
+        """As the Keras layer: a flat batch, past the queue."""
+        structure = self.first.structure
+        return self.first.look_up(
+            structure.flatten("features", features), structure.flatten_weights(weights)
+        )
+
 
 @functools.cache
 def subject(engine: str) -> Subject:
@@ -94,7 +101,7 @@ def subject(engine: str) -> Subject:
 ENTRIES: dict[str, bad_calls.Call] = {
     "enqueue": eager("enqueue"),
     "enqueue_traced": graph("enqueue"),
-    "lookup": eager("lookup"),
+    "look_up": eager("look_up"),
     "preprocess": eager("preprocess"),
     "v2": eager("v2"),
     "v2_traced": graph("v2"),
@@ -116,7 +123,7 @@ CASES = {
     "data": [bad for bad in TRACED if isinstance(bad.value, tf.RaggedTensor)],
 }
 ARGUMENTS = ("features", "weights")
-STRUCTURED = ("enqueue", "lookup", "preprocess", "v2", "layer", "serving", "data")
+STRUCTURED = ("enqueue", "look_up", "preprocess", "v2", "layer", "serving", "data")
 
 
 def cases_of(entry: str) -> list[bad_inputs.Bad]:

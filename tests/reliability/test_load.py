@@ -51,8 +51,8 @@ def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) ->
     def look_up(own: set[float]) -> None:
         last = 0.0
         while not done.is_set():
-            activations, _ = embedding.lookup(every_row)
-            counts = np.arange(ROWS)[:, np.newaxis] - activations["film"].numpy()
+            (activations,), _ = embedding.look_up([every_row["film"]])
+            counts = np.arange(ROWS)[:, np.newaxis] - activations.numpy()
             if np.unique(counts).size != 1 or counts[0, 0] < last:
                 failed.append(counts)
                 return

@@ -57,8 +57,8 @@ def queued() -> Any:
         embedding.enqueue(values, weights)
         activations = embedding.dequeue()
         embedding.apply_gradients(activations)
-        result = embedding.lookup(values, weights)
-        embedding.submit(result[1], result[0])
+        flat, looked_up = embedding.look_up([*values.values()], [*weights.values()])
+        embedding.update(looked_up, flat)
 
     embedding.build()
     return embedding, step.get_concrete_function()

@@ -51,6 +51,7 @@ class EmbeddingTables:
         self._step = _Step()
         self._adapted = spec.adapt(self._step)
         self._configs = spec.feature_to_config()
+        self._keys = sorted(self._configs)  # The order of the features in the plan.
         self._old_tables = spec.table_to_config()
         tables = self._adapted.tables
         if not training:
@@ -59,8 +60,8 @@ class EmbeddingTables:
                 for key, table in tables.items()
             }
         features = {
-            key: FeatureConfig(tables[config.table_id], name=key)
-            for key, config in sorted(self._configs.items())
+            key: FeatureConfig(tables[self._configs[key].table_id], name=key)
+            for key in self._keys
         }
         optimizer = self._adapted.optimizer if training else None
         with tf.name_scope(_SCOPE):
@@ -69,7 +70,7 @@ class EmbeddingTables:
         self._hide_state()
         self._dummies = {key: _dummy(key) for key in tables} if training else {}
         self._gradients: dict[str, tf.Tensor] = {}
-        self._ticket: Any = None
+        self._looked_up: Any = None
         self._read_step: Any = None
         self.flush: tf.Operation | None = None
         self.ids: dict[str, Any] = {}
@@ -84,10 +85,12 @@ class EmbeddingTables:
         # The step is read before anything that depends on the lookups can raise it.
         self._read_step = tf.identity(_v1.train.get_global_step().read_value())
         with tf.control_dependencies([self._read_step]):
-            found, self._ticket = _function(self._embedding.lookup)(
-                inputs.ids, inputs.weights
+            found, self._looked_up = _function(self._embedding.look_up)(
+                [inputs.ids[key] for key in self._keys],
+                [inputs.weights[key] for key in self._keys],
             )
-        shaped = {key: self._shaped(key, value) for key, value in found.items()}
+        pairs = zip(self._keys, found, strict=True)
+        shaped = {key: self._shaped(key, value) for key, value in pairs}
         if self._training:
             shaped = {key: self._hooked(key, value) for key, value in shaped.items()}
         return {**inputs.others, **shaped}
@@ -101,15 +104,17 @@ class EmbeddingTables:
                     "so it counts as zeros.",
                     key,
                 )
-        gradients = {key: self._gradients.get(key) for key in sorted(self._configs)}
+        gradients = {key: self._gradients.get(key) for key in self._keys}
         with tf.control_dependencies([train_op]):
             if self._adapted.pipelined:
                 pending = PendingUpdate(
-                    self._update, (self._ticket, gradients, self._read_step)
+                    self._update, (self._looked_up, gradients, self._read_step)
                 )
                 self.flush = pending.flush
                 return tf.group(train_op, pending.step)
-            updated = _function(self._update)(self._ticket, gradients, self._read_step)
+            updated = _function(self._update)(
+                self._looked_up, gradients, self._read_step
+            )
             return tf.group(train_op, updated)
 
     def named_variables(
@@ -159,10 +164,10 @@ class EmbeddingTables:
             and not column.is_sequence_column()
         ]
 
-    def _update(self, ticket: Any, gradients: Any, step: Any) -> tf.Tensor:
+    def _update(self, looked_up: Any, gradients: Any, step: Any) -> tf.Tensor:
         self._step.value = step
         scaled = self._adapted.scale(gradients, step)
-        self._embedding.submit(ticket, scaled)
+        self._embedding.update(looked_up, [scaled[key] for key in self._keys])
         return tf.constant(True)
 
     def _shaped(self, key: str, activation: tf.Tensor) -> tf.Tensor:
