@@ -58,6 +58,17 @@ def test_files_that_pages_name_exist(page: pathlib.Path):
         assert any(path.endswith(f"/{name}") for path in known), name
 
 
+def test_quoted_errors_are_raised():
+    rows = (DOCS / "errors.md").read_text().split("|---|---|---|")[1].splitlines()
+    cells = [row.split("|")[1] for row in rows if row.startswith("| ")]
+    quoted = [text for cell in cells for text in re.findall(r'"([^"]+)"', cell)]
+    code = [(ROOT / name).read_text() for name in sources(".py", ".cc", ".h")]
+    # Literals that stand beside each other are one text.
+    text = re.sub(r'"\s*,?\s*f?"', "", "\n".join(code))
+    assert len(quoted) > len(cells) > 10
+    assert [words for words in quoted if words not in text] == []
+
+
 def test_every_page_is_reached_from_the_readme_and_leads_back():
     index = DOCS / "index.md"
     assert "docs/index.md" in set(links(ROOT / "README.md"))

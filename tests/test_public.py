@@ -43,6 +43,8 @@ def test_the_facade_loads_packages_when_they_are_used():
         assert getattr(tpu_embedding, name) is importlib.import_module(package)
     with pytest.raises(AttributeError, match="no attribute 'engine'"):
         _ = tpu_embedding.engine
+    with pytest.raises(AttributeError, match=r"in `tpu_embedding\.estimator`"):
+        _ = tpu_embedding.interop.TPUEstimator  # Where it was before.
 
 
 def undocumented(name: str, value: Any) -> list[str]:

@@ -88,7 +88,7 @@ class CustomCombiner:
     def compute(
         self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
     ) -> Any:
-        """Calls the user's function for one sample.
+        """Internal: calls the user's function for one sample.
 
         Args:
           valency: int32 scalar.

@@ -41,7 +41,7 @@ _UNSUPPORTED: dict[str, Any] = {
 
 
 def _unwatched(ended: str) -> Callable[[], list[Any]]:
-    """The `TPUSystem.watch` of what cannot tell."""
+    """No-op `watch` for TPUs that cannot report that they were initialized again."""
     del ended
     return list
 
@@ -62,9 +62,9 @@ class TPUSystem:
       hosts: Names of the CPUs beside them, ordered by task.
       assigned: Whether a tf.tpu.experimental.DeviceAssignment has placed the replicas.
       simulated: Whether they are programs on this machine's CPU.
-      watch: Takes the text of a tf.errors.FailedPreconditionError and gives a function
-        that makes control inputs, which fail with it once the TPUs were initialized
-        anew. A real TPU cannot tell.
+      watch: Takes the text of a tf.errors.FailedPreconditionError and returns a
+        function that makes control inputs, which fail with it once the TPUs were
+        initialized again. A real TPU cannot report that.
     """
 
     generation: tpu_generations.Generation

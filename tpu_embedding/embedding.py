@@ -75,12 +75,11 @@ class TPUEmbedding(NestedEmbedding):
             pipeline_execution_with_tensor_core, initialize_tpu_embedding).
           batch_size: The global size of every batch, or None for any size.
           initialize_tpu_embedding: On TPU v2 to v4, which have one engine, False
-            shares that of another TPUEmbedding and its tables; no learning rate may
-            take the step then, as the count of updates is not shared: read a
-            tf.Variable instead. Elsewhere any number of embeddings may live side by
-            side.
-          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
-            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+            shares that of another TPUEmbedding and its tables. The number of updates
+            is not shared, so a learning-rate function must not take it: read a
+            tf.Variable instead. Elsewhere any number of embeddings may exist.
+          invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights and gradients that are not finite.
           profile_data_directory: On TPU v2 to v4, where the TPU writes what it learns
             of the ids, to be used by later runs. Elsewhere it must be None.
@@ -90,7 +89,7 @@ class TPUEmbedding(NestedEmbedding):
             name, an unsupported optimizer, a batch_size that the number of replicas
             does not divide.
           TypeError: If an argument is of the wrong type.
-          NotImplementedError: If a strategy or option has no engine here.
+          NotImplementedError: If no engine supports the strategy or an option.
         """
         arguments = ConstructorArguments(
             optimizer,
@@ -142,8 +141,9 @@ class TPUEmbedding(NestedEmbedding):
           per_replica_batch_size: The same as that int.
 
         Raises:
-          ValueError: If a shape contradicts `FeatureConfig.output_shape` or is none, or
-            a batch size is no int >= 1 or contradicts another.
+          ValueError: If a shape is not a shape or contradicts
+            `FeatureConfig.output_shape`, or a batch size is not an int >= 1 or
+            contradicts another.
           TypeError, ValueError: If there are more or fewer shapes than features.
         """
         if self._engine is not None:
@@ -191,7 +191,7 @@ class TPUEmbedding(NestedEmbedding):
           TypeError: If a container or dtype is of the wrong type.
           ValueError: If a structure, rank or static shape does not fit, or `device`
             is not one of the strategy. Under TPU v2 to v4 also if a static shape is not
-            known or an input inside strategy.run is none of its arguments.
+            known or an input inside strategy.run is not one of its arguments.
           RuntimeError: If `training` and a table has no optimizer. Under TPU v2 to v4
             also if called in control flow inside strategy.run.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.

@@ -43,7 +43,7 @@ class EmbeddingOptions:
 
     Attributes:
       pipelined: Each update is applied after the lookups of the next step.
-      invalid_ids: The rule for tables of tf.tpu.experimental.embedding, or None.
+      invalid_ids: The policy for tables of tf.tpu.experimental.embedding, or None.
       check_numerics: Refuse weights and gradients that are not finite.
       sparse_core: How tables are stacked, for a class that hands out stacks or an
         engine that stores them; None: the defaults, and no stacks but in such engines.
@@ -187,13 +187,13 @@ class EmbeddingBase(TrackableTables):
 
     @do_not_convert
     def reset(self) -> None:
-        """Forgets every batch that is queued, owed or pending; keeps the tables.
+        """Discards queued batches, owed gradients and pending updates, not the tables.
 
-        For going on after an error or an interrupt in the middle of a step.
+        For use after an error or an interrupt in the middle of a step.
 
         Raises:
-          NotImplementedError: On TPU v2 to v4, which only their initialization empties:
-            save a checkpoint before it and restore it afterwards.
+          NotImplementedError: On TPU v2 to v4, where only the initialization of the TPU
+            does this: save a checkpoint before it and restore it afterwards.
         """
         if self._engine is not None:
             self._engine.reset()
@@ -207,8 +207,9 @@ class EmbeddingBase(TrackableTables):
         pending update first.
 
         Raises:
-          RuntimeError: On TPU v2 to v4, in whose own memory the tables are: restore a
-            checkpoint of them into an embedding made outside of the strategy.
+          RuntimeError: On TPU v2 to v4, because the tables are in the TPU's memory:
+            restore a checkpoint of them into an embedding created outside of the
+            strategy.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
 

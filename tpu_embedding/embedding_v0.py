@@ -35,12 +35,12 @@ class TPUEmbeddingV0(RestoresLayouts):
     """Embedding tables without an embedding engine, under any strategy.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs under every
-    strategy (of parameter servers without a partitioner, which would cut the tables).
+    strategy (ParameterServerStrategy without a partitioner, which divides tables).
     Each replica has a copy of each table, a trainable variable: take its
     gradient with a tape and train it with any optimizer, e.g. one of Keras. Inside
     strategy.run of TPUs the host checks and pads the batch and the TPU looks it up;
     distribute data sets with `experimental_fetch_to_device=False`, as TensorFlow's
-    class wants it. The gradient then names row 0, with zeros, for each sample without
+    class requires. The gradient then names row 0, with zeros, for each sample without
     entries, which matters to optimizers that change every row they are given. The
     numbers of a lookup are those of docs/semantics.md:
 
@@ -77,8 +77,8 @@ class TPUEmbeddingV0(RestoresLayouts):
           optimizer: For tables without one of their own: whose slots to make, by its
             `slot_variable_creation_fn` if it has one. It is not applied, so that
             its other options change nothing. None: no slots.
-          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
-            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights that are not finite.
 
         Raises:

@@ -64,9 +64,9 @@ class TPUEmbeddingV2(NestedEmbedding):
     Under a MirroredStrategy the replicas share one copy of each table, and the
     gradients of the n-th apply_gradients of every replica make up one update.
 
-    Under TPUStrategy and testing.SoftwareTPUStrategy the tables are stacked and cut
-    over the SparseCores of all devices, and TensorFlow's XLA ops look them up and
-    update them. docs/sparse_core.md says what they need and cannot do.
+    Under TPUStrategy and testing.SoftwareTPUStrategy the tables are stacked and
+    divided among the SparseCores of all devices, and TensorFlow's XLA ops look them up
+    and update them. docs/sparse_core.md says what these ops need and do not support.
     """
 
     DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
@@ -93,15 +93,15 @@ class TPUEmbeddingV2(NestedEmbedding):
             an evaluation.
           sparse_core_embedding_config: A SparseCoreEmbeddingConfig, of this package or
             of tf.tpu.experimental.embedding, or None for its defaults.
-          invalid_ids: The rule for tables of tf.tpu.experimental.embedding: "error"
-            (also if None), "drop" or "mod". A TableConfig of ours has its own.
+          invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
+            (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights and gradients that are not finite.
 
         Raises:
           ValueError: If the configuration is wrong: no features, two tables or stacks
             of one name, an unsupported optimizer.
           TypeError: If an argument is of the wrong type.
-          NotImplementedError: If a strategy or option has no engine here.
+          NotImplementedError: If no engine supports the strategy or an option.
         """
         if not isinstance(pipeline_execution_with_tensor_core, bool):
             raise errors.argument_type(
@@ -219,7 +219,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         """Looks up what enqueue gave; see embedding_lookup.
 
         Raises:
-          TypeError: If it is something else.
+          TypeError: If `partitioned_tensors` is something else.
           ValueError: If it comes from an embedding of other stacks or features.
           RuntimeError: If called before build, or outside of strategy.run with several
             replicas.

@@ -3,6 +3,8 @@
 `tpu_embedding.estimator` has the TPUEstimator that trains with them.
 """
 
+from typing import Any as _Any
+
 import tensorflow as _tf
 
 from tpu_embedding.interop.checkpoint_import import (
@@ -55,6 +57,13 @@ __all__ = [
     "import_estimator_checkpoint",
     "shared_embedding_columns",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}. TPUEstimator and what its "
+        "model functions need are in `tpu_embedding.estimator`."
+    )
 
 
 def __dir__() -> list[str]:

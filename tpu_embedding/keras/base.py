@@ -104,12 +104,12 @@ class EmbeddingLayer(RestoresLayouts):
         return [spec.name for spec in self._parts.features.plan.tables]
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
-        """See `RestoresLayouts.checkpoint_rows`."""
+        """Internal: see `RestoresLayouts.checkpoint_rows`."""
         self._ensure_built()
         return self._parts.tables.checkpoint_rows()
 
     def load_checkpoint_rows(self) -> None:
-        """See `RestoresLayouts.load_checkpoint_rows`."""
+        """Internal: see `RestoresLayouts.load_checkpoint_rows`."""
         self._parts.tables.load_checkpoint_rows()
 
     @tf.autograph.experimental.do_not_convert  # tf_keras converts `call`.

@@ -181,7 +181,8 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
 
         Args:
           features: In the structure of `feature_config` (or of `serving_config`)
-            tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64.
+            tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64 (or whole
+            numbers of a floating point dtype).
           weights: None, or the same structure with floating point weights, each in
             the layout of its feature, or None for features without weights.
           serving_config: Other FeatureConfigs over the layer's tables, for serving.
@@ -193,7 +194,7 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
 
         Raises:
           TypeError, ValueError, RuntimeError, NotImplementedError,
-          tf.errors.InvalidArgumentError: As TPUEmbedding.lookup.
+          tf.errors.InvalidArgumentError: As TPUEmbedding.enqueue.
           NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
         if keras3.is_stateless() and not self._parts.arguments.trainable_tables:

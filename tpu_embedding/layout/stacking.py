@@ -137,7 +137,7 @@ class TableLayout:
 
     @property
     def sharding(self) -> ModSharding:
-        """The shards of the rows."""
+        """Internal: the shards of the rows."""
         return ModSharding(
             num_shards=self.num_sparse_cores,
             rotation=self.sparse_core_shard_rotation,
@@ -146,7 +146,7 @@ class TableLayout:
 
     @property
     def end(self) -> int:
-        """First row of each shard after the rows of the table."""
+        """Internal: first row of each shard after the rows of the table."""
         rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
         return self.sparse_core_shard_row_offset + rows
 

@@ -19,7 +19,7 @@ PATH = pathlib.Path(__file__).with_name("_tpu_embedding_ops.so")
 
 # cc/kernels/version.cc writes this text into the library.
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
-_MEND = (
+_FIX = (
     "To fix it, build the library for this TensorFlow: in the source tree of "
     "tpu_embedding, run `pip install --no-build-isolation --force-reinstall "
     "--no-deps .`"
@@ -78,17 +78,17 @@ def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
         major and minor numbers count: the binary interface follows them.
     """
     if not path.is_file():
-        return f"The custom-op library is not installed: there is no {path}. {_MEND}"
+        return f"The custom-op library is not installed: there is no {path}. {_FIX}"
     version = built_for(path)
     if version is None:
         return (
             f"{path} does not say which TensorFlow it was built for, so it is no "
-            f"library of this package. {_MEND}"
+            f"library of this package. {_FIX}"
         )
     if _minor(version) != _minor(tensorflow_version):
         return (
             f"The custom-op library was built for TensorFlow {version}, but this is "
-            f"TensorFlow {tensorflow_version}. {_MEND}"
+            f"TensorFlow {tensorflow_version}. {_FIX}"
         )
     return None
 
@@ -101,7 +101,7 @@ def _attempt() -> _Attempt:
             return _Attempt(reason=problem)
         return _Attempt(module=tf.load_op_library(str(PATH)))
     except (OSError, RuntimeError, tf.errors.OpError) as error:
-        return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_MEND}")
+        return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_FIX}")
 
 
 def _minor(version: str) -> list[str]:

@@ -43,7 +43,8 @@ def serving_embedding_lookup(
 
     Args:
       inputs: Some or all features of `feature_config`, in its structure: tf.Tensor,
-        tf.SparseTensor or tf.RaggedTensor, int32 or int64, in any mix.
+        tf.SparseTensor or tf.RaggedTensor, in any mix, int32 or int64 (or whole numbers
+        of a floating point dtype).
       weights: None, or the structure of `inputs` with floating point weights of each
         feature's own layout, or None for features without.
       tables: By TableConfig, as `embedding_tables` has them, a variable or tensor

@@ -48,7 +48,7 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         """Uses the first `num_devices` logical CPU devices, and creates them if needed.
 
         Args:
-          generation: TPU generation, a key of `tpu_generations.GENERATIONS`.
+          generation: "v2", "v3", "v4", "v5e", "v5p", "v6e" or "7x".
           num_devices: Number of devices; each device is a core.
           cores_per_replica: On v2, v3 and v4, the number of adjacent cores that work
             on one replica; its program runs on the first of them. None: each core is
