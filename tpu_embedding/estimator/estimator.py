@@ -20,7 +20,6 @@ from tpu_embedding.estimator.run_config import (
     InputPipelineConfig,
     RunConfig,
     WarmStartSettings,
-    warm_start,
 )
 from tpu_embedding.estimator.sessions import latest_checkpoint
 from tpu_embedding.estimator.spec import ModeKeys, check_hooks
@@ -211,7 +210,7 @@ class TPUEstimator:
             if graph.tables and spec and spec.profile_data_directory:
                 hooks.append(sessions.ProfileHook(spec, graph.tables.ids))
             if self._warm_start is not None:
-                warm_start(self._warm_start, graph.table_variables)
+                graph.warm_start(self._warm_start)
             sessions.train(
                 graph, self._model_dir, self._config, hooks, saving_listeners
             )

@@ -15,13 +15,13 @@ from keras.src.utils import naming
 
 from tpu_embedding import errors
 from tpu_embedding.estimator import private_tensorflow
-from tpu_embedding.estimator.run_config import RunConfig
+from tpu_embedding.estimator.run_config import RunConfig, WarmStartSettings
 from tpu_embedding.estimator.spec import (
     EstimatorSpec,
     ModeKeys,
     TPUEstimatorSpec,
 )
-from tpu_embedding.estimator.tables import EmbeddingTables
+from tpu_embedding.estimator.tables import DUMMY_PREFIX, EmbeddingTables
 
 _v1 = tf.compat.v1
 # Options that have an effect only if the tables are TPU embedding tables.
@@ -78,6 +78,35 @@ class Graph:
                 "this process does; leave it out for names that fit other runs."
             )
         return self.spec.scaffold or _v1.train.Scaffold()
+
+    def warm_start(self, settings: WarmStartSettings) -> None:
+        """Changes the initial values of variables of the default graph."""
+        tables = self.table_variables
+        previous = dict(settings.var_name_to_prev_var_name or {})
+        listed = not isinstance(settings.vars_to_warm_start, str)
+        known = {id(variable) for variable in tables.values()}
+        candidates = _v1.global_variables() if listed else _v1.trainable_variables()
+        others = [
+            variable
+            for variable in candidates
+            if id(variable) not in known
+            and DUMMY_PREFIX not in variable.op.name
+            and settings.names(variable.op.name)
+        ]
+        slots = {name for name in tables for of in tables if name.startswith(f"{of}/")}
+        chosen = {
+            previous.pop(name, name): variable
+            for name, variable in tables.items()
+            if settings.names(name) and (listed or name not in slots)
+        }
+        if chosen:
+            _v1.train.init_from_checkpoint(settings.ckpt_to_initialize_from, chosen)
+        _v1.train.warm_start(
+            settings.ckpt_to_initialize_from,
+            others,
+            dict(settings.var_name_to_vocab_info or {}),
+            previous,
+        )
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: Mode) -> tuple[Any, Any]:
