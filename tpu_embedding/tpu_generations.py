@@ -1,8 +1,15 @@
-"""TPU generations and their embedding hardware; no other module has such numbers."""
+"""TPU generations and their embedding hardware; no other module has such numbers.
+
+The limits of SparseCores are those of libtpu 0.0.30, read from its replies to programs
+around them (docs/tpu_check.md has the programs): its SPMEM and HBM, the size of a
+tensor of SparseCores, and the SPMEM that a lookup of so many ids needs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from typing import Literal
 
 EmbeddingHardware = Literal["v1", "sparse_core", "none"]
@@ -10,6 +17,14 @@ EmbeddingHardware = Literal["v1", "sparse_core", "none"]
 # Attribute of ops of TPU v2 to v4: the name under which the user enqueued, dequeued or
 # applied gradients. The compiler of a program pairs the ops by it.
 NAME_ATTRIBUTE = "_tpu_embedding_layer"
+
+GIB = 2**30
+# "SparseCore only supports 16 GiB of HBM per tensor": a table or slot on one device.
+SPARSE_CORE_TENSOR_BYTES = 16 * GIB
+# libtpu limits the partitions of a CustomOptimizer's update and of a CustomCombiner,
+# whose ops have no attributes for limits, to so many ids for each sample of a
+# SparseCore.
+CUSTOM_IDS_PER_SAMPLE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +40,9 @@ class Generation:
       lane_width: Float32 values that a SparseCore processes at once; the width of a
         stored row is a multiple of it. 0 without SparseCores.
       row_multiple: The number of rows of a table on one SparseCore is a multiple of it.
+      hbm_bytes: What programs can use of the memory of a device.
+      spmem_bytes: Memory of a SparseCore for the ids of a partition; 0 without.
+      devices_per_chip: Devices, each of which is a replica, of one chip.
     """
 
     name: str
@@ -32,27 +50,59 @@ class Generation:
     sparse_cores_per_device: int = 0
     lane_width: int = 0
     row_multiple: int = 0
+    hbm_bytes: int = 0
+    spmem_bytes: int = 0
+    devices_per_chip: int = 1
+
+    @property
+    def max_unique_ids_per_partition(self) -> int:
+        """The largest limit of distinct ids of a partition that compiles; 0 for none.
+
+        >>> GENERATIONS["v6e"].max_unique_ids_per_partition
+        6216
+        """
+        usable = self.spmem_bytes - _SPMEM_FIXED_BYTES
+        return max(int(usable / _SPMEM_BYTES_PER_ID) // 8 * 8, 0)
 
 
-def _sparse_core(name: str, sparse_cores_per_device: int) -> Generation:
+def _sparse_core(
+    name: str,
+    sparse_cores_per_device: int,
+    hbm_bytes: int,
+    spmem_bytes: int,
+    devices_per_chip: int = 1,
+) -> Generation:
     return Generation(
-        name, "sparse_core", sparse_cores_per_device, lane_width=8, row_multiple=8
+        name,
+        "sparse_core",
+        sparse_cores_per_device,
+        lane_width=8,
+        row_multiple=8,
+        hbm_bytes=hbm_bytes,
+        spmem_bytes=spmem_bytes,
+        devices_per_chip=devices_per_chip,
     )
 
 
+# libtpu's reply E3001 names a "fixed_size_allocation" of 36 bytes for each distinct id
+# and 1024 more, and a "row_dependent_size_allocation" of 12, which a lookup may divide:
+# by this many parts at most, as programs around the limit show.
+_SPMEM_FIXED_BYTES = 1024
+_SPMEM_BYTES_PER_ID = 36 + 12 / 2
+
 # v4 also has SparseCores, but programs reach them only through the "v1" engine. A v5p
 # chip and a v6e chip are one device each; a 7x chip is two devices, each with two of
-# its four SparseCores.
+# its four SparseCores. The memory of v2 to v5e is that of Google Cloud's pages.
 GENERATIONS: dict[str, Generation] = {
     generation.name: generation
     for generation in (
-        Generation("v2", "v1"),
-        Generation("v3", "v1"),
-        Generation("v4", "v1"),
-        Generation("v5e", "none"),
-        _sparse_core("v5p", 4),
-        _sparse_core("v6e", 2),
-        _sparse_core("7x", 2),
+        Generation("v2", "v1", hbm_bytes=8 * GIB, devices_per_chip=2),
+        Generation("v3", "v1", hbm_bytes=16 * GIB, devices_per_chip=2),
+        Generation("v4", "v1", hbm_bytes=32 * GIB),
+        Generation("v5e", "none", hbm_bytes=16 * GIB),
+        _sparse_core("v5p", 4, int(95.74 * GIB), 524288),
+        _sparse_core("v6e", 2, int(31.25 * GIB), 262144),
+        _sparse_core("7x", 2, int(94.75 * GIB), 524288, devices_per_chip=2),
     )
 }
 
@@ -74,6 +124,33 @@ def generation(name: str) -> Generation:
         known = ", ".join(GENERATIONS)
         raise ValueError(f"Unknown TPU generation {name!r}. Known are {known}.")
     return found
+
+
+_TOPOLOGY = re.compile(r"(?:tpu)?(v?\d+[a-z]*):(\d+(?:x\d+)*)")
+
+
+def topology(name: str) -> tuple[Generation, int]:
+    """Returns the generation of a topology and the number of its devices.
+
+    >>> generation, devices = topology("tpu7x:2x2x1")
+    >>> generation.name, devices
+    ('7x', 8)
+
+    Args:
+      name: As libtpu names it: a generation and the chips of each axis, e.g. "v6e:2x2".
+
+    Raises:
+      ValueError: If the name has another form, or an unknown generation.
+    """
+    match = _TOPOLOGY.fullmatch(name)
+    chips = math.prod(int(axis) for axis in match[2].split("x")) if match else 0
+    if match is None or not chips:
+        raise ValueError(
+            f"A topology is a TPU generation and its chips by axis, for example "
+            f"'v5p:2x2x1' or 'v6e:2x2'. Received: {name!r}."
+        )
+    found = generation(match[1])
+    return found, chips * found.devices_per_chip
 
 
 _REPORTED: dict[str, EmbeddingHardware] = {
@@ -103,8 +180,17 @@ def reported(feature: str, sparse_cores_per_device: int) -> Generation:
       sparse_cores_per_device: HardwareFeature.num_embedding_devices_per_chip, which
         is per device, despite its name.
     """
-    name = f"TPU with embedding feature {feature}"
     embedding = _REPORTED[feature]
+    # The system does not tell its name: the limits are the widest that it may have.
+    possible = [
+        known
+        for known in GENERATIONS.values()
+        if known.embedding == embedding
+        and sparse_cores_per_device in (known.sparse_cores_per_device, 0)
+    ]
+    name = f"TPU with embedding feature {feature}"
+    hbm_bytes = max((known.hbm_bytes for known in possible), default=0)
     if embedding == "sparse_core":
-        return _sparse_core(name, sparse_cores_per_device)
-    return Generation(name, embedding)
+        spmem_bytes = max((known.spmem_bytes for known in possible), default=0)
+        return _sparse_core(name, sparse_cores_per_device, hbm_bytes, spmem_bytes)
+    return Generation(name, embedding, hbm_bytes=hbm_bytes)

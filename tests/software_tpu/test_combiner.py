@@ -17,31 +17,34 @@ EPSILON = float(np.finfo(np.float32).eps)
 # Of values near 1: sums of up to 50 terms, the rule and the combiner.
 TOLERANCE = 150 * EPSILON
 
-VALENCIES = tf.TensorSpec((), tf.int32)
-VECTORS = tf.TensorSpec((VALENCY, D), tf.float32)
-WEIGHT = tf.TensorSpec((WEIGHTS,), tf.float32)
-GRADIENT = tf.TensorSpec((D,), tf.float32)
+S = SYSTEM.num_samples
+VALENCIES = tf.TensorSpec((S,), tf.int32)
+VECTORS = tf.TensorSpec((S, VALENCY, D), tf.float32)
+WEIGHT = tf.TensorSpec((S, WEIGHTS), tf.float32)
+GRADIENT = tf.TensorSpec((S, D), tf.float32)
+
+
+def counts(valency: tf.Tensor) -> tf.Tensor:
+    return tf.maximum(tf.cast(valency, tf.float32), 1.0)[:, None]
 
 
 @tf.function(input_signature=[VALENCIES, VECTORS, WEIGHT])
 def combine(valency, vectors, weights) -> tf.Tensor:
     """Position k counts by weight k; divided by the valency."""
-    count = tf.maximum(tf.cast(valency, tf.float32), 1.0)
-    return tf.linalg.matvec(vectors, weights, transpose_a=True) / count
+    return tf.linalg.matvec(vectors, weights, transpose_a=True) / counts(valency)
 
 
 @tf.function(input_signature=[VALENCIES, VECTORS, WEIGHT, GRADIENT])
 def table_vjp(valency, vectors, weights, gradient) -> tf.Tensor:
     del vectors
-    count = tf.maximum(tf.cast(valency, tf.float32), 1.0)
-    return weights[:, None] * gradient[None, :] / count
+    scaled = gradient / counts(valency)
+    return weights[:, :, None] * scaled[:, None, :]
 
 
 @tf.function(input_signature=[VALENCIES, VECTORS, WEIGHT, GRADIENT])
 def weights_vjp(valency, vectors, weights, gradient) -> tf.Tensor:
     del weights
-    count = tf.maximum(tf.cast(valency, tf.float32), 1.0)
-    return tf.linalg.matvec(vectors, gradient) / count
+    return tf.linalg.matvec(vectors, gradient) / counts(valency)
 
 
 def run(op: str, inputs: list[dict[str, Any]], functions: dict, **attributes) -> list:
@@ -212,7 +215,7 @@ def test_more_ids_than_the_valency_are_refused(rng: np.random.Generator):
 
 @tf.function(input_signature=[VALENCIES, VECTORS])
 def first(valency, vectors) -> tf.Tensor:
-    return tf.where(valency > 0, vectors[0], -tf.ones(D))
+    return tf.where((valency > 0)[:, None], vectors[:, 0], -tf.ones([S, D]))
 
 
 def test_a_combiner_without_weights_gets_none_and_sees_empty_samples(

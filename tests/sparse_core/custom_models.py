@@ -41,15 +41,23 @@ def numbers(shape: Any, dtype: Any) -> tf.Tensor:
     return tf.reshape(tf.range(np.prod(shape), dtype=dtype) / 64.0, shape) + 0.5
 
 
-def make(strategy: tf.distribute.Strategy, package: Any = te, **arguments: Any) -> Any:
-    """Three tables: one with a rule, one with a combiner, one with both."""
+def make(
+    strategy: tf.distribute.Strategy,
+    package: Any = te,
+    slot_dim: int = 2,
+    **arguments: Any,
+) -> Any:
+    """Three tables: one with a rule, one with a combiner, one with both.
+
+    `slot_dim` is that of the slot "steps"; SparseCores support 2.
+    """
     optimizer = package.CustomOptimizer(
         rule,
         RATE,
         slot_names=["accumulators", "steps"],
         slot_initializers=[numbers, tf.constant_initializer(1.0)],
         hyperparameters=[0.75, lambda: tf.constant(2.0)],
-        slot_dims=[2, 1],
+        slot_dims=[2, slot_dim],
     )
     combiner = package.CustomCombiner(
         combine, VALENCY, WEIGHTS, tf.constant_initializer(START), WEIGHTS_RATE
@@ -86,12 +94,13 @@ def batch(replica: int) -> tuple[Any, Any]:
 class Paper:
     """The same steps in float64, row by row and sample by sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot_dim: int = 2) -> None:
         sizes = {"films": (13, 6), "users": (11, 5), "both": (11, 5)}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
         for name, shape in sizes.items():
             start = np.arange(np.prod(shape)).reshape(shape) / 64.0 + 0.5
-            slots = {"accumulators": start.copy(), "steps": np.ones((shape[0], 1))}
+            steps = np.ones((shape[0], 1 if slot_dim == 1 else shape[1]))
+            slots = {"accumulators": start.copy(), "steps": steps}
             if name == "users":
                 slots = {"accumulators": np.full(shape, 0.1)}
             weights = {"custom_combiner_variables": np.array(START)}

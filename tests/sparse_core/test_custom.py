@@ -102,10 +102,11 @@ def test_steps(
     tmp_path: pathlib.Path,
 ) -> None:
     strategy = STRATEGIES[engine]()
+    slot_dim = 1 if engine == "host" else 2
     embedding = models.make(
-        strategy, package, pipeline_execution_with_tensor_core=pipelined
+        strategy, package, slot_dim, pipeline_execution_with_tensor_core=pipelined
     )
-    paper, trainer = models.Paper(), Trainer(strategy, embedding)
+    paper, trainer = models.Paper(slot_dim), Trainer(strategy, embedding)
     for _ in range(1 if pipelined else 2):  # A pipelined second one sees old rows.
         gradients = draw(rng)
         expected = paper.step(gradients)
@@ -117,7 +118,7 @@ def test_steps(
     if pipelined:
         return
     path = tf.train.Checkpoint(embedding=embedding).write(str(tmp_path / "all"))
-    other = models.make(strategy)
+    other = models.make(strategy, slot_dim=slot_dim)
     tf.train.Checkpoint(embedding=other).read(path).assert_consumed()
     assert_near(other, paper)
     with pytest.raises(NotImplementedError, match=r"'both': .* tf\.train"):
@@ -292,6 +293,51 @@ def test_minibatches_beside_a_combiner_are_refused() -> None:
             te.SGD(0.1),
             sparse_core_embedding_config=config,
         )
+
+
+def test_a_slot_of_one_number_for_each_row_is_refused() -> None:
+    """TensorFlow 2.20's kernel ends the process: `Check failed: d < dims()`."""
+    with pytest.raises(
+        NotImplementedError,
+        match=r"'both': slot 'steps' of its CustomOptimizer .* Set its `slot_dims` to",
+    ):
+        models.make(strategy_of("v6e", 2), slot_dim=1)
+
+
+@pytest.mark.parametrize("function", [{"combiner": COMBINER}, {"optimizer": OPTIMIZER}])
+def test_the_limits_of_functions_are_those_that_a_tpu_compiles(function: Any) -> None:
+    """Their ops have none: libtpu takes four for each sample of a SparseCore."""
+
+    def make(samples: int, **limits: int) -> te.TPUEmbeddingV2:
+        options = {"optimizer": te.SGD(1.0), **function}
+        table = te.TableConfig(64, 2, name="films", **options)
+        config = te.SparseCoreEmbeddingConfig(
+            **{name: {"films": limit} for name, limit in limits.items()}
+        )
+        with strategy_of("v6e", 2).scope():
+            embedding = te.TPUEmbeddingV2(
+                te.FeatureConfig(table, output_shape=[samples], name="film"),
+                sparse_core_embedding_config=config,
+            )
+        embedding.build()
+        return embedding
+
+    # Two SparseCores with two samples each: 8. The 10 ids of a sample are too many.
+    for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
+        with pytest.raises(
+            ValueError, match=f"{argument} is 9 for stack 'films'.* 8: "
+        ):
+            make(4, **{argument: 9})
+    embedding = make(4, max_ids_per_table=8)
+    even = tf.ragged.constant([[0, 4, 8, 12, 16], [20, 24, 28, 32], [], []], tf.int64)
+    if "optimizer" in function:
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match=r"films.* 9 .*max_ids|films.* 9 ids"
+        ):
+            embedding.preprocess_features(even)
+    # 4 x 4096 samples of a SparseCore: too many for its memory, whatever the user sets.
+    with pytest.raises(ValueError, match=r"'films'.* 16384 distinct.* smaller batch"):
+        make(8192)
 
 
 def test_a_rule_gets_scalars_where_a_tpu_passes_rows() -> None:

@@ -6,6 +6,7 @@ be on TPUs, are stood in for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -131,14 +132,15 @@ def test_what_runs_on_the_host_and_what_on_the_tpu(
 
 # 8 columns; a rule has its rate and two numbers of its own.
 VALENCY, WEIGHTS = custom_models.VALENCY, custom_models.WEIGHTS
-STATE: list[list[int]] = [[1, 8], [1, 8], [1]]
+STATE: list[list[int]] = [[1, 8], [1, 8], [1, 8]]
 # Numbers have any shape: TPUs pass them as [1, 8], the software TPU as scalars.
 RULE: list[list[int] | None] = [[1, 8], *STATE, None, None, None, *STATE]
-VECTORS: list[list[int]] = [[], [VALENCY, 8], [WEIGHTS]]
+# All samples of a replica at once, as TensorFlow's kernels call a combiner.
+VECTORS: list[list[int]] = [[4], [4, VALENCY, 8], [4, WEIGHTS]]
 SIZES = {"max_valency": VALENCY, "num_weights": WEIGHTS}
 VJPS = {
-    "combiner_table_vjp_computation": [*VECTORS, [8], [VALENCY, 8]],
-    "combiner_weights_vjp_computation": [*VECTORS, [8], [WEIGHTS]],
+    "combiner_table_vjp_computation": [*VECTORS, [4, 8], [4, VALENCY, 8]],
+    "combiner_weights_vjp_computation": [*VECTORS, [4, 8], [4, WEIGHTS]],
 }
 # By op how many there are, its attributes, and the shapes of its functions, in and out.
 CUSTOM_OPS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -146,7 +148,7 @@ CUSTOM_OPS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "CustomCombinerOnTcWithCsrInput": (
         2,
         {**SIZES, "input_size": 4},
-        {"combiner_computation": [*VECTORS, [8]]},
+        {"combiner_computation": [*VECTORS, [4, 8]]},
     ),
     "GradWithCsrInput": (
         1,
@@ -234,3 +236,53 @@ def test_the_keras_layer() -> None:
         assert len(program[kind]) == 2
         assert kind not in outside
     assert "TpuEmbeddingPartition" in outside
+
+
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("minibatching", [False, True])
+def test_no_op_stays_on_the_host_without_a_kernel_there(
+    minibatching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow's own passes say what runs where; its CPU has no kernel for a copy."""
+    monkeypatch.setenv("TPU_EMBEDDING_HOST_OPS", "library")
+    tpu = tf.distribute.TPUStrategy(Described("V2", CORES, local=True))
+    embedding = make(
+        tpu,
+        sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(
+            minibatching=minibatching
+        ),
+    )
+    embedding.build()
+
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        activations, preserved = embedding(ids)
+        embedding.apply_gradients(activations, preserved)
+        return tf.reduce_sum(activations)
+
+    @tf.function(autograph=False)
+    def train(ids: tf.Tensor) -> Any:
+        return tpu.run(step, (ids,))
+
+    module = tf.mlir.experimental.convert_function(
+        train.get_concrete_function(tf.TensorSpec([8], tf.int64)),
+        pass_pipeline="func.func(tf-executor-graph-pruning)",
+    )
+    entry = re.search(r"func\.func @(\w+)\(", module)
+    assert entry is not None
+    module = module.replace(f"@{entry[1]}(", "@main(", 1)
+    devices = ["CPU:0", "TPU_SYSTEM:0", *(f"TPU:{i}" for i in range(4))]
+    names = ", ".join(f'"/job:localhost/replica:0/task:0/device:{d}"' for d in devices)
+    module = module.replace(
+        "module attributes {", f"module attributes {{tf.devices = {{{names}}}, ", 1
+    )
+    bridged = tf.mlir.experimental.run_pass_pipeline(
+        module,
+        "tf-replicated-clustering-bridge-v2,"
+        "func.func(tf-extract-tpu-copy-with-dynamic-shape-op)",
+    )
+    assert "TPU_REPLICATED_HOST_0" in bridged
+    copies = bridged.split('"tf.TPUCopyWithDynamicShape"')
+    assert len(copies) == (1 if minibatching else 2)
+    if not minibatching:  # It stands in a launch on the TPU.
+        launch = copies[0].rsplit('"tf_device.launch"', 1)[1]
+        assert "TPU_REPLICATED_CORE_0" in launch

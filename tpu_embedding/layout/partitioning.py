@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.layout.stacking import Layout, StackingOptions
+from tpu_embedding.layout.stacking import Layout, Stack, StackingOptions
+from tpu_embedding.tpu_generations import CUSTOM_IDS_PER_SAMPLE
 
 # TensorFlow's defaults, for stacks without a limit.
 DEFAULT_MAX_IDS_PER_TABLE = 256
@@ -167,8 +168,9 @@ def make_partitioning(
 
     Raises:
       NotImplementedError: If minibatching is requested beside a CustomCombiner.
-      ValueError: If a limit names an unknown stack, a feature has no output shape, or
-        the SparseCores of a device do not divide its samples.
+      ValueError: If a limit names an unknown stack or exceeds what a TPU compiles, a
+        feature has no output shape, or the SparseCores of a device do not divide its
+        samples.
     """
     for table in plan.tables:
         if config.minibatching and table.config.custom_combiner is not None:
@@ -181,8 +183,10 @@ def make_partitioning(
     names = [stack.name for stack in layout.stacks]
     _check_names("max_ids_per_table", config.max_ids_per_table, names)
     _check_names("max_unique_ids_per_table", config.max_unique_ids_per_table, names)
-    ids = config.max_ids_per_table or {}
-    unique = config.max_unique_ids_per_table or {}
+    limits = [
+        _partition_limits(plan, stack, options.sparse_cores_per_device, config)
+        for stack in layout.stacks
+    ]
     return Partitioning(
         sparse_cores_per_device=options.sparse_cores_per_device,
         num_replicas=options.num_devices,
@@ -193,19 +197,63 @@ def make_partitioning(
                 rows=stack.rows,
                 samples=stack.samples,
                 features=stack.features,
-                max_ids_per_partition=ids.get(stack.name, DEFAULT_MAX_IDS_PER_TABLE),
-                max_unique_ids_per_partition=unique.get(
-                    stack.name, DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
-                ),
+                max_ids_per_partition=max_ids,
+                max_unique_ids_per_partition=max_unique_ids,
                 positions=plan.tables[stack.tables[0]].config.custom_combiner
                 is not None,
             )
-            for stack in layout.stacks
+            for stack, (max_ids, max_unique_ids) in zip(
+                layout.stacks, limits, strict=True
+            )
         ),
         max_ids_per_chip_per_sample=config.max_ids_per_chip_per_sample,
         allow_id_dropping=config.allow_id_dropping,
         minibatching=config.minibatching,
     )
+
+
+def custom_limit(plan: Plan, stack: Stack, sparse_cores_per_device: int) -> int | None:
+    """Returns the limit of a partition that the user's functions are compiled with.
+
+    The ops of a CustomOptimizer and of a CustomCombiner have no attributes for limits:
+    the TPU's compiler chooses one by the number of samples, for ids and for distinct
+    ids. None for a stack without such functions.
+    """
+    spec = plan.tables[stack.tables[0]]
+    is_custom = spec.optimizer is not None and spec.optimizer.is_custom
+    if spec.config.custom_combiner is None and not is_custom:
+        return None
+    return CUSTOM_IDS_PER_SAMPLE * stack.samples // sparse_cores_per_device
+
+
+def _partition_limits(
+    plan: Plan,
+    stack: Stack,
+    sparse_cores_per_device: int,
+    config: SparseCoreEmbeddingConfig,
+) -> tuple[int, int]:
+    """Returns the maximum ids and distinct ids of a partition of a stack."""
+    compiled = custom_limit(plan, stack, sparse_cores_per_device)
+    limits = []
+    for argument, default in (
+        ("max_ids_per_table", DEFAULT_MAX_IDS_PER_TABLE),
+        ("max_unique_ids_per_table", DEFAULT_MAX_UNIQUE_IDS_PER_TABLE),
+    ):
+        asked = (getattr(config, argument) or {}).get(stack.name)
+        if compiled is None:
+            limits.append(default if asked is None else asked)
+            continue
+        if asked is not None and asked > compiled:
+            raise ValueError(
+                f"SparseCoreEmbeddingConfig.{argument} is {asked} for stack "
+                f"{stack.name!r}, but a TPU compiles the functions of its "
+                f"CustomOptimizer or CustomCombiner with a limit of {compiled}: "
+                f"{CUSTOM_IDS_PER_SAMPLE} for each of the "
+                f"{stack.samples // sparse_cores_per_device} samples of a SparseCore. "
+                f"Set it to at most {compiled}, or use larger batches."
+            )
+        limits.append(min(default if asked is None else asked, compiled))
+    return limits[0], limits[1]
 
 
 def check_optimizers(plan: Plan) -> None:
@@ -229,6 +277,15 @@ def check_optimizers(plan: Plan) -> None:
                 f"{type(optimizer).__name__}. Use SGD, Adagrad, AdagradMomentum, FTRL "
                 "or Adam, or the host engine."
             )
+        for slot in optimizer.slots:
+            if slot.per_row:
+                raise NotImplementedError(
+                    f"Table {table.name!r}: slot {slot.name!r} of its "
+                    f"{type(optimizer).__name__} has one number for each row, which "
+                    "the SparseCore ops of TensorFlow 2.20 do not support: they end "
+                    "the process. Set its `slot_dims` to 2 and use one column, or use "
+                    "the host engine."
+                )
         for option, supported in optimizer.sparse_core_values.items():
             value = getattr(optimizer, option)
             if value != supported:

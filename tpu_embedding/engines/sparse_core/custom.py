@@ -1,7 +1,9 @@
 """The user's functions in the form in which TensorFlow's ops call them.
 
 A stack is wider than its tables. The values from the ops are cut to the width of the
-table before the user's function gets them, and padded afterwards.
+table before the user's function gets them, and padded afterwards. The ops call a
+combiner once for all samples of a replica, and the user's function is for one sample,
+so it is vectorized here.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ class CombinerFunctions:
 
     Attributes:
       config: The user's configuration.
-      combine: (valency, vectors[, weights]) -> activation.
-      table_vjp: (valency, vectors[, weights], gradient) -> gradient of the vectors.
-      weights_vjp: The same arguments -> gradient of the weights.
+      combine: (valencies [S], vectors [S, max_valency, width][, weights [S,
+        num_weights]]) -> activations [S, width].
+      table_vjp: The same arguments and gradients [S, width] -> gradients of the
+        vectors.
+      weights_vjp: The same arguments -> gradients of the weights of each sample.
     """
 
     config: CustomCombiner
@@ -70,65 +74,68 @@ def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
     return CustomFunctions(
         custom,
         None if custom is None else _rule(spec.name, custom, dim, width),
-        None if combiner is None else _combiner(spec.name, combiner, dim, width),
+        None if combiner is None else _combiner(spec.name, combiner, dim, stack),
     )
 
 
 def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
     row = tf.TensorSpec([1, width], tf.float32)
-    per_row = [slot.per_row for slot in optimizer.slots]
-    vectors = [tf.TensorSpec([1], tf.float32) if one else row for one in per_row]
+    count = 1 + len(optimizer.slots)
 
     def rule(gradient: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        state, numbers = values[: 1 + len(per_row)], values[1 + len(per_row) :]
-        wide = [True, *(not one for one in per_row)]
-        cut = [
-            value[:, :dim] if is_wide else value
-            for value, is_wide in zip(state, wide, strict=True)
-        ]
+        state, numbers = values[:count], values[count:]
+        cut = [value[:, :dim] for value in state]
         scalars = [tf.reshape(number, [-1])[0] for number in numbers]
         new = optimizer.compute(
             gradient[:, :dim], cut[0], cut[1:], *scalars, table=table
         )
         return tuple(
-            tf.concat([value, old[:, dim:]], 1) if is_wide else value
-            for value, old, is_wide in zip(new, state, wide, strict=True)
+            tf.concat([value, old[:, dim:]], 1)
+            for value, old in zip(new, state, strict=True)
         )
 
+    rows = [row] * (1 + count)
     numbers = [_NUMBER] * (1 + len(optimizer.hyperparameters))
-    return _trace(table, "CustomOptimizer", rule, [row, row, *vectors, *numbers])
+    return _trace(table, "CustomOptimizer", rule, [*rows, *numbers])
 
 
 def _combiner(
-    table: str, combiner: CustomCombiner, dim: int, width: int
+    table: str, combiner: CustomCombiner, dim: int, stack: Stack
 ) -> CombinerFunctions:
-    vectors = tf.TensorSpec([combiner.max_valency, width], tf.float32)
-    weights = tf.TensorSpec([combiner.num_weights], tf.float32)
+    samples, width = stack.samples, stack.width
+    vectors = tf.TensorSpec([samples, combiner.max_valency, width], tf.float32)
+    weights = tf.TensorSpec([samples, combiner.num_weights], tf.float32)
     own = [weights] if combiner.num_weights else []
-    inputs = [tf.TensorSpec([], tf.int32), vectors, *own]
-    gradient = tf.TensorSpec([width], tf.float32)
+    inputs = [tf.TensorSpec([samples], tf.int32), vectors, *own]
+    gradients = tf.TensorSpec([samples, width], tf.float32)
 
-    def combine(
-        valency: tf.Tensor, vectors: tf.Tensor, *weights: tf.Tensor
-    ) -> tf.Tensor:
+    def one_sample(arguments: Sequence[tf.Tensor]) -> tf.Tensor:
+        valency, vectors, *weights = arguments
         found = combiner.compute(valency, vectors[:, :dim], *weights, table=table)
         return tf.pad(found, [[0, width - dim]])
 
+    def combine(*arguments: tf.Tensor) -> tf.Tensor:
+        return tf.vectorized_map(one_sample, arguments)
+
     def vjp(index: int) -> Callable[..., tf.Tensor]:
         def differentiate(*arguments: tf.Tensor) -> tf.Tensor:
-            *values, gradient = arguments
+            *values, gradients = arguments
             with tf.GradientTape() as tape:
                 tape.watch(values[1:])
                 found = combine(*values)
             (found,) = tape.gradient(
                 [found],
                 [values[index]],
-                [gradient],
+                [gradients],
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
             return tf.convert_to_tensor(found)
 
         return differentiate
+
+    def no_weights(*arguments: tf.Tensor) -> tf.Tensor:
+        del arguments  # The op requires the function.
+        return tf.zeros([samples, 0])
 
     def trace(function: Any, specs: Sequence[tf.TensorSpec]) -> Any:
         return _trace(table, "CustomCombiner", function, specs)
@@ -136,15 +143,9 @@ def _combiner(
     return CombinerFunctions(
         combiner,
         trace(combine, inputs),
-        trace(vjp(1), [*inputs, gradient]),
-        trace(vjp(2) if own else _no_weights, [*inputs, gradient]),
+        trace(vjp(1), [*inputs, gradients]),
+        trace(vjp(2) if own else no_weights, [*inputs, gradients]),
     )
-
-
-def _no_weights(*arguments: tf.Tensor) -> tf.Tensor:
-    """The derivative if there are no weights; the op requires one."""
-    del arguments
-    return tf.zeros([0])
 
 
 def _trace(

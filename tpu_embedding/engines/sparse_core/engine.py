@@ -29,6 +29,7 @@ from tpu_embedding.engines.sparse_core.state import (
     create_state,
 )
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import (
     BufferSizes,
     PreprocessedFeatures,
@@ -112,7 +113,12 @@ class SparseCoreEngine(Engine):
         check_optimizers(plan)
         options = _stacking_options(topology, config)
         layout = make_layout(plan, full_output_shapes(plan), options)
-        make_partitioning(plan, layout, options, config)  # Raises its errors early.
+        partitioning = make_partitioning(plan, layout, options, config)
+        limits.raise_first(
+            limits.sparse_core_excesses(
+                plan, layout, partitioning, topology.tpu.generation
+            )
+        )
         return layout
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
@@ -188,8 +194,9 @@ class SparseCoreEngine(Engine):
                     f"{stack.stack.name}: another engine made it. Preprocess it with "
                     "this embedding."
                 )
+        # The cuts are summed on the TPU, so that what follows is not before all of it.
         tables = self._options.topology.on_host(
-            host_to_device.copy_to_device, batch, self._partitioning
+            host_to_device.copy_to_device, batch, self._partitioning, self._shares_cuts
         )
         activations = {}
         for table, stack, functions in self._each_stack():

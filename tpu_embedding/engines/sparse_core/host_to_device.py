@@ -132,9 +132,16 @@ def cuts_of_union(union: tf.Tensor) -> tf.Tensor:
 
 
 def copy_to_device(
-    batch: PreprocessedFeatures, partitioning: Partitioning
+    batch: PreprocessedFeatures, partitioning: Partitioning, whole: bool
 ) -> dict[str, Any]:
     """Copies the used part of each buffer into the memory of the TPU.
+
+    Args:
+      batch: What preprocessing made.
+      partitioning: The stacks.
+      whole: Copy whole buffers. TensorFlow moves the op that copies a part from the
+        host to the TPU only if it stands before everything that the TPU computes;
+        elsewhere it would stay on the host, which has no kernel for it.
 
     Returns:
       By stack name a PartitionedCsrFormatTensor; for a CustomCombiner a
@@ -147,7 +154,9 @@ def copy_to_device(
     with tf.control_dependencies(require([_was_made_for(batch, partitioning)])):
         tables = tf.nest.map_structure(tf.identity, batch.tables)
     return {
-        name: _copy_table(table, batch.sizes[name], batch.sorted_pos_ids.get(name))
+        name: table
+        if whole
+        else _copy_table(table, batch.sizes[name], batch.sorted_pos_ids.get(name))
         for name, table in tables.items()
     }
 

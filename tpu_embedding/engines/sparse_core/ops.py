@@ -125,11 +125,7 @@ def update(
         form, extra = f"Grad{rule.name}StaticBufferSize", _limits(table)
     call = getattr(tf.raw_ops, f"XlaSparseDenseMatmul{form}")
     found = call(**{"table_name": table.name, **inputs, **rule.arguments, **extra})
-    updated = tf.nest.flatten(tuple(found) if isinstance(found, tuple) else found)
-    return [
-        value if old.shape[-1] == value.shape[-1] else _as_column(value)
-        for value, old in zip(updated, state, strict=False)
-    ]
+    return tf.nest.flatten(tuple(found) if isinstance(found, tuple) else found)
 
 
 def update_inputs(
@@ -233,27 +229,16 @@ def _custom_rule(
     attribute = "custom_computation"
     if functions.combiner is not None:
         attribute = "optimizer_custom_computation"
-    per_row = (False, *(slot.per_row for slot in functions.optimizer.slots))
     return _Rule(
         "With",
         {
-            "tables": [
-                tf.reshape(value, [-1]) if one else value
-                for value, one in zip(tables, per_row, strict=True)
-            ],
+            "tables": list(tables),
             "hyperparameters": tf.unstack(
                 numbers, 1 + len(functions.optimizer.hyperparameters)
             ),
             attribute: _in_graph(functions.rule),
         },
     )
-
-
-def _as_column(value: tf.Tensor) -> tf.Tensor:
-    """Reshapes a vector to [n, 1], although its static shape is that of a table."""
-    unknown: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
-    vector = tf.raw_ops.PlaceholderWithDefault(input=value, shape=unknown)
-    return tf.reshape(vector, [value.shape[0], 1])
 
 
 def _in_graph(function: Any) -> Any:

@@ -197,7 +197,7 @@ def _create_combiner_weights(name: str, combiner: CustomCombiner | None) -> Any:
 def _start(slot: Slot, shape: tuple[int, int]) -> tf.Tensor:
     """Returns the first value of a part; callable initializers fill it by table."""
     start = 0.0 if callable(slot.initial_value) else slot.initial_value
-    return tf.fill((shape[0], 1) if slot.per_row else shape, start)
+    return tf.fill(shape, start)
 
 
 def _fill_slots(options: EngineOptions, state: StackState) -> None:

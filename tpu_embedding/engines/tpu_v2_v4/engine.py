@@ -30,6 +30,7 @@ from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
+from tpu_embedding.layout import limits
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
 
@@ -102,7 +103,7 @@ class TPUV2V4Engine(Engine):
     @classmethod
     def check_plan(cls, plan: Plan, topology: Topology) -> None:
         """See `Engine.check_plan`."""
-        del topology
+        assert topology.tpu is not None
         for table in plan.tables:
             if table.optimizer is None:
                 raise ValueError(
@@ -121,6 +122,9 @@ class TPUV2V4Engine(Engine):
                     f"Table {table.name}: TPU v2 to v4 do not support "
                     f"`layout={table.config.layout!r}`. Leave it at None."
                 )
+        tpu = topology.tpu
+        devices = sum(len(cores) for cores in tpu.devices)
+        limits.raise_first(limits.whole_table_excesses(plan, tpu.generation, devices))
 
     @classmethod
     def check_inputs(

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "tensorflow/core/framework/tensor_util.h"
 
 namespace tpu_embedding {
 
@@ -11,21 +10,6 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
-
-namespace {
-
-// Row `i` of `tensor`, without its first axis, as a tensor of its own.
-Tensor RowOf(const Tensor& tensor, int64_t i) {
-  Tensor row = tensorflow::tensor::DeepCopy(tensor.Slice(i, i + 1));
-  TensorShape shape = row.shape();
-  shape.RemoveDim(0);
-  Tensor shaped(row.dtype());
-  const bool copied = shaped.CopyFrom(row, shape);
-  CHECK(copied);  // Axes of size 1 do not change the number of elements.
-  return shaped;
-}
-
-}  // namespace
 
 absl::Status CombinerInputs::Check(int64_t max_valency, int64_t num_weights,
                                    int64_t dim) const {
@@ -48,13 +32,21 @@ absl::Status CombinerInputs::Check(int64_t max_valency, int64_t num_weights,
 }
 
 absl::Status CombinerInputs::Call(const InlineFunction& function,
-                                  OpKernelContext* context, int64_t sample,
+                                  OpKernelContext* context,
                                   const TensorShape& shape,
                                   Tensor* result) const {
-  std::vector<Tensor> arguments = {RowOf(valencies, sample),
-                                   RowOf(vectors, sample)};
-  if (weights.NumElements() > 0) arguments.push_back(weights);
-  if (gradients) arguments.push_back(RowOf(*gradients, sample));
+  std::vector<Tensor> arguments = {valencies, vectors};
+  if (weights.NumElements() > 0) {
+    const int64_t samples = valencies.dim_size(0);
+    const int64_t size = weights.NumElements();
+    Tensor for_each_sample(tensorflow::DT_FLOAT, {samples, size});
+    for (int64_t s = 0; s < samples; ++s) {
+      std::copy_n(weights.flat<float>().data(), size,
+                  for_each_sample.flat<float>().data() + s * size);
+    }
+    arguments.push_back(for_each_sample);
+  }
+  if (gradients) arguments.push_back(*gradients);
   std::vector<Tensor> results;
   TF_RETURN_IF_ERROR(function.Call(context, arguments, &results));
   if (results.size() != 1 || results[0].dtype() != tensorflow::DT_FLOAT ||
@@ -93,16 +85,12 @@ absl::Status CombinerGradient::OfVectors(OpKernelContext* context, int64_t dim,
                                          Tensor* result) const {
   CombinerInputs inputs;
   TF_RETURN_IF_ERROR(Read(context, dim, &inputs));
-  const int64_t samples = inputs.valencies.dim_size(0);
-  *result = Tensor(tensorflow::DT_FLOAT, {samples * max_valency_, dim});
-  float* to = result->flat<float>().data();
-  for (int64_t s = 0; s < samples; ++s) {
-    Tensor one;
-    TF_RETURN_IF_ERROR(
-        inputs.Call(table_vjp_, context, s, {max_valency_, dim}, &one));
-    const float* const from = one.flat<float>().data();
-    to = std::copy(from, from + one.NumElements(), to);
-  }
+  Tensor of_samples;
+  TF_RETURN_IF_ERROR(
+      inputs.Call(table_vjp_, context, inputs.vectors.shape(), &of_samples));
+  const int64_t vectors = inputs.valencies.dim_size(0) * max_valency_;
+  *result = Tensor(tensorflow::DT_FLOAT, {vectors, dim});
+  result->flat<float>() = of_samples.flat<float>();
   return absl::OkStatus();
 }
 
@@ -111,12 +99,13 @@ absl::Status CombinerGradient::AddOfWeights(OpKernelContext* context,
                                             std::vector<float>* sum) const {
   CombinerInputs inputs;
   TF_RETURN_IF_ERROR(Read(context, dim, &inputs));
-  for (int64_t s = 0; s < inputs.valencies.dim_size(0); ++s) {
-    Tensor one;
-    TF_RETURN_IF_ERROR(
-        inputs.Call(weights_vjp_, context, s, {num_weights_}, &one));
+  const int64_t samples = inputs.valencies.dim_size(0);
+  Tensor of_samples;
+  TF_RETURN_IF_ERROR(
+      inputs.Call(weights_vjp_, context, {samples, num_weights_}, &of_samples));
+  for (int64_t s = 0; s < samples; ++s) {
     for (int64_t k = 0; k < num_weights_; ++k) {
-      (*sum)[k] += one.flat<float>()(k);
+      (*sum)[k] += of_samples.matrix<float>()(s, k);
     }
   }
   return absl::OkStatus();

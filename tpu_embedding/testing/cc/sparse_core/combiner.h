@@ -1,9 +1,11 @@
-// Custom combiners: functions of the vectors that one sample looks up.
+// Custom combiners: functions of the vectors that samples look up. As on a TPU,
+// each is called once for the S samples of a replica:
 //
-//   combiner(valency [], vectors [max_valency, D], weights [num_weights])
-//     -> activation [D]
-//   vjp(valency, vectors, weights, gradient [D])
-//     -> gradient of vectors, or of weights
+//   combiner(valencies [S], vectors [S, max_valency, D], weights [S,
+//   num_weights])
+//     -> activations [S, D]
+//   vjp(valencies, vectors, weights, gradients [S, D])
+//     -> gradients of vectors, or of weights, in their shapes
 //
 // A combiner without weights does not get that argument.
 
@@ -31,9 +33,9 @@ struct CombinerInputs {
   absl::Status Check(int64_t max_valency, int64_t num_weights,
                      int64_t dim) const;
 
-  // Calls `function` for `sample`; its result must have the shape `shape`.
+  // Calls `function`; its result must have the shape `shape`.
   absl::Status Call(const InlineFunction& function,
-                    tensorflow::OpKernelContext* context, int64_t sample,
+                    tensorflow::OpKernelContext* context,
                     const tensorflow::TensorShape& shape,
                     tensorflow::Tensor* result) const;
 };

@@ -65,13 +65,10 @@ class CombinerLookupOp : public SparseCoreOp {
     const CombinerInputs inputs = {*valencies, *vectors, *weights,
                                    std::nullopt};
     TF_RETURN_IF_ERROR(inputs.Check(max_valency_, num_weights_, dim));
-    for (int64_t s = 0; s < input_size_; ++s) {
-      Tensor one;
-      TF_RETURN_IF_ERROR(inputs.Call(combiner_, context, s, {dim}, &one));
-      for (int64_t d = 0; d < dim; ++d) {
-        activations->matrix<float>()(s, d) = one.flat<float>()(d);
-      }
-    }
+    Tensor combined;
+    TF_RETURN_IF_ERROR(
+        inputs.Call(combiner_, context, activations->shape(), &combined));
+    activations->flat<float>() = combined.flat<float>();
     return absl::OkStatus();
   }
 

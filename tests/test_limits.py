@@ -1,0 +1,116 @@
+"""What does not fit on a TPU is an error when the embedding is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from software_tpu.calls import strategy_of
+
+import tpu_embedding as te
+from tpu_embedding import tpu_generations
+from tpu_embedding.tpu_generations import GENERATIONS, GIB, SPARSE_CORE_TENSOR_BYTES
+
+
+def make(
+    generation: str,
+    devices: int,
+    rows: int,
+    dim: int,
+    tables: int = 1,
+    optimizer: Any = None,
+    **config: Any,
+) -> Any:
+    """Only the constructor, which makes no table."""
+    features = {
+        f"t{i}": te.FeatureConfig(
+            te.TableConfig(rows, dim, name=f"t{i}"), output_shape=[64], name=f"f{i}"
+        )
+        for i in range(tables)
+    }
+    with strategy_of(generation, devices).scope():
+        return te.TPUEmbeddingV2(
+            features,
+            optimizer or te.SGD(0.1),
+            sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(**config),
+        )
+
+
+def test_a_tensor_of_sparse_cores() -> None:
+    most = SPARSE_CORE_TENSOR_BYTES // (128 * 4)
+    make("v5p", 2, 2 * most, 128)
+    with pytest.raises(
+        ValueError,
+        match=rf"^Table 't0' in stack 't0': {most + 32} rows .* on each of 2 devices "
+        r"are 17179885568 bytes \(16\.00 GiB\).* at most 17179869184 bytes .* Use at "
+        r"least 3 devices",
+    ):
+        make("v5p", 2, 2 * most + 1, 128)
+
+
+@pytest.mark.parametrize(("generation", "devices"), [("v6e", 2), ("v5p", 2), ("7x", 2)])
+def test_the_memory_of_a_device(generation: str, devices: int) -> None:
+    hbm = GENERATIONS[generation].hbm_bytes
+    rows = 15 * GIB // (4 * 128) * devices
+    fits = hbm // (15 * GIB)
+    make(generation, devices, rows, 128, fits)
+    with pytest.raises(
+        ValueError,
+        match=rf"need \d+ bytes .* on each of 2 devices, and programs on {generation} "
+        rf"can use {hbm} bytes .* too much. The largest are t\d: 15\.\d\d GiB",
+    ):
+        make(generation, devices, rows, 128, fits + 1)
+    with pytest.raises(ValueError, match="an optimizer with fewer slots"):
+        make(generation, devices, rows, 128, fits, te.Adam(0.1))
+
+
+@pytest.mark.parametrize("generation", ["v5p", "v6e", "7x"])
+def test_distinct_ids_of_a_partition(generation: str) -> None:
+    most = GENERATIONS[generation].max_unique_ids_per_partition
+    limits = {"max_ids_per_table": {"t0": 10 * most}}
+    make(generation, 2, 1000, 8, max_unique_ids_per_table={"t0": most}, **limits)
+    with pytest.raises(
+        ValueError,
+        match=rf"'t0'.*max_unique_ids_per_table\['t0'\] is {most + 8}, .* on "
+        rf"{generation}\) is enough for {most} .* minibatching=True",
+    ):
+        make(generation, 2, 1000, 8, max_unique_ids_per_table={"t0": most + 8})
+
+
+def test_several_limits_are_counted() -> None:
+    with pytest.raises(ValueError, match=r" 1 more limits are exceeded\.$"):
+        make("v6e", 2, 10**9, 128)
+
+
+def test_tables_of_v2_to_v4() -> None:
+    rows = GENERATIONS["v3"].hbm_bytes // (4 * 128)
+
+    def make(rows: int, optimizer: Any) -> None:
+        table = te.TableConfig(rows, 128, name="t")
+        with strategy_of("v3", 2).scope():
+            te.TPUEmbedding(te.FeatureConfig(table, name="f"), optimizer)
+
+    make(rows, te.Adagrad(0.1))
+    for more, optimizer in ((rows + 64, te.Adagrad(0.1)), (rows, te.Adam(0.1))):
+        with pytest.raises(ValueError, match=r"programs on v3 can use .* t: "):
+            make(more, optimizer)
+
+
+def test_topologies() -> None:
+    generation, devices = tpu_generations.topology("v5p:4x4x4")
+    assert (generation.name, devices) == ("v5p", 64)
+    assert tpu_generations.topology("7x:2x2x1")[1] == 8
+    for wrong in ("v6e", "v6e:", "v6e:0x2", "2x2", ""):
+        with pytest.raises(ValueError, match=r"for example 'v5p:2x2x1'"):
+            tpu_generations.topology(wrong)
+    with pytest.raises(ValueError, match="Unknown TPU generation 'v9'"):
+        tpu_generations.topology("v9:2x2")
+
+
+def test_a_real_tpu_has_the_widest_limits_that_it_may_have() -> None:
+    """It reports its SparseCores, not its name."""
+    two, four = (tpu_generations.reported("V2", cores) for cores in (2, 4))
+    assert two.spmem_bytes == GENERATIONS["7x"].spmem_bytes
+    assert two.hbm_bytes == GENERATIONS["7x"].hbm_bytes
+    assert four.hbm_bytes == GENERATIONS["v5p"].hbm_bytes
+    assert tpu_generations.reported("V1", 0).hbm_bytes == 32 * GIB

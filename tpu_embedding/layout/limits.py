@@ -1,0 +1,216 @@
+"""What does not fit on the devices of a TPU, found before anything is created."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from tpu_embedding.layout.partitioning import Partitioning, custom_limit
+from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.layout.stacking import Layout, Stack
+from tpu_embedding.tpu_generations import (
+    GIB,
+    SPARSE_CORE_TENSOR_BYTES,
+    Generation,
+)
+
+_BYTES = 4  # Of float32 and int32, which are all that a TPU's tables and batches hold.
+_LARGEST_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Excess:
+    """One limit that a configuration exceeds.
+
+    Attributes:
+      kind: "tensor bytes", "unique ids" or "device bytes".
+      tables: Names of the tables.
+      stack: Name of their stack, or None for a limit of a whole device.
+      number: The number that the configuration needs or asks for.
+      limit: The largest number that is possible.
+      message: A sentence that names all of them and the way out.
+    """
+
+    kind: str
+    tables: tuple[str, ...]
+    stack: str | None
+    number: int
+    limit: int
+    message: str
+
+
+def array_bytes(stack: Stack) -> int:
+    """Returns the bytes of one array of a stack, table or slot, on one device."""
+    return stack.rows_per_device * stack.width * _BYTES
+
+
+def num_arrays(spec: TableSpec) -> int:
+    """Returns the number of arrays of a table: itself and its slots."""
+    return 1 + (0 if spec.optimizer is None else len(spec.optimizer.slots))
+
+
+def buffer_bytes(partitioning: Partitioning, stack: Stack) -> int:
+    """Returns the bytes of the preprocessed batch of a stack on one device."""
+    ids = stack.samples * partitioning.max_ids_per_chip_per_sample
+    positions = any(t.positions for t in partitioning.tables if t.name == stack.name)
+    return _BYTES * (ids * (4 if positions else 3) + partitioning.num_row_pointers)
+
+
+def sparse_core_excesses(
+    plan: Plan, layout: Layout, partitioning: Partitioning, generation: Generation
+) -> list[Excess]:
+    """Returns the limits of SparseCores that a plan exceeds.
+
+    Args:
+      plan: The tables.
+      layout: Their stacks.
+      partitioning: The limits of each stack.
+      generation: The TPU, whose numbers are those of one device.
+    """
+    found: list[Excess] = []
+    for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
+        names = tuple(plan.tables[index].name for index in stack.tables)
+        found += _tensor_excess(stack, names)
+        compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
+        found += _unique_excess(
+            stack, names, table.max_unique_ids_per_partition, compiled, generation
+        )
+    used = [
+        (
+            ", ".join(plan.tables[index].name for index in stack.tables),
+            array_bytes(stack) * num_arrays(plan.tables[stack.tables[0]])
+            + buffer_bytes(partitioning, stack),
+        )
+        for stack in layout.stacks
+    ]
+    names = tuple(spec.name for spec in plan.tables)
+    return [*found, *_device_excess(names, used, partitioning.num_replicas, generation)]
+
+
+def whole_table_excesses(
+    plan: Plan, generation: Generation, num_devices: int
+) -> list[Excess]:
+    """Returns the limits that tables exceed whose rows are divided without stacks.
+
+    How TPU v2 to v4 pad their tables is not known, so that a plan may still not fit.
+
+    Args:
+      plan: The tables.
+      generation: The TPU.
+      num_devices: Devices that share the rows; 1 for tables that each has whole.
+    """
+    used = [
+        (
+            spec.name,
+            spec.config.vocabulary_size
+            * spec.config.dim
+            * _BYTES
+            * num_arrays(spec)
+            // num_devices,
+        )
+        for spec in plan.tables
+    ]
+    names = tuple(spec.name for spec in plan.tables)
+    return _device_excess(names, used, num_devices, generation)
+
+
+def raise_first(excesses: Sequence[Excess]) -> None:
+    """Raises ValueError for the first of some excesses; it counts the others."""
+    if excesses:
+        rest = len(excesses) - 1
+        more = f" {rest} more limits are exceeded." if rest else ""
+        raise ValueError(excesses[0].message + more)
+
+
+def _tensor_excess(stack: Stack, names: tuple[str, ...]) -> Iterable[Excess]:
+    size, limit = array_bytes(stack), SPARSE_CORE_TENSOR_BYTES
+    if size <= limit:
+        return
+    devices = stack.num_devices
+    yield Excess(
+        "tensor bytes",
+        names,
+        stack.name,
+        size,
+        limit,
+        f"{_tables(names)} in stack {stack.name!r}: {stack.rows_per_device} rows of "
+        f"{stack.width} float32 numbers on each of {devices} devices are {size} bytes "
+        f"({_gib(size)}), and SparseCores support at most {limit} bytes "
+        f"({_gib(limit)}) for a table or slot on a device. Use at least "
+        f"{-(-devices * size // limit)} devices, or a smaller vocabulary_size or dim.",
+    )
+
+
+def _unique_excess(
+    stack: Stack,
+    names: tuple[str, ...],
+    asked: int,
+    compiled: int | None,
+    generation: Generation,
+) -> Iterable[Excess]:
+    limit = generation.max_unique_ids_per_partition
+    number = asked if compiled is None else max(asked, compiled)
+    if not limit or number <= limit:
+        return
+    if number == asked:
+        what = f"max_unique_ids_per_table[{stack.name!r}] is {asked}"
+        way_out = (
+            f"Set it in SparseCoreEmbeddingConfig to at most {limit}, with "
+            "minibatching=True if batches have more distinct ids"
+        )
+    else:
+        what = (
+            "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of "
+            f"{number} distinct ids, which the number of samples gives"
+        )
+        way_out = "Use a smaller batch"
+    yield Excess(
+        "unique ids",
+        names,
+        stack.name,
+        number,
+        limit,
+        f"{_tables(names)} in stack {stack.name!r}: {what}, and the memory of a "
+        f"SparseCore ({generation.spmem_bytes} bytes of SPMEM on {generation.name}) "
+        f"is enough for {limit} in a partition. {way_out}.",
+    )
+
+
+def _device_excess(
+    names: tuple[str, ...],
+    used: Sequence[tuple[str, int]],
+    num_devices: int,
+    generation: Generation,
+) -> list[Excess]:
+    total, limit = sum(size for _, size in used), generation.hbm_bytes
+    if not limit or total <= limit:
+        return []
+    largest = sorted(used, key=lambda item: -item[1])[:_LARGEST_SHOWN]
+    shown = "; ".join(f"{name}: {_gib(size)}" for name, size in largest)
+    devices = "a device" if num_devices == 1 else f"each of {num_devices} devices"
+    return [
+        Excess(
+            "device bytes",
+            names,
+            None,
+            total,
+            limit,
+            f"The tables, their slots and id buffers need {total} bytes "
+            f"({_gib(total)}) on {devices}, and programs on {generation.name} can use "
+            f"{limit} bytes ({_gib(limit)}): {_gib(total - limit)} too much. The "
+            f"largest are {shown}. Use more devices, a smaller vocabulary_size or dim, "
+            "or an optimizer with fewer slots.",
+        )
+    ]
+
+
+def _tables(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in itertools.islice(names, _LARGEST_SHOWN))
+    rest = len(names) - _LARGEST_SHOWN
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"Table{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
