@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -155,18 +156,55 @@ class Topology:
             return 0
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
-    def run_number(self) -> int | None:
-        """A number of this run of strategy.run, eagerly among several replicas.
+    def run_context(self) -> Any:
+        """The context of the replica that calls, or None outside of strategy.run.
 
-        None where kernels can tell (in graphs) or need not (one replica); 0 outside
-        of strategy.run.
+        Each strategy.run has contexts of its own.
         """
-        if self.num_replicas == 1 or not tf.executing_eagerly():
+        if tf.distribute.get_strategy() is not self.strategy:
+            return None  # Outside of all scopes TensorFlow has a context, too.
+        return tf.distribute.get_replica_context()
+
+    def run_number(self) -> int | None:
+        """A number of this run of strategy.run, among several replicas.
+
+        0 outside of strategy.run; None inside where kernels can tell (in graphs), and
+        where they need not (one replica).
+        """
+        if self.num_replicas == 1:
             return None
-        context = tf.distribute.get_replica_context()
+        context = self.run_context()
         if context is None:
             return 0
+        if not tf.executing_eagerly():
+            return None
         return _RUNS.setdefault(context, next(_RUN_NUMBERS))
+
+    def can_meet(self) -> bool:
+        """Whether `with_all_replicas` can be called in this replica.
+
+        Only MirroredStrategy calls its function once for each replica, and its replicas
+        meet in the graph in which strategy.run began: not in a tf.function or a branch
+        or loop of a graph inside of it.
+        """
+        context = self.run_context()
+        if self.num_replicas == 1 or self.tpu is not None or context is None:
+            return False
+        graph = getattr(threading.current_thread(), "graph", None)
+        return graph is tf.compat.v1.get_default_graph()
+
+    def with_all_replicas(
+        self, function: Callable[[list[Any]], None], value: Any
+    ) -> None:
+        """Calls `function` once with the tensors that all replicas pass here."""
+        context = tf.distribute.get_replica_context()
+        assert context is not None
+        context.merge_call(
+            lambda strategy, values: function(
+                list(strategy.experimental_local_results(values))
+            ),
+            (value,),
+        )
 
     def program(self) -> Any:
         """The graph of the TPU program that is being traced, or None outside of one."""

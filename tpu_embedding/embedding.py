@@ -15,7 +15,7 @@ from tpu_embedding.embedding_base import (
     do_not_convert,
     per_replica,
 )
-from tpu_embedding.engines import Engine, StepQueue
+from tpu_embedding.engines import Engine, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.tf_configs import ConstructorArguments, check_batch_size
 
@@ -208,6 +208,8 @@ class TPUEmbedding(NestedEmbedding):
         if training and self._without_optimizer:
             self._require_optimizers("enqueue(training=True)")
         values = self._structure.flatten("features", features)
+        if device is not None:
+            self._refuse_distributed(values, weights)
 
         def enqueue() -> None:
             with self._output_shapes.forgets_refused():
@@ -220,7 +222,7 @@ class TPUEmbedding(NestedEmbedding):
                 with tf.name_scope(name or "embedding_enqueue"):
                     prepared = [engine.prepare(b, training=training) for b in batches]
                     if place is None:
-                        queue.enqueue(prepared, replica, training=training, name=name)
+                        self._put(queue, prepared, replica, training, name)
                     else:
                         queue.enqueue_on(
                             place, prepared[0], training=training, name=name
@@ -252,12 +254,10 @@ class TPUEmbedding(NestedEmbedding):
             tf.errors.DeadlineExceededError after `meeting_timeout`.
         """
         engine, replica = self._in_replica("dequeue")
-        with (
-            tf.name_scope(name or "embedding_dequeue"),
-            self._output_shapes.assuming(self._static_shapes()),
-        ):
+        with tf.name_scope(name or "embedding_dequeue"):
             queue = self._queue or self._engine_queue(engine)
-            activations = queue.dequeue(replica, name=name)
+            shapes = self._static_shapes()
+            activations = queue.dequeue(replica, shapes=shapes, name=name)
         return self._structure.pack(activations)
 
     @do_not_convert
@@ -288,6 +288,45 @@ class TPUEmbedding(NestedEmbedding):
         with tf.name_scope(name or "embedding_apply_gradients"):
             queue = self._queue or self._engine_queue(engine)
             queue.apply_gradients(checked, replica, name=name)
+
+    def _put(
+        self,
+        queue: StepQueue,
+        prepared: Sequence[Prepared],
+        replica: int | None,
+        training: bool,
+        name: str | None,
+    ) -> None:
+        """Queues the batch of one replica or of all.
+
+        An evaluation batch applies the pending update. So that a step that is refused
+        in one replica does not, the replicas meet and queue all batches or none.
+        """
+        topology = self._topology
+        meets = self._options.pipelined and not training and replica is not None
+        if not meets or not topology.can_meet():
+            queue.enqueue(prepared, replica, training=training, name=name)
+            return
+
+        def enqueue(batches: list[Any]) -> None:
+            of_all = [Prepared(batch) for batch in batches]
+            queue.enqueue(of_all, None, training=False, name=name)
+
+        topology.with_all_replicas(enqueue, prepared[0].value)
+
+    def _refuse_distributed(self, features: Sequence[Any], weights: Any) -> None:
+        """Refuses values of several replicas beside the device of one."""
+        given = {"feature": features}
+        if weights is not None:
+            given["weights of feature"] = self._structure.flatten("weights", weights)
+        for what, values in given.items():
+            for path, value in zip(self._plan.paths, values, strict=True):
+                if _is_distributed(value):
+                    raise ValueError(
+                        "enqueue(device=...) takes the batch of that device alone, but "
+                        f"{what} {path} has one value for each replica. Pass the value "
+                        "of the device, or leave `device` at None."
+                    )
 
     def _engine_queue(self, engine: Engine) -> StepQueue:
         if self._queue is None:
@@ -364,6 +403,11 @@ class TPUEmbedding(NestedEmbedding):
         # A replica that calls for itself has been given its own part only.
         wanted = range(len(values) if replica is None else 1)
         return [self._read_replica(values[r], flat_weights[r], cores) for r in wanted]
+
+
+def _is_distributed(value: Any) -> bool:
+    distributed = isinstance(value, tf.distribute.DistributedValues)
+    return distributed and not isinstance(value, tf.Variable)
 
 
 def _static_shape(batch: IdBatch) -> tuple[int | None, ...]:

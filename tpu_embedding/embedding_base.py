@@ -305,15 +305,18 @@ class EmbeddingBase(TrackableTables):
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
         engine = self._create_engine()
-        _, replica = self._in_replica("lookup")
+        _, replica = self._in_replica("The lookup")
         self._engine_class.check_inputs(self._topology, self._plan.paths, values)
         with self._output_shapes.forgets_refused():
             batch = self._topology.on_host(
                 self._read_replica, values, weights or [None] * len(values)
             )
-            with self._output_shapes.assuming(self._static_shapes_of(batch)):
-                prepared = engine.prepare(batch, training=training)
-                return engine.lookup(prepared, replica, training=training)
+            return engine.lookup(
+                engine.prepare(batch, training=training),
+                replica,
+                training=training,
+                shapes=self._static_shapes_of(batch),
+            )
 
     def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
         """Internal: updates the tables with the gradients of one `look_up`.
@@ -329,8 +332,8 @@ class EmbeddingBase(TrackableTables):
             there are several replicas.
           tf.errors.FailedPreconditionError: If `looked_up` was used before.
         """
-        engine, replica = self._in_replica("update")
-        self._require_optimizers("update")
+        engine, replica = self._in_replica("apply_gradients")
+        self._require_optimizers("apply_gradients")
         engine.update(looked_up, self._check_gradients(gradients), replica)
 
     def _static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -161,8 +161,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         if isinstance(features, PreprocessedFeatures):
             return self.dequeue(self.enqueue(features, weights))
         batch, shapes = self._preprocess(features, weights, None)
-        with self._output_shapes.assuming(shapes):
-            return self.dequeue(batch)
+        return self._look_up_batch(batch, shapes)
 
     @do_not_convert
     def preprocess_features(
@@ -224,6 +223,12 @@ class TPUEmbeddingV2(NestedEmbedding):
           RuntimeError: If called before build, or outside of strategy.run with several
             replicas.
         """
+        return self._look_up_batch(partitioned_tensors, None)
+
+    def _look_up_batch(
+        self, partitioned_tensors: Any, static_shapes: Sequence[Any] | None
+    ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
+        """Looks a batch up, whose static output shapes may be known in a graph."""
         engine, replica = self._in_replica("dequeue")
         if not isinstance(partitioned_tensors, PreprocessedFeatures):
             raise TypeError(
@@ -241,7 +246,9 @@ class TPUEmbeddingV2(NestedEmbedding):
         tables = self._check_tables(partitioned_tensors.tables, found=False)
         with tf.name_scope("embedding_lookup"):
             batch = engine.from_tensors(partitioned_tensors._replace(tables=tables))
-            activations, looked_up = engine.lookup(batch, replica, training=True)
+            activations, looked_up = engine.lookup(
+                batch, replica, training=True, shapes=static_shapes
+            )
             preserved = engine.to_tensors(looked_up).tables
         return self._structure.pack(activations), preserved
 

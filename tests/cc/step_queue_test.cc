@@ -28,9 +28,11 @@ constexpr int64_t kRun = 1;
 
 int64_t NoCount() { return 0; }
 
+bool Accept(int) { return true; }
+
 int Dequeue(Queue* queue, int replica, int64_t run = kRun) {
   int batch = -1;
-  CheckOk(queue->Dequeue(replica, run, &batch));
+  CheckOk(queue->Dequeue(replica, run, Accept, &batch));
   return batch;
 }
 
@@ -72,7 +74,8 @@ bool Submit(Queue* queue, int replica, int batch,
 void TestTrainingStep() {
   Queue queue(1, kCapacity, /*pipelined=*/false);
   int batch = 0;
-  CheckRefused(queue.Dequeue(0, kRun, &batch), "dequeue: no batch is enqueued");
+  CheckRefused(queue.Dequeue(0, kRun, Accept, &batch),
+               "dequeue: no batch is enqueued");
   CheckOk(EnqueueAll(&queue, {7}, true));
   CheckDepositRefused(&queue, 0,
                       "apply_gradients: the enqueued batch was not dequeued");
@@ -99,7 +102,7 @@ void TestOrderAndDebts() {
   CHECK_EQ(Dequeue(&queue, 0), 2);  // an evaluation may come between
   int batch = 0;
   // For one replica another run does not give a step up.
-  CheckRefused(queue.Dequeue(0, kRun + 1, &batch),
+  CheckRefused(queue.Dequeue(0, kRun + 1, Accept, &batch),
                "dequeue: the training batch dequeued before still owes");
   CHECK_TRUE(Deposit(&queue, 0, 1));
   queue.TakeDue();
@@ -136,7 +139,7 @@ void TestReplicas() {
   CHECK_TRUE(!Deposit(&queue, 1, 11));
   CHECK_TRUE(!Deposit(&queue, 0, 10));
   int batch = 0;
-  CheckRefused(queue.Dequeue(0, kRun, &batch),
+  CheckRefused(queue.Dequeue(0, kRun, Accept, &batch),
                "dequeue: another replica has not applied its gradients");
   CHECK_TRUE(Deposit(&queue, 2, 12));
   const auto update = queue.TakeDue();
@@ -193,9 +196,9 @@ void TestPipelining() {
 void TestFailedInput() {
   Queue queue(3, kCapacity, /*pipelined=*/false);
   CheckOk(Enqueue(&queue, 0, 1));
-  queue.FailEnqueue(1);
+  queue.FailEnqueue(1, kRun);
   int batch = 0;
-  CheckRefused(queue.Dequeue(0, kRun, &batch),
+  CheckRefused(queue.Dequeue(0, kRun, Accept, &batch),
                "dequeue: this step was given up");
   // The last replica of the same step learns of it, and leaves nothing behind.
   CheckRefused(Enqueue(&queue, 2, 1), "enqueue: this step was given up");
@@ -203,7 +206,7 @@ void TestFailedInput() {
   for (int r = 0; r < 3; ++r) CHECK_EQ(Dequeue(&queue, r), 10 + r);
   // A step before the failed one is kept; the failed one is discarded by a
   // call for all replicas too.
-  queue.FailEnqueue(0);
+  queue.FailEnqueue(0, kRun);
   CheckOk(EnqueueAll(&queue, {20, 21, 22}, true));
   for (int r = 0; r < 3; ++r) Deposit(&queue, r, r);
   CHECK_EQ(queue.TakeDue()->replicas[2].batch, 12);
@@ -278,6 +281,62 @@ void TestAnotherRun() {
   CHECK_TRUE(!queue.TakeDue());
 }
 
+// A batch that cannot be looked up stays where it is.
+void TestRefusedByTheCaller() {
+  Queue queue(1, kCapacity, /*pipelined=*/false);
+  for (int batch : {1, 2}) CheckOk(Enqueue(&queue, 0, batch));
+  int batch = -1;
+  const auto refuse = [](int asked) {
+    CHECK_EQ(asked, 1);
+    return false;
+  };
+  for (int i = 0; i < 2; ++i) {
+    CheckOk(queue.Dequeue(0, kRun, refuse, &batch));
+    CHECK_EQ(batch, -1);
+    CheckDepositRefused(&queue, 0, "apply_gradients: the enqueued batch");
+  }
+  CHECK_EQ(Dequeue(&queue, 0), 1);
+  CHECK_TRUE(Deposit(&queue, 0, 1));
+  CHECK_EQ(Dequeue(&queue, 0), 2);
+}
+
+// Outside of runs replicas come one by one, in any order.
+void TestOutsideOfRuns() {
+  Queue queue(2, kCapacity, /*pipelined=*/false);
+  const int64_t outside = Queue::kOutside;
+  // What a failed run left is given up, once.
+  CheckOk(Enqueue(&queue, 0, 9, true, 1));
+  for (int r : {1, 1, 0, 0, 0, 1}) {
+    CheckOk(Enqueue(&queue, r, r, true, outside));
+    queue.FailEnqueue(1 - r, outside);  // A refused call changes nothing.
+  }
+  for (int64_t run : {2, 3, 4}) {
+    for (int r : {0, 1}) {
+      CHECK_EQ(Dequeue(&queue, r, run), r);
+      Deposit(&queue, r, 1);
+    }
+  }
+  // Here the failed run said so itself.
+  CheckOk(Enqueue(&queue, 0, 9, true, 5));
+  queue.FailEnqueue(1, 5);
+  for (int r : {1, 0}) CheckOk(Enqueue(&queue, r, r, true, outside));
+  for (int r : {0, 1}) CHECK_EQ(Dequeue(&queue, r, 6), r);
+}
+
+void TestReset() {
+  Queue queue(1, kCapacity, /*pipelined=*/true);
+  bool apply_now = false;
+  Submit(&queue, 0, 1, Begin(&queue, 0));
+  const int64_t late = Begin(&queue, 0);
+  CHECK_EQ(queue.Reset(), 1);
+  CheckRefused(queue.Submit(0, 2, 2, late, NoCount, &apply_now),
+               "The gradients belong to a step that was given up");
+  CHECK_EQ(queue.Reset(), 0);
+  Submit(&queue, 0, 3, Begin(&queue, 0));
+  CHECK_TRUE(queue.Flush());
+  CHECK_EQ(queue.TakeDue()->replicas[0].batch, 3);
+}
+
 void TestSubmissions() {
   Queue queue(2, kCapacity, /*pipelined=*/false);
   bool apply_now = false;
@@ -293,7 +352,8 @@ void TestSubmissions() {
   // A loop inside of strategy.run is refused, and leaves nothing behind.
   int64_t epoch = Begin(&queue, 0);
   Submit(&queue, 0, 1, epoch);
-  CheckRefused(queue.BeginLookup(0, kRun, &epoch), "lookup: gradients came");
+  CheckRefused(queue.BeginLookup(0, kRun, &epoch),
+               "Gradients of the step before came");
   epoch = Begin(&queue, 0);
   Submit(&queue, 0, 2, epoch);
   CHECK_TRUE(Submit(&queue, 1, 3, Begin(&queue, 1)));
@@ -346,6 +406,9 @@ int main() {
   tpu_embedding::TestFailedInput();
   tpu_embedding::TestFailedGradients();
   tpu_embedding::TestAnotherRun();
+  tpu_embedding::TestRefusedByTheCaller();
+  tpu_embedding::TestOutsideOfRuns();
+  tpu_embedding::TestReset();
   tpu_embedding::TestSubmissions();
   tpu_embedding::TestFailedSubmissions();
 }

@@ -11,6 +11,7 @@ import tensorflow as tf
 from reliability import refusals
 
 import tpu_embedding as te
+from tpu_embedding.embedding_base import EmbeddingOptions, NestedEmbedding
 
 V, D, R = 8, 2, 2
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError)
@@ -169,6 +170,147 @@ def test_a_refused_evaluation_leaves_the_pending_update(
     assert films.numpy()[1, 0] == 1
     evaluate(tf.constant([2]))
     assert films.numpy()[1, 0] == 0
+
+
+def split(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+    )
+
+
+def replicas(pipelined: bool = False) -> tuple[tf.distribute.Strategy, Any]:
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            {"film": te.FeatureConfig(table())}, te.SGD(1.0), pipelined
+        )
+        embedding.build()
+    return strategy, embedding
+
+
+def train_queued(strategy: tf.distribute.Strategy, embedding: Any) -> list[list[float]]:
+    """The activations of one queued step in all replicas; each gradient is 1."""
+
+    def step() -> tf.Tensor:
+        films = embedding.dequeue()["film"]
+        embedding.apply_gradients({"film": tf.ones_like(films)})
+        return films
+
+    found = strategy.experimental_local_results(strategy.run(step))
+    return [films.numpy()[:, 0].tolist() for films in found]
+
+
+def test_a_batch_of_another_static_shape_stays_in_the_queue() -> None:
+    embedding = te.TPUEmbedding({"film": te.FeatureConfig(table())}, te.SGD(1.0))
+    embedding.build()
+
+    @tf.function(autograph=False)
+    def step() -> tf.Tensor:
+        embedding.enqueue({"film": tf.constant([1, 2])})
+        return embedding.dequeue()["film"]
+
+    embedding.enqueue({"film": tf.constant([3, 4, 5])})
+    with pytest.raises(tf.errors.InvalidArgumentError, match="traced for"):
+        step()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="not dequeued"):
+        embedding.apply_gradients({"film": tf.ones([3, D])})
+    for ids in ([3, 4, 5], [1, 2]):
+        films = embedding.dequeue()["film"]
+        assert films.numpy()[:, 0].tolist() == ids
+        embedding.apply_gradients({"film": tf.ones_like(films)})
+
+
+def test_batches_of_devices_are_paired_in_order() -> None:
+    strategy, embedding = replicas()
+    devices = strategy.extended.worker_devices
+
+    @tf.function(autograph=False)
+    def enqueue(ids: tf.Tensor, replica: int) -> None:
+        embedding.enqueue({"film": ids}, device=devices[replica])
+
+    def fail() -> None:
+        embedding.enqueue({"film": tf.constant([99 if is_replica(1) else 7])})
+
+    # In any order, ahead, outside of the scope and in it, after a run that failed.
+    for call in (fail, tf.function(fail, autograph=False)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            strategy.run(call)
+        for step, replica in ((1, 1), (2, 1), (1, 0), (2, 0)):
+            enqueue(tf.constant([2 * step + replica]), replica)
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                enqueue(tf.constant([99]), 1 - replica)
+        with strategy.scope():
+            for replica in (1, 0):
+                enqueue(tf.constant([replica]), replica)
+        before = column(embedding)
+        for ids in ([2, 3], [4, 5], [0, 1]):
+            assert train_queued(strategy, embedding) == [[before[i]] for i in ids]
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no batch"):
+        train_queued(strategy, embedding)
+
+
+def test_values_of_replicas_are_refused_beside_a_device() -> None:
+    strategy, embedding = replicas()
+    device = strategy.extended.worker_devices[1]
+    ids, both = tf.constant([1]), split(strategy, tf.constant([1]), tf.constant([2]))
+    weights = split(strategy, tf.constant([1.0]), tf.constant([2.0]))
+    with pytest.raises(ValueError, match=r"feature film has one value for each"):
+        embedding.enqueue({"film": both}, device=device)
+    with pytest.raises(ValueError, match=r"weights of feature film has one value"):
+        embedding.enqueue({"film": ids}, {"film": weights}, device=device)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_refused_evaluation_step_leaves_the_pending_update(graph: bool) -> None:
+    strategy, embedding = replicas(pipelined=True)
+    (films,) = embedding.embedding_tables.values()
+
+    def evaluate(ids: tf.Tensor) -> tf.Tensor:
+        embedding.enqueue({"film": ids}, training=False)
+        return embedding.dequeue()["film"]
+
+    def run(*ids: int) -> Any:
+        parts = split(strategy, *(tf.constant([i]) for i in ids))
+        return strategy.experimental_local_results(strategy.run(call, (parts,)))
+
+    call = tf.function(evaluate, autograph=False) if graph else evaluate
+    embedding.enqueue({"film": tf.constant([1])})
+    train_queued(strategy, embedding)
+    for ids in ((1, 99), (99, 1)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            run(*ids)
+        assert films.numpy()[1, 0] == 1
+    assert [found.numpy()[0, 0] for found in run(1, 1)] == [-1.0, -1.0]
+
+
+def test_a_forgotten_apply_gradients_is_refused() -> None:
+    strategy, embedding = replicas()
+    for _ in range(2):
+        embedding.enqueue({"film": tf.constant([1])})
+    strategy.run(embedding.dequeue)
+    for _ in range(2):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="still owes"):
+            strategy.run(embedding.dequeue)
+    strategy.run(lambda: embedding.apply_gradients({"film": tf.ones([1, D])}))
+    assert train_queued(strategy, embedding) == [[-1.0], [-1.0]]
+    assert column(embedding)[1] == 1 - 2 * R
+
+
+def test_reset_revokes_lookups() -> None:
+    embedding = NestedEmbedding(
+        {"film": te.FeatureConfig(table())},
+        te.SGD(1.0),
+        EmbeddingOptions(pipelined=False, invalid_ids=None, check_numerics=False),
+    )
+    ids, gradient = tf.constant([1]), tf.ones([1, D])
+    _, looked_up = embedding.look_up([ids])
+    embedding.reset()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="reset was called"):
+        embedding.update(looked_up, [gradient])
+    assert column(embedding)[1] == 1
+    _, looked_up = embedding.look_up([ids])
+    embedding.update(looked_up, [gradient])
+    assert column(embedding)[1] == 0
 
 
 def test_random_steps(seed: int, engine: str) -> None:

@@ -14,7 +14,7 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.table_arrays import MutableRows
@@ -143,8 +143,20 @@ class StepQueue(abc.ABC):
         raise errors.enqueue_device(device)
 
     @abc.abstractmethod
-    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+    def dequeue(
+        self,
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        name: str | None = None,
+    ) -> list[tf.Tensor]:
         """Takes the oldest batch of `replica` and looks it up.
+
+        Args:
+          replica: Index of the calling replica.
+          shapes: For each feature the static shape of its output in the graph that is
+            being traced; None: what is known of all batches.
+          name: A tag for the ops.
 
         Returns:
           The activations, one for each feature in plan order.
@@ -152,6 +164,8 @@ class StepQueue(abc.ABC):
         Raises:
           tf.errors.FailedPreconditionError: If no batch is queued, or the training
             batch before still owes its gradients.
+          tf.errors.InvalidArgumentError: If the batch has other `shapes`. It stays in
+            the queue.
         """
 
     @abc.abstractmethod
@@ -292,7 +306,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def lookup(
-        self, prepared: Prepared, replica: int, *, training: bool
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
     ) -> tuple[list[tf.Tensor], Prepared]:
         """Looks a batch up, past any queue.
 
@@ -300,6 +319,7 @@ class Engine(abc.ABC):
           prepared: What `prepare` or `from_tensors` returned.
           replica: Index of the calling replica.
           training: Whether `update` may follow.
+          shapes: As of `StepQueue.dequeue`.
 
         Returns:
           The activations, float32 [output shape..., dim] for each feature, and what

@@ -34,9 +34,16 @@ _OWES = (
     "apply_gradients first, or enqueue with training=False; after a step that failed "
     "call flush and reset."
 )
+_NO_TRAINING = (
+    "apply_gradients: the batch was enqueued with training=False. Enqueue with "
+    "training=True to train on it."
+)
+_NOT_DEQUEUED = (
+    "apply_gradients: the enqueued batch was not dequeued. Call dequeue first."
+)
 _NOTHING_OWED = (
-    "apply_gradients: no dequeued batch owes gradients. Enqueue with training=True and "
-    "dequeue first; gradients can be applied once per dequeue."
+    "apply_gradients: no dequeued batch owes gradients; they can be applied once per "
+    "dequeue."
 )
 
 
@@ -78,6 +85,9 @@ class _Cells:
         return self.put(index, pack([tf.zeros([0])]))
 
 
+_HEAD = 4  # Rows of counts before those of `training`.
+
+
 class _Counts(NamedTuple):
     """How many batches there are.
 
@@ -85,25 +95,33 @@ class _Counts(NamedTuple):
       enqueued: int64 [R], the batches that each replica has enqueued so far.
       dequeued: int64 [R], those that it has dequeued.
       owes: int64 [R], 1 if a batch that it has dequeued owes its gradients.
+      outside: int64 [R], 1 everywhere if the call that enqueued last was one for a
+        single replica outside of strategy.run, else 0.
       training: int64 [capacity, R], 1 for training batches, by place in the ring.
     """
 
     enqueued: tf.Tensor
     dequeued: tf.Tensor
     owes: tf.Tensor
+    outside: tf.Tensor
     training: tf.Tensor
 
     @staticmethod
     def of_matrix(matrix: tf.Tensor) -> _Counts:
-        return _Counts(matrix[0], matrix[1], matrix[2], matrix[3:])
+        return _Counts(matrix[0], matrix[1], matrix[2], matrix[3], matrix[_HEAD:])
 
     def to_matrix(self) -> tf.Tensor:
-        head = tf.stack([self.enqueued, self.dequeued, self.owes])
+        head = tf.stack([self.enqueued, self.dequeued, self.owes, self.outside])
         return tf.concat([head, self.training], 0)
 
     def next_is_training(self, replica: int) -> tf.Tensor:
         place = self.dequeued[replica] % self.training.shape[0]
         return self.has_batch(replica) & (self.training[place, replica] > 0)
+
+    def last_was_training(self, replica: int) -> tf.Tensor:
+        number = self.dequeued[replica] - 1
+        place = number % self.training.shape[0]
+        return (number < 0) | (self.training[place, replica] > 0)
 
     def has_batch(self, replica: int) -> tf.Tensor:
         return self.enqueued[replica] > self.dequeued[replica]
@@ -122,7 +140,7 @@ class BatchQueue:
         self._num_replicas, self._capacity = num_replicas, capacity
         self._batches = _Cells("queued", num_replicas * capacity)
         self._owed = _Cells("owed", num_replicas)
-        zeros = tf.zeros([3 + capacity, num_replicas], tf.int64)
+        zeros = tf.zeros([_HEAD + capacity, num_replicas], tf.int64)
         self._counts = create_state("counts", zeros)
 
     def enqueue(
@@ -132,6 +150,7 @@ class BatchQueue:
         *,
         training: bool,
         begins: bool,
+        outside: bool,
     ) -> tf.Tensor:
         """Queues the batches of all replicas, or of one; all enter or none.
 
@@ -141,6 +160,8 @@ class BatchQueue:
           training: Whether the batches will owe gradients.
           begins: Whether this call may begin a step: `replica` has not enqueued
             before in this strategy.run, or all replicas enqueue.
+          outside: Whether it enqueues for `replica` outside of strategy.run, where
+            replicas may come in any order.
 
         Returns:
           Bool scalar, whether a refused step was given up.
@@ -149,7 +170,7 @@ class BatchQueue:
           tf.errors.FailedPreconditionError: If the queue is full, or the replicas
             disagree on `training`.
         """
-        rule = self._rule(_enqueue, self._capacity, replica, training, begins)
+        rule = self._rule(_enqueue, self._capacity, replica, training, begins, outside)
         code, matrix, gave_up = rule(self._counts.read_value(), tf.constant(False))
         full = (
             f"enqueue: the queue is full ({self._capacity} batches). Call dequeue once "
@@ -167,7 +188,12 @@ class BatchQueue:
             return tf.identity(gave_up)
 
     def dequeue(
-        self, replica: int, *, partial: tf.Tensor, begins: bool
+        self,
+        replica: int,
+        *,
+        partial: tf.Tensor,
+        begins: bool,
+        check: Callable[[tf.Tensor], list[Any]],
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Takes the next batch of `replica`; a training batch then owes its gradients.
 
@@ -176,6 +202,8 @@ class BatchQueue:
           partial: Bool scalar, whether gradients of `replica` wait for other replicas.
           begins: Whether `replica` may begin a step: it has not dequeued or handed in
             gradients before in this strategy.run.
+          check: Returns control inputs that fail if a batch cannot be looked up, and
+            so leave it in the queue.
 
         Returns:
           (The batch; bool scalars, whether it is for training and whether a refused
@@ -191,12 +219,15 @@ class BatchQueue:
         with tf.control_dependencies(refuse(code, messages)):
             cell = self._cell(replica, matrix[1, replica] - 1)
             batch = self._batches.get(cell)
+            checked = check(batch)
 
         def owe() -> tf.Tensor:
             with tf.control_dependencies([self._owed.put(replica, batch)]):
                 return tf.constant(True)
 
-        with tf.control_dependencies([tf.cond(training, owe, lambda: False)]):
+        with tf.control_dependencies(checked):
+            owed = tf.cond(training, owe, lambda: False)
+        with tf.control_dependencies([owed]):
             done = self._counts.assign(matrix, read_value=False)
         with tf.control_dependencies([done]):
             cleared = self._batches.clear(cell)
@@ -209,9 +240,12 @@ class BatchQueue:
         Raises:
           tf.errors.FailedPreconditionError: If there is none.
         """
-        owes = _Counts.of_matrix(self._counts.read_value()).owes[replica]
-        code = tf.cast(tf.equal(owes, 0), tf.int32)
-        with tf.control_dependencies(refuse(code, ["", _NOTHING_OWED])):
+        counts = _Counts.of_matrix(self._counts.read_value())
+        code = tf.where(counts.next_is_training(replica), 2, 3)
+        code = tf.where(counts.last_was_training(replica), code, 1)
+        code = tf.where(counts.owes[replica] > 0, 0, code)
+        messages = ["", _NO_TRAINING, _NOT_DEQUEUED, _NOTHING_OWED]
+        with tf.control_dependencies(refuse(code, messages)):
             return self._owed.get(replica)
 
     def settle(self, replica: int) -> None:
@@ -231,7 +265,7 @@ class BatchQueue:
         return replica * self._capacity + number % self._capacity
 
     def _rule(self, rule: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-        return _compiled(rule, 3 + self._capacity, self._num_replicas, *arguments)
+        return _compiled(rule, _HEAD + self._capacity, self._num_replicas, *arguments)
 
 
 def _enqueue(
@@ -241,17 +275,21 @@ def _enqueue(
     replica: int | None,
     training: bool,
     begins: bool,
+    outside: bool,
 ) -> tuple[tf.Tensor, ...]:
     """(Number of a message or 0, counts afterwards, whether a step was given up)."""
     del partial
     counts = _Counts.of_matrix(matrix)
-    enqueued, dequeued, owes, flags = counts
+    enqueued, dequeued, owes, was_outside, flags = counts
     # Without a refusal all replicas have enqueued as often when a step begins.
     complete = tf.reduce_min(enqueued)
     gave_up = tf.constant(False)
-    if begins:
-        own = tf.reduce_max(enqueued) if replica is None else enqueued[replica]
+    if begins or outside:
+        # Replicas act in ascending order: those before have begun the step already.
+        own = tf.reduce_max(enqueued if outside else enqueued[replica or 0 :])
         gave_up = own > complete
+        if outside:  # Only what a run left that failed.
+            gave_up &= tf.equal(was_outside[0], 0)
         owes = tf.where(gave_up & (dequeued > complete), tf.zeros_like(owes), owes)
         dequeued = tf.where(gave_up, tf.minimum(dequeued, complete), dequeued)
         enqueued = tf.where(gave_up, complete, enqueued)
@@ -265,7 +303,8 @@ def _enqueue(
         disagrees |= tf.reduce_any(others * tf.abs(flags[place] - int(training)) > 0)
         flags = tf.tensor_scatter_nd_update(flags, [[place, r]], [int(training)])
     mask = tf.reduce_sum(tf.one_hot(chosen, num_replicas, dtype=tf.int64), 0)
-    after = _Counts(enqueued + mask, dequeued, owes, flags)
+    is_outside = tf.fill([num_replicas], tf.constant(int(outside), tf.int64))
+    after = _Counts(enqueued + mask, dequeued, owes, is_outside, flags)
     code = tf.where(is_full, 1, tf.where(disagrees, 2, 0))
     return code, after.to_matrix(), gave_up
 
@@ -278,13 +317,16 @@ def _dequeue(
     debt = counts.next_is_training(replica) & (counts.owes[replica] > 0)
     gave_up = tf.constant(False)
     if begins:
-        gave_up = partial | debt
+        # A step that is at the same state in all replicas was not refused: a call of
+        # apply_gradients was forgotten.
+        alike = _equal(counts.owes) & _equal(counts.dequeued)
+        gave_up = partial | (debt & ~alike)
         latest = tf.maximum(counts.dequeued, tf.reduce_max(counts.dequeued))
         counts = counts._replace(
             dequeued=tf.where(gave_up, latest, counts.dequeued),
             owes=tf.where(gave_up, tf.zeros_like(counts.owes), counts.owes),
         )
-        partial = debt = tf.constant(False)
+        partial, debt = tf.constant(False), debt & ~gave_up
     is_empty = ~counts.has_batch(replica)
     code = tf.where(partial, 1, tf.where(is_empty, 2, tf.where(debt, 3, 0)))
     training = counts.next_is_training(replica)
@@ -294,6 +336,10 @@ def _dequeue(
         owes=tf.maximum(counts.owes, one * tf.cast(training, tf.int64)),
     )
     return code, after.to_matrix(), gave_up, training
+
+
+def _equal(values: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_all(tf.equal(values, values[0]))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from tpu_embedding.engines.base import (
 from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
@@ -71,12 +72,17 @@ class HostEngine(WholeTablesEngine):
             )
 
     def lookup(
-        self, prepared: Prepared, replica: int, *, training: bool
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`."""
         del training  # Tickets are forgotten by themselves.
         with tf.device(self._device):
-            found = self._look_up([prepared.value], replica)
+            found = self._look_up([prepared.value], replica, shapes)
         return found.activations, prepared._replace(value=found.looked_up)
 
     def update(
@@ -145,15 +151,24 @@ class HostEngine(WholeTablesEngine):
         with tf.device(self._device):
             self._ops.tpu_embedding_reset(queue=self._handle, counters=self._counters)
 
-    def _look_up(self, batches: Sequence[tf.Tensor], replica: int) -> Any:
+    def _look_up(
+        self,
+        batches: Sequence[tf.Tensor],
+        replica: int,
+        shapes: Sequence[Shape] | None,
+    ) -> Any:
         """Looks up one batch, or if there is none the next one in the queue."""
+        known = self._options.output_shapes.activations(shapes)
         return self._ops.tpu_embedding_lookup(
             queue=self._handle,
             batches=batches,
             tables=self._table_handles,
             runs=self._runs() if self._num_replicas > 1 else [],
             num_features=len(self._plan.features),
-            output_shapes=self._activation_shapes(),
+            output_shapes=[
+                tf.TensorShape((*shape, dim))
+                for shape, dim in zip(known, self._plan.dims, strict=True)
+            ],
             replica=replica,
         )
 
@@ -195,7 +210,7 @@ class HostEngine(WholeTablesEngine):
         )
 
     def _runs(self) -> list[tf.Tensor]:
-        """What tells this run of strategy.run from others; in graphs kernels know."""
+        """What tells this strategy.run from others; kernels in graphs know it."""
         run = self._options.topology.run_number()
         return [] if run is None else [tf.constant(run, tf.int64)]
 
@@ -221,13 +236,6 @@ class HostEngine(WholeTablesEngine):
                 declared_sources=[d.source if d else "" for d in declared],
             )
         return found
-
-    def _activation_shapes(self) -> list[tf.TensorShape]:
-        shapes = self._options.output_shapes
-        dims = self._plan.dims
-        return [
-            tf.TensorShape((*shapes.activation(f), dim)) for f, dim in enumerate(dims)
-        ]
 
 
 class HostQueue(StepQueue):
@@ -258,12 +266,18 @@ class HostQueue(StepQueue):
             if engine._pipelined and not training:
                 engine._apply(apply_now)
 
-    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+    def dequeue(
+        self,
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        name: str | None = None,
+    ) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
         del name
         engine = self._engine
         with tf.device(engine._device):
-            found = engine._look_up([], replica)
+            found = engine._look_up([], replica, shapes)
             if engine._pipelined:
                 engine._apply(found.apply_now)
         return found.activations

@@ -63,7 +63,6 @@ class OutputShapes:
         ]
         self._ranks: list[int | None] = [None] * len(self._features)
         self._batch_size: int | None = None
-        self._assumed: Sequence[Shape] | None = None
 
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
         """Declares the input shapes passed to build(), all or none.
@@ -162,23 +161,8 @@ class OutputShapes:
             found.append(known)
         return found
 
-    @contextlib.contextmanager
-    def assuming(self, shapes: Sequence[Shape] | None) -> Iterator[None]:
-        """Lets `activation` return these shapes, of the batch that is looked up inside.
-
-        Args:
-          shapes: For each feature; None leaves all as it is.
-        """
-        before, self._assumed = self._assumed, shapes
-        try:
-            yield
-        finally:
-            self._assumed = before
-
     def activation(self, feature: int) -> Shape:
-        """Returns the shape known before a batch; the rank is that of the first one."""
-        if self._assumed is not None:
-            return self._assumed[feature]
+        """Returns the shape known of all batches; the rank is that of the first one."""
         declared = self._declared[feature]
         if declared:
             return declared.shape
@@ -186,6 +170,17 @@ class OutputShapes:
         if length:
             return (self._batch_size, length)
         return (self._batch_size, *(None,) * ((self._ranks[feature] or 1) - 1))
+
+    def activations(self, shapes: Sequence[Shape] | None) -> list[Shape]:
+        """The static shapes of the activations of one lookup.
+
+        Args:
+          shapes: What `of_inputs` returned for its batch, or None if nothing is known
+            but what holds for all batches.
+        """
+        if shapes is not None:
+            return list(shapes)
+        return [self.activation(spec.index) for spec in self._features]
 
     def check_input(
         self, feature: int, shape: Shape, *, ragged: bool, cores: int = 1

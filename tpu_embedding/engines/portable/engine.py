@@ -35,6 +35,7 @@ from tpu_embedding.engines.portable.tables import (
 from tpu_embedding.engines.variables import create_state
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
@@ -42,22 +43,26 @@ from tpu_embedding.lookup.input_rows import FeatureInput, first
 
 _MAX_UPDATES = 1024  # Gradients of one replica that may wait for other replicas.
 _PARTIAL = (
-    "lookup: another replica has not handed in its gradients of the step before. Take "
-    "all lookups of a step before its gradients, and put the loop over steps outside "
-    "of strategy.run."
+    "Another replica has not applied its gradients of the step before. Put the loop "
+    "over steps outside of strategy.run, and in each step look up all batches before "
+    "gradients are applied."
 )
 _NO_TURN = (
-    "The gradients of this replica came before those of the replica before it. Hand in "
+    "The gradients of this replica came before those of the replica before it. Apply "
     "as many gradients in every replica, and put the loop over steps outside of "
     "strategy.run."
 )
 _TOO_MANY = (
-    f"submit: {_MAX_UPDATES} lookups of this replica wait for those of the others. "
-    "Make the same lookups in every replica."
+    f"The gradients of {_MAX_UPDATES} lookups of this replica wait for those of the "
+    "others. Make the same lookups in every replica."
 )
 _USED = (
     "The gradients of this lookup were applied already; each lookup takes them once. "
     "Call the layer again, or take all gradients with one tape.gradient call."
+)
+_GIVEN_UP = (
+    "The gradients belong to a step that was given up: it failed in some replica, or "
+    "reset was called after its lookup. Run the step again."
 )
 
 _Arguments = ParamSpec("_Arguments")
@@ -118,8 +123,9 @@ class PortableEngine(WholeTablesEngine):
             pending = [tf.int64, tf.float32, *dtypes]
             self._pending = tf.queue.FIFOQueue(1, pending) if self._pipelined else None
             self._batches = BatchQueue(self._num_replicas, QUEUE_CAPACITY)
-            # Written by each use of a lookup, so that graphs make the uses in order.
-            self._uses = create_state("uses", tf.zeros([], tf.int64))
+            # The number of steps given up, by which late gradients are told. Written by
+            # each use of a lookup, too, so that graphs make the uses in order.
+            self._epoch = create_state("epoch", tf.zeros([], tf.int64))
 
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`."""
@@ -176,15 +182,20 @@ class PortableEngine(WholeTablesEngine):
 
     @_in_turn
     def lookup(
-        self, prepared: Prepared, replica: int, *, training: bool
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`."""
         batch = prepared.tensors
         if batch is None:
             entries = self.unpack_entries(prepared.value)
         else:
-            shapes = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
-            entries = self._read_stacks(batch.tables, shapes)
+            given = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
+            entries = self._read_stacks(batch.tables, given)
         if training:
             with tf.control_dependencies([entries[-1].rows]):
                 begun = self._begin_lookup(replica)
@@ -192,7 +203,7 @@ class PortableEngine(WholeTablesEngine):
                 entries = [
                     dataclasses.replace(e, rows=tf.identity(e.rows)) for e in entries
                 ]
-        activations, found = self.look_up(entries)
+        activations, found = self.look_up(entries, shapes)
         if batch is not None:
             tables = self._combiners.pack(batch.tables, found)
             return activations, Prepared(None, batch._replace(tables=tables))
@@ -200,7 +211,8 @@ class PortableEngine(WholeTablesEngine):
         used = tf.raw_ops.AnonymousMutableHashTable(
             key_dtype=tf.int64, value_dtype=tf.int64
         )
-        return activations, Prepared(pack([prepared.value, used]))
+        epoch = self._epoch.read_value()
+        return activations, Prepared(pack([prepared.value, used, epoch]))
 
     @_in_turn
     def update(
@@ -217,11 +229,11 @@ class PortableEngine(WholeTablesEngine):
             found = self._combiners.unpack(tables, counts)
             self.hand_in(entries, self._by_sample(gradients), replica, found)
             return
-        batch, used = unpack(
+        batch, *ticket = unpack(
             looked_up.value,
-            [tf.TensorSpec([], tf.variant), tf.TensorSpec([], tf.resource)],
+            [tf.TensorSpec([], t) for t in (tf.variant, tf.resource, tf.int64)],
         )
-        self.hand_in(self.unpack_entries(batch), gradients, replica, {}, used)
+        self.hand_in(self.unpack_entries(batch), gradients, replica, {}, ticket)
 
     def queue(self) -> StepQueue:
         """See `Engine.queue`."""
@@ -245,14 +257,19 @@ class PortableEngine(WholeTablesEngine):
 
     def called_before(self, *calls: str) -> bool:
         """Whether the replica has made one of these calls in this strategy.run."""
-        context = tf.distribute.get_replica_context()
+        context = self._options.topology.run_context()
         if context is None:
             return True  # Outside of strategy.run, where no call begins a step.
         return any(call in self._calls.get(context, ()) for call in calls)
 
+    def is_outside(self) -> bool:
+        """Whether the caller is outside of strategy.run, among several replicas."""
+        topology = self._options.topology
+        return self._num_replicas > 1 and topology.run_context() is None
+
     def note_call(self, call: str) -> None:
         """Notes a call of the calling replica in this strategy.run."""
-        context = tf.distribute.get_replica_context()
+        context = self._options.topology.run_context()
         if context is not None:
             self._calls.setdefault(context, set()).add(call)
 
@@ -267,7 +284,11 @@ class PortableEngine(WholeTablesEngine):
         return self._waiting[replica].size() > 0
 
     def discard_waiting(self, condition: tf.Tensor) -> None:
-        """Gives a refused step up: discards gradients that wait, of all replicas."""
+        """Gives a refused step up: discards gradients that wait, of all replicas.
+
+        Those that are still to come are refused.
+        """
+        self._epoch.assign_add(tf.cast(condition, tf.int64), read_value=False)
         for queue in self._waiting:
             _discard(queue, tf.where(condition, queue.size(), 0))
 
@@ -292,7 +313,7 @@ class PortableEngine(WholeTablesEngine):
         gradients: Sequence[tf.Tensor | None],
         replica: int,
         found: Mapping[int, Found],
-        used: tf.Tensor | None = None,
+        ticket: Sequence[tf.Tensor] = (),
     ) -> list[Any]:
         """Takes the gradients of one lookup; those of the last replica update.
 
@@ -301,7 +322,8 @@ class PortableEngine(WholeTablesEngine):
           gradients: For each feature float32 of its activation's shape, or None.
           replica: Index of the calling replica.
           found: What the lookup found for features with a custom combiner.
-          used: Marks the lookup as used, if it can be used once only.
+          ticket: If the lookup can be used once only, what marks it as used, and when
+            it was made.
 
         Returns:
           Control inputs for ops that must not run if the call is refused.
@@ -315,7 +337,7 @@ class PortableEngine(WholeTablesEngine):
         with tf.control_dependencies(accepted):
             accepted += self._check_turn(replica)
         with tf.control_dependencies(accepted):
-            accepted += [] if used is None else self._use(used)
+            accepted += self._use(*ticket) if ticket else []
         with tf.control_dependencies(accepted):
             if self.is_last(replica):
                 parts = [self._with_shapes(queue.dequeue()) for queue in self._waiting]
@@ -344,18 +366,19 @@ class PortableEngine(WholeTablesEngine):
             code = tf.where(waiting[replica - 1] <= waiting[replica], 1, code)
         return refuse(tf.cast(code, tf.int32), ["", _NO_TURN, _TOO_MANY])
 
-    def _use(self, used: tf.Tensor) -> list[Any]:
+    def _use(self, used: tf.Tensor, made: tf.Tensor) -> list[Any]:
         """Marks a lookup as used; returns control inputs."""
-        with tf.control_dependencies([self._uses.read_value()]):
+        epoch = self._epoch.read_value()
+        with tf.control_dependencies([epoch]):
             size = tf.raw_ops.LookupTableSizeV2(table_handle=used)
-        code = tf.cast(size > 0, tf.int32)
+        code = tf.where(size > 0, 1, tf.where(tf.equal(epoch, made), 0, 2))
         zero = tf.zeros([1], tf.int64)
-        with tf.control_dependencies(refuse(code, ["", _USED])):
+        with tf.control_dependencies(refuse(code, ["", _USED, _GIVEN_UP])):
             done = tf.raw_ops.LookupTableInsertV2(
                 table_handle=used, keys=zero, values=zero
             )
         with tf.control_dependencies([done]):
-            return [self._uses.assign(zero[0], read_value=False)]
+            return [self._epoch.assign_add(0, read_value=False)]
 
     def _complete(self, rates: tf.Tensor, sums: Sequence[tf.Tensor]) -> None:
         """Applies an update, or leaves it pending and applies the one before it."""
@@ -408,8 +431,23 @@ class PortableEngine(WholeTablesEngine):
         tensors = unpack(batch, specs)
         return [Entries(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
+    def check_shapes(
+        self, entries: Sequence[Entries], shapes: Sequence[Shape] | None
+    ) -> list[Any]:
+        """Checks that a graph may look a batch up; returns control inputs."""
+        if shapes is None:
+            return []
+        return require(
+            [
+                _static_check(feature.path, entry.shape, shape)
+                for feature, entry, shape in zip(
+                    self._plan.features, entries, shapes, strict=True
+                )
+            ]
+        )
+
     def look_up(
-        self, entries: Sequence[Entries]
+        self, entries: Sequence[Entries], shapes: Sequence[Shape] | None = None
     ) -> tuple[list[tf.Tensor], dict[int, Found]]:
         """The activations, and what the update of custom combiners is to know."""
         activations = []
@@ -421,11 +459,13 @@ class PortableEngine(WholeTablesEngine):
                 reader = reader_of(table, config.quantization_config)
                 activations.append(look_up(reader, entry))
             activations, found = self._combiners.combine(entries, activations)
-        shapes = self._options.output_shapes
-        for feature, dim in zip(self._plan.features, self._plan.dims, strict=True):
-            at = feature.index
-            shape = (*shapes.activation(at), dim)
-            activations[at] = tf.ensure_shape(activations[at], shape)
+        known = self._options.output_shapes.activations(shapes)
+        activations = [
+            tf.ensure_shape(activation, (*shape, dim))
+            for activation, shape, dim in zip(
+                activations, known, self._plan.dims, strict=True
+            )
+        ]
         return activations, found
 
     def _check_gradients(
@@ -498,7 +538,11 @@ class _Queue(StepQueue):
             begins = replica is None or not engine.called_before("enqueue")
             with tf.control_dependencies(packed):
                 gave_up = self._batches.enqueue(
-                    packed, replica, training=training, begins=begins
+                    packed,
+                    replica,
+                    training=training,
+                    begins=begins,
+                    outside=replica is not None and engine.is_outside(),
                 )
             engine.note_call("enqueue")
             with tf.control_dependencies([gave_up]):
@@ -506,22 +550,36 @@ class _Queue(StepQueue):
                 if not training:
                     engine.flush()
 
-    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+    def dequeue(
+        self,
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        name: str | None = None,
+    ) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
         del name
         engine = self._engine
+
+        def check(batch: tf.Tensor) -> list[Any]:
+            if shapes is None:
+                return []
+            return engine.check_shapes(engine.unpack_entries(batch), shapes)
+
         with engine.turn, tf.device(engine.host):
             batch, training, gave_up = self._batches.dequeue(
                 replica,
                 partial=engine.is_partial(replica),
                 begins=not engine.called_before("dequeue", "update"),
+                check=check,
             )
             engine.note_call("dequeue")
             with tf.control_dependencies([gave_up]):
                 engine.discard_waiting(gave_up)
                 flushed = engine.flush_if(~training)
             with tf.control_dependencies([flushed]):
-                activations, _ = engine.look_up(engine.unpack_entries(batch))
+                entries = engine.unpack_entries(batch)
+                activations, _ = engine.look_up(entries, shapes)
             if engine.is_last(replica):  # All replicas have looked up.
                 with tf.control_dependencies(activations):
                     engine.flush_if(training)
@@ -569,6 +627,24 @@ def _discard(queue: tf.queue.FIFOQueue, count: tf.Tensor) -> None:
             return [left - 1]
 
     tf.while_loop(lambda left: left > 0, discard_one, [count])
+
+
+def _static_check(path: str, shape: tf.Tensor, static: Shape) -> Check:
+    """That an output has the shape for which a function was traced."""
+    expected = [-1 if axis is None else axis for axis in static]
+    fits = tf.equal(shape, expected) | tf.equal(expected, -1)
+
+    def message() -> tf.Tensor:
+        axes = tf.strings.reduce_join(tf.strings.as_string(shape), separator=",")
+        return text(
+            f"Feature {path}: the activations have shape [",
+            axes,
+            f", D], but the function was traced for {[*static, 'D']}. Pass "
+            "`batch_size` where the size of batches is fixed, or trace a function for "
+            "each size.",
+        )
+
+    return Check(fits, message)
 
 
 def _shape_check(name: str, gradient: tf.Tensor, expected: tf.Tensor) -> Check:

@@ -34,6 +34,7 @@ from tpu_embedding.layout.csr import (
     BufferSizes,
     PreprocessedFeatures,
 )
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.partitioning import (
     PartitionedTable,
     check_optimizers,
@@ -181,10 +182,16 @@ class SparseCoreEngine(Engine):
         return Prepared(tensors=features)
 
     def lookup(
-        self, prepared: Prepared, replica: int, *, training: bool
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """See `Engine.lookup`."""
-        del replica, training  # Each replica is a program; nothing awaits an update.
+        """See `Engine.lookup`; all shapes are declared."""
+        # Each replica is a program; nothing awaits an update.
+        del replica, training, shapes
         batch = prepared.tensors
         assert batch is not None
         for stack in self._stacks:

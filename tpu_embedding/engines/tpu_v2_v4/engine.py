@@ -31,6 +31,7 @@ from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_s
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.layout import limits
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
 
@@ -151,9 +152,15 @@ class TPUV2V4Engine(Engine):
                         )
 
     def lookup(
-        self, prepared: Prepared, replica: int, *, training: bool
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`: enqueues the batch and dequeues it at once."""
+        del shapes  # The TPU was configured for one shape.
         topology = self._options.topology
         ticket = self._tickets.begin(topology.program(), training=training)
         # Under its name the batch is an evaluation batch if no gradients follow.

@@ -25,6 +25,7 @@ from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines.base import EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
@@ -117,9 +118,16 @@ class HardwareQueue(StepQueue):
         with tf.control_dependencies([*checked, *self._still_there()]):
             _tag(self._put(part, device, self._mode(training)), name)
 
-    def dequeue(self, replica: int, *, name: str | None = None) -> list[tf.Tensor]:
+    def dequeue(
+        self,
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        name: str | None = None,
+    ) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
-        del replica  # The program runs on the cores of its replica.
+        # The program runs on the cores of its replica, configured for one shape.
+        del replica, shapes
         with tf.control_dependencies(self._still_there()):
             activations = tf.raw_ops.RecvTPUEmbeddingActivations(
                 num_outputs=len(self._plan.features), config=self._config

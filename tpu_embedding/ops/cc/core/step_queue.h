@@ -51,6 +51,10 @@ class StepQueue {
   };
   // Counts an update that is complete; returns the number of updates before.
   using Count = std::function<int64_t()>;
+  // Whether a batch can be looked up. It must not call the queue.
+  using Accept = std::function<bool(const Batch&)>;
+  // The run of calls outside of strategy.run, with one replica's batch each.
+  static constexpr int64_t kOutside = 0;
 
   // `pipelined`: an update is left pending until it is one step old.
   StepQueue(int num_replicas, int64_t capacity, bool pipelined)
@@ -84,11 +88,13 @@ class StepQueue {
   }
 
   // Queues the batch of one replica. `run` tells calls of one strategy.run
-  // from those of another.
+  // from those of another; it is kOutside for calls outside of any.
   Error Enqueue(int replica, Batch batch, bool training, int64_t run,
                 bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (failed_) {
+    if (run == kOutside) {
+      EndRun();
+    } else if (failed_) {
       if (!HasArrived(replica)) {
         arrived_.push_back(replica);
         return "enqueue: this step was given up because another replica's "
@@ -105,10 +111,11 @@ class StepQueue {
   }
 
   // The input of `replica` for its next step failed its checks: the batches
-  // that other replicas queue for that step are discarded.
-  void FailEnqueue(int replica) {
+  // that other replicas queue for that step are discarded. Outside of runs each
+  // call is alone, and nothing is.
+  void FailEnqueue(int replica, int64_t run) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (num_replicas() == 1) return;
+    if (num_replicas() == 1 || run == kOutside) return;
     if (!failed_) {
       failed_ = next_enqueue_[replica];
       arrived_.clear();
@@ -119,8 +126,9 @@ class StepQueue {
     if (!HasArrived(replica)) arrived_.push_back(replica);
   }
 
-  // Hands out the next batch of `replica`.
-  Error Dequeue(int replica, int64_t run, Batch* batch) {
+  // Hands out the next batch of `replica`, unless `accept` refuses it: then it
+  // stays in the queue.
+  Error Dequeue(int replica, int64_t run, const Accept& accept, Batch* batch) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (IsNewRun(&dequeue_runs_, replica, run)) GiveUpDequeued(replica);
     const int64_t number = next_dequeue_[replica];
@@ -135,6 +143,7 @@ class StepQueue {
     }
     if (Error error = CheckDebts(*step, replica)) return error;
     StepPart& part = step->replicas[replica];
+    if (!accept(part.part.batch)) return std::nullopt;
     *batch = part.part.batch;
     part.state = step->training ? State::kDequeued : State::kDone;
     last_was_training_[replica] = step->training;
@@ -226,10 +235,10 @@ class StepQueue {
         GiveUpSubmissions();
         *epoch = epoch_;
         if (new_run) return std::nullopt;
-        return "lookup: gradients came from some replicas only, and their "
-               "step was given up. Put the loop over steps outside of "
-               "strategy.run, and take all lookups of a step before its "
-               "gradients.";
+        return "Gradients of the step before came from some replicas only, so "
+               "it was given up. Put the loop over steps outside of "
+               "strategy.run, and in each step look up all batches before "
+               "gradients are applied.";
       }
     }
     return std::nullopt;
@@ -251,15 +260,16 @@ class StepQueue {
     std::lock_guard<std::mutex> lock(mutex_);
     *apply_now = false;
     if (epoch && *epoch != epoch_) {
-      return "The gradients belong to a step that was given up because it "
-             "failed in some replica. Run the step again.";
+      return "The gradients belong to a step that was given up: it failed in "
+             "some replica, or reset was called after its lookup. Run the step "
+             "again.";
     }
     const size_t index = next_submit_[replica];
     if (index == partial_.size()) {
       if (replica > 0) {
         GiveUpSubmissions();
         return "The gradients belong to a step for which the replica before "
-               "has handed in none. Put the loop over steps outside of "
+               "has applied none. Put the loop over steps outside of "
                "strategy.run.";
       }
       partial_.emplace_back(num_replicas());
@@ -286,8 +296,9 @@ class StepQueue {
     return SetDue(updates_.size());
   }
 
-  // Forgets all batches and gradients: what is queued, owed or pending. Returns
-  // the number of complete updates among them.
+  // Forgets all batches and gradients: what is queued, owed or pending, and
+  // lookups whose gradients have not come. Returns the number of complete
+  // updates among them.
   int64_t Reset() {
     std::lock_guard<std::mutex> lock(mutex_);
     steps_.clear();
@@ -297,8 +308,8 @@ class StepQueue {
         *std::max_element(next_enqueue_.begin(), next_enqueue_.end());
     std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
     std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
-    partial_.clear();
-    std::fill(next_submit_.begin(), next_submit_.end(), 0);
+    std::fill(last_was_training_.begin(), last_was_training_.end(), true);
+    GiveUpSubmissions();
     const int64_t forgotten = updates_.size();
     updates_.clear();
     due_ = 0;
@@ -367,6 +378,19 @@ class StepQueue {
   bool SetDue(size_t count) {
     due_ = std::max(due_, count);
     return due_ > 0;
+  }
+
+  // Before a batch from outside of runs: what a failed run left is given up.
+  void EndRun() {
+    const auto in_run = [](const std::optional<int64_t>& run) {
+      return run.value_or(kOutside) != kOutside;
+    };
+    DiscardFailedStep();
+    if (std::none_of(enqueue_runs_.begin(), enqueue_runs_.end(), in_run)) {
+      return;
+    }
+    if (!AllEqual(next_enqueue_)) DiscardFrom(Smallest(next_enqueue_));
+    std::fill(enqueue_runs_.begin(), enqueue_runs_.end(), kOutside);
   }
 
   // Whether `replica` begins for the first time in `run`, which is noted.

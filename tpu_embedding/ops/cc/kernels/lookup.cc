@@ -64,7 +64,7 @@ batches: one batch, whose gradients may or may not follow by TpuEmbeddingUpdate,
   so that any number of lookups can share a step; or none: the oldest one queued
   for `replica`, which then owes its gradients if it is for training.
 tables: the table variables, float32 or bfloat16 [vocabulary size, dim].
-runs: none in a graph; eagerly a number of this run of strategy.run.
+runs: none in strategy.run in a graph; eagerly a number of this run; 0 outside.
 activations: for each feature [its output shape..., dim].
 looked_up: for TpuEmbeddingUpdate, once, if a batch was given.
 apply_now: whether updates are due, the queue's next step being looked up in all
@@ -96,9 +96,18 @@ class LookupOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
     BatchQueue& queue = resource->queue;
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
+    const ReadLocks locks(tables);
+    Outputs outputs;
     if (batches.size() == 0) {
+      // A batch that cannot be looked up stays in the queue.
+      absl::Status accepted;
+      const auto accept = [&](const SharedBatch& batch) {
+        accepted = Allocate(context, *batch, tables, *resource, &outputs);
+        return accepted.ok();
+      };
       OP_REQUIRES_OK(context, FailedPrecondition(queue.Dequeue(
-                                  replica_, run, &looked_up.batch)));
+                                  replica_, run, accept, &looked_up.batch)));
+      OP_REQUIRES_OK(context, accepted);
     } else {
       const BatchVariant* given = nullptr;
       OP_REQUIRES_OK(context, Unwrap(batches[0], resource->plan.get(), &given));
@@ -109,9 +118,10 @@ class LookupOp : public tensorflow::OpKernel {
       looked_up.epoch = 0;
       OP_REQUIRES_OK(context, FailedPrecondition(queue.BeginLookup(
                                   replica_, run, &*looked_up.epoch)));
+      OP_REQUIRES_OK(context, Allocate(context, *looked_up.batch, tables,
+                                       *resource, &outputs));
     }
-    OP_REQUIRES_OK(context,
-                   Run(context, *looked_up.batch, tables, resource.get()));
+    Run(context, *looked_up.batch, tables, outputs, resource.get());
     const int num_features = resource->plan->features.size();
     Tensor* apply_now = nullptr;
     OP_REQUIRES_OK(context,
@@ -121,19 +131,17 @@ class LookupOp : public tensorflow::OpKernel {
   }
 
  private:
-  absl::Status Run(OpKernelContext* context, const PreparedBatch& batch,
-                   const std::vector<Variable>& tables,
-                   StepQueueResource* resource) const {
-    const Plan& plan = *resource->plan;
+  using Outputs = std::vector<float*>;  // of each feature
+
+  // Everything that can fail.
+  absl::Status Allocate(OpKernelContext* context, const PreparedBatch& batch,
+                        const std::vector<Variable>& tables,
+                        const StepQueueResource& resource,
+                        Outputs* outputs) const {
+    const Plan& plan = *resource.plan;
     TF_RETURN_IF_ERROR(
         CheckLength("output_shapes", shapes_.size(), plan.features.size()));
-    const ReadLocks locks(tables);
     TF_RETURN_IF_ERROR(CheckTables(tables, plan));
-    for (size_t t = 0; t < tables.size(); ++t) {
-      resource->huge_pages.Advise(t, *tables[t]->tensor());
-    }
-    std::vector<float*> outputs;
-    std::vector<Work> works;
     for (size_t f = 0; f < batch.features.size(); ++f) {
       tensorflow::TensorShape shape;
       TF_RETURN_IF_ERROR(
@@ -149,7 +157,20 @@ class LookupOp : public tensorflow::OpKernel {
       }
       Tensor* output = nullptr;
       TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
-      outputs.push_back(output->flat<float>().data());
+      outputs->push_back(output->flat<float>().data());
+    }
+    return absl::OkStatus();
+  }
+
+  void Run(OpKernelContext* context, const PreparedBatch& batch,
+           const std::vector<Variable>& tables, const Outputs& outputs,
+           StepQueueResource* resource) const {
+    const Plan& plan = *resource->plan;
+    for (size_t t = 0; t < tables.size(); ++t) {
+      resource->huge_pages.Advise(t, *tables[t]->tensor());
+    }
+    std::vector<Work> works;
+    for (size_t f = 0; f < batch.features.size(); ++f) {
       works.push_back({batch.features[f].num_samples(),
                        Cycles(batch.features[f], plan.dim(f))});
     }
@@ -161,7 +182,6 @@ class LookupOp : public tensorflow::OpKernel {
              plan.dim(f), plan.tables[table].quantization, piece.begin,
              piece.end, outputs[f]);
     });
-    return absl::OkStatus();
   }
 
   std::vector<tensorflow::PartialTensorShape> shapes_;

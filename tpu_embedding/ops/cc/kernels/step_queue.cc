@@ -48,7 +48,7 @@ REGISTER_OP("TpuEmbeddingEnqueue")
 Queues the batch of one replica, or the batches of all.
 
 batches: one for `replica`, or one for each replica, which all enter or none.
-runs: none in a graph; eagerly a number of this run of strategy.run.
+runs: none in strategy.run in a graph; eagerly a number of this run; 0 outside.
 apply_now: whether updates are due, as they are before an evaluation.
 training: whether gradients will be applied for this step.
 )doc");
@@ -118,7 +118,7 @@ class EnqueueOp : public tensorflow::OpKernel {
     std::vector<SharedBatch> batches;
     const absl::Status status = ReadBatches(variants, *resource, &batches);
     // The other replicas' batches of this step may be queued already.
-    if (!status.ok() && !all) queue.FailEnqueue(replica_);
+    if (!status.ok() && !all) queue.FailEnqueue(replica_, run);
     OP_REQUIRES_OK(context, status);
     bool apply_now = false;
     OP_REQUIRES_OK(

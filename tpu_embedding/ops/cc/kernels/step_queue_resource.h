@@ -58,13 +58,15 @@ inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
 }
 
 // What tells this run of strategy.run from others: the input list "runs", or
-// where it is empty the run of the tf.function that the op is in.
+// where it is empty the run of the tf.function that the op is in; never
+// kOutside for that.
 inline absl::Status ReadRun(tensorflow::OpKernelContext* context,
                             int64_t* run) {
   tensorflow::OpInputList runs;
   TF_RETURN_IF_ERROR(context->input_list("runs", &runs));
   if (runs.size() == 0) {
     *run = context->step_id();
+    if (*run == BatchQueue::kOutside) *run = -1;
     return absl::OkStatus();
   }
   TF_RETURN_IF_ERROR(CheckScalar("runs", runs[0]));

@@ -142,9 +142,11 @@ class UpdateOp : public tensorflow::OpKernel {
           "them once. Call the layer again, or take all gradients with one "
           "tape.gradient call.");
     }
-    return FailedPrecondition(
+    status = FailedPrecondition(
         resource->queue.Submit(replica_, variant->batch, std::move(gradients),
                                variant->epoch, count, apply_now));
+    if (!status.ok() && variant->used) variant->used->store(false);
+    return status;
   }
 
   absl::Status Read(OpKernelContext* context, const Plan& plan,
