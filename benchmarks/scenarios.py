@@ -17,7 +17,7 @@ _CRITEO_ROWS = (
     *(40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938, 155, 4, 976),
     *(14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
-_MOST_ROWS = 1_000_000
+_MAX_ROWS = 1_000_000
 _ZIPF_EXPONENT = 1.05
 
 
@@ -86,13 +86,13 @@ def _zipf(
     return (ranks * 2_654_435_761 % rows).astype(np.int32)
 
 
-_CAPPED = tuple(min(rows, _MOST_ROWS) for rows in _CRITEO_ROWS)
+_CAPPED = tuple(min(rows, _MAX_ROWS) for rows in _CRITEO_ROWS)
 _ONE_HOT = (1,) * len(_CAPPED)
 # The dlrm batch's ids in one table. The largest and its slot take 13 GB.
 VOCABULARIES = (10_000, 100_000, 1_000_000, 2_500_000, 10_000_000, 25_000_000)
 _POSITIONS = 50
 # Rows of 4 KiB: dlrm's tables and slots would take 50 GB.
-_WIDE_DIM, _MOST_WIDE_ROWS = 1024, 10_000
+_WIDE_DIM, _MAX_WIDE_ROWS = 1024, 10_000
 
 SCENARIOS = {
     scenario.name: scenario
@@ -108,7 +108,7 @@ SCENARIOS = {
             "wide",
             512,
             _WIDE_DIM,
-            tuple(min(rows, _MOST_WIDE_ROWS) for rows in _CRITEO_ROWS),
+            tuple(min(rows, _MAX_WIDE_ROWS) for rows in _CRITEO_ROWS),
             _ONE_HOT,
         ),
         Scenario("tiny", 64, 16, (1000, 50), (3, 1)),

@@ -40,7 +40,8 @@ ACCEPTED = re.compile(r"(#|//) length: \w+")
 LINES_FOR_ACCEPTING_A_FILE = 10
 # One word per thing (docs/glossary.md): words of other pages, and the word to use.
 WORDS = {
-    r"\b[Ss]tock (?!price)|\bupstream TensorFlow|\bTensorFlow's own\b": "TensorFlow's",
+    r"\b[Ss]tock (?!price)|\bTensorFlow's own\b": "TensorFlow's",
+    r"\bupstream('s| TensorFlow)": "TensorFlow's",
     r"\boff (a )?TPUs?\b": "on CPUs",
     r"\b(is|are) an? [A-Za-z.]+Error\b": "raises ...Error",
     r"\b[Bb]ut for\b": "except",
@@ -48,7 +49,7 @@ WORDS = {
     r"\b[Rr]efused? by name\b": "raises ... that names the option",
     r"\bids out of range\b|\bbad ids\b": "out-of-range ids",
     r"\b([Ww]hoever|[Ww]ho calls)\b": "the caller",
-    r"\bquantis|\bbehaviour|\bregularis": "American spelling",
+    r"\b(quanti|regulari|seriali)s(?!t)|\bbehaviour": "American spelling",
 }
 # The folders of a user, of temporary files, of a container's work tree.
 MACHINE_PATH = re.compile(r"/(home|root|tmp|work|usr/local)/")

@@ -150,7 +150,7 @@ def test_refuses_to_search_a_folder_of_everything(
     np.save(tmp_path / "films.npy", np.ones([3, 2], np.float32))
     (tmp_path / "notes").touch()
     for most, code in ((3, 0), (2, 2)):  # The folder and its two files.
-        monkeypatch.setattr(numpy_format, "_MOST_FILES", most)
+        monkeypatch.setattr(numpy_format, "_MAX_FILES", most)
         assert main(["checkpoint", "inspect", str(tmp_path)]) == code
     assert f"{tmp_path} has more than 2 files and folders" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ UPDATES = {"host": 150, "portable": 25}
 ROWS, DIM = 64, 3
 # What the allocators of Python and TensorFlow keep; a leak of one batch for each of
 # the 50,000 steps of `make fuzz` would be 100 times as much.
-MOST_GROWTH = 8 << 20
+MAX_GROWTH = 8 << 20
 
 
 def test_steps_of_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_steps_of_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     figures = load.run(600, seed)
     assert figures.traces == 3  # one for each kind of input
     assert figures.differences == 0
-    assert figures.growth < MOST_GROWTH
+    assert figures.growth < MAX_GROWTH
 
 
 def make(engine: str, monkeypatch: pytest.MonkeyPatch) -> te.TPUEmbedding:

@@ -113,7 +113,7 @@ def requests() -> dict[str, dict[str, tf.Tensor]]:
 
 
 def example(row: int) -> bytes:
-    """One row of the batch as a serialised tf.train.Example."""
+    """One row of the batch as a serialized tf.train.Example."""
     paths = {"film": "film", "seen": "more/0", "user": "more/1", "history": "history"}
     made = tf.train.Example()
     for feature, path in paths.items():

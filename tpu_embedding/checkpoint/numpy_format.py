@@ -26,7 +26,7 @@ from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
 from tpu_embedding.layout.table_arrays import SLICE_BYTES, Rows
 
 _FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
-_MOST_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
+_MAX_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
 _WIDEST = 8  # Bytes of a float64; TensorFlow has no equivalent of NumPy's longdouble.
 
 
@@ -212,9 +212,9 @@ def _files(path: str) -> Iterator[pathlib.Path]:
     seen = 0
     for folder, _, names in os.walk(path):
         seen += 1 + len(names)
-        if seen > _MOST_FILES:
+        if seen > _MAX_FILES:
             raise ValueError(
-                f"{path} has more than {_MOST_FILES:,} files and folders below it, "
+                f"{path} has more than {_MAX_FILES:,} files and folders below it, "
                 "which is no folder of tables. Name the checkpoint itself, or the "
                 "folder of its .npy files."
             )

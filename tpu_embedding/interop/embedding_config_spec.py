@@ -18,7 +18,7 @@ from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
 PARTITION_STRATEGIES = ("div", "mod")
 _DICTS = ("feature_to_config_dict", "table_to_config_dict")
 _DERIVED = "tensor_core_feature_columns"
-# In upstream's order; the derived field is the second.
+# In TensorFlow's order; the derived field is the second.
 _FIELDS = (
     "feature_columns",
     _DERIVED,

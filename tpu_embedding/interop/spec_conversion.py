@@ -248,7 +248,7 @@ def to_tpu_embedding(
             "TPUEmbedding. Take the parts with `spec.adapt()` and pass "
             "`adapted.scale(gradients, step)` to apply_gradients."
         )
-    if spec.profile_data_directory:  # An empty path counts as none, as upstream.
+    if spec.profile_data_directory:  # An empty path counts as none.
         raise NotImplementedError(
             "`profile_data_directory` cannot be converted into a TPUEmbedding. Give "
             "batches to an estimator.EmbeddingProfiler(spec), or leave the option at "

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_MOST_BRANCHES = 8  # Of one switch; a feature has up to eight checks.
+_MAX_BRANCHES = 8  # Of one switch; a feature has up to eight checks.
 
 # Makes ops that run before an error is raised.
 Change = Callable[[], list[Any]]
@@ -199,14 +199,14 @@ def _one_of(makers: Sequence[Callable[[], tf.Tensor]], index: tf.Tensor) -> tf.T
     Each branch of a switch takes the inputs of all branches. With hundreds of branches
     that would take most of the time of tracing, so they are split into levels.
     """
-    if len(makers) <= _MOST_BRANCHES:
+    if len(makers) <= _MAX_BRANCHES:
         return tf.switch_case(index, list(makers))
-    inner = index % _MOST_BRANCHES
+    inner = index % _MAX_BRANCHES
     parts = [
-        functools.partial(_one_of, makers[start : start + _MOST_BRANCHES], inner)
-        for start in range(0, len(makers), _MOST_BRANCHES)
+        functools.partial(_one_of, makers[start : start + _MAX_BRANCHES], inner)
+        for start in range(0, len(makers), _MAX_BRANCHES)
     ]
-    return tf.switch_case(index // _MOST_BRANCHES, parts)
+    return tf.switch_case(index // _MAX_BRANCHES, parts)
 
 
 def refuse(

@@ -27,7 +27,7 @@ from tpu_embedding.serving.lookup import (
 )
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
-_as_written = tf.autograph.experimental.do_not_convert
+_do_not_convert = tf.autograph.experimental.do_not_convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         self._tables: _Tables | None = None
         freeze_configs(feature_config)
 
-    @_as_written
+    @_do_not_convert
     def build(self) -> None:
         """Creates the tables and slots; the first lookup calls it if needed."""
         if self._tables is not None:
@@ -119,7 +119,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         """See `embedding_lookup`."""
         return self.embedding_lookup(features, weights)
 
-    @_as_written
+    @_do_not_convert
     def embedding_lookup(self, features: Any, weights: Any = None) -> Any:
         """Looks features up.
 

@@ -74,7 +74,7 @@ def export(
         there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
         tensors. None: the activations are the outputs.
       feature_config: The configuration of a dict of tables.
-      signatures: Any of "dense", "sparse", "ragged" and "examples" (serialised
+      signatures: Any of "dense", "sparse", "ragged" and "examples" (serialized
         tf.train.Example); or by name Signatures of your own.
       storage: "float32", "bfloat16", "float16", "int8" or "int4", or one of them by
         TableConfig, "float32" for the others. Tables of rows that would not get

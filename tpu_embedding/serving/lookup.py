@@ -14,10 +14,10 @@ from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.tf_configs import ConvertedFeatures, convert_features
 
 # AutoGraph has nothing to convert in these functions.
-_as_written = tf.autograph.experimental.do_not_convert
+_do_not_convert = tf.autograph.experimental.do_not_convert
 
 
-@_as_written
+@_do_not_convert
 def serving_embedding_lookup(
     inputs: Any,
     weights: Any,

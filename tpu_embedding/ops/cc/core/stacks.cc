@@ -12,12 +12,12 @@ std::string Stack(const StackInput& input) {
 
 // The product of the axes, or -1 where one is negative or it is too large.
 int64_t NumSamples(const std::vector<int64_t>& shape) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   int64_t samples = 1;
   for (const int64_t axis : shape) {
-    if (axis < 0 || axis > kMost) return -1;
+    if (axis < 0 || axis > kMax) return -1;
     samples *= axis;
-    if (samples > kMost) return -1;
+    if (samples > kMax) return -1;
   }
   return samples;
 }
