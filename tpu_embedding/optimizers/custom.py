@@ -38,8 +38,8 @@ class CustomOptimizer(base.Optimizer):
       slot_initializers: For each slot a callable of (shape, dtype), or a number.
       hyperparameters: Numbers, or callables without arguments that apply_gradients
         calls.
-      slot_dims: For each slot 2 (as wide as the table) or 1 (one number for each row).
-        This and the three attributes above are kept as tuples.
+      slot_dims: For each slot 2 (as wide as the table) or 1 (one number for each row;
+        not on SparseCores). This and the three attributes above are kept as tuples.
 
     Raises:
       ValueError: If the number of initializers or dimensions differs from the number
