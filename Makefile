@@ -27,7 +27,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint check docs structure format ops bench bench-one bench-preprocessing \
+.PHONY: help demo install test lint check docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-peers test-peers fuzz fuzz-clang fuzz-refusals sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -37,6 +37,8 @@ help:
 
 demo: $(VENV)/demo.stamp $(VENV)/host.stamp
 	$(BIN)/python examples/01_movielens_ranking.py $(DEMO)
+
+install: $(VENV)/package.stamp ## the package into .venv, with the software TPU
 
 test: lint $(VENV)/package.stamp
 	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal \

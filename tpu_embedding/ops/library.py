@@ -11,6 +11,7 @@ import functools
 import mmap
 import pathlib
 import re
+import sys
 import types
 
 import tensorflow as tf
@@ -21,8 +22,8 @@ PATH = pathlib.Path(__file__).with_name("_tpu_embedding_ops.so")
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
 _FIX = (
     "To fix it, build the library for this TensorFlow: in the source tree of "
-    "tpu_embedding, run `pip install --no-build-isolation --force-reinstall "
-    "--no-deps .`"
+    f"tpu_embedding, run `{sys.executable} -m pip install --no-build-isolation "
+    "--force-reinstall --no-deps .`"
 )
 
 
