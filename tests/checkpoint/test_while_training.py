@@ -50,6 +50,36 @@ def test_save_and_restore_come_after_what_is_pending(tmp_path: pathlib.Path) -> 
     models.assert_same(models.values(pipelined), models.values(twin))
 
 
+def test_a_refused_restore_leaves_what_is_pending(tmp_path: pathlib.Path) -> None:
+    """So the next lookup is one step old, as if nothing had been tried."""
+    other = models.make(te.Adagrad(0.5), {"films": (5, 3), "users": (6, 2)})
+    lesser = models.make(te.Adagrad(0.5), {"films": (11, 3)})
+    paths = [checkpoint.save(e, tmp_path / n) for e, n in ((other, "a"), (lesser, "b"))]
+    narrow = {
+        name: te.FeatureConfig(te.TableConfig(*size, name=name, dtype="bfloat16"))
+        for name, size in models.SIZES.items()
+    }
+    written = tf.train.Checkpoint(embedding=te.TPUEmbedding(narrow, te.Adagrad(0.5)))
+    half = written.write(tmp_path / "c")
+    pipelined, _ = make_pair()
+    tables = {t.name: rows for t, rows in pipelined.embedding_tables.items()}
+    models.train(pipelined)
+    refused = [
+        lambda: checkpoint.restore(pipelined, paths[0]),
+        lambda: checkpoint.restore(pipelined, paths[1]),
+        lambda: checkpoint.restore(pipelined, tmp_path / "none"),
+        lambda: checkpoint.restore(pipelined, paths[0], tables=["nobody"]),
+        lambda: tf.train.Checkpoint(embedding=pipelined).restore(half),
+    ]
+    for call in refused:
+        with pytest.raises((ValueError, KeyError, TypeError, tf.errors.NotFoundError)):
+            call()
+        for rows in tables.values():
+            np.testing.assert_array_equal(rows, np.ones(rows.shape))
+    pipelined.flush()
+    assert all(rows.numpy()[1, 0] < 1 for rows in tables.values())
+
+
 def test_what_is_exported_comes_after_what_is_pending() -> None:
     pipelined, twin = make_pair()
     for embedding in (pipelined, twin):

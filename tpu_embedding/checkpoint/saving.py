@@ -125,7 +125,7 @@ def restore(
         raise errors.not_an_embedding(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")
-    live = embedding.checkpoint_rows()
+    live = embedding.checkpoint_targets()
     names = _names(live, tables, {} if rename is None else rename)
     source = formats.read(path, root=root, tables=list(names.values()))
     job = Job.match(source, {name: live[name] for name in names}, names, slots=slots)
@@ -140,6 +140,7 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
+    embedding.checkpoint_rows()  # What is pending comes before what is restored.
     job.run(progress)
     embedding.load_checkpoint_rows()
     if counted:

@@ -46,6 +46,10 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
         """Internal: for each table "parameters" and slots, as matrices of rows."""
 
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+        """Internal: `checkpoint_rows` whose values may be old; changes nothing."""
+        return self.checkpoint_rows()
+
     @property
     @abc.abstractmethod
     def _table_names(self) -> Collection[str]:
@@ -102,7 +106,7 @@ class _Conversion:
           tf.errors.DataLossError: If a file is truncated or damaged.
           NotImplementedError: If a table has a CustomCombiner with weights.
         """
-        live = tables.checkpoint_rows()
+        live = tables.checkpoint_targets()
         source = read_tensorflow(path, root, list(live))
         values = Bundle(path).objects()[root].values
         self.names = values.keys() - {UPDATES}
@@ -128,6 +132,7 @@ class _Conversion:
         self._parts.append(part)
         if len(self._parts) > 1:
             return
+        self._tables.checkpoint_rows()  # Now they are written.
         self._job.run(NoProgress())
         self._tables.load_checkpoint_rows()
         # The status of the restore counts these as matched.
@@ -225,8 +230,12 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
         """Internal: for each table "parameters" and slots, as matrices of rows."""
+        self._create_engine().retrieve()
+        return self.checkpoint_targets()
+
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+        """Internal: see `RestoresLayouts.checkpoint_targets`."""
         engine = self._create_engine()
-        engine.retrieve()
         engine.require_plain_rows()
         return {name: dict(table.rows) for name, table in engine.tables().items()}
 
@@ -243,18 +252,22 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # Saving and restoring begin with this call: the last moment to create tables,
-        # which would be left out silently, and to apply a pending update. The thread
-        # of an asynchronous save also calls it, while training continues, and writes
-        # copies. Tables that cannot be created yet are restored on creation.
-        if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
-            if self._can_create_engine():
-                self._create_engine()
-            self._retrieve()
+        # which would be left out silently. The thread of an asynchronous save also
+        # calls it. Tables that cannot be created yet are restored on creation.
+        if _in_caller() and self._can_create_engine():
+            self._create_engine()
+        if save_type != "checkpoint":  # A model: its functions are traced now.
+            self._sync()
         return super()._trackable_children(save_type, **kwargs)
 
+    def _sync(self) -> None:
+        if _in_caller():
+            self._retrieve()
+
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        # Only saving calls this. The tables are children and save themselves; if they
-        # cannot be created yet, creating them raises the error.
+        # Only saving calls this, before it reads any value. The tables are children
+        # and save themselves; if they cannot be created yet, creating them raises.
+        self._sync()
         return {} if self._can_create_engine() else {"tables": self._unsaved}
 
     def _unsaved(self, name: str = "") -> Any:
@@ -265,6 +278,7 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         adapter = super()._checkpoint_adapter(path)
         if self._conversion is None:
             _check_dtypes(path, self._stored_dtypes)
+            self._sync()  # The checkpoint is accepted: values are written next.
         return adapter
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
@@ -272,6 +286,14 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         # children: this applies the pending update before the values are copied.
         del object_map
         self.flush()
+
+
+def _in_caller() -> bool:
+    """Whether the user's own thread calls, and eagerly.
+
+    That of an asynchronous save writes copies, while training continues.
+    """
+    return tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context()
 
 
 def _check_dtypes(path: str, own: Mapping[str, tf.DType]) -> None:

@@ -88,7 +88,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
         """
         if not isinstance(embedding, TrackableTables):
             raise not_an_embedding(embedding)
-        ours = embedding.checkpoint_rows()
+        ours = embedding.checkpoint_targets()
         if set(ours) != set(self):
             raise ValueError(
                 f"The imported tables are {errors.quoted(sorted(self))}, but the "
@@ -104,6 +104,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
                     continue
                 pairs.append((_rows(table, name, value, ours[table]), value))
             _warn_of_missing(table, set(ours[table]) - set(arrays))
+        embedding.checkpoint_rows()  # What is pending comes before what is imported.
         for rows, value in pairs:
             for start, stop in rows.slices():
                 rows.write(start, value[start:stop].astype(rows.dtype, copy=False))

@@ -108,6 +108,11 @@ class EmbeddingLayer(RestoresLayouts):
         self._ensure_built()
         return self._parts.tables.checkpoint_rows()
 
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+        """Internal: see `RestoresLayouts.checkpoint_targets`."""
+        self._ensure_built()
+        return self._parts.tables.checkpoint_targets()
+
     def load_checkpoint_rows(self) -> None:
         """Internal: see `RestoresLayouts.load_checkpoint_rows`."""
         self._parts.tables.load_checkpoint_rows()

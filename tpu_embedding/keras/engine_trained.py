@@ -148,6 +148,10 @@ class EngineTrainedTables:
         """See `RestoresLayouts.checkpoint_rows`."""
         return self._core.checkpoint_rows()
 
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_targets`."""
+        return self._core.checkpoint_targets()
+
     def load_checkpoint_rows(self) -> None:
         """See `RestoresLayouts.load_checkpoint_rows`."""
         self._core.load_checkpoint_rows()

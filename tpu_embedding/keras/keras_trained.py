@@ -78,6 +78,10 @@ class KerasTrainedTables:
             for name, variable in self._variables.items()
         }
 
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+        """See `RestoresLayouts.checkpoint_targets`."""
+        return self.checkpoint_rows()
+
     def load_checkpoint_rows(self) -> None:
         """See `RestoresLayouts.load_checkpoint_rows`."""
 
