@@ -26,7 +26,8 @@ from tpu_embedding.embedding_base import EmbeddingOptions, NestedEmbedding
 
 V, D, SAMPLES = 6, 2, 3
 STEPS_PER_EPISODE = 25
-KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise", "evaluate")
+KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise", "flush")
+EVALUATIONS = ("evaluation", "bad evaluation")  # Of a queue.
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError, ArithmeticError)
 
 
@@ -66,6 +67,10 @@ class Queue:
     def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
         del looked_up
         self.embedding.apply_gradients({"film": gradient})
+
+    def evaluate(self, ids: tf.Tensor) -> tf.Tensor:
+        self.embedding.enqueue({"film": ids}, training=False)
+        return self.embedding.dequeue()["film"]
 
 
 class V2:
@@ -136,6 +141,15 @@ class Episode:
             kind: self._traced(self._step(kind))
             for kind in ("values", "shape", "raise")
         }
+        self.evaluation = self._traced(self._evaluate)
+
+    def _evaluate(self, ids: Any) -> tf.Tensor:
+        return self.user.evaluate(ids[self._replica()])
+
+    @staticmethod
+    def _replica() -> int:
+        context = tf.distribute.get_replica_context()
+        return int(tf.get_static_value(context.replica_id_in_sync_group))
 
     def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -146,8 +160,7 @@ class Episode:
 
     def _step(self, kind: str) -> Callable[..., tf.Tensor]:
         def step(ids: Any, gradients: Any, fails: Any, bad: int) -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            replica = self._replica()
             if kind == "raise" and replica == bad:
                 raise ArithmeticError
             activations, looked_up = self.user.look_up(ids[replica])
@@ -163,7 +176,8 @@ class Episode:
 
     def step(self, rng: np.random.Generator) -> None:
         """One random step, and what must hold after it."""
-        kind = str(rng.choice(KINDS))
+        kinds = KINDS + EVALUATIONS if self.name == "queue" else KINDS
+        kind = str(rng.choice(kinds))
         bad = int(rng.integers(self.replicas))
         ids = rng.integers(0, V, [self.replicas, SAMPLES])
         gradients = rng.integers(1, 4, [self.replicas, SAMPLES, D]).astype(np.float32)
@@ -172,17 +186,28 @@ class Episode:
         np.add.at(update, ids.ravel(), gradients.reshape(-1, D))
         expected = self.reference.table[ids]
         where = (self, kind, bad)
-        if kind == "evaluate":
-            if rng.random() < 0.5:
-                self.user.embedding.flush()
-                self.reference.flush()
+        if kind == "flush":
+            self.user.embedding.flush()
+            self.reference.flush()
             return
-        if kind == "id":
+        if kind == "evaluation":
+            self.reference.flush()
+            expected = self.reference.table[ids]
+            found = np.stack([p.numpy() for p in self.evaluation(tf.constant(ids))])
+            np.testing.assert_array_equal(found, expected, err_msg=str(where))
+            return
+        if kind in ("id", "bad evaluation"):
             ids[bad, rng.integers(SAMPLES)] = V + 3
         elif kind == "nan":
             gradients[bad, 0, 0] = np.nan
         elif kind == "assertion":
             fails[bad] = True
+        if kind == "bad evaluation":
+            try:
+                self.evaluation(tf.constant(ids))
+            except REFUSALS:
+                return
+            raise AssertionError(f"{where} was not refused")
         call = self.steps[kind if kind in ("shape", "raise") else "values"]
         arguments = (tf.constant(ids), tf.constant(gradients), tf.constant(fails), bad)
         if kind == "good":
