@@ -94,13 +94,13 @@ build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 
 PEER_TESTS := build/peers/tests
 
-test-peers: ## compare the Keras layer with tensorflow-recommenders
+test-peers: ## the layer of tf_keras, beside tensorflow-recommenders and its tests
 	$(PYTHON) -m venv --clear $(PEER_TESTS)
 	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
 	    setuptools wheel --requirement tests/peers/requirements-tfrs.txt
 	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
 	    --no-build-isolation --no-deps .
-	$(PEER_TESTS)/bin/pytest tests/peers
+	TF_USE_LEGACY_KERAS=1 $(PEER_TESTS)/bin/pytest tests/peers tests/tf_keras
 
 fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make fuzz SECONDS=60
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS)

@@ -133,17 +133,19 @@ class BuildOps(build_ext.build_ext):
                 "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
             )
         version, compile_flags, self.tf_link_flags = ask_tensorflow()
-        self.flags = [
+        # The core includes none of TensorFlow's headers, so that its objects serve all
+        # versions whose other flags, the C++ standard and ABI, are equal.
+        others = [flag for flag in compile_flags if not flag.startswith("-I")]
+        self.core_flags = [*FLAGS, *others, *CORE_FLAGS]
+        self.op_flags = [
             *FLAGS,
             # As system headers, TensorFlow's cause no warnings.
             *(flag.replace("-I", "-isystem", 1) for flag in compile_flags),
             f'-DTPU_EMBEDDING_TF_VERSION="{version}"',
+            *OP_FLAGS,
         ]
-        # Each compiler, set of flags and TensorFlow has a folder of objects, so that
-        # objects of different builds are never linked together.
-        key = repr((self.cxx, self.flags, CORE_FLAGS, OP_FLAGS))
-        folder = hashlib.sha256(key.encode()).hexdigest()[:16]
-        self.objects = pathlib.Path(self.build_temp, folder)
+        self.core_objects = self.folder_of_objects(self.core_flags)
+        self.objects = self.folder_of_objects(self.op_flags)
         sources = {source: None for ext in self.extensions for source in ext.sources}
         stale = [source for source in sources if self.is_stale(source)]
         # rules.cc takes the longest, so it must not start last.
@@ -172,9 +174,20 @@ class BuildOps(build_ext.build_ext):
         run([*self.cxx, *LINK_FLAGS, "-o", str(beside), *objects, *flags])
         beside.replace(target)
 
+    def folder_of_objects(self, flags: list[str]) -> pathlib.Path:
+        """Returns the folder for a compiler and flags, which include TensorFlow's.
+
+        Objects of different builds are never linked together.
+        """
+        key = repr((self.cxx, flags))
+        return pathlib.Path(
+            self.build_temp, hashlib.sha256(key.encode()).hexdigest()[:16]
+        )
+
     def object_of(self, source: str) -> pathlib.Path:
         """Returns the path of the object file of `source`."""
-        return (self.objects / source).with_suffix(".o")
+        objects = self.core_objects if is_core(source) else self.objects
+        return (objects / source).with_suffix(".o")
 
     def is_stale(self, source: str) -> bool:
         """Returns whether `source` or a header that it includes has changed."""
@@ -201,7 +214,7 @@ class BuildOps(build_ext.build_ext):
             header = pathlib.Path(folder, "tensorflow.h")
             header.write_text(PRECOMPILED)
             print("compiling TensorFlow's headers", flush=True)
-            command = [*self.cxx, *self.flags, *OP_FLAGS, "-x", "c++-header"]
+            command = [*self.cxx, *self.op_flags, "-x", "c++-header"]
             run([*command, str(header), "-o", f"{header}.gch"])
             yield ["-include", str(header)]
 
@@ -210,9 +223,11 @@ class BuildOps(build_ext.build_ext):
         target = self.object_of(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"compiling {source}", flush=True)
-        extra = CORE_FLAGS if is_core(source) else (*OP_FLAGS, *self.include_headers)
+        flags = [*self.op_flags, *self.include_headers]
+        if is_core(source):
+            flags = self.core_flags
         started = time.time()
-        run([*self.cxx, *self.flags, *extra, "-MMD", "-c", source, "-o", str(target)])
+        run([*self.cxx, *flags, "-MMD", "-c", source, "-o", str(target)])
         # A file that was edited meanwhile is newer than this time.
         os.utime(target, (started, started))
 

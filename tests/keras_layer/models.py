@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
+from keras_layer.version import keras
 
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
@@ -83,7 +83,7 @@ def head(activations: Mapping[str, Any]) -> Any:
     )(joined)
 
 
-def make_model(optimizer: Any = None, **options: Any) -> keras.Model:
+def make_model(optimizer: Any = None, **options: Any) -> Any:
     """A functional model whose layer "embedding" has the features above."""
     config = options.pop("feature_config", None) or feature_config()
     layer = TPUEmbedding(config, optimizer, name="embedding", **options)

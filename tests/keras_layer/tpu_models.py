@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras_layer import models
+from keras_layer.version import keras
 
 import tpu_embedding as te
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 from keras_layer import models
+from keras_layer.version import keras
 
 import tpu_embedding as te
 
@@ -20,7 +20,7 @@ ALL_SLOTS = {
 }
 
 
-def make_model() -> keras.Model:
+def make_model() -> Any:
     """With two optimizers, one of them of Keras, and a schedule."""
     schedule = keras.optimizers.schedules.InverseTimeDecay(0.1, 2, 0.5)
     tables = {

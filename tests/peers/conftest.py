@@ -1,7 +1,7 @@
-"""These tests need a virtual environment of their own: see requirements-tfrs.txt.
+"""These tests need a virtual environment of their own, which `make test-peers` makes.
 
-tensorflow-recommenders works with tf_keras only, which TensorFlow then takes for its
-tf.keras in the whole process.
+tensorflow-recommenders works with tf_keras only, which TensorFlow takes for its
+tf.keras in a process that has TF_USE_LEGACY_KERAS=1 from its start.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 
-# Read when tf.keras is first used.
-os.environ["TF_USE_LEGACY_KERAS"] = "1"
-
 collect_ignore_glob = []
-if importlib.util.find_spec("tensorflow_recommenders") is None:
+if (
+    os.environ.get("TF_USE_LEGACY_KERAS") != "1"
+    or importlib.util.find_spec("tensorflow_recommenders") is None
+):
     collect_ignore_glob.append("test_*.py")

@@ -1,91 +1,136 @@
-"""The layer of TFRS, in tf_keras, and ours, in Keras 3, learn the same.
+"""The layer of TFRS and those of this package, for tf_keras and for Keras 3, agree.
 
 On a CPU the TFRS layer hands its tables to the optimizer of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorflow_recommenders as tfrs  # pyright: ignore[reportMissingImports]
 import tf_keras  # pyright: ignore[reportMissingImports]
-from keras_layer import models
+from peers import losses
 from tensorflow_recommenders.layers.embedding import (  # pyright: ignore[reportMissingImports]
     tpu_embedding_layer,
 )
 
+from tpu_embedding import checkpoint
 from tpu_embedding.keras import TPUEmbedding
 
-STEPS = 20
-RATE = 0.1
-stock = tf.tpu.experimental.embedding
-OPTIMIZERS = {
-    "SGD": (stock.SGD, tf_keras.optimizers.SGD, keras.optimizers.SGD),
-    "Adagrad": (stock.Adagrad, tf_keras.optimizers.Adagrad, keras.optimizers.Adagrad),
-}
+SEED = 7
+TESTS = pathlib.Path(__file__).parents[1]
+legacy = tf_keras.optimizers.legacy
 
 
-def make_feature_config() -> dict[str, Any]:
-    """TFRS refuses sparse beside ragged features: "liked" is left out."""
-    combiners = {"films": "mean", "users": "sum"}
-    tables = {
-        name: stock.TableConfig(
-            models.VOCABULARY[name],
-            models.DIM[name],
-            models.TableInitializer(name),
-            combiner=combiner,
-            name=name,
-        )
-        for name, combiner in combiners.items()
-    }
-    return {
-        "seen": stock.FeatureConfig(tables["films"]),
-        "user": stock.FeatureConfig(tables["users"]),
-    }
-
-
-def losses(
-    layer: Any, optimizer: Any, steps: list[Any], apply: Callable[..., Any]
-) -> list[float]:
-    """Trains the layer and a dense kernel; returns the loss of each step."""
-    kernel = tf.Variable(tf.fill([5, 1], 0.5))
-
-    @tf.function(reduce_retracing=True)
-    def step(features: Any, labels: Any) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            activations = layer(features)
-            joined = tf.concat([activations["seen"], activations["user"]], -1)
-            loss = tf.reduce_mean((joined @ kernel - labels) ** 2)
-        variables = layer.trainable_variables
-        *of_layer, of_kernel = tape.gradient(loss, [*variables, kernel])
-        apply(optimizer, of_layer, variables)
-        kernel.assign_sub(RATE * of_kernel)
-        return loss
-
-    return [float(step(features, labels)) for features, labels in steps]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_losses_agree(name: str, seed: int):
-    table_optimizer, of_tfrs, of_ours = (cls(RATE) for cls in OPTIMIZERS[name])
-    steps = models.batches(seed, STEPS)
-    for features, _ in steps:
-        del features["liked"]
-    theirs = losses(
-        tpu_embedding_layer.TPUEmbedding(make_feature_config(), table_optimizer),
-        of_tfrs,
-        steps,
-        lambda optimizer, g, v: optimizer.apply_gradients(zip(g, v, strict=True)),
+def run_python(*arguments: str, legacy: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={
+            **os.environ,
+            "TF_USE_LEGACY_KERAS": legacy,
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
     )
-    ours = losses(
-        TPUEmbedding(make_feature_config(), table_optimizer),
-        of_ours,
-        steps,
-        lambda optimizer, g, v: optimizer.apply(g, v),
+
+
+@functools.cache
+def of_keras3() -> dict[str, list[float]]:
+    run = run_python("-m", "peers.losses", str(SEED), legacy="0")
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", losses.OPTIMIZERS)
+def test_the_losses_of_three_layers_agree(name: str):
+    optimizer = getattr(legacy, name)(losses.RATE)
+    layer = tpu_embedding_layer.TPUEmbedding(losses.make_feature_config(), optimizer)
+    of_tfrs = losses.losses(layer, optimizer, losses.batches(SEED))
+    assert abs(of_tfrs[-1] - of_tfrs[0]) > 1e-2  # It does learn something.
+    of_legacy = losses.of_this_package(legacy, name, SEED)
+    of_new = losses.of_this_package(tf_keras.optimizers, name, SEED)
+    for ours in (of_legacy, of_new, of_keras3()[name]):
+        difference = np.abs(np.subtract(ours, of_tfrs)).max()
+        print(f"{name}: largest difference over {len(ours)} steps: {difference:.2g}")
+        np.testing.assert_allclose(ours, of_tfrs, rtol=0, atol=1e-6)
+
+
+def test_the_tests_of_the_layer_of_tfrs_pass(tmp_path: pathlib.Path):
+    """Those in its wheel, with another import."""
+    source = pathlib.Path(tpu_embedding_layer.__file__).with_name(
+        "tpu_embedding_layer_test.py"
     )
-    assert abs(theirs[-1] - theirs[0]) > 1e-2  # They do learn something.
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    text, count = re.subn(
+        r"(?m)^from tensorflow_recommenders\.layers\.embedding import",
+        "from tpu_embedding import keras as",
+        source.read_text(),
+    )
+    assert count == 1
+    (tmp_path / "layer_test.py").write_text(text)
+    run = run_python(str(tmp_path / "layer_test.py"), legacy="1")
+    assert run.returncode == 0, run.stderr[-2000:]
+    passed = re.findall(r"\[       OK \] (\w+\.test_embedding_layer\d+)", run.stderr)
+    assert len(set(passed)) == 12
+    assert "FAILED" not in run.stderr
+
+
+class Ranking(tfrs.Model):
+    """A model as the tutorials of TFRS write it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.embedding = layer
+        ones = tf_keras.initializers.Constant(0.5)
+        self.score = tf_keras.layers.Dense(1, kernel_initializer=ones)
+        self.task = tfrs.tasks.Ranking(loss=tf_keras.losses.MeanSquaredError())
+
+    def call(self, features: Any) -> Any:
+        activations = self.embedding(features)
+        return self.score(tf.concat([activations["seen"], activations["user"]], -1))
+
+    def compute_loss(self, inputs: Any, training: bool = False) -> Any:
+        features, labels = inputs
+        return self.task(labels=labels, predictions=self(features))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Ftrl"])
+def test_a_model_of_tfrs_is_fitted(name: str):
+    steps = losses.batches(SEED)[:10]
+    history = []
+    for cls in (tpu_embedding_layer.TPUEmbedding, TPUEmbedding):
+        optimizer = getattr(legacy, name)(losses.RATE)
+        model = Ranking(cls(losses.make_feature_config(), optimizer))
+        model.compile(optimizer)
+        found = [model.train_on_batch(*step) for step in steps]
+        history.append(found)
+    np.testing.assert_allclose(history[1], history[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "Ftrl"])
+def test_checkpoints_of_tfrs_are_read(name: str, tmp_path: pathlib.Path):
+    optimizer = getattr(legacy, name)(losses.RATE)
+    layer = tpu_embedding_layer.TPUEmbedding(losses.make_feature_config(), optimizer)
+    losses.losses(layer, optimizer, losses.batches(SEED)[:3])
+    path = tf.train.Checkpoint(model=layer, optimizer=optimizer).write(
+        str(tmp_path / "tfrs")
+    )
+    expected = {t.name: v.numpy() for t, v in layer.embedding_tables.items()}
+    tables = checkpoint.read(path)
+    ours = TPUEmbedding(losses.make_feature_config(), optimizer)
+    for table, variable in ours.embedding_tables.items():
+        variable.assign(tables[table.name].parameters.numpy())
+        np.testing.assert_array_equal(variable.numpy(), expected[table.name])
+        assert set(tables[table.name].slots)

@@ -1,9 +1,10 @@
-"""The part of the Keras layer that does not depend on the version of Keras."""
+"""The Keras layer without what Keras calls: arguments, tables and files."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,15 +14,17 @@ from tpu_embedding import distribution
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.errors import argument_type
-from tpu_embedding.keras import keras3, serialization
+from tpu_embedding.keras import serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
 from tpu_embedding.keras.engine_trained import EngineTrainedTables
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.keras_trained import KerasTrainedTables
 from tpu_embedding.keras.loss_scale import (
     check_loss_scale,
     encode_loss_scale,
     loss_scale_missing,
 )
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.optimizers.base import check_flag
 
@@ -58,7 +61,7 @@ class _Parts:
 
 
 class EmbeddingLayer(RestoresLayouts):
-    """Base of the layer; the other base is the Layer class of a version of Keras.
+    """Base of the layer; the other base is `Layer` of `keras_api`.
 
     Subclasses call `_configure` in the constructor, and `_build_tables` and `_look_up`
     from the methods of their Layer.
@@ -91,13 +94,13 @@ class EmbeddingLayer(RestoresLayouts):
 
     def _build_tables(self, input_shape: Any) -> None:
         arguments, tables = self._parts.arguments, self._parts.tables
-        scaled = keras3.policy_of_scaled_loss(self)
+        scaled = keras_api.policy_of_scaled_loss(self)
         if scaled and not arguments.trainable_tables and arguments.loss_scale is None:
             raise loss_scale_missing(f"Under the dtype policy {scaled!r}")
         tables.build(self, input_shape)
         self._has_tables = True
         for name, variable in tables.variables().items():
-            keras3.track(self, variable, name)
+            keras_api.track(self, variable, name)
 
     @property
     def _table_names(self) -> list[str]:
@@ -125,7 +128,7 @@ class EmbeddingLayer(RestoresLayouts):
             wanted = self._convert_serving(serving_config)
         structure = wanted.structure
         values = structure.flatten("features", features)
-        if keras3.is_tracing_shapes():
+        if keras_api.is_tracing_shapes():
             values = _with_integer_ids(values)
         flat_weights = structure.flatten_weights(weights)
         if serving_config is None:
@@ -140,8 +143,43 @@ class EmbeddingLayer(RestoresLayouts):
             activations = [tf.cast(a, self.compute_dtype) for a in activations]
         return structure.pack(activations)
 
+    @tf.autograph.experimental.do_not_convert
+    def _infer(
+        self,
+        features: Any,
+        weights: Any,
+        serving_config: Any,
+        make: Callable[[Shape, str], Any],
+    ) -> Any:
+        """Checks the arguments of a call without values; `make` makes the results."""
+        wanted = self._parts.features
+        if serving_config is not None:
+            wanted = self._convert_serving(serving_config)
+        structure = wanted.structure
+        shapes = symbols.output_shapes(
+            wanted.plan,
+            [keras_api.symbol(v) for v in structure.flatten("features", features)],
+            [
+                None if weight is None else keras_api.symbol(weight)
+                for weight in structure.flatten_weights(weights)
+            ],
+        )
+        return structure.pack([make(shape, self.compute_dtype) for shape in shapes])
+
+    def _infer_from_shapes(self, shapes: Any) -> Any:
+        """Returns the shapes of activations for shapes of inputs, in one structure."""
+        plan, structure = self._parts.features.plan, self._parts.features.structure
+        leaves = structure.flatten("input_shape", shapes, container_leaves=True)
+        ids = [
+            symbols.from_shape(spec.path, leaf)
+            for spec, leaf in zip(plan.features, leaves, strict=True)
+        ]
+        return structure.pack(symbols.output_shapes(plan, ids, [None] * len(ids)))
+
     def _convert_serving(self, serving_config: Any) -> Features:
         """Converts a `serving_config`, also one that was encoded for a file."""
+        if isinstance(serving_config, str):  # See `keras_api.saved_argument`.
+            serving_config = serialization.ServingFeatures(**json.loads(serving_config))
         if isinstance(serving_config, serialization.ServingFeatures):
             serving_config = serving_config.over(self._table_keys())
         return convert_serving(serving_config, self._parts.features)

@@ -13,9 +13,11 @@ from tpu_embedding.distribution import Topology
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, per_replica
 from tpu_embedding.engines import Prepared
 from tpu_embedding.engines.variables import create_counter, create_state
-from tpu_embedding.keras import gradient_hook, keras3
+from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.conversion import Features
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
+from tpu_embedding.keras.symbols import PLACEHOLDER
 from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.table_arrays import MutableRows
@@ -133,12 +135,11 @@ class EngineTrainedTables:
                         "FeatureConfig(output_shape)."
                     )
             self._core = self._create_core(shapes)
-        # "virtual" is the name in files.
-        self._placeholder = keras3.add_weight(layer, "virtual", (), "zeros")
+        self._placeholder = keras_api.add_weight(layer, PLACEHOLDER, (), "zeros")
         self._variables = self._core.logical_variables()
         with tf.init_scope():
             self._numbers = _CallNumbers()
-        keras3.set_state(layer, self._variables)
+        keras_api.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
         """Everything that is saved, by its name in checkpoints."""

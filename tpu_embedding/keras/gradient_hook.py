@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
-from tpu_embedding.keras import keras3
+from tpu_embedding.keras.keras_api import keras_api
 
 _Tape: Any = tf.GradientTape  # Type checkers miss two of its methods.
 # These ask for many gradients of one call; the tables would apply only the first.
@@ -78,9 +78,11 @@ def _running_models(*methods: str) -> list[Any]:
     found = []
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in methods and frame.f_code.co_argcount:
+        # AutoGraph renames the methods that it converts.
+        name = frame.f_code.co_name.removeprefix("tf__")
+        if name in methods and frame.f_code.co_argcount:
             owner = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(owner, keras3.Model):
+            if isinstance(owner, keras_api.Model):
                 found.append(owner)
         frame = frame.f_back
     return found
@@ -123,5 +125,4 @@ def _is_within(frame: Any, functions: Sequence[Any]) -> bool:
 
 def _handle(value: Any) -> int:
     """Identifies a variable, however it is wrapped."""
-    value = value.value if isinstance(value, keras3.Variable) else value
-    return id(getattr(value, "handle", value))
+    return id(getattr(keras_api.value_of(value), "handle", value))

@@ -1,7 +1,4 @@
-"""The parts of Keras 3 that the layer uses, apart from `keras.layers.Layer`.
-
-Only this module and `layer.py` import Keras 3.
-"""
+"""The parts of Keras 3 that the layer uses. No other module imports Keras 3."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpu_embedding.engines.full_table_view import LogicalVariable
+from tpu_embedding.inputs import InputKind
+from tpu_embedding.keras.symbols import Symbol
 
 Model = keras.Model
-Variable = keras.Variable
 Optimizer = keras.optimizers.Optimizer
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
@@ -25,6 +23,70 @@ serialize = keras.saving.serialize_keras_object
 deserialize = keras.saving.deserialize_keras_object
 serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
+
+
+class Layer(keras.layers.Layer):
+    """The base class of the layer."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        if keras.backend.backend() != "tensorflow":
+            raise RuntimeError(
+                "tpu_embedding.keras.TPUEmbedding needs Keras on TensorFlow, and Keras "
+                f"runs on {keras.backend.backend()!r}. Set the environment variable "
+                'KERAS_BACKEND to "tensorflow" before Keras is imported.'
+            )
+        super().__init__(autocast=False, **kwargs)
+        self.supports_jit = False  # XLA has no kernels for these lookups.
+
+    def compute_output_spec(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
+        """Checks the arguments of a symbolic call and returns its KerasTensors."""
+        return self._infer(features, weights, serving_config, placeholder)
+
+    def _infer(self, *args: Any) -> Any:
+        raise NotImplementedError  # In `EmbeddingLayer`.
+
+
+def name_scope(layer: Any) -> Any:
+    """The context in which a layer adds its weights."""
+    return keras.name_scope(layer.name, caller=layer)
+
+
+def is_symbolic(arguments: Any) -> bool:
+    """Whether a nested structure of arguments has a KerasTensor."""
+    leaves = keras.tree.flatten(arguments)
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
+
+
+def is_inferring_shapes() -> bool:
+    """Whether the results of `call` are used for their shapes and dtypes only."""
+    return False  # Keras 3 calls `compute_output_spec` instead.
+
+
+def placeholder(shape: Any, dtype: str) -> Any:
+    """Makes a result that has a shape and a dtype only."""
+    return keras.KerasTensor(shape, dtype=dtype)
+
+
+def symbol(value: Any) -> Symbol:
+    """Describes an input of a symbolic call."""
+    if not isinstance(value, keras.KerasTensor):
+        return Symbol.of(value)
+    kind = InputKind.SPARSE if value.sparse else InputKind.DENSE
+    if getattr(value, "ragged", False):
+        kind = InputKind.RAGGED
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    return Symbol(kind, tuple(value.shape), dtype, value)
+
+
+def saved_argument(argument: Any) -> Any:
+    """Returns an argument of a symbolic call as Keras can save it.
+
+    Args:
+      argument: Of a registered class with `get_config`, which returns JSON.
+    """
+    return argument
 
 
 def is_tracing_shapes() -> bool:
@@ -40,9 +102,9 @@ def is_stateless() -> bool:
     return in_stateless_scope() and not in_symbolic_scope()
 
 
-def value_of(weight: Any) -> tf.Variable:
-    """Returns the variable of a weight that `add_weight` made."""
-    return weight.value
+def value_of(weight: Any) -> Any:
+    """Returns the variable of a weight; anything else as it is."""
+    return weight.value if isinstance(weight, keras.Variable) else weight
 
 
 def scale_loss(optimizer: Any, loss: tf.Tensor) -> tf.Tensor:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.variables import variable_copies
 from tpu_embedding.initializers import default_initializer
-from tpu_embedding.keras import keras3
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.layout.plan import Plan, require_dtypes
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
 from tpu_embedding.lookup.combine import VariableReader
@@ -60,7 +60,7 @@ class KerasTrainedTables:
         del input_shapes
         for spec in self._plan.tables:
             config = spec.config
-            self._variables[spec.name] = keras3.add_weight(
+            self._variables[spec.name] = keras_api.add_weight(
                 layer,
                 spec.name,
                 (config.vocabulary_size, config.dim),
@@ -87,7 +87,7 @@ class KerasTrainedTables:
 
     def stored(self) -> list[Any]:
         """See `EngineTrainedTables.stored`."""
-        return [keras3.value_of(weight) for weight in self._variables.values()]
+        return [keras_api.value_of(weight) for weight in self._variables.values()]
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
@@ -108,7 +108,9 @@ class KerasTrainedTables:
         lookup = FeatureLookup(
             plan,
             {
-                spec.index: VariableReader(keras3.value_of(self._variables[spec.name]))
+                spec.index: VariableReader(
+                    keras_api.value_of(self._variables[spec.name])
+                )
                 for spec in plan.tables
             },
             check_numerics=self._check_numerics,

@@ -1,38 +1,20 @@
-"""The layer for Keras 3: lookups in the forward pass, updates in the backward pass."""
+"""The Keras layer: lookups in the forward pass, updates in the backward pass."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tpu_embedding import errors
 from tpu_embedding.engines.full_table_view import LogicalVariable
-from tpu_embedding.inputs import InputKind, kind_of
-from tpu_embedding.keras import keras3
 from tpu_embedding.keras.base import Arguments, EmbeddingLayer
-from tpu_embedding.keras.conversion import Features
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.serialization import ServingFeatures
-from tpu_embedding.layout.output_shapes import OutputShapes, from_input
-
-# The smallest and largest rank of each kind of input.
-_RANKS: dict[InputKind, tuple[int, float, str]] = {
-    InputKind.DENSE: (1, math.inf, ">= 1"),
-    InputKind.SPARSE: (2, math.inf, ">= 2"),
-    InputKind.RAGGED: (2, 2, "2"),
-}
-_NAMES = {
-    InputKind.DENSE: "dense keras.Input",
-    InputKind.SPARSE: "keras.Input with sparse=True",
-    InputKind.RAGGED: "keras.Input with ragged=True",
-}
 
 
-@keras3.register
-class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
+@keras_api.register
+class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
     """Embedding tables as a Keras layer; each table has its own optimizer.
 
     >>> import keras
@@ -112,14 +94,7 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
           NotImplementedError: If an argument is not supported by this release.
           RuntimeError: If Keras does not run on TensorFlow.
         """
-        if keras.backend.backend() != "tensorflow":
-            raise RuntimeError(
-                "tpu_embedding.keras.TPUEmbedding needs Keras on TensorFlow, and Keras "
-                f"runs on {keras.backend.backend()!r}. Set the environment variable "
-                'KERAS_BACKEND to "tensorflow" before Keras is imported.'
-            )
-        super().__init__(autocast=False, **kwargs)
-        self.supports_jit = False  # XLA has no kernels for these lookups.
+        super().__init__(**kwargs)
         self._configure(
             Arguments(
                 feature_config=feature_config,
@@ -162,14 +137,16 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
         """See `call`."""
         if not self._has_tables:
             self.built = False  # Keras sets it after `build_from_config`.
-        if serving_config is not None and not isinstance(
-            serving_config, ServingFeatures
+        if (
+            serving_config is not None
+            and not isinstance(serving_config, (ServingFeatures, str))
+            and keras_api.is_symbolic((features, weights))
         ):
-            leaves = keras.tree.flatten((features, weights))
-            if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
-                # Keras saves the arguments of symbolic calls.
-                self._convert_serving(serving_config)  # Raises errors for wrong ones.
-                serving_config = ServingFeatures.of(serving_config, self._table_keys())
+            # Keras saves the arguments of symbolic calls.
+            self._convert_serving(serving_config)  # Raises errors for wrong ones.
+            serving_config = keras_api.saved_argument(
+                ServingFeatures.of(serving_config, self._table_keys())
+            )
         return super().__call__(
             features, weights=weights, serving_config=serving_config, **kwargs
         )
@@ -197,22 +174,15 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
           tf.errors.InvalidArgumentError: As TPUEmbedding.enqueue.
           NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
-        if keras3.is_stateless() and not self._parts.arguments.trainable_tables:
+        if keras_api.is_stateless() and not self._parts.arguments.trainable_tables:
             raise NotImplementedError(
                 "`stateless_call` passes the values of all weights, but the tables of "
                 "tpu_embedding.keras.TPUEmbedding are looked up and updated in place. "
                 "Call the layer, or create it with `trainable_tables=True`."
             )
+        if keras_api.is_inferring_shapes():
+            return self._infer(features, weights, serving_config, keras_api.placeholder)
         return self._look_up(features, weights, serving_config)
-
-    def compute_output_spec(
-        self, features: Any, weights: Any = None, serving_config: Any = None
-    ) -> Any:
-        """Checks the arguments of a symbolic call and returns its KerasTensors."""
-        wanted = self._parts.features
-        if serving_config is not None:
-            wanted = self._convert_serving(serving_config)
-        return _output_spec(wanted, features, weights, self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Returns the shapes of the activations.
@@ -221,7 +191,7 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
           input_shape: In the structure of `feature_config` the shape of each feature,
             with its batch axis.
         """
-        return _output_shape(self._parts.features, input_shape)
+        return self._infer_from_shapes(input_shape)
 
     def get_build_config(self) -> dict[str, Any] | None:
         """Returns whether the layer is built; a copy may have other input shapes."""
@@ -238,7 +208,10 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
         if save_type == "checkpoint":
             return children  # Tables and slots; the views for Keras are not attributes.
         # Exported graphs also refer to the placeholder variable.
-        values = [*(w.value for w in self.weights), *self._parts.tables.stored()]
+        values = [
+            *(keras_api.value_of(weight) for weight in self.weights),
+            *self._parts.tables.stored(),
+        ]
         weights = [value for value in values if isinstance(value, tf.Variable)]
         return {
             **{n: c for n, c in children.items() if not isinstance(c, LogicalVariable)},
@@ -247,98 +220,5 @@ class TPUEmbedding(EmbeddingLayer, keras.layers.Layer):
 
     def _ensure_built(self) -> None:
         if not self._has_tables:
-            with keras.name_scope(self.name, caller=self):
+            with keras_api.name_scope(self):
                 self.build()
-
-
-def _output_spec(features: Features, ids: Any, weights: Any, dtype: str) -> Any:
-    """Checks a symbolic call and returns the KerasTensors of its activations.
-
-    Args:
-      features: The features to look up.
-      ids: In the structure of the features KerasTensors or tensors.
-      weights: None, or the same structure; None for features without weights.
-      dtype: Of the activations.
-
-    Raises:
-      TypeError: If a structure is of the wrong type, ids are not integers, or weights
-        are not floating point.
-      ValueError: If an input's kind or shape does not fit its feature, or weights
-        differ in layout from their ids.
-    """
-    plan, structure = features.plan, features.structure
-    shapes = OutputShapes(plan.features)
-    values = structure.flatten("features", ids)
-    flat_weights = structure.flatten_weights(weights)
-    outputs = []
-    for spec, value, weight in zip(plan.features, values, flat_weights, strict=True):
-        kind = _check_ids(spec.path, value)
-        shape = tuple(value.shape)
-        shapes.check_input(spec.index, shape, ragged=kind is InputKind.RAGGED)
-        if weight is not None:
-            _check_weights(spec.path, weight, kind, shape)
-        rows = spec.config.output_shape
-        if rows is None:
-            rows = from_input(spec.path, spec.config, shape)
-        dim = plan.tables[spec.table].config.dim
-        outputs.append(keras.KerasTensor((*rows, dim), dtype=dtype))
-    return structure.pack(outputs)
-
-
-def _output_shape(features: Features, shapes: Any) -> Any:
-    """Returns the shapes of activations for shapes of inputs, in the same structure.
-
-    Raises:
-      TypeError, ValueError: As `_output_spec`, for structures and shapes.
-    """
-    structure = features.structure
-    leaves = structure.flatten("input_shape", shapes, container_leaves=True)
-    inputs = []
-    for spec, leaf in zip(features.plan.features, leaves, strict=True):
-        try:
-            shape = tuple(tf.TensorShape(leaf).as_list())
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`input_shape` must hold the shape of feature {spec.path}, a tuple "
-                f"of int or None. Received: {leaf!r}."
-            ) from error
-        # An input of rank 2 may be ragged, which can fill more output shapes.
-        inputs.append(keras.KerasTensor(shape, "int64", ragged=len(shape) == 2))
-    outputs = _output_spec(features, structure.pack(inputs), None, "float32")
-    flat = structure.flatten("activations", outputs)
-    return structure.pack([tuple(output.shape) for output in flat])
-
-
-def _check_ids(path: str, value: Any) -> InputKind:
-    kind = _kind(value)
-    if kind is None:
-        raise errors.feature_kind(path, value)
-    name = keras.backend.standardize_dtype(value.dtype)
-    if name not in ("int32", "int64"):
-        raise TypeError(
-            f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
-            f'tensor of {name}. Use `keras.Input(shape, dtype="int64")`, also as the '
-            "first layer of a Sequential, which otherwise assumes float32."
-        )
-    smallest, largest, allowed = _RANKS[kind]
-    if not smallest <= len(value.shape) <= largest:
-        raise errors.input_rank(path, kind.value, len(value.shape), allowed)
-    return kind
-
-
-def _check_weights(path: str, weights: Any, kind: InputKind, shape: Any) -> None:
-    if _kind(weights) is not kind:
-        raise errors.weights_kind(path, _NAMES[kind], weights)
-    name = keras.backend.standardize_dtype(weights.dtype)
-    if not tf.as_dtype(name).is_floating:
-        raise errors.weights_dtype(path, name)
-    if not tf.TensorShape(shape).is_compatible_with(weights.shape):
-        raise errors.weights_shape(path, shape, tuple(weights.shape))
-
-
-def _kind(value: Any) -> InputKind | None:
-    if not isinstance(value, keras.KerasTensor):
-        return kind_of(value)
-    if getattr(value, "ragged", False):
-        return InputKind.RAGGED
-    return InputKind.SPARSE if value.sparse else InputKind.DENSE

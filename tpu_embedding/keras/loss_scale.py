@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras import gradient_hook, keras3
-from tpu_embedding.keras.keras3 import LossScaleOptimizer, Optimizer
+from tpu_embedding.keras import gradient_hook
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.serialization import encode_object
 from tpu_embedding.optimizers.base import check_positive, is_number
 
@@ -23,7 +23,11 @@ def check_loss_scale(value: Any) -> None:
     """
     if is_number(value):
         check_positive("loss_scale", value)
-    elif value is not None and not isinstance(value, Optimizer) and not callable(value):
+    elif (
+        value is not None
+        and not isinstance(value, keras_api.Optimizer)
+        and not callable(value)
+    ):
         raise TypeError(
             "Argument `loss_scale` must be None, a number, a Keras optimizer that "
             "scales the loss, or a callable that returns a number or such an "
@@ -38,7 +42,7 @@ def encode_loss_scale(value: Any) -> Any:
     Raises:
       ValueError: If it is an optimizer, or Keras cannot serialize it.
     """
-    if isinstance(value, Optimizer):
+    if isinstance(value, keras_api.Optimizer):
         raise ValueError(
             "A layer whose `loss_scale` is an optimizer, here "
             f"{type(value).__name__}, cannot be saved or cloned: the copy would follow "
@@ -57,12 +61,15 @@ def check_scale_is_known(loss_scale: Any) -> None:
       ValueError: If the model's optimizer scales the loss and is not `loss_scale`.
     """
     unscaled = loss_scale is None or (is_number(loss_scale) and loss_scale == 1)
-    if not unscaled and not isinstance(loss_scale, Optimizer):
+    if not unscaled and not isinstance(loss_scale, keras_api.Optimizer):
         return
     for model in gradient_hook.models_in_training():
         optimizer = model.optimizer
         factor = getattr(optimizer, "loss_scale_factor", None)
-        scales = isinstance(optimizer, LossScaleOptimizer) or factor not in (None, 1)
+        scales = isinstance(optimizer, keras_api.LossScaleOptimizer) or factor not in (
+            None,
+            1,
+        )
         if scales and optimizer is not loss_scale:
             name = type(optimizer).__name__
             raise loss_scale_missing(f"With the optimizer {name} of the model")
@@ -110,10 +117,10 @@ def unscaled(
 def _current(loss_scale: Any) -> tf.Tensor:
     """The scale of this step, a float32 scalar."""
     value: Any = loss_scale
-    if callable(value) and not isinstance(value, Optimizer):
+    if callable(value) and not isinstance(value, keras_api.Optimizer):
         value = value()
-    if isinstance(value, Optimizer):
-        value = keras3.scale_loss(value, tf.constant(1.0))
+    if isinstance(value, keras_api.Optimizer):
+        value = keras_api.scale_loss(value, tf.constant(1.0))
     try:
         scale = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:

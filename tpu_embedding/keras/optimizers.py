@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import optimizers as rules
-from tpu_embedding.keras import keras3
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.optimizers import takes_step
 
 
@@ -170,7 +170,7 @@ def _held_rate(optimizer: Any) -> Any:
     return optimizer.learning_rate if held is None else held  # None: legacy.
 
 
-@keras3.register
+@keras_api.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizerRate:
     """The current learning rate of a Keras optimizer."""
@@ -195,14 +195,14 @@ class OptimizerRate:
         return tf.convert_to_tensor(held)
 
     def get_config(self) -> dict[str, Any]:
-        return {"optimizer": keras3.serialize_optimizer(self.optimizer)}
+        return {"optimizer": keras_api.serialize_optimizer(self.optimizer)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OptimizerRate:
-        return cls(keras3.deserialize_optimizer(config["optimizer"]))
+        return cls(keras_api.deserialize_optimizer(config["optimizer"]))
 
 
-@keras3.register
+@keras_api.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class BiasCorrectedRate:
     """A learning rate with the bias correction of Adam.
@@ -224,10 +224,10 @@ class BiasCorrectedRate:
         return tf.cast(rate, tf.float32) * correction
 
     def get_config(self) -> dict[str, Any]:
-        rate = keras3.serialize(self.rate)
+        rate = keras_api.serialize(self.rate)
         return {"rate": rate, "beta_1": self.beta_1, "beta_2": self.beta_2}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BiasCorrectedRate:
-        rate = keras3.deserialize(config["rate"])
+        rate = keras_api.deserialize(config["rate"])
         return cls(rate, config["beta_1"], config["beta_2"])

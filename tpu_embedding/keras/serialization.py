@@ -19,7 +19,7 @@ from tpu_embedding.config import (
     TableConfig,
 )
 from tpu_embedding.initializers import RowIdInitializer
-from tpu_embedding.keras import keras3
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.optimizers import is_keras_optimizer
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.nest_utils import flatten_with_paths
@@ -27,7 +27,7 @@ from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 from tpu_embedding.tf_configs import convert_optimizer
 
 # The rate of FrequencyEstimator, whose module does not import Keras.
-keras3.register(updates_so_far)
+keras_api.register(updates_so_far)
 
 
 def encode_features(feature_config: Any, invalid_ids: str | None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def decode_features(config: Mapping[str, Any]) -> Any:
     return _decode_structure(config["features"], tables)
 
 
-@keras3.register
+@keras_api.register
 @dataclasses.dataclass(frozen=True)
 class ServingFeatures:
     """A `serving_config` in the nodes of a functional model, which Keras saves.
@@ -260,8 +260,8 @@ def encode_object(what: str, value: Any) -> Any:
     cause = None
     if getattr(value, "__name__", "") != "<lambda>":
         try:
-            config = keras3.serialize(value)
-            keras3.deserialize(config)
+            config = keras_api.serialize(value)
+            keras_api.deserialize(config)
             return config
         except (TypeError, ValueError, NotImplementedError) as error:
             cause = error
@@ -274,7 +274,7 @@ def encode_object(what: str, value: Any) -> Any:
 
 def decode_object(config: Any) -> Any:
     """Reverses `encode_object`; a tuple comes back as a list."""
-    return keras3.deserialize(config) if isinstance(config, Mapping) else config
+    return keras_api.deserialize(config) if isinstance(config, Mapping) else config
 
 
 def save_state(variables: Mapping[str, Any], store: Any) -> None:

@@ -1,0 +1,125 @@
+"""Files of tf_keras and checkpoints of TensorFlow, TFRS and the Keras 3 layer."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer import models
+from keras_layer.trained import ALL_SLOTS, assert_same_bits, everything, fit, make_model
+from keras_layer.version import keras as tf_keras
+
+import tpu_embedding as te
+from tpu_embedding.keras import TPUEmbedding
+
+# `.h5` is "considered legacy" by tf_keras.
+pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "checkpoints"
+
+
+def assert_goes_on(model: Any, loaded: Any, steps: list[Any]) -> None:
+    """Both have the same bits, now and after more steps."""
+    assert_same_bits(loaded, model)
+    fit(model, steps)
+    fit(loaded, steps)
+    assert_same_bits(loaded, model)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "folder"])
+def test_whole_models(name: str, tmp_path: pathlib.Path, seed: int):
+    steps = models.batches(seed, 3)
+    model = make_model()
+    # SavedModels of tf_keras are without the state of Adam.
+    model.compile("sgd", "mse")
+    fit(model, steps)
+    model.save(tmp_path / name)
+    loaded = tf_keras.models.load_model(tmp_path / name)
+    assert type(models.embedding_of(loaded)) is TPUEmbedding
+    assert_goes_on(model, loaded, steps)
+
+
+@pytest.mark.parametrize("name", ["model.weights.h5", "weights.h5", "checkpoint"])
+def test_weights(name: str, tmp_path: pathlib.Path, seed: int):
+    steps = models.batches(seed, 3)
+    model = make_model()
+    fit(model, steps)
+    model.save_weights(tmp_path / name)
+    loaded = make_model()
+    loaded.load_weights(tmp_path / name)
+    assert_same_bits(loaded, model)
+
+
+def test_exports_hold_tensorflows_ops_only(tmp_path: pathlib.Path, seed: int):
+    ((features, _),) = models.batches(seed, 1)
+    del features["liked"]  # `export` takes no sparse input.
+    layer = TPUEmbedding({k: models.feature_config()[k] for k in features}, "sgd")
+    inputs = {name: models.inputs()[name] for name in features}
+    outputs = layer(inputs)
+    model = tf_keras.Model(inputs, outputs["seen"])
+    model.export(tmp_path / "export")
+    tf.saved_model.save(model, tmp_path / "model")
+    served = tf.saved_model.load(tmp_path / "model").signatures["serving_default"]
+    assert served.structured_outputs
+    for name in ("model", "export"):
+        graph = (tmp_path / name / "saved_model.pb").read_bytes()
+        assert b"ResourceGather" in graph
+        assert b"TpuEmbedding" not in graph.replace(b"TPUEmbedding", b"")
+
+
+def test_checkpoints(tmp_path: pathlib.Path, seed: int):
+    steps = models.batches(seed, 3)
+    model = make_model()
+    fit(model, steps)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(
+        tmp_path / "checkpoint"
+    )
+    names = {
+        key.split("/", 1)[1].removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").split("/")[-1]
+        for key, _ in tf.train.list_variables(path)
+        if key.startswith("model/layer_with_weights-0/")
+    }
+    assert names == {name.replace("%2F", ".S") for name in ALL_SLOTS}
+    loaded = make_model()
+    status = tf.train.Checkpoint(model=loaded, optimizer=loaded.optimizer).restore(path)
+    loaded.optimizer.build(loaded.trainable_variables)
+    status.assert_consumed()
+    assert_goes_on(model, loaded, steps)
+
+
+def test_tables_of_tpu_embedding_and_of_the_layer_fit(tmp_path: pathlib.Path):
+    tables = models.table_configs()
+    core = te.TPUEmbedding(models.feature_config(tables), te.Adagrad(0.1))
+    core.build()
+    core.embedding_tables[tables["films"]].assign(tf.fill([11, 3], 7.0))
+    path = tf.train.Checkpoint(layer=core).save(tmp_path / "checkpoint")
+    layer = TPUEmbedding(models.feature_config(tables), te.Adagrad(0.1))
+    status = tf.train.Checkpoint(layer=layer).restore(path)
+    assert layer.embedding_tables[tables["films"]].numpy()[10, 2] == 7.0
+    status.assert_existing_objects_matched()
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "folder"])
+def test_a_serving_config_is_saved(name: str, tmp_path: pathlib.Path):
+    films = te.TableConfig(8, 2, initializer=te.RowIdInitializer(), name="films")
+    layer = TPUEmbedding({"f": te.FeatureConfig(films)}, "sgd", name="embedding")
+    inputs = {"other": tf_keras.Input((), dtype="int64", name="other")}
+    config = {"other": te.FeatureConfig(films)}
+    model = tf_keras.Model(inputs, layer(inputs, serving_config=config)["other"])
+    model.save(tmp_path / name)
+    loaded = tf_keras.models.load_model(tmp_path / name)
+    ids = {"other": tf.constant([3, 5], tf.int64)}
+    np.testing.assert_array_equal(loaded(ids), [[3.0, 3.0], [5.0, 5.0]])
+
+
+def test_clones_are_new_models_of_the_same_kind():
+    model = make_model()
+    clone = tf_keras.models.clone_model(model)
+    before = everything(model)
+    assert everything(clone).keys() == before.keys()
+    for variable in clone.variables:
+        variable.assign(tf.ones_like(variable))
+    assert_same_bits(model, before)

@@ -1,0 +1,36 @@
+"""The version of Keras that the layer is for: whichever `tf.keras` is.
+
+`tf.keras` is Keras 3, unless the environment variable TF_USE_LEGACY_KERAS is "1" when
+it is first used; then it is tf_keras, which TFRS and older programs need. `keras_api`
+is the module for that version. Both modules have the same names.
+"""
+
+from __future__ import annotations
+
+import os
+import typing
+
+import tensorflow as tf
+
+
+def _is_tf_keras() -> bool:
+    try:
+        layer = typing.cast(typing.Any, tf).keras.layers.Layer
+    except ImportError as error:
+        if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "true", "True"):
+            return False  # Importing Keras 3 says what is wrong.
+        raise ImportError(
+            "TF_USE_LEGACY_KERAS is set, and tf_keras cannot be imported. Install "
+            "tf_keras of the version of TensorFlow, as the extra of "
+            "`pip install 'tpu_embedding[tf_keras]'` does, or unset the variable to "
+            "use Keras 3."
+        ) from error
+    return layer.__module__.partition(".")[0] == "tf_keras"
+
+
+if typing.TYPE_CHECKING or not _is_tf_keras():
+    from tpu_embedding.keras import keras3 as keras_api
+else:
+    from tpu_embedding.keras import keras2 as keras_api
+
+__all__ = ["keras_api"]

@@ -1,0 +1,126 @@
+"""Checks the inputs of calls in which Keras has no values yet, but kinds and shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding import errors
+from tpu_embedding.inputs import InputKind, kind_of
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape, from_input
+from tpu_embedding.layout.plan import Plan
+
+PLACEHOLDER = "virtual"  # The name of the placeholder variable in files.
+
+# The smallest and largest rank of each kind of input.
+_RANKS: dict[InputKind, tuple[int, float, str]] = {
+    InputKind.DENSE: (1, math.inf, ">= 1"),
+    InputKind.SPARSE: (2, math.inf, ">= 2"),
+    InputKind.RAGGED: (2, 2, "2"),
+}
+_NAMES = {
+    InputKind.DENSE: "dense keras.Input",
+    InputKind.SPARSE: "keras.Input with sparse=True",
+    InputKind.RAGGED: "keras.Input with ragged=True",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Symbol:
+    """What is known about ids or weights.
+
+    Attributes:
+      kind: Their kind, or None if they are not a tensor.
+      shape: Their static shape; None for an unknown axis.
+      dtype: The name of their dtype.
+      value: The object, for errors.
+    """
+
+    kind: InputKind | None
+    shape: tuple[int | None, ...]
+    dtype: str
+    value: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> Symbol:
+        """Describes a tensor, or anything else."""
+        kind = kind_of(value)
+        if kind is None:
+            return cls(None, (), "", value)
+        return cls(kind, tuple(value.shape), value.dtype.name, value)
+
+
+def output_shapes(
+    plan: Plan, ids: Sequence[Symbol], weights: Sequence[Symbol | None]
+) -> list[Shape]:
+    """Returns the shape of the activations of each feature.
+
+    Args:
+      plan: The features to look up.
+      ids: Of each feature.
+      weights: Of each feature, or None.
+
+    Raises:
+      TypeError: If ids are not integers, or weights are not floating point.
+      ValueError: If an input's kind or shape does not fit its feature, or weights
+        differ in layout from their ids.
+    """
+    shapes = OutputShapes(plan.features)
+    found = []
+    for spec, symbol, weight in zip(plan.features, ids, weights, strict=True):
+        kind = _check_ids(spec.path, symbol)
+        shape = symbol.shape
+        shapes.check_input(spec.index, shape, ragged=kind is InputKind.RAGGED)
+        if weight is not None:
+            _check_weights(spec.path, weight, kind, shape)
+        rows = spec.config.output_shape
+        if rows is None:
+            rows = from_input(spec.path, spec.config, shape)
+        found.append((*rows, plan.tables[spec.table].config.dim))
+    return found
+
+
+def from_shape(path: str, shape: Any) -> Symbol:
+    """Describes the ids of a feature of which only the shape is known.
+
+    Raises:
+      ValueError: If it is not a shape.
+    """
+    try:
+        sizes = tuple(tf.TensorShape(shape).as_list())
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`input_shape` must hold the shape of feature {path}, a tuple "
+            f"of int or None. Received: {shape!r}."
+        ) from error
+    # An input of rank 2 may be ragged, which can fill more output shapes.
+    kind = InputKind.RAGGED if len(sizes) == 2 else InputKind.DENSE
+    return Symbol(kind, sizes, "int64")
+
+
+def _check_ids(path: str, ids: Symbol) -> InputKind:
+    if ids.kind is None:
+        raise errors.feature_kind(path, ids.value)
+    if ids.dtype not in ("int32", "int64"):
+        raise TypeError(
+            f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
+            f'tensor of {ids.dtype}. Use `keras.Input(shape, dtype="int64")`, also as '
+            "the first layer of a Sequential, which otherwise assumes float32."
+        )
+    smallest, largest, allowed = _RANKS[ids.kind]
+    if not smallest <= len(ids.shape) <= largest:
+        raise errors.input_rank(path, ids.kind.value, len(ids.shape), allowed)
+    return ids.kind
+
+
+def _check_weights(path: str, weights: Symbol, kind: InputKind, shape: Any) -> None:
+    if weights.kind is not kind:
+        raise errors.weights_kind(path, _NAMES[kind], weights.value)
+    if not tf.as_dtype(weights.dtype).is_floating:
+        raise errors.weights_dtype(path, weights.dtype)
+    if not tf.TensorShape(shape).is_compatible_with(weights.shape):
+        raise errors.weights_shape(path, shape, weights.shape)
