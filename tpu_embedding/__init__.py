@@ -22,6 +22,7 @@ from tpu_embedding.embedding_v2 import TPUEmbeddingV2
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.optimizers import *  # noqa: F403 - their `__all__` is public.
+from tpu_embedding.parameter_server import ClusterCoordinator
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
 
@@ -38,6 +39,7 @@ _PACKAGES = [
 ]
 
 __all__ = [
+    "ClusterCoordinator",
     "CustomCombiner",
     "FeatureConfig",
     "PartitionedCsrFormatTensor",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tpu_embedding import parameter_server
 from tpu_embedding.checkpoint import command_line as checkpoint
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
@@ -23,9 +24,14 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "inspect and convert checkpoints",
         checkpoint.add_arguments,
     ),
+    (
+        "server",
+        "run the parameter server or worker that TF_CONFIG names",
+        lambda parser: parser.set_defaults(run=lambda _: parameter_server.serve()),
+    ),
 )
 # Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.
-_EXPECTED = (ValueError, TypeError, KeyError, NotImplementedError)
+_EXPECTED = (ValueError, TypeError, KeyError, NotImplementedError, RuntimeError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

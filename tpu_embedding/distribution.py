@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.tpu import tpu_replication
 
-from tpu_embedding import errors, tpu_generations
+from tpu_embedding import errors, parameter_server, tpu_generations
 from tpu_embedding.ops import library
 
 Result = TypeVar("Result")
@@ -37,7 +37,6 @@ _TPU_STRATEGIES: tuple[Any, ...] = (
 )
 _UNSUPPORTED: dict[str, Any] = {
     "MultiWorkerMirroredStrategy": tf.distribute.MultiWorkerMirroredStrategy,
-    "ParameterServerStrategy": tf.distribute.ParameterServerStrategy,
 }
 
 
@@ -115,12 +114,14 @@ class Topology:
     """One embedding's place in the world.
 
     Attributes:
-      engine: "host", "portable", "sparse_core", "tpu_v2_v4", or "none" for a TPU that
-        has no hardware for embeddings and for tables that need none.
+      engine: "host", "portable", "parameter_server", "sparse_core", "tpu_v2_v4", or
+        "none" for a TPU that has no hardware for embeddings and for tables that need
+        none.
       num_replicas: Replicas that share the tables, R.
       device: Where the tables live, or for TPUs the first host.
       tpu: The TPUs, or None.
       is_distributed: Whether there is a strategy, whose values may be distributed.
+      servers: The devices of the parameter servers, if tables are there.
     """
 
     strategy: tf.distribute.Strategy
@@ -129,6 +130,7 @@ class Topology:
     device: str
     tpu: TPUSystem | None = None
     is_distributed: bool = True
+    servers: tuple[str, ...] = ()
 
     def replica(self) -> int | None:
         """The replica that is being traced or run, or None outside of replicas.
@@ -341,6 +343,8 @@ def current() -> Topology:
             )
     if is_tpu():
         return _of_tpu(strategy)
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return _of_parameter_servers(strategy)
     return _without_tpu(strategy, _choose_engine)
 
 
@@ -368,6 +372,32 @@ def _without_tpu(
         num_replicas=strategy.num_replicas_in_sync,
         device=device,
         is_distributed=tf.distribute.has_strategy(),
+    )
+
+
+def _of_parameter_servers(strategy: Any) -> Topology:
+    _check_asked(("host",))
+    library.load()
+    if strategy.num_replicas_in_sync > 1:
+        raise NotImplementedError(
+            "Under ParameterServerStrategy a worker must be one replica. Received: "
+            f"{strategy.num_replicas_in_sync} replicas, one for each GPU of a worker. "
+            "Start a worker for each GPU."
+        )
+    coordinator = parameter_server.ClusterCoordinator(strategy)
+    assert isinstance(coordinator, parameter_server.ClusterCoordinator), coordinator
+    # No public property has the number of servers.
+    servers = [
+        f"/job:ps/replica:0/task:{task}/device:CPU:0"
+        for task in range(strategy.extended._num_ps)
+    ]
+    return Topology(
+        strategy=strategy,
+        engine="parameter_server",
+        num_replicas=1,
+        device=servers[0],
+        servers=tuple(servers),
+        is_distributed=False,
     )
 
 

@@ -11,6 +11,7 @@ from tpu_embedding.engines.base import (
     TableArrays,
 )
 from tpu_embedding.engines.host import HostEngine
+from tpu_embedding.engines.parameter_server import ParameterServerEngine
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
@@ -20,7 +21,13 @@ __all__ = ["Engine", "EngineOptions", "Prepared", "StepQueue", "TableArrays", "c
 
 _ENGINES: dict[str, type[Engine]] = {
     engine.name: engine
-    for engine in (HostEngine, PortableEngine, SparseCoreEngine, TPUV2V4Engine)
+    for engine in (
+        HostEngine,
+        PortableEngine,
+        ParameterServerEngine,
+        SparseCoreEngine,
+        TPUV2V4Engine,
+    )
 }
 
 

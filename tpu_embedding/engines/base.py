@@ -227,6 +227,11 @@ class Engine(abc.ABC):
         self._plan = options.plan
         self._device = options.topology.device
 
+    @property
+    def device(self) -> str:
+        """Where the tables live, or for TPUs the first host."""
+        return self._device
+
     @classmethod
     def refuse(cls, public_class: str) -> None:
         """Refuses a public class that this engine cannot serve.

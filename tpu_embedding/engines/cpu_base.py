@@ -35,14 +35,20 @@ class WholeTablesEngine(Engine):
 
     table_dtypes = DTYPES
 
-    def __init__(self, options: EngineOptions) -> None:
-        """Makes the variables; see `Engine`."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        variables: Sequence[TableVariables] | None = None,
+    ) -> None:
+        """Makes the variables, unless they are given; see `Engine`."""
         super().__init__(options)
         self._pipelined = options.pipelined
         self._num_replicas = options.topology.num_replicas
         self._stacks = StackedBatches(options.plan, options.layout)
-        self._variables: list[TableVariables] = create_variables(
-            options.plan, self._device
+        self._variables = (
+            create_variables(options.plan, self._device)
+            if variables is None
+            else list(variables)
         )
         self._rates = Rates(
             options.plan, lambda: create_counter("updates", self._device)

@@ -112,7 +112,7 @@ def full_variables(engine: Engine) -> dict[str, Any]:
     updates: Any = engine.updates()
     if updates is not None:
         copies = getattr(updates, "values", None)  # One for each replica, all equal.
-        found[UPDATES] = updates if copies is None else _counter(copies)
+        found[UPDATES] = updates if copies is None else copied_counter(copies)
     return found
 
 
@@ -129,15 +129,33 @@ def _variable(engine: Engine, name: str, rows: MutableRows) -> LogicalVariable:
     return LogicalVariable(name, rows.shape, rows.dtype, read, write)
 
 
-def _counter(copies: Sequence[Any]) -> LogicalVariable:
-    def write(value: np.ndarray) -> None:
-        for copy in copies:
+def copied_counter(copies: Sequence[Any]) -> LogicalVariable:
+    """The number of updates, of which there are several copies."""
+    return _CopiedCounter(copies)
+
+
+class _CopiedCounter(LogicalVariable):
+    """Variables that are assigned and restored together; the first one is read."""
+
+    def __init__(self, copies: Sequence[Any]) -> None:
+        self._copies = copies
+        super().__init__(
+            UPDATES,
+            (),
+            np.dtype(np.int64),
+            lambda: np.asarray(copies[0].numpy()),
+            self._write,
+        )
+
+    def _write(self, value: Any) -> None:
+        for copy in self._copies:
             copy.assign(value)
 
-    def read() -> np.ndarray:
-        return np.asarray(copies[0].numpy())
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {_KEY: self._copies[0].read_value()}
 
-    return LogicalVariable(UPDATES, (), np.dtype(np.int64), read, write)
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        self._write(restored_tensors[_KEY])
 
 
 @dataclasses.dataclass(frozen=True)

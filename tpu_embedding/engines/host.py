@@ -16,7 +16,8 @@ from tpu_embedding.engines.base import (
     Prepared,
     StepQueue,
 )
-from tpu_embedding.engines.cpu_base import WholeTablesEngine
+from tpu_embedding.engines.cpu_base import StackedBatches, WholeTablesEngine
+from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
@@ -25,16 +26,126 @@ from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
 
 
+class HostBatches:
+    """Batches of a plan in the form of the kernels, and as plain tensors: no state."""
+
+    def __init__(self, options: EngineOptions, device: str | None) -> None:
+        """Writes the plan as the kernels read it.
+
+        Args:
+          options: Those of the engine.
+          device: Where batches are prepared; None: where each call is.
+        """
+        self.ops = library.load()
+        self.plan_record = _plan_record(options)
+        self._device = device
+        self._plan = options.plan
+        self._output_shapes = options.output_shapes
+        self._stacks = StackedBatches(options.plan, options.layout)
+        self._call_records: dict[Any, bytes] = {}
+
+    def prepare(self, batch: Sequence[IdBatch], *, training: bool) -> tf.Tensor:
+        """The batch as the kernels take it: a variant of this device and process."""
+        weights = [b.weights for b in batch if b.weights is not None]
+        structures = [b.weight_structure for b in batch]
+        with tf.device(self._device):
+            return self.ops.tpu_embedding_prepare(
+                ids=[b.ids for b in batch],
+                structures=[b.structure for b in batch],
+                shapes=[b.shape for b in batch],
+                weights=weights,
+                weight_structures=[s for s in structures if s is not None],
+                plan=self.plan_record,
+                call=self._call_record(batch, training),
+            )
+
+    def to_tensors(self, batch: tf.Tensor) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`, of what `prepare` returned."""
+        with tf.device(self._device):
+            result = self.ops.tpu_embedding_to_stacks(
+                batch=batch,
+                num_stacks=len(self._stacks.layout.stacks),
+                num_features=len(self._plan.features),
+            )
+            columns = (
+                result.row_pointers,
+                result.sample_ids,
+                result.token_ids,
+                result.gains,
+            )
+            stacks = list(zip(*columns, strict=True))
+            return self._stacks.pack(stacks, result.output_shapes)
+
+    def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
+        """See `Engine.from_tensors`: errors in values are raised by what takes it."""
+        stacks = [features.tables[s.name] for s in self._stacks.layout.stacks]
+        with tf.device(self._device):
+            shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
+            training = not shapes  # Of an update the samples are known.
+            if training:
+                counts = self._stacks.samples(features.tables)
+                shapes = [count[tf.newaxis] for count in counts]
+            return self.ops.tpu_embedding_from_stacks(
+                row_pointers=[tf.cast(s.row_pointers, tf.int32) for s in stacks],
+                token_ids=[tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
+                gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
+                shapes=shapes,
+                plan=self.plan_record,
+                training=training,
+            )
+
+    def activation_shapes(self, shapes: Sequence[Shape] | None) -> list[tf.TensorShape]:
+        """For each feature what is known of its activations; see `Engine.lookup`."""
+        known = self._output_shapes.activations(shapes)
+        return [
+            tf.TensorShape((*shape, dim))
+            for shape, dim in zip(known, self._plan.dims, strict=True)
+        ]
+
+    def _call_record(self, batch: Sequence[IdBatch], training: bool) -> bytes:
+        """What the kernel must know of this call; equal calls share one record."""
+        declared = self._output_shapes.all_declared()
+        key = (
+            training,
+            declared,
+            tuple(
+                (b.kind, b.weights is None, b.weight_structure is None) for b in batch
+            ),
+        )
+        found = self._call_records.get(key)
+        if found is None:
+            shapes: list[Any] = [d.shape if d else None for d in declared]
+            found = self._call_records[key] = records.serialize(
+                training=training,
+                kinds=[b.kind.value for b in batch],
+                has_weights=[b.weights is not None for b in batch],
+                has_weight_structure=[b.weight_structure is not None for b in batch],
+                declared_shapes=[tf.TensorShape(shape) for shape in shapes],
+                declared_sources=[d.source if d else "" for d in declared],
+            )
+        return found
+
+
 class HostEngine(WholeTablesEngine):
     """One op per step and direction for all tables (see docs/architecture.md)."""
 
     name = "host"
     for_custom = "portable"
 
-    def __init__(self, options: EngineOptions) -> None:
-        """Makes the tables and the step queue; see `Engine`."""
-        super().__init__(options)
-        self._ops = library.load()
+    def __init__(
+        self,
+        options: EngineOptions,
+        variables: Sequence[TableVariables] | None = None,
+    ) -> None:
+        """Makes the step queue, and the tables unless they are given.
+
+        Args:
+          options: See `Engine`.
+          variables: The tables and slots, if they exist already.
+        """
+        super().__init__(options, variables)
+        self.batches = HostBatches(options, self._device)
+        self._ops = self.batches.ops
         self._table_handles = [table.parameters.handle for table in self._variables]
         self._slot_handles = [
             slot.handle for table in self._variables for slot in table.slots.values()
@@ -42,11 +153,9 @@ class HostEngine(WholeTablesEngine):
         self._is_trained = all(table.optimizer for table in self._plan.tables)
         updates = self._rates.updates
         self._counters = [] if updates is None else [updates.handle]
-        self._plan_record = _plan_record(options)
-        self._call_records: dict[Any, bytes] = {}
         with tf.device(self._device):
             self._handle = self._ops.tpu_embedding_step_queue(
-                plan=self._plan_record, num_slots=len(self._slot_handles)
+                plan=self.batches.plan_record, num_slots=len(self._slot_handles)
             )
         self._queue = HostQueue(self)
 
@@ -56,20 +165,7 @@ class HostEngine(WholeTablesEngine):
         """See `Engine.prepare`: errors in values are raised by what takes it."""
         if device is not None:
             raise errors.enqueue_device(device)
-        weights = [b.weights for b in batch if b.weights is not None]
-        structures = [b.weight_structure for b in batch]
-        with tf.device(self._device):
-            return Prepared(
-                self._ops.tpu_embedding_prepare(
-                    ids=[b.ids for b in batch],
-                    structures=[b.structure for b in batch],
-                    shapes=[b.shape for b in batch],
-                    weights=weights,
-                    weight_structures=[s for s in structures if s is not None],
-                    plan=self._plan_record,
-                    call=self._call_record(batch, training),
-                )
-            )
+        return Prepared(self.batches.prepare(batch, training=training))
 
     def lookup(
         self,
@@ -92,49 +188,55 @@ class HostEngine(WholeTablesEngine):
         replica: int,
     ) -> None:
         """See `Engine.update`."""
+        with tf.device(self._device):
+            self._apply(self.hand_in(looked_up, gradients, replica))
+
+    def hand_in(
+        self,
+        looked_up: Prepared,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        push: tf.Tensor | None = None,
+        check_only: bool = False,
+    ) -> tf.Tensor:
+        """Hands in the gradients of one lookup without applying due updates.
+
+        Args:
+          looked_up: See `update`.
+          gradients: See `update`.
+          replica: See `update`.
+          push: What tells this push from others, to apply it once; see PushLedger.
+          check_only: Raise the errors of this call, and change nothing.
+
+        Returns:
+          bool scalar, whether updates are due.
+        """
         if looked_up.tensors is not None:
             gradients = self._by_sample(gradients)
         with tf.device(self._device):
-            apply_now = self._hand_in([looked_up.value], gradients, replica)
+            return self._hand_in(
+                [looked_up.value],
+                gradients,
+                replica,
+                pushes=[] if push is None else [push],
+                check_only=check_only,
+            )
+
+    def apply_due(self, apply_now: tf.Tensor) -> None:
+        """Applies the updates that are due, where `apply_now` holds."""
+        with tf.device(self._device):
             self._apply(apply_now)
 
     def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
         """See `Engine.to_tensors`."""
         if prepared.tensors is not None:
             return prepared.tensors
-        with tf.device(self._device):
-            result = self._ops.tpu_embedding_to_stacks(
-                batch=prepared.value,
-                num_stacks=len(self._stacks.layout.stacks),
-                num_features=len(self._plan.features),
-            )
-            columns = (
-                result.row_pointers,
-                result.sample_ids,
-                result.token_ids,
-                result.gains,
-            )
-            stacks = list(zip(*columns, strict=True))
-            return self._stacks.pack(stacks, result.output_shapes)
+        return self.batches.to_tensors(prepared.value)
 
     def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
         """See `Engine.from_tensors`: errors in values are raised by what takes it."""
-        stacks = [features.tables[s.name] for s in self._stacks.layout.stacks]
-        with tf.device(self._device):
-            shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
-            training = not shapes  # Of an update the samples are known.
-            if training:
-                counts = self._stacks.samples(features.tables)
-                shapes = [count[tf.newaxis] for count in counts]
-            batch = self._ops.tpu_embedding_from_stacks(
-                row_pointers=[tf.cast(s.row_pointers, tf.int32) for s in stacks],
-                token_ids=[tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
-                gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
-                shapes=shapes,
-                plan=self._plan_record,
-                training=training,
-            )
-        return Prepared(batch, features)
+        return Prepared(self.batches.from_tensors(features), features)
 
     def queue(self) -> StepQueue:
         """See `Engine.queue`."""
@@ -143,8 +245,12 @@ class HostEngine(WholeTablesEngine):
     def flush(self) -> None:
         """See `Engine.flush`."""
         if self._pipelined:
-            with tf.device(self._device):
-                self._apply(self._ops.tpu_embedding_flush(queue=self._handle))
+            self.apply_all()
+
+    def apply_all(self) -> None:
+        """Applies every complete update, pending or due."""
+        with tf.device(self._device):
+            self._apply(self._ops.tpu_embedding_flush(queue=self._handle))
 
     def reset(self) -> None:
         """See `Engine.reset`."""
@@ -158,17 +264,13 @@ class HostEngine(WholeTablesEngine):
         shapes: Sequence[Shape] | None,
     ) -> Any:
         """Looks up one batch, or if there is none the next one in the queue."""
-        known = self._options.output_shapes.activations(shapes)
         return self._ops.tpu_embedding_lookup(
             queue=self._handle,
             batches=batches,
             tables=self._table_handles,
             runs=self._runs() if self._num_replicas > 1 else [],
             num_features=len(self._plan.features),
-            output_shapes=[
-                tf.TensorShape((*shape, dim))
-                for shape, dim in zip(known, self._plan.dims, strict=True)
-            ],
+            output_shapes=self.batches.activation_shapes(shapes),
             replica=replica,
         )
 
@@ -177,6 +279,9 @@ class HostEngine(WholeTablesEngine):
         batches: Sequence[tf.Tensor],
         gradients: Sequence[tf.Tensor | None],
         replica: int,
+        *,
+        pushes: Sequence[tf.Tensor] = (),
+        check_only: bool = False,
     ) -> tf.Tensor:
         """Hands in the gradients of one batch, or if there is none of the owed one.
 
@@ -186,7 +291,7 @@ class HostEngine(WholeTablesEngine):
           bool scalar, whether updates are due.
         """
         # Replicas act in ascending order: the last one completes the update.
-        is_last = replica == self._num_replicas - 1
+        is_last = replica == self._num_replicas - 1 and not check_only
         rates = self._rates.evaluate() if is_last else tf.zeros([self._rates.size])
         return self._ops.tpu_embedding_update(
             queue=self._handle,
@@ -194,8 +299,10 @@ class HostEngine(WholeTablesEngine):
             gradients=[g for g in gradients if g is not None],
             rates=rates,
             counters=self._counters,
+            pushes=pushes,
             has_gradient=[g is not None for g in gradients],
             replica=replica,
+            check_only=check_only,
         )
 
     def _apply(self, apply_now: tf.Tensor) -> None:
@@ -210,32 +317,9 @@ class HostEngine(WholeTablesEngine):
         )
 
     def _runs(self) -> list[tf.Tensor]:
-        """What tells this strategy.run from others; kernels in graphs know it."""
+        """What tells this run of strategy.run from others; in graphs kernels know."""
         run = self._options.topology.run_number()
         return [] if run is None else [tf.constant(run, tf.int64)]
-
-    def _call_record(self, batch: Sequence[IdBatch], training: bool) -> bytes:
-        """What the kernel must know of this call; equal calls share one record."""
-        declared = self._options.output_shapes.all_declared()
-        key = (
-            training,
-            declared,
-            tuple(
-                (b.kind, b.weights is None, b.weight_structure is None) for b in batch
-            ),
-        )
-        found = self._call_records.get(key)
-        if found is None:
-            shapes: list[Any] = [d.shape if d else None for d in declared]
-            found = self._call_records[key] = records.serialize(
-                training=training,
-                kinds=[b.kind.value for b in batch],
-                has_weights=[b.weights is not None for b in batch],
-                has_weight_structure=[b.weight_structure is not None for b in batch],
-                declared_shapes=[tf.TensorShape(shape) for shape in shapes],
-                declared_sources=[d.source if d else "" for d in declared],
-            )
-        return found
 
 
 class HostQueue(StepQueue):

@@ -7,7 +7,7 @@ import inspect
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,20 +100,34 @@ def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, Mutab
     return rows
 
 
-def create_variables(plan: Plan, device: str) -> list[TableVariables]:
-    """Makes the tables and slots of a plan, each one variable on `device`.
+def create_variables(plan: Plan, device: str | Sequence[str]) -> list[TableVariables]:
+    """Makes the tables and slots of a plan, each one variable.
 
     All tables come before all slots: the random numbers of a table take its size
     once more while they are made, and the slots then fill that memory.
+
+    Args:
+      plan: The tables.
+      device: Where they are to be: one device for all, or one for each table.
     """
-    if tf.DeviceSpec.from_string(device).device_type in (None, "CPU"):
+    devices = [device] * len(plan.tables) if isinstance(device, str) else device
+    if all(_is_here(place) for place in devices):
         require_memory(_sizes(plan))
-    with tf.device(device):
-        tables = [_create_parameters(spec) for spec in plan.tables]
-        return [
-            TableVariables(parameters, _create_slots(spec, parameters))
-            for spec, parameters in zip(plan.tables, tables, strict=True)
-        ]
+    tables = []
+    for spec, place in zip(plan.tables, devices, strict=True):
+        with tf.device(place):
+            tables.append(_create_parameters(spec))
+    found = []
+    for spec, place, parameters in zip(plan.tables, devices, tables, strict=True):
+        with tf.device(place):
+            found.append(TableVariables(parameters, _create_slots(spec, parameters)))
+    return found
+
+
+def _is_here(device: str) -> bool:
+    """Whether a device is in the memory of this machine."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type in (None, "CPU") and spec.job in (None, "localhost")
 
 
 def _sizes(plan: Plan) -> dict[str, int]:

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/push_ledger.h"
 #include "core/step_queue.h"
 #include "kernels/batch_variant.h"
 #include "kernels/huge_pages.h"
@@ -43,6 +44,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
 
   const SharedPlan plan;
   BatchQueue queue;
+  PushLedger pushes;     // on a parameter server
   HugePages huge_pages;  // under the tables, then the slots
 };
 

@@ -13,6 +13,7 @@
 
 #include "core/pieces.h"
 #include "core/prepared_batch.h"
+#include "core/push_ledger.h"
 #include "core/rules.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
@@ -36,12 +37,15 @@ REGISTER_OP("TpuEmbeddingUpdate")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
     .Input("counters: num_counters * resource")
+    .Input("pushes: num_pushes * int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_counters: int >= 0")
+    .Attr("num_pushes: int >= 0")
     .Attr("has_gradient: list(bool)")
     .Attr("replica: int")
+    .Attr("check_only: bool")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
@@ -54,8 +58,11 @@ gradients: of the activations, for the features that have one.
 rates: [num_tables], the learning rates from the last replica, zeros from the
   others.
 counters: none, or the number of updates, which grows when one is complete.
+pushes: none, or what TpuEmbeddingCurrentPush gave, if `batches` has one. A push
+  that was taken before is dropped: nothing changes, and it is not counted.
 apply_now: whether updates are due.
 has_gradient: by feature; one without counts as zeros.
+check_only: checks batch and gradients, and changes nothing.
 )doc");
 
 REGISTER_OP("TpuEmbeddingApplyUpdate")
@@ -78,6 +85,7 @@ class UpdateOp : public tensorflow::OpKernel {
   explicit UpdateOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
     OP_REQUIRES_OK(context, context->GetAttr("has_gradient", &has_gradient_));
+    OP_REQUIRES_OK(context, context->GetAttr("check_only", &check_only_));
     int64_t given = 0;
     OP_REQUIRES_OK(context, context->GetAttr("num_gradients", &given));
     OP_REQUIRES_OK(context, CheckLength("gradients", given,
@@ -95,15 +103,18 @@ class UpdateOp : public tensorflow::OpKernel {
     const auto count = [&] {
       return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
     };
-    OpInputList batches;
+    OpInputList batches, pushes;
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
+    OP_REQUIRES_OK(context, context->input_list("pushes", &pushes));
+    std::optional<Push> push;
+    OP_REQUIRES_OK(context, ReadPush(pushes, &push));
     bool apply_now = false;
     OP_REQUIRES_OK(
         context,
         batches.size() == 0
             ? Deposit(resource.get(), std::move(gradients), count, &apply_now)
-            : Submit(resource.get(), batches[0], std::move(gradients), count,
-                     &apply_now));
+            : Submit(resource.get(), batches[0], std::move(gradients), push,
+                     count, &apply_now));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
     output->scalar<bool>()() = apply_now;
@@ -126,6 +137,7 @@ class UpdateOp : public tensorflow::OpKernel {
   // The gradients of a batch past the queue.
   absl::Status Submit(StepQueueResource* resource, const Tensor& tensor,
                       ReplicaGradients gradients,
+                      const std::optional<Push>& push,
                       const BatchQueue::Count& count, bool* apply_now) const {
     const BatchVariant* variant = nullptr;
     TF_RETURN_IF_ERROR(Unwrap(tensor, resource->plan.get(), &variant));
@@ -135,6 +147,7 @@ class UpdateOp : public tensorflow::OpKernel {
     }
     if (!status.ok()) resource->queue.FailLookup();
     TF_RETURN_IF_ERROR(status);
+    if (check_only_) return absl::OkStatus();
     if (variant->used && variant->used->exchange(true)) {
       return absl::FailedPreconditionError(
           "The gradients of this lookup were applied already; each lookup "
@@ -142,11 +155,30 @@ class UpdateOp : public tensorflow::OpKernel {
           "them once. Call the layer again, or take all gradients with one "
           "tape.gradient call.");
     }
+    const auto submit = [&] {
+      return resource->queue.Submit(replica_, variant->batch,
+                                    std::move(gradients), variant->epoch, count,
+                                    apply_now);
+    };
+    // The number is noted together with the update, which from then on is the
+    // queue's: it does not depend on the worker any more.
+    bool repeated = false;
     status = FailedPrecondition(
-        resource->queue.Submit(replica_, variant->batch, std::move(gradients),
-                               variant->epoch, count, apply_now));
+        push ? resource->pushes.Admit(*push, submit, &repeated) : submit());
     if (!status.ok() && variant->used) variant->used->store(false);
     return status;
+  }
+
+  static absl::Status ReadPush(const OpInputList& pushes,
+                               std::optional<Push>* push) {
+    if (pushes.size() == 0 || pushes[0].NumElements() == 0) {
+      return absl::OkStatus();
+    }
+    TF_RETURN_IF_ERROR(CheckLength("pushes", pushes.size(), 1));
+    TF_RETURN_IF_ERROR(CheckLength("push", pushes[0].NumElements(), 3));
+    const auto values = pushes[0].flat<int64_t>();
+    *push = Push{values(0), values(1), values(2)};
+    return absl::OkStatus();
   }
 
   absl::Status Read(OpKernelContext* context, const Plan& plan,
@@ -206,6 +238,7 @@ class UpdateOp : public tensorflow::OpKernel {
   }
 
   std::vector<bool> has_gradient_;
+  bool check_only_ = false;
   int replica_ = 0;
 };
 

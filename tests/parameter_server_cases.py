@@ -1,0 +1,367 @@
+"""The cases of test_parameter_servers.py, which need an eager context of their own.
+
+Two parameter servers, two workers and the coordinator live in this process; each case
+is a function without arguments. Prints for each case "" or its traceback, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding.engines.parameter_server import place_tables
+from tpu_embedding.ops import library
+
+V, D, B, H = 50, 8, 16, 3
+FEATURES = "abcd"
+START = np.random.default_rng(0).standard_normal((4, V, D)).astype(np.float32)
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: te.SGD(0.1),
+    "Adagrad": lambda: te.Adagrad(0.1),
+    "RowwiseAdagrad": lambda: te.RowwiseAdagrad(0.1),
+    "FTRL": lambda: te.FTRL(0.1, l1_regularization_strength=0.01),
+    "Adam": lambda: te.Adam(0.1, lazy_adam=False),
+    "schedule": lambda: te.SGD(
+        tf.keras.optimizers.schedules.ExponentialDecay(1, 2, 0.5)
+    ),
+}
+CASES: dict[str, Callable[[], None]] = {}
+JOB: Any = types.SimpleNamespace()  # The strategy and its coordinator.
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def start_cluster(number: int = 2) -> tuple[Any, list[Any]]:
+    """A cluster within this process, and its servers, which must be kept."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * number)]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    jobs = {"ps": addresses[:number], "worker": addresses[number:]}
+    cluster = tf.train.ClusterSpec(jobs)
+    # All tasks share the threads of this process, and each waits for others.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=16)
+    servers = [
+        tf.distribute.Server(cluster, job, task, config=config)
+        for job, tasks in jobs.items()
+        for task in range(len(tasks))
+    ]
+    return cluster, servers
+
+
+def features(dtype: str = "float32", **options: Any) -> dict[str, te.FeatureConfig]:
+    tables = [
+        te.TableConfig(
+            V,
+            D,
+            initializer=tf.constant_initializer(START[index]),
+            name=f"t{index}",
+            combiner=combiner,
+            dtype=dtype,
+            **options,
+        )
+        for index, combiner in enumerate(("sum", "mean", "sqrtn"))
+    ]
+    return {
+        "a": te.FeatureConfig(tables[0]),
+        "b": te.FeatureConfig(tables[1]),
+        "c": te.FeatureConfig(tables[2]),
+        "d": te.FeatureConfig(tables[0], max_sequence_length=2),
+    }
+
+
+def batch(step: Any) -> dict[str, Any]:
+    """Dense, sparse and ragged ids that follow from the number of the step."""
+
+    def ids(feature: int, shape: list[int]) -> tf.Tensor:
+        seed = tf.stack([step, feature])
+        return tf.random.stateless_uniform(shape, seed, 0, V, tf.int64)
+
+    splits = tf.concat([[0], tf.range(B) * 2, [2 * B]], 0)[: B + 1]
+    return {
+        "a": ids(0, [B, H]),
+        "b": tf.sparse.from_dense(ids(1, [B, H])),
+        "c": tf.RaggedTensor.from_row_splits(ids(2, [2 * (B - 1)]), splits),
+        "d": tf.sparse.from_dense(ids(3, [B, H])),
+    }
+
+
+def gradients(activations: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {name: tf.sin(3 * value) for name, value in activations.items()}
+
+
+def total(activations: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.reduce_sum(value) for value in activations.values()])
+
+
+def step_of(embedding: Any) -> Callable[[Any], tf.Tensor]:
+    """One training step by the calls of the class."""
+
+    def queued(step: Any) -> tf.Tensor:
+        embedding.enqueue(batch(step))
+        activations = embedding.dequeue()
+        embedding.apply_gradients(gradients(activations))
+        return total(activations)
+
+    def handed_out(step: Any) -> tf.Tensor:
+        activations, preserved = embedding(batch(step))
+        embedding.apply_gradients(gradients(activations), preserved)
+        return total(activations)
+
+    return handed_out if isinstance(embedding, te.TPUEmbeddingV2) else queued
+
+
+def values(embedding: Any) -> dict[str, np.ndarray]:
+    return {
+        f"{name}/{array}": variable.numpy()
+        for name, table in embedding.tables().items()
+        for array, variable in table.values().items()
+    }
+
+
+def require_same(one: Any, other: Any) -> None:
+    expected, found = values(one), values(other)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def make(kind: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """The same embedding in this process and on the servers."""
+    one = kind(*arguments, **options)
+    with JOB.strategy.scope():
+        served = kind(*arguments, **options)
+    one.build()
+    served.build()
+    return one, served
+
+
+def schedule(step: Any, steps: range) -> list[float]:
+    found = []
+    for number in steps:
+        result = JOB.coordinator.schedule(step, args=(tf.constant(number),))
+        JOB.coordinator.join()
+        found.append(float(result.fetch()))
+    return found
+
+
+def classes() -> Iterator[tuple[Any, dict[str, Any]]]:
+    for pipelined in (False, True):
+        yield te.TPUEmbedding, {"pipeline_execution_with_tensor_core": pipelined}
+        yield te.TPUEmbeddingV2, {"pipeline_execution_with_tensor_core": pipelined}
+
+
+@case
+def one_worker_has_the_bits_of_one_process() -> None:
+    for kind, options in classes():
+        one, served = make(kind, features(), te.Adagrad(0.1), **options)
+        step, expected = tf.function(step_of(served)), step_of(one)
+        assert schedule(step, range(3)) == [float(expected(k)) for k in range(3)]
+        for k in (3, 4):  # From the coordinator: as a function, and eagerly.
+            assert float(step(tf.constant(k))) == float(expected(k))
+        assert float(step_of(served)(5)) == float(expected(5))
+        one.flush()
+        served.flush()
+        require_same(one, served)
+
+
+@case
+def every_optimizer_and_dtype_has_the_bits_of_one_process() -> None:
+    for name, optimizer in OPTIMIZERS.items():
+        one, served = make(te.TPUEmbedding, features(), optimizer())
+        step, expected = tf.function(step_of(served)), tf.function(step_of(one))
+        schedule(step, range(3))
+        for k in range(3):
+            expected(tf.constant(k))
+        if name == "Adam":
+            for array, value in values(one).items():
+                np.testing.assert_allclose(values(served)[array], value, rtol=1e-6)
+        else:
+            require_same(one, served)
+    one, served = make(te.TPUEmbedding, features("bfloat16"), te.Adagrad(0.1))
+    schedule(tf.function(step_of(served)), range(3))
+    for k in range(3):
+        step_of(one)(k)
+    require_same(one, served)
+
+
+@case
+def tables_are_spread_by_load() -> None:
+    _, served = make(te.TPUEmbedding, features(), te.SGD(0.1))
+    devices = [t.values()["parameters"].device for t in served.tables().values()]
+    assert devices[0] != devices[1] == devices[2]
+    assert place_tables(served.plan, 1) == [0, 0, 0]
+    assert len(set(place_tables(served.plan, 3))) == 3
+
+
+@case
+def a_push_that_is_repeated_is_dropped() -> None:
+    one, served = make(te.TPUEmbedding, features(), te.Adagrad(0.1))
+    step, expected = tf.function(step_of(served)), step_of(one)
+
+    @tf.function
+    def twice(first: Any) -> None:  # Two pushes, one of them in a loop.
+        step(first)
+        for offset in tf.range(1, 2):
+            step(first + offset)
+
+    numbered = JOB.coordinator._with_number(twice)
+    for number in (1, 2, 1, 2, 3, 3):
+        numbered(tf.constant([7, number], tf.int64), tf.constant(2 * number))
+    for k in range(2, 8):
+        expected(k)
+    require_same(one, served)
+    step(tf.constant(9))  # Without a number, though traced with one.
+    step(tf.constant(9))
+    expected(9)
+    expected(9)
+    require_same(one, served)
+
+
+@case
+def a_refused_step_changes_no_server() -> None:
+    one, served = make(
+        te.TPUEmbedding, features(), te.Adagrad(0.1), check_numerics=True
+    )
+
+    @tf.function
+    def bad(ids: Any, gradient: Any) -> None:
+        values = batch(0)
+        values["a"] = tf.concat([values["a"][:, 1:], ids], 1)
+        served.enqueue(values)
+        activations = served.dequeue()
+        found = gradients(activations)
+        found["b"] += gradient
+        served.apply_gradients(found)
+
+    ids = tf.zeros([B, 1], tf.int64)
+    for arguments, text in (
+        ((ids + V, 0.0), "Feature a, table t0: sample 0 has id 50"),
+        ((ids, np.nan), "Feature b: the gradient of sample 0 is not finite"),
+    ):
+        JOB.coordinator.schedule(bad, args=arguments)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            JOB.coordinator.join()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has id 50"):
+        served.enqueue({**batch(0), "a": ids + V})
+    require_same(one, served)
+    schedule(tf.function(step_of(served)), range(1))
+    step_of(one)(0)
+    require_same(one, served)
+
+
+@case
+def calls_in_the_wrong_order_are_errors() -> None:
+    _, served = make(te.TPUEmbedding, features(), te.SGD(0.1))
+    order = tf.errors.FailedPreconditionError
+    with pytest.raises(order, match="in the same function"):
+        served.dequeue()
+    served.enqueue(batch(0))
+    with pytest.raises(order, match="no batch is enqueued"):
+        tf.function(served.dequeue)()
+    with pytest.raises(order, match="was not dequeued"):
+        served.apply_gradients(dict.fromkeys(FEATURES))
+    served.dequeue()
+    served.enqueue(batch(1))
+    with pytest.raises(order, match="still owes its gradients"):
+        served.dequeue()
+    served.apply_gradients(dict.fromkeys(FEATURES))
+    served.reset()
+    served.enqueue(batch(2), training=False)
+    served.dequeue()
+    with pytest.raises(order, match="training=False"):
+        served.apply_gradients(dict.fromkeys(FEATURES))
+
+
+@case
+def what_is_not_carried_is_refused_by_name() -> None:
+    custom = te.CustomOptimizer(lambda g, table, *_: table - g, learning_rate=0.1)
+    combiner = te.CustomCombiner(lambda n, v: v[0], max_valency=3)
+    with JOB.strategy.scope():
+        with pytest.raises(NotImplementedError, match=r"t0.*CustomOptimizer"):
+            te.TPUEmbeddingV2(features(), custom)
+        table = te.TableConfig(V, D, combiner=combiner)
+        with pytest.raises(NotImplementedError, match="CustomCombiner"):
+            te.TPUEmbeddingV2(te.FeatureConfig(table), te.SGD(0.1))
+
+
+@case
+def the_coordinator_is_ours() -> None:
+    assert isinstance(JOB.coordinator, te.ClusterCoordinator)
+    assert te.ClusterCoordinator(JOB.strategy) is JOB.coordinator
+    with pytest.raises(TypeError, match=r"only accepts a `tf\.function`"):
+        JOB.coordinator.schedule(lambda: None)
+
+
+@case
+def checkpoints_restore_here_and_there() -> None:
+    optimizer = OPTIMIZERS["schedule"]
+    one, served = make(te.TPUEmbedding, features("bfloat16"), optimizer())
+    schedule(tf.function(step_of(served)), range(3))
+    folder = pathlib.Path(tempfile.mkdtemp())
+    paths = {
+        "tf": tf.train.Checkpoint(embedding=served).write(str(folder / "tf")),
+        "te": te.checkpoint.save(served, str(folder / "te")),
+    }
+    for name, path in paths.items():
+        fresh, again = make(te.TPUEmbedding, features("bfloat16"), optimizer())
+        if name == "tf":
+            for each in (fresh, again):
+                status = tf.train.Checkpoint(embedding=each).read(path)
+                status.assert_consumed().expect_partial()
+        else:
+            te.checkpoint.restore(fresh, path)
+            te.checkpoint.restore(again, path)
+        require_same(served, fresh)
+        require_same(served, again)
+        schedule(tf.function(step_of(again)), range(3, 5))
+        for k in range(3, 5):  # The count of updates is restored on each server.
+            step_of(fresh)(k)
+        require_same(fresh, again)
+        back = te.checkpoint.save(fresh, str(folder / f"back_{name}"))
+        te.checkpoint.restore(served, back)
+        require_same(fresh, served)
+        te.checkpoint.restore(served, paths["te"])
+    del one
+
+
+def main(names: list[str]) -> None:
+    library.load()
+    cluster, servers = start_cluster()
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, rpc_layer="grpc"
+    )
+    JOB.strategy = tf.distribute.ParameterServerStrategy(resolver)
+    with JOB.strategy.scope():  # Creates TensorFlow's coordinator.
+        te.TPUEmbedding(features(), te.SGD(0.1))
+    JOB.coordinator = tf.distribute.coordinator.ClusterCoordinator(JOB.strategy)
+    found = {}
+    for name in names or CASES:
+        try:
+            CASES[name]()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+            print(found[name], file=sys.stderr)
+    print(json.dumps(found))
+    sys.stdout.flush()
+    del servers
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""ParameterServerStrategy: tables on servers, the same numbers, pushes applied once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import tpu_embedding as te
+
+PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PACKAGE), "TF_CPP_MIN_LOG_LEVEL": "2"}
+CASES = pathlib.Path(__file__).with_name("parameter_server_cases.py")
+NAMES = [
+    "one_worker_has_the_bits_of_one_process",
+    "every_optimizer_and_dtype_has_the_bits_of_one_process",
+    "tables_are_spread_by_load",
+    "a_push_that_is_repeated_is_dropped",
+    "a_refused_step_changes_no_server",
+    "calls_in_the_wrong_order_are_errors",
+    "what_is_not_carried_is_refused_by_name",
+    "the_coordinator_is_ours",
+    "checkpoints_restore_here_and_there",
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    """For each case "" or its traceback: one process runs them all."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(CASES)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr[-4000:]
+    return json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case(found: dict[str, str], name: str) -> None:
+    assert not found[name], found[name]
+
+
+def test_every_case_is_listed(found: dict[str, str]) -> None:
+    assert set(found) == set(NAMES)
+
+
+def test_the_server_command_needs_a_task() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tpu_embedding", "server"],
+        env={**ENVIRONMENT, "TF_CONFIG": '{"cluster": {"worker": ["localhost:1"]}}'},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "TF_CONFIG" in done.stderr
