@@ -55,7 +55,9 @@ def make_engine(
             output_shapes=shapes,
             pipelined=pipelined,
             check_numerics=True,
-            layout=engine_class.lay_out(plan, topology, SparseCoreEmbeddingConfig()),
+            layout=engine_class.lay_out(
+                plan, topology, SparseCoreEmbeddingConfig(), shapes
+            ),
         )
     )
 

@@ -18,7 +18,8 @@ from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 
 
 def test_cells_hold_any_tensors() -> None:
-    cells = _Cells("cells", 3)
+    variable = _Cells.variable("cells", 3)
+    cells = _Cells(variable.handle)
     tensors = [tf.constant([1, 2], tf.int64), tf.zeros([0, 4])]
     specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 4])]
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding.inputs import to_id_batch
-from tpu_embedding.layout.partitioning import full_output_shapes
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
 from tpu_embedding.preprocessing import HOST_OPS_VARIABLE, partition, statistics
@@ -74,7 +74,9 @@ def plan_of(configuration: dict[str, Any]) -> Plan:
 
 def layouts_of(configuration: dict[str, Any]) -> dict[str, Any]:
     plan = plan_of(configuration)
-    layout = make_layout(plan, full_output_shapes(plan), StackingOptions(CHIPS, CORES))
+    layout = make_layout(
+        plan, OutputShapes(plan.features).full(), StackingOptions(CHIPS, CORES)
+    )
     return {table.table_name: table for table in layout.tables}
 
 

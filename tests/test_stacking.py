@@ -16,11 +16,8 @@ from tensorflow.python.tpu import tpu_embedding_v3
 
 import tpu_embedding as te
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.partitioning import (
-    check_optimizers,
-    full_output_shapes,
-    make_partitioning,
-)
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.partitioning import check_optimizers, make_partitioning
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import (
     Layout,
@@ -271,7 +268,7 @@ def test_a_partitioning_places_every_feature() -> None:
     shapes = [(8,), (4, 4), (16,)]
     tables = [te.TableConfig(10, 3, name="a"), te.TableConfig(100, 8, name="b")]
     plan = plan_of(tables, [1, 0, 1], shapes)
-    assert full_output_shapes(plan) == shapes
+    assert OutputShapes(plan.features).full() == shapes
     layout = make_layout(plan, shapes, OPTIONS)
     config = SparseCoreEmbeddingConfig(
         max_ids_per_table={"a_b": 7}, max_ids_per_chip_per_sample=5
@@ -297,9 +294,9 @@ def test_a_partitioning_places_every_feature() -> None:
         (
             None,
             {},
-            r"Feature f0: SparseCores need the whole output_shape in F.*got None",
+            r"Feature f0: a TPU must know the output shape .* but \(None,\) is not",
         ),
-        ((None, 2), {}, r"unknown axes, got \(None, 2\)"),
+        ((None, 2), {}, r"\(None, 2\) is not fully known"),
         (
             (3,),
             {},
@@ -318,7 +315,7 @@ def test_what_sparse_cores_cannot_take_is_refused(
     plan = plan_of([te.TableConfig(10, 3, name="a")], [0], [shape])
 
     def partition() -> None:
-        layout = make_layout(plan, full_output_shapes(plan), OPTIONS)
+        layout = make_layout(plan, OutputShapes(plan.features).full(), OPTIONS)
         make_partitioning(plan, layout, OPTIONS, SparseCoreEmbeddingConfig(**config))
 
     with pytest.raises(ValueError, match=text):

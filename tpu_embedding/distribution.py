@@ -102,6 +102,11 @@ class TPUSystem:
         """The CPU beside a device."""
         return self.hosts[0] if self.simulated else _host_of(device)
 
+    def host_of_program(self, replica: int) -> str:
+        """The CPU that runs the host's part of a replica's program."""
+        device = self.devices[replica][0]
+        return device if self.simulated else _host_of(device)
+
     def ordinal(self, device: str) -> int:
         """The number of a device among those of its host."""
         index = tf.DeviceSpec.from_string(device).device_index
@@ -230,6 +235,24 @@ class Topology:
             return function(*arguments)
         return tf.compat.v1.tpu.outside_compilation(function, *arguments)
 
+    def of_replica(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The one of R resources on hosts that belongs to the calling replica."""
+        replica = self.replica()
+        assert replica is not None
+        if self.tpu is None or self.tpu.simulated:
+            return parts[replica]
+        found = _tpu_context()
+        assert found is not None
+        graph, context = found
+        # One program stands for all replicas. As for variables of a TPUStrategy, its
+        # input is made outside of it.
+        with graph.as_default():
+            inner = graph._get_control_flow_context()
+            graph._set_control_flow_context(context.outer_context)
+            chosen = tf.raw_ops.TPUReplicatedInput(inputs=list(parts))
+            graph._set_control_flow_context(inner)
+        return chosen
+
     def barrier(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns control inputs that wait for `tensors` in all replicas of a program.
 
@@ -242,6 +265,36 @@ class Topology:
         with tf.control_dependencies(tensors):
             nothing = tf.zeros([], tf.int32)
             return [context.all_reduce(tf.distribute.ReduceOp.SUM, nothing)]
+
+    def require_arguments(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+        """Refuses ids that a TPU program computes.
+
+        Args:
+          paths: Paths of the features.
+          values: The features as the user passed them.
+
+        Raises:
+          ValueError: If a tensor inside strategy.run is none of its arguments.
+          RuntimeError: If the caller is in control flow inside strategy.run.
+        """
+        program = self.program()
+        if program is None:
+            return
+        if program is not tf.compat.v1.get_default_graph():
+            raise errors.in_control_flow()
+        for path, value in zip(paths, values, strict=True):
+            for part in self.strategy.experimental_local_results(value):
+                for tensor in tf.nest.flatten(part, expand_composites=True):
+                    # Other types are refused later, by their kind.
+                    if tf.is_tensor(tensor) and not _is_argument(tensor):
+                        raise ValueError(
+                            f"Feature {path}: inside strategy.run, enqueue takes only "
+                            "tensors that are arguments of the function passed to "
+                            f"strategy.run. Received: {tensor}. Compute the features "
+                            "before strategy.run, or call enqueue outside of it. If "
+                            "the batch size is dynamic, pass tf.distribute.RunOptions("
+                            "experimental_enable_dynamic_batch_size=False)."
+                        )
 
     def require_on_host(self, paths: Sequence[str], values: Sequence[Any]) -> None:
         """Refuses ids in the memory of a TPU, before or inside of strategy.run.
@@ -461,6 +514,17 @@ def _tpu_system(strategy: Any) -> TPUSystem:
     )
 
 
+def _is_argument(tensor: Any) -> bool:
+    """Whether a tensor comes straight from the arguments of strategy.run."""
+    if not tf.is_symbolic_tensor(tensor):
+        return False
+    if tensor.op.type == "Placeholder":
+        return True
+    with contextlib.suppress(ValueError):  # The op has no such attribute.
+        return tensor.op.get_attr("_tpu_input_identity")
+    return False
+
+
 def _devices_of(tensor: Any) -> list[str]:
     """Returns the known devices of a tensor; outside of strategy.run if passed in."""
     if not tf.is_tensor(tensor):
@@ -494,12 +558,18 @@ def _software_program() -> Any:
 
 def _tpu_program() -> Any:
     """The graph that is rewritten into a program, or None."""
+    found = _tpu_context()
+    return None if found is None else found[0]
+
+
+def _tpu_context() -> tuple[Any, Any] | None:
+    """The graph that is rewritten into a program and the context that does so."""
     graph: Any = tf.compat.v1.get_default_graph()
     while graph is not None:
         context = graph._get_control_flow_context()
         while context is not None:
             if isinstance(context, tpu_replication.TPUReplicateContext):
-                return graph
+                return graph, context
             context = context.outer_context
         graph = getattr(graph, "outer_graph", None)
     return None

@@ -17,7 +17,11 @@ from tpu_embedding.embedding_base import (
 )
 from tpu_embedding.engines import Engine, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.tf_configs import ConstructorArguments, check_batch_size
+from tpu_embedding.tf_configs import (
+    ConstructorArguments,
+    check_batch_size,
+    convert_sparse_core,
+)
 
 
 class TPUEmbedding(NestedEmbedding):
@@ -60,6 +64,7 @@ class TPUEmbedding(NestedEmbedding):
         invalid_ids: str | None = None,
         check_numerics: bool = False,
         profile_data_directory: str | None = None,
+        sparse_core_embedding_config: Any = None,
     ) -> None:
         """Reads the configuration; tables are made by build or the first enqueue.
 
@@ -83,6 +88,10 @@ class TPUEmbedding(NestedEmbedding):
           check_numerics: Refuse weights and gradients that are not finite.
           profile_data_directory: On TPU v2 to v4, where the TPU writes what it learns
             of the ids, to be used by later runs. Elsewhere it must be None.
+          sparse_core_embedding_config: The limits of SparseCores, and how they stack
+            tables: a SparseCoreEmbeddingConfig, of this package or of
+            tf.tpu.experimental.embedding, or None for its defaults. Checked everywhere;
+            without effect where there are no SparseCores.
 
         Raises:
           ValueError: If the configuration is wrong: no features, two tables of one
@@ -113,10 +122,10 @@ class TPUEmbedding(NestedEmbedding):
                 arguments.pipelined,
                 invalid_ids,
                 check_numerics,
+                convert_sparse_core(sparse_core_embedding_config),
                 initialize=arguments.initialize,
                 profile_data_directory=profile_data_directory,
             ),
-            "TPUEmbedding",
         )
         self.set_batch_size(per_replica(arguments.batch_size, self._topology))
         if profile_data_directory and not self._engine_class.takes_profiles:
@@ -211,29 +220,26 @@ class TPUEmbedding(NestedEmbedding):
         if device is not None:
             self._refuse_distributed(values, weights)
 
-        def enqueue() -> None:
-            with self._output_shapes.forgets_refused():
-                cores = 1 if place is None else self._cores_per_replica()
-                batches = self._read(values, weights, replica, cores)
-                if not tf.executing_eagerly():
-                    self._remember_static_shapes(batches[0])
-                engine = self._engine or self._engine_for(batches[0], cores)
-                queue = self._queue or self._engine_queue(engine)
-                with tf.name_scope(name or "embedding_enqueue"):
-                    prepared = [engine.prepare(b, training=training) for b in batches]
-                    if place is None:
-                        self._put(queue, prepared, replica, training, name)
-                    else:
-                        queue.enqueue_on(
-                            place, prepared[0], training=training, name=name
-                        )
-
-        if topology.tpu is None:
-            enqueue()
-            return
-        self._engine_class.check_inputs(topology, self._plan.paths, values)
-        topology.require_on_host(self._plan.paths, values)
-        topology.on_host(enqueue)
+        if topology.tpu is not None:
+            topology.require_arguments(self._plan.paths, values)
+            topology.require_on_host(self._plan.paths, values)
+        cores = 1 if place is None else self._cores_per_replica()
+        with self._output_shapes.forgets_refused():
+            batches = topology.on_host(self._read, values, weights, replica, cores)
+            if not tf.executing_eagerly():
+                self._remember_static_shapes(batches[0])
+            engine = self._engine or self._engine_for(batches[0], cores)
+            queue = self._queue or self._engine_queue(engine)
+            with tf.name_scope(name or "embedding_enqueue"):
+                if place is not None:
+                    batch = engine.prepare(batches[0], training=training, device=place)
+                    queue.enqueue_on(place, batch, training=training, name=name)
+                    return
+                if replica is None:
+                    prepared = engine.prepare_all(batches, training=training)
+                else:
+                    prepared = [engine.prepare(batches[0], training=training)]
+                self._put(queue, prepared, replica, training, name)
 
     @do_not_convert
     def dequeue(self, name: str | None = None) -> Any:
@@ -376,15 +382,6 @@ class TPUEmbedding(NestedEmbedding):
     def _cores_per_replica(self) -> int:
         tpu = self._topology.tpu
         return 1 if tpu is None else tpu.cores_per_replica
-
-    def _engine_for(self, batch: Sequence[IdBatch], cores: int) -> Engine:
-        """The engine; the first batch makes it, and on TPUs fixes all shapes."""
-        tpu = self._topology.tpu
-        if self._engine is not None or tpu is None:
-            return self._create_engine()
-        shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
-        with self._output_shapes.completed_by(shapes, cores):
-            return self._create_engine()
 
     def _read(
         self, features: Sequence[Any], weights: Any, replica: int | None, cores: int = 1

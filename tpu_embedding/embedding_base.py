@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -45,8 +45,7 @@ class EmbeddingOptions:
       pipelined: Each update is applied after the lookups of the next step.
       invalid_ids: The policy for tables of tf.tpu.experimental.embedding, or None.
       check_numerics: Refuse weights and gradients that are not finite.
-      sparse_core: How tables are stacked, for a class that hands out stacks or an
-        engine that stores them; None: the defaults, and no stacks but in such engines.
+      sparse_core: How SparseCores stack, fill and look up the tables.
       initialize: On TPU v2 to v4 configure the engine; else share one.
       profile_data_directory: There, where the TPU writes what it learns of the ids.
     """
@@ -54,7 +53,7 @@ class EmbeddingOptions:
     pipelined: bool
     invalid_ids: str | None
     check_numerics: bool
-    sparse_core: SparseCoreEmbeddingConfig | None = None
+    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
     initialize: bool = True
     profile_data_directory: str | None = None
 
@@ -65,11 +64,13 @@ class EmbeddingBase(TrackableTables):
     The engine's class is chosen once, by the strategy that is active.
     """
 
+    # True: the class hands out stacks, also those of engines that store none.
+    _hands_out_stacks: ClassVar[bool] = False
+
     def __init__(
         self,
         plan: Plan,
         options: EmbeddingOptions,
-        public_class: str | None = None,
         *,
         topology: Topology | None = None,
     ) -> None:
@@ -78,11 +79,10 @@ class EmbeddingBase(TrackableTables):
         Args:
           plan: The tables and features.
           options: The rest.
-          public_class: The name of the class, for engines that cannot serve it.
           topology: That of the active strategy, if the caller has it already.
 
         Raises:
-          NotImplementedError: If the engine cannot serve the class or the plan.
+          NotImplementedError: If the engine cannot serve the plan.
         """
         if not isinstance(options.check_numerics, bool):
             raise errors.argument_type(
@@ -91,23 +91,31 @@ class EmbeddingBase(TrackableTables):
         self._plan = plan
         self._topology = topology or distribution.current()
         self._engine_class = engines.choose(self._topology, plan)
-        if public_class is not None:
-            self._engine_class.refuse(public_class)
+        self._engine_class.check_plan(plan, self._topology)
         self._output_shapes = OutputShapes(plan.features)
         self._options = options
-        self._layout = self._lay_out()
+        self._layout: Layout | None = None
+        if self._can_create_engine():
+            self._lay_out()  # Raises its errors early.
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self._engine: Engine | None = None
         self._queue: StepQueue | None = None
 
     def _lay_out(self) -> Layout | None:
-        """The stacks, where the engine stores them or the class hands them out."""
-        self._engine_class.check_plan(self._plan, self._topology)
-        config = self._options.sparse_core
-        if config is None and not self._engine_class.stores_stacks:
-            return None
-        config = config or SparseCoreEmbeddingConfig()
-        return self._engine_class.lay_out(self._plan, self._topology, config)
+        """The stacks, where the engine stores them or the class hands them out.
+
+        Raises:
+          ValueError: If the engine needs output shapes that are not known yet.
+        """
+        wanted = self._engine_class.stores_stacks or self._hands_out_stacks
+        if self._layout is None and wanted:
+            self._layout = self._engine_class.lay_out(
+                self._plan,
+                self._topology,
+                self._options.sparse_core,
+                self._output_shapes,
+            )
+        return self._layout
 
     def _create_engine(self) -> Engine:
         """Makes the tables and slots, unless they are there."""
@@ -121,15 +129,22 @@ class EmbeddingBase(TrackableTables):
                     output_shapes=self._output_shapes,
                     pipelined=self._options.pipelined,
                     check_numerics=self._options.check_numerics,
-                    layout=self._layout,
-                    sparse_core=self._options.sparse_core
-                    or SparseCoreEmbeddingConfig(),
+                    layout=self._lay_out(),
+                    sparse_core=self._options.sparse_core,
                     initialize=self._options.initialize,
                     profile_data_directory=self._options.profile_data_directory,
                 )
             )
             self._track_state(self._engine)
         return self._engine
+
+    def _engine_for(self, batch: Sequence[IdBatch], cores: int = 1) -> Engine:
+        """The engine; the first batch makes it, and on TPUs fixes all shapes."""
+        if self._engine is not None or self._topology.tpu is None:
+            return self._create_engine()
+        shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
+        with self._output_shapes.completed_by(shapes, cores):
+            return self._create_engine()
 
     def _can_create_engine(self) -> bool:
         if not self._engine_class.needs_shapes:
@@ -141,8 +156,9 @@ class EmbeddingBase(TrackableTables):
     def _stored_layouts(self) -> tuple[TableLayout, ...]:
         if not self._engine_class.stores_stacks:
             return ()
-        assert self._layout is not None
-        return self._layout.tables
+        layout = self._lay_out()
+        assert layout is not None
+        return layout.tables
 
     @property
     def _stored_dtypes(self) -> dict[str, tf.DType]:
@@ -230,6 +246,9 @@ class EmbeddingBase(TrackableTables):
                 f"{method} was called before the embedding was built. Call build() or "
                 "enqueue() first."
             )
+        return self._engine, self._require_replica(method)
+
+    def _require_replica(self, method: str) -> int:
         replica = self._topology.replica()
         if replica is None:
             number = self._topology.num_replicas
@@ -238,7 +257,7 @@ class EmbeddingBase(TrackableTables):
                 f"{method} belongs to one replica{among}. Call it in the function that "
                 "you pass to `strategy.run`."
             )
-        return self._engine, replica
+        return replica
 
     def _require_optimizers(self, method: str) -> None:
         if self._without_optimizer:
@@ -375,7 +394,6 @@ class NestedEmbedding(EmbeddingBase):
         feature_config: Any,
         optimizer: Any,
         options: EmbeddingOptions,
-        public_class: str | None = None,
         *,
         custom: bool = False,
     ) -> None:
@@ -385,7 +403,6 @@ class NestedEmbedding(EmbeddingBase):
           feature_config: A FeatureConfig or a nested structure of them.
           optimizer: For tables without one of their own, or None.
           options: The rest.
-          public_class: See `EmbeddingBase`.
           custom: Whether tables may have a CustomOptimizer or a CustomCombiner.
 
         Raises:
@@ -400,7 +417,7 @@ class NestedEmbedding(EmbeddingBase):
             convert_optimizer(optimizer),
             custom=custom,
         )
-        super().__init__(plan, options, public_class)
+        super().__init__(plan, options)
         freeze_configs(feature_config)
 
     @property

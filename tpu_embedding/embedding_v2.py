@@ -69,6 +69,7 @@ class TPUEmbeddingV2(NestedEmbedding):
     and update them. docs/sparse_core.md says what these ops need and do not support.
     """
 
+    _hands_out_stacks = True
     DEFAULT_MAX_IDS_PER_TABLE = DEFAULT_MAX_IDS_PER_TABLE
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE = DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
 
@@ -115,9 +116,7 @@ class TPUEmbeddingV2(NestedEmbedding):
             check_numerics,
             convert_sparse_core(sparse_core_embedding_config),
         )
-        super().__init__(
-            feature_config, optimizer, options, "TPUEmbeddingV2", custom=True
-        )
+        super().__init__(feature_config, optimizer, options, custom=True)
 
     @do_not_convert
     def build(self) -> None:
@@ -156,10 +155,10 @@ class TPUEmbeddingV2(NestedEmbedding):
           RuntimeError: If called outside of strategy.run with several replicas.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
-        self.build()
-        self._in_replica("embedding_lookup")
         if isinstance(features, PreprocessedFeatures):
+            self.build()
             return self.dequeue(self.enqueue(features, weights))
+        self._require_replica("embedding_lookup")
         batch, shapes = self._preprocess(features, weights, None)
         return self._look_up_batch(batch, shapes)
 
@@ -401,8 +400,9 @@ class TPUEmbeddingV2(NestedEmbedding):
 
     @property
     def _stacks(self) -> Layout:
-        assert self._layout is not None  # This class always has one.
-        return self._layout
+        layout = self._lay_out()
+        assert layout is not None  # This class always has one.
+        return layout
 
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
@@ -413,7 +413,7 @@ class TPUEmbeddingV2(NestedEmbedding):
                 self._structure.flatten("features", features),
                 self._structure.flatten_weights(weights),
             )
-            engine = self._create_engine()
+            engine = self._engine_for(batch)
             prepared = engine.prepare(batch, training=False, device=place)
             return engine.to_tensors(prepared), self._static_shapes_of(batch)
 

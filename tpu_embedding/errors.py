@@ -146,3 +146,13 @@ def weights_shape(path: str, expected: object, actual: object) -> ValueError:
         f"The weights of feature {path} must have the shape of its ids, {expected}. "
         f"Received: {actual}."
     )
+
+
+def in_control_flow() -> RuntimeError:
+    """Enqueue in a part of a TPU program."""
+    return RuntimeError(
+        "A batch was given to enqueue, or to a layer, inside control flow or a "
+        "tf.function inside strategy.run, where a TPU program cannot take it in. Call "
+        "it at the top of the function given to strategy.run, or outside of "
+        "strategy.run."
+    )

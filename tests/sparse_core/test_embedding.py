@@ -293,13 +293,25 @@ def test_twelve_shards() -> None:
     assert table(embedding, "films")[[49, 13, 0, 1], 0].tolist() == [46, 7, -3, 1]
 
 
-def test_classes_with_a_queue_are_refused() -> None:
-    feature = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
-    with (
-        STRATEGY.scope(),
-        pytest.raises(NotImplementedError, match=r"TPUEmbedding queues .*EmbeddingV2"),
-    ):
-        te.TPUEmbedding(feature, te.SGD(0.1))
+@pytest.mark.parametrize("length", [0, 3])
+def test_shapes_of_the_first_batch(length: int) -> None:
+    """Without output_shape the first batch fixes the shapes, as on TPU v2 to v4."""
+    config = te.TableConfig(8, 2, te.RowIdInitializer(), name="films", combiner="sum")
+    with STRATEGY.scope():
+        embedding = te.TPUEmbeddingV2(
+            te.FeatureConfig(config, max_sequence_length=length, name="film"),
+            te.SGD(1.0),
+        )
+    with pytest.raises(ValueError, match=r"Feature .*not fully known.*output_shap"):
+        embedding.build()
+    ids = tf.constant([[7, 1], [2, 3]])
+    found = run(STRATEGY, lambda: embedding(ids)[0])
+    if length:
+        assert found[1][1, :, 0].tolist() == [2, 3, 0]
+    else:
+        assert found[1][:, 0].tolist() == [8, 5]
+    with pytest.raises(ValueError, match="the first batch"):
+        run(STRATEGY, lambda: embedding(tf.constant([[7], [2], [3], [4]]))[0])
 
 
 def test_a_batch_for_a_device() -> None:

@@ -180,14 +180,7 @@ def test_initializers_by_shard() -> None:
             NotImplementedError,
             "do not support low_dimensional_packing_status=True",
         ),
-        ({"output_shape": None}, ValueError, "Feature films: .* whole output_shape"),
         ({"output_shape": [3]}, ValueError, "3 samples per replica, which the 2"),
-        (
-            {"output_shape": None, "max_sequence_length": 3},
-            ValueError,
-            r"Feature films: .* max_sequence_length=3 .*output_shape=\[batch size per "
-            r"replica, 3\]",
-        ),
     ],
 )
 def test_refused_at_construction(

@@ -352,15 +352,6 @@ def test_calls_that_the_hardware_lacks() -> None:
         embedding.reset()
 
 
-def test_classes_without_a_queue_are_refused() -> None:
-    feature = te.FeatureConfig(te.TableConfig(V, D, name="films"), output_shape=[B])
-    with (
-        make_strategy().scope(),
-        pytest.raises(NotImplementedError, match=r"TPUEmbeddingV2 hands .*queue\. Use"),
-    ):
-        te.TPUEmbeddingV2(feature, te.SGD(0.1))
-
-
 def test_the_keras_layer() -> None:
     """A call is a pair of named ops; its gradient is the third of that name."""
     strategy = make_strategy()

@@ -210,8 +210,6 @@ class Engine(abc.ABC):
     """
 
     name: ClassVar[str]
-    # By name of a public class that this engine cannot serve the text that says so.
-    unsupported: ClassVar[Mapping[str, str]] = {}
     # True: the tables are stored as stacks; checkpoints hold stacks and their layout.
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False
@@ -233,16 +231,6 @@ class Engine(abc.ABC):
         return self._device
 
     @classmethod
-    def refuse(cls, public_class: str) -> None:
-        """Refuses a public class that this engine cannot serve.
-
-        Raises:
-          NotImplementedError: If `unsupported` names `public_class`.
-        """
-        if public_class in cls.unsupported:
-            raise NotImplementedError(cls.unsupported[public_class])
-
-    @classmethod
     def check_plan(cls, plan: Plan, topology: Topology) -> None:
         """Refuses tables with options that this engine lacks.
 
@@ -253,7 +241,11 @@ class Engine(abc.ABC):
 
     @classmethod
     def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
     ) -> Layout:
         """Stacks the tables of a plan that `check_plan` has let pass.
 
@@ -263,12 +255,15 @@ class Engine(abc.ABC):
           plan: The tables and features.
           topology: Replicas and devices.
           config: How to stack.
+          output_shapes: What is declared of each feature's output.
 
         Raises:
           NotImplementedError: If a table has an option that the engine lacks.
-          ValueError: If the tables cannot be stacked.
+          ValueError: If the tables cannot be stacked, or the engine needs a shape that
+            is not known.
         """
-        raise NotImplementedError(f"{cls.name} lays out no stacks: {plan} {topology}")
+        del plan, topology, config, output_shapes
+        raise NotImplementedError(f"The {cls.name} engine has no stacks.")
 
     @classmethod
     def check_inputs(
@@ -288,7 +283,11 @@ class Engine(abc.ABC):
         del topology, paths, values  # Most engines take them from anywhere.
 
     def prepare(
-        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+        self,
+        batch: Sequence[IdBatch],
+        *,
+        training: bool,
+        device: str | tf.Tensor | None = None,
     ) -> Prepared:
         """Checks one replica's batch and brings it into the form that lookups need.
 
@@ -298,7 +297,8 @@ class Engine(abc.ABC):
         Args:
           batch: One for each feature.
           training: Whether an update may follow.
-          device: The TPU device whose batch it is, if the caller named one.
+          device: The TPU device whose batch it is, if the caller named one: its name
+            or its ordinal on the only host.
 
         Raises:
           ValueError: If `device` is given and the engine has no such devices.
@@ -308,6 +308,20 @@ class Engine(abc.ABC):
         if device is not None:
             raise errors.enqueue_device(device)
         return Prepared(list(batch))  # For an engine that prepares when it enqueues.
+
+    def prepare_all(
+        self, batches: Sequence[Sequence[IdBatch]], *, training: bool
+    ) -> list[Prepared]:
+        """As `prepare` for the batches of all replicas, outside of strategy.run.
+
+        Args:
+          batches: For each replica its batch.
+          training: Whether an update may follow.
+
+        Raises:
+          tf.errors.InvalidArgumentError: As `prepare`.
+        """
+        return [self.prepare(batch, training=training) for batch in batches]
 
     @abc.abstractmethod
     def lookup(

@@ -9,12 +9,15 @@ between changes nothing. Calls must not overlap.
 
 from __future__ import annotations
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.variables import create_state
 from tpu_embedding.lookup.graph_checks import refuse
 
@@ -65,18 +68,24 @@ def unpack(variant: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor
 
 
 class _Cells:
-    """A variable of scalar variants, read and written one by one."""
+    """A variable of scalar variants, by its handle, read and written one by one."""
 
-    def __init__(self, name: str, size: int) -> None:
-        """Makes the variable, on the device that is current."""
-        self._variable = create_state(name, tf.fill([size], pack([tf.zeros([0])])))
+    def __init__(self, handle: tf.Tensor) -> None:
+        self._handle = handle
+
+    @staticmethod
+    def variable(name: str, size: int) -> tf.Variable:
+        """Makes a variable, on the device that is current."""
+        return create_state(name, tf.fill([size], pack([tf.zeros([0])])))
 
     def get(self, index: tf.Tensor | int) -> tf.Tensor:
-        return tf.gather(self._variable, index)
+        return tf.raw_ops.ResourceGather(
+            resource=self._handle, indices=index, dtype=tf.variant
+        )
 
     def put(self, index: tf.Tensor | int, variant: tf.Tensor) -> Any:
         return tf.raw_ops.ResourceScatterUpdate(
-            resource=self._variable.handle,
+            resource=self._handle,
             indices=tf.reshape(index, [1]),
             updates=tf.reshape(variant, [1]),
         )
@@ -86,6 +95,31 @@ class _Cells:
 
 
 _HEAD = 4  # Rows of counts before those of `training`.
+
+
+class CallsOfRun:
+    """What each replica has called so far, in each strategy.run."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        # By the context of a replica, one for each strategy.run.
+        self._calls: Any = weakref.WeakKeyDictionary()
+
+    def made(self, *calls: str) -> bool:
+        """Whether the replica has made one of these calls in this strategy.run.
+
+        True outside of strategy.run, where no call begins a step.
+        """
+        context = self._topology.run_context()
+        if context is None:
+            return True
+        return any(call in self._calls.get(context, ()) for call in calls)
+
+    def note(self, call: str) -> None:
+        """Notes a call of the calling replica in this strategy.run."""
+        context = self._topology.run_context()
+        if context is not None:
+            self._calls.setdefault(context, set()).add(call)
 
 
 class _Counts(NamedTuple):
@@ -138,10 +172,46 @@ class BatchQueue:
     def __init__(self, num_replicas: int, capacity: int) -> None:
         """Makes the variables, on the device that is current."""
         self._num_replicas, self._capacity = num_replicas, capacity
-        self._batches = _Cells("queued", num_replicas * capacity)
-        self._owed = _Cells("owed", num_replicas)
         zeros = tf.zeros([_HEAD + capacity, num_replicas], tf.int64)
-        self._counts = create_state("counts", zeros)
+        self._variables = [
+            create_state("counts", zeros),
+            _Cells.variable("queued", num_replicas * capacity),
+            _Cells.variable("owed", num_replicas),
+        ]
+        self._use(self.handles)
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        """Of the variables that are the queue."""
+        return [variable.handle for variable in self._variables]
+
+    def with_handles(self, handles: Sequence[tf.Tensor]) -> BatchQueue:
+        """The queue of the same size whose variables have these handles."""
+        other = copy.copy(self)
+        other._use(handles)
+        return other
+
+    def _use(self, handles: Sequence[tf.Tensor]) -> None:
+        self._counts, batches, owed = handles
+        self._batches, self._owed = _Cells(batches), _Cells(owed)
+
+    def _read(self) -> tf.Tensor:
+        counts = tf.raw_ops.ReadVariableOp(resource=self._counts, dtype=tf.int64)
+        counts.set_shape([_HEAD + self._capacity, self._num_replicas])
+        return counts
+
+    def _write(self, counts: tf.Tensor) -> Any:
+        return tf.raw_ops.AssignVariableOp(resource=self._counts, value=counts)
+
+    def check_room(self) -> list[Any]:
+        """Control inputs for ops that must not run if a replica's ring is full.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If it is.
+        """
+        counts = _Counts.of_matrix(self._read())
+        full = tf.reduce_any(counts.enqueued - counts.dequeued >= self._capacity)
+        return refuse(tf.cast(full, tf.int32), ["", self._full()])
 
     def enqueue(
         self,
@@ -171,19 +241,15 @@ class BatchQueue:
             disagree on `training`.
         """
         rule = self._rule(_enqueue, self._capacity, replica, training, begins, outside)
-        code, matrix, gave_up = rule(self._counts.read_value(), tf.constant(False))
-        full = (
-            f"enqueue: the queue is full ({self._capacity} batches). Call dequeue once "
-            "for each enqueue."
-        )
+        code, matrix, gave_up = rule(self._read(), tf.constant(False))
         replicas = range(self._num_replicas) if replica is None else [replica]
-        with tf.control_dependencies(refuse(code, ["", full, _DISAGREE])):
+        with tf.control_dependencies(refuse(code, ["", self._full(), _DISAGREE])):
             puts = [
                 self._batches.put(self._cell(r, matrix[0, r] - 1), batch)
                 for r, batch in zip(replicas, batches, strict=True)
             ]
         with tf.control_dependencies(puts):
-            done = self._counts.assign(matrix, read_value=False)
+            done = self._write(matrix)
         with tf.control_dependencies([done]):
             return tf.identity(gave_up)
 
@@ -200,8 +266,9 @@ class BatchQueue:
         Args:
           replica: The calling replica.
           partial: Bool scalar, whether gradients of `replica` wait for other replicas.
-          begins: Whether `replica` may begin a step: it has not dequeued or handed in
-            gradients before in this strategy.run.
+          begins: Whether `replica` may begin a step, and so give the one before up: it
+            is one of several, and has not dequeued or handed in gradients before in
+            this strategy.run.
           check: Returns control inputs that fail if a batch cannot be looked up, and
             so leave it in the queue.
 
@@ -213,8 +280,8 @@ class BatchQueue:
           tf.errors.FailedPreconditionError: If none is queued, or the step before
             still owes gradients.
         """
-        rule = self._rule(_dequeue, replica, begins and self._num_replicas > 1)
-        code, matrix, gave_up, training = rule(self._counts.read_value(), partial)
+        rule = self._rule(_dequeue, replica, begins)
+        code, matrix, gave_up, training = rule(self._read(), partial)
         messages = ["", _OTHERS_OWE, _EMPTY, _OWES]
         with tf.control_dependencies(refuse(code, messages)):
             cell = self._cell(replica, matrix[1, replica] - 1)
@@ -228,7 +295,7 @@ class BatchQueue:
         with tf.control_dependencies(checked):
             owed = tf.cond(training, owe, lambda: False)
         with tf.control_dependencies([owed]):
-            done = self._counts.assign(matrix, read_value=False)
+            done = self._write(matrix)
         with tf.control_dependencies([done]):
             cleared = self._batches.clear(cell)
         with tf.control_dependencies([cleared]):
@@ -240,7 +307,7 @@ class BatchQueue:
         Raises:
           tf.errors.FailedPreconditionError: If there is none.
         """
-        counts = _Counts.of_matrix(self._counts.read_value())
+        counts = _Counts.of_matrix(self._read())
         code = tf.where(counts.next_is_training(replica), 2, 3)
         code = tf.where(counts.last_was_training(replica), code, 1)
         code = tf.where(counts.owes[replica] > 0, 0, code)
@@ -250,16 +317,22 @@ class BatchQueue:
 
     def settle(self, replica: int) -> None:
         """Notes that `replica` has handed in the gradients that it owed."""
-        counts = _Counts.of_matrix(self._counts.read_value())
+        counts = _Counts.of_matrix(self._read())
         owes = counts.owes * (
             1 - tf.one_hot(replica, self._num_replicas, dtype=tf.int64)
         )
-        self._counts.assign(counts._replace(owes=owes).to_matrix(), read_value=False)
+        self._write(counts._replace(owes=owes).to_matrix())
         self._owed.clear(replica)
 
     def reset(self) -> None:
         """Discards all batches; the cells are overwritten later."""
-        self._counts.assign(tf.zeros_like(self._counts), read_value=False)
+        self._write(tf.zeros([_HEAD + self._capacity, self._num_replicas], tf.int64))
+
+    def _full(self) -> str:
+        return (
+            f"enqueue: the queue is full ({self._capacity} batches). Call dequeue once "
+            "for each enqueue."
+        )
 
     def _cell(self, replica: int, number: tf.Tensor) -> tf.Tensor:
         return replica * self._capacity + number % self._capacity

@@ -23,6 +23,7 @@ from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
@@ -62,10 +63,14 @@ class WholeTablesEngine(Engine):
 
     @classmethod
     def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
     ) -> Layout:
         """See `Engine.lay_out`."""
-        del topology
+        del topology, output_shapes  # What no FeatureConfig says may change.
         return lay_out_whole(plan, config)
 
     def _by_sample(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import tensorflow as tf
 
-def in_control_flow() -> RuntimeError:
-    """Enqueue in a part of a TPU program."""
-    return RuntimeError(
-        "A batch was given to enqueue, or to a layer, inside control flow or a "
-        "tf.function inside strategy.run, where a TPU program cannot take it in. Call "
-        "it at the top of the function given to strategy.run, or outside of "
-        "strategy.run."
-    )
+from tpu_embedding.distribution import Topology
+from tpu_embedding.lookup.graph_checks import Check, require, text
 
 
 @contextlib.contextmanager
@@ -24,3 +21,41 @@ def function_of(table: str, what: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"That is from the function of the {what} of table {table!r}.")
         raise
+
+
+def check_device(topology: Topology, device: str | tf.Tensor) -> list[Any]:
+    """Refuses a core that the user named, and returns the checks of its ordinal."""
+    assert topology.tpu is not None
+    if topology.program() is not None:
+        raise ValueError(
+            "Argument `device` of enqueue is not supported inside strategy.run, "
+            "where each replica enqueues for its own core. "
+            f"Received: {device}. Leave it at None."
+        )
+    if isinstance(device, str):
+        return []
+    if not device.dtype.is_integer or device.shape.rank != 0:
+        raise ValueError(
+            "Argument `device` of enqueue must be the name of a TPU device, or its "
+            f"ordinal, an integer scalar tensor. Received: {device}."
+        )
+    if len(topology.tpu.hosts) > 1:
+        raise ValueError(
+            "Argument `device` of enqueue is an ordinal, which identifies a device "
+            f"of one host, but this TPU has {len(topology.tpu.hosts)} hosts. Pass the "
+            "name of the device."
+        )
+    number = tf.cast(device, tf.int64)
+    devices = itertools.chain.from_iterable(topology.tpu.devices)
+    known = [topology.tpu.ordinal(name) for name in devices]
+
+    def unknown() -> tf.Tensor:
+        ordinals = ", ".join(map(str, known))
+        return text(
+            "Argument `device` of enqueue is ",
+            number,
+            f", but the TPU devices of the strategy are {ordinals}.",
+        )
+
+    ok = tf.reduce_any(number == tf.constant(known, tf.int64))
+    return require([Check(ok, unknown)])

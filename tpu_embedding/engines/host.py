@@ -160,7 +160,11 @@ class HostEngine(WholeTablesEngine):
         self._queue = HostQueue(self)
 
     def prepare(
-        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+        self,
+        batch: Sequence[IdBatch],
+        *,
+        training: bool,
+        device: str | tf.Tensor | None = None,
     ) -> Prepared:
         """See `Engine.prepare`: errors in values are raised by what takes it."""
         if device is not None:

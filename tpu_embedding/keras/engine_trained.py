@@ -94,12 +94,12 @@ class EngineTrainedTables:
         self._check_numerics = check_numerics
         self._batch_size = per_replica(batch_size, topology)
         self._options = EmbeddingOptions(
-            pipelined=pipelined, invalid_ids=None, check_numerics=check_numerics
+            pipelined=pipelined,
+            invalid_ids=None,
+            check_numerics=check_numerics,
+            sparse_core=convert_sparse_core(sparse_core),
         )
         engine = engines.choose(topology, features.plan)
-        if engine.stores_stacks:
-            config = convert_sparse_core(sparse_core)
-            self._options = dataclasses.replace(self._options, sparse_core=config)
         self._core: Any = None
         shapes = self._output_shapes(None)
         if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):

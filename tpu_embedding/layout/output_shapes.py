@@ -182,6 +182,27 @@ class OutputShapes:
             return list(shapes)
         return [self.activation(spec.index) for spec in self._features]
 
+    def full(self) -> list[tuple[int, ...]]:
+        """The shape of each feature, which TPUs must know before the first batch.
+
+        Raises:
+          ValueError: If one is not fully known.
+        """
+        shapes = []
+        for spec in self._features:
+            shape = self.activation(spec.index)
+            known = tuple(axis for axis in shape if axis is not None)
+            if len(known) < len(shape):
+                raise ValueError(
+                    f"Feature {spec.path}: a TPU must know the output shape before the "
+                    f"first batch, but {shape} is not fully known. Set FeatureConfig("
+                    "output_shape), give the first batch a static shape, or call "
+                    "TPUEmbedding.build(per_replica_input_shapes); the Keras layer "
+                    "takes `batch_size`."
+                )
+            shapes.append(known)
+        return shapes
+
     def check_input(
         self, feature: int, shape: Shape, *, ragged: bool, cores: int = 1
     ) -> None:

@@ -43,6 +43,7 @@ class PartitionedFeature:
         its product is `samples`.
       sequence_length: FeatureConfig.max_sequence_length; 0 for none.
       max_valency: Maximum ids per sample of a CustomCombiner; 0 for no limit.
+      shape_source: Who gave `output_shape`, for error messages.
     """
 
     path: str
@@ -57,6 +58,10 @@ class PartitionedFeature:
     output_shape: tuple[int, ...]
     sequence_length: int = 0
     max_valency: int = 0
+    # Not part of the checksum: it changes no batch.
+    shape_source: str = dataclasses.field(
+        default="FeatureConfig.output_shape", repr=False
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,16 +166,15 @@ def make_partitioning(
     """Returns what the preprocessor needs for the batches of a plan.
 
     Args:
-      plan: The tables and features; each feature has a full `output_shape`.
-      layout: The stacks of `plan`.
+      plan: The tables and features.
+      layout: The stacks of `plan`, with the output shape of each feature.
       options: The options that `layout` was made with.
       config: The limits.
 
     Raises:
       NotImplementedError: If minibatching is requested beside a CustomCombiner.
-      ValueError: If a limit names an unknown stack or exceeds what a TPU compiles, a
-        feature has no output shape, or the SparseCores of a device do not divide its
-        samples.
+      ValueError: If a limit names an unknown stack or exceeds what a TPU compiles, or
+        the SparseCores of a device do not divide the samples of a feature.
     """
     for table in plan.tables:
         if config.minibatching and table.config.custom_combiner is not None:
@@ -296,38 +300,12 @@ def check_optimizers(plan: Plan) -> None:
                 )
 
 
-def full_output_shapes(plan: Plan) -> list[tuple[int, ...]]:
-    """Returns the declared output shape of each feature, which SparseCores need.
-
-    Raises:
-      ValueError: If a feature has no output shape, or one with an unknown axis.
-    """
-    shapes = []
-    for spec in plan.features:
-        shape, length = spec.config.output_shape, spec.config.max_sequence_length
-        if length:
-            raise ValueError(
-                f"Feature {spec.path}: SparseCores need the whole output_shape in "
-                f"FeatureConfig, which max_sequence_length={length} excludes. Pass a "
-                f"RaggedTensor with output_shape=[batch size per replica, {length}] "
-                "and no max_sequence_length."
-            )
-        if shape is None or None in shape:
-            raise ValueError(
-                f"Feature {spec.path}: SparseCores need the whole output_shape in "
-                f"FeatureConfig, per replica and without unknown axes, got {shape!r}. "
-                "Set for example output_shape=[batch size per replica]; the Keras "
-                "layer takes it from `batch_size`."
-            )
-        shapes.append(tuple(shape))
-    return shapes
-
-
 def _features(
     plan: Plan, layout: Layout, sparse_cores_per_device: int
 ) -> tuple[PartitionedFeature, ...]:
     features = []
-    for spec, shape in zip(plan.features, full_output_shapes(plan), strict=True):
+    for spec, shape in zip(plan.features, layout.output_shapes, strict=True):
+        assert shape is not None
         table = plan.tables[spec.table]
         samples = layout.samples[spec.index]
         combiner = table.config.custom_combiner

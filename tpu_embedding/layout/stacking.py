@@ -200,6 +200,8 @@ class Layout:
       samples: For each feature, its samples per replica.
       feature_stacks: For each feature, the index of its stack.
       row_offsets: For each feature, the first row of its table in the stack.
+      output_shapes: For each feature the shape that the layout was made for, as
+        `make_layout` takes it.
     """
 
     stacks: tuple[Stack, ...]
@@ -208,6 +210,7 @@ class Layout:
     samples: tuple[int, ...]
     feature_stacks: tuple[int, ...]
     row_offsets: tuple[int, ...]
+    output_shapes: tuple[Shape | None, ...]
 
 
 def make_layout(
@@ -255,6 +258,7 @@ def make_layout(
             place.sparse_core_shard_row_offset * place.num_sparse_cores
             for place in places
         ),
+        output_shapes=tuple(output_shapes),
     )
 
 

@@ -90,7 +90,7 @@ def partition(
             declared_shapes=[
                 tf.TensorShape(f.output_shape) for f in partitioning.features
             ],
-            declared_sources=["FeatureConfig.output_shape"] * len(batches),
+            declared_sources=[f.shape_source for f in partitioning.features],
         ),
     )
     return _read(result, partitioning)

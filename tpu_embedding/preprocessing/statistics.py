@@ -14,7 +14,6 @@ from tpu_embedding.inputs import InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
     Partitioning,
-    full_output_shapes,
     make_partitioning,
     stacking_options,
 )
@@ -124,7 +123,7 @@ def _unlimited(
     options = stacking_options(
         hardware.num_devices, hardware.sparse_cores_per_device, config
     )
-    layout = make_layout(plan, full_output_shapes(plan), options)
+    layout = make_layout(plan, OutputShapes(plan.features).full(), options)
     partitioning = make_partitioning(
         plan,
         layout,

@@ -122,7 +122,7 @@ def _input(
         spec=FeatureSpec(0, feature.path, config, 0),
         table=TableSpec(0, feature.table, table, key=None, optimizer=None, features=()),
         batch=batch,
-        declared=Declared(feature.output_shape, "FeatureConfig.output_shape"),
+        declared=Declared(feature.output_shape, feature.shape_source),
         check_numerics=check_numerics,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,7 +18,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
-from tpu_embedding.engines.batch_queue import BatchQueue, pack, unpack
+from tpu_embedding.engines.batch_queue import BatchQueue, CallsOfRun, pack, unpack
 from tpu_embedding.engines.cpu_base import WholeTablesEngine
 from tpu_embedding.engines.portable.combiners import (
     Combiners,
@@ -98,6 +97,7 @@ class PortableEngine(WholeTablesEngine):
     Attributes:
       host: The CPU of the tables' device, which checks and queues.
       turn: Held during eager calls.
+      calls: What each replica has called in its strategy.run.
     """
 
     name = "portable"
@@ -108,8 +108,7 @@ class PortableEngine(WholeTablesEngine):
         super().__init__(options)
         self.turn = threading.RLock()
         self.host = _host_of(self._device)
-        # By the context of a replica, one for each strategy.run, the calls made there.
-        self._calls: Any = weakref.WeakKeyDictionary()
+        self.calls = CallsOfRun(options.topology)
         self._is_trained = all(table.optimizer for table in self._plan.tables)
         with tf.device(self._device):
             self._combiners = Combiners(self._plan, options.layout)
@@ -149,7 +148,11 @@ class PortableEngine(WholeTablesEngine):
         return {**super().checkpoint_variables(), **weights}
 
     def prepare(
-        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+        self,
+        batch: Sequence[IdBatch],
+        *,
+        training: bool,
+        device: str | tf.Tensor | None = None,
     ) -> Prepared:
         """See `Engine.prepare`."""
         del training
@@ -255,23 +258,10 @@ class PortableEngine(WholeTablesEngine):
                 self._rates.updates.assign_sub(tf.cast(size, tf.int64))
             _discard(self._pending, size)
 
-    def called_before(self, *calls: str) -> bool:
-        """Whether the replica has made one of these calls in this strategy.run."""
-        context = self._options.topology.run_context()
-        if context is None:
-            return True  # Outside of strategy.run, where no call begins a step.
-        return any(call in self._calls.get(context, ()) for call in calls)
-
     def is_outside(self) -> bool:
         """Whether the caller is outside of strategy.run, among several replicas."""
         topology = self._options.topology
         return self._num_replicas > 1 and topology.run_context() is None
-
-    def note_call(self, call: str) -> None:
-        """Notes a call of the calling replica in this strategy.run."""
-        context = self._options.topology.run_context()
-        if context is not None:
-            self._calls.setdefault(context, set()).add(call)
 
     def is_last(self, replica: int) -> bool:
         """Whether all other replicas come before `replica`."""
@@ -328,7 +318,7 @@ class PortableEngine(WholeTablesEngine):
         Returns:
           Control inputs for ops that must not run if the call is refused.
         """
-        self.note_call("update")
+        self.calls.note("update")
         # Before anything changes: a learning rate that fails changes nothing.
         rates = self._rates.evaluate() if self.is_last(replica) else tf.zeros([0])
         with tf.control_dependencies(self._check_gradients(entries, gradients)):
@@ -351,7 +341,7 @@ class PortableEngine(WholeTablesEngine):
         if self.is_last(replica):
             return []
         partial = self.is_partial(replica)
-        if self.called_before("update"):
+        if self.calls.made("update"):
             return refuse(tf.cast(partial, tf.int32), ["", _PARTIAL])
         self.discard_waiting(partial)
         return []
@@ -535,7 +525,7 @@ class _Queue(StepQueue):
         engine = self._engine
         with engine.turn, tf.device(engine.host):
             packed = [batch.value for batch in batches]
-            begins = replica is None or not engine.called_before("enqueue")
+            begins = replica is None or not engine.calls.made("enqueue")
             with tf.control_dependencies(packed):
                 gave_up = self._batches.enqueue(
                     packed,
@@ -544,7 +534,7 @@ class _Queue(StepQueue):
                     begins=begins,
                     outside=replica is not None and engine.is_outside(),
                 )
-            engine.note_call("enqueue")
+            engine.calls.note("enqueue")
             with tf.control_dependencies([gave_up]):
                 engine.discard_waiting(gave_up)
                 if not training:
@@ -570,10 +560,11 @@ class _Queue(StepQueue):
             batch, training, gave_up = self._batches.dequeue(
                 replica,
                 partial=engine.is_partial(replica),
-                begins=not engine.called_before("dequeue", "update"),
+                begins=engine._num_replicas > 1
+                and not engine.calls.made("dequeue", "update"),
                 check=check,
             )
-            engine.note_call("dequeue")
+            engine.calls.note("dequeue")
             with tf.control_dependencies([gave_up]):
                 engine.discard_waiting(gave_up)
                 flushed = engine.flush_if(~training)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding import errors
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, outside_of_replicas
-from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
+    StepQueue,
     TableArrays,
     TracedTicket,
 )
@@ -28,17 +30,17 @@ from tpu_embedding.engines.sparse_core.state import (
     create_local,
     create_state,
 )
+from tpu_embedding.engines.sparse_core.step_queue import HostQueues
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import (
     BufferSizes,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.partitioning import (
     PartitionedTable,
     check_optimizers,
-    full_output_shapes,
     make_partitioning,
     stacking_options,
 )
@@ -52,19 +54,11 @@ UpdateInputs = Mapping[str, Mapping[str, tf.Tensor]]
 
 
 class SparseCoreEngine(Engine):
-    """Preprocesses batches on the host; TensorFlow's XLA ops do the rest.
-
-    There is no queue: a lookup returns its batch, and an update takes it back.
-    """
+    """Preprocesses batches on the host; TensorFlow's XLA ops do the rest."""
 
     name = "sparse_core"
     stores_stacks = True
-    unsupported: ClassVar[Mapping[str, str]] = {
-        "TPUEmbedding": "TPUEmbedding queues batches, which the engine 'sparse_core' "
-        "cannot. Use TPUEmbeddingV2, whose lookup hands the batch out and whose "
-        "apply_gradients takes it back; or build it outside of the strategy's scope, "
-        "where it runs on this machine's CPU."
-    }
+    needs_shapes = True
 
     def __init__(self, options: EngineOptions) -> None:
         """Creates and fills the stacks; see `Engine`."""
@@ -96,14 +90,15 @@ class SparseCoreEngine(Engine):
             lambda: outside_of_replicas(lambda: create_counter(options, "updates")),
         )
         self._pending = self._create_pending() if options.pipelined else None
-        self._flush = tf.function(self._apply_pending, autograph=False)
+        self._queue: HostQueues | None = None
+        self._flush = tf.function(
+            lambda: self.flush_if(tf.constant(True)), autograph=False
+        )
         self._reset = tf.function(self._discard_pending, autograph=False)
 
     @classmethod
-    def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
-    ) -> Layout:
-        """See `Engine.lay_out`."""
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """See `Engine.check_plan`."""
         assert topology.tpu is not None
         if topology.tpu.cores_per_replica > 1:
             raise NotImplementedError(
@@ -112,8 +107,19 @@ class SparseCoreEngine(Engine):
                 "core per replica."
             )
         check_optimizers(plan)
+
+    @classmethod
+    def lay_out(
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
+    ) -> Layout:
+        """See `Engine.lay_out`."""
         options = _stacking_options(topology, config)
-        layout = make_layout(plan, full_output_shapes(plan), options)
+        assert topology.tpu is not None
+        layout = make_layout(plan, output_shapes.full(), options)
         partitioning = make_partitioning(plan, layout, options, config)
         limits.raise_first(
             limits.sparse_core_excesses(
@@ -154,7 +160,11 @@ class SparseCoreEngine(Engine):
         return {spec.name: found[spec.index] for spec in self._plan.tables}
 
     def prepare(
-        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+        self,
+        batch: Sequence[IdBatch],
+        *,
+        training: bool,
+        device: str | tf.Tensor | None = None,
     ) -> Prepared:
         """See `Engine.prepare`."""
         del training
@@ -168,18 +178,39 @@ class SparseCoreEngine(Engine):
                 raise RuntimeError(
                     f"With minibatching, the batches of all {topology.num_replicas} "
                     "replicas must be cut at the same places, so one batch cannot be "
-                    "preprocessed alone. Pass the raw features to embedding_lookup "
-                    "inside strategy.run, or raise the limits and set minibatching to "
-                    "False."
+                    "preprocessed alone. Pass the raw features to embedding_lookup or "
+                    "enqueue inside strategy.run, enqueue those of all replicas at "
+                    "once, or raise the limits and set minibatching to False."
                 )
-            cuts = host_to_device.union_of_cuts(topology.on_host(self._cuts, batch))
+            union = host_to_device.union_of_cuts(topology.on_host(self._cuts, batch))
+            cuts = topology.on_host(host_to_device.cuts_of_union, union)
         if device is None:
             features = topology.on_host(self._preprocess, batch, cuts)
         else:
-            assert topology.tpu is not None
-            with tf.device(topology.tpu.host_of(device)):
+            with tf.device(self._host_of(device)):
                 features = self._preprocess(batch)
         return Prepared(tensors=features)
+
+    def prepare_all(
+        self, batches: Sequence[Sequence[IdBatch]], *, training: bool
+    ) -> list[Prepared]:
+        """See `Engine.prepare_all`: each batch on the host of its replica."""
+        del training
+        assert self._options.topology.tpu is not None
+        devices = [cores[0] for cores in self._options.topology.tpu.devices]
+        hosts = [self._host_of(device) for device in devices]
+        cuts = None
+        if self._shares_cuts:
+            own = []
+            for host, batch in zip(hosts, batches, strict=True):
+                with tf.device(host):
+                    own.append(self._cuts(batch))
+            cuts = functools.reduce(tf.bitwise.bitwise_or, own)
+        prepared = []
+        for host, batch in zip(hosts, batches, strict=True):
+            with tf.device(host):
+                prepared.append(Prepared(tensors=self._preprocess(batch, cuts)))
+        return prepared
 
     def lookup(
         self,
@@ -234,6 +265,15 @@ class SparseCoreEngine(Engine):
     ) -> None:
         """See `Engine.update`."""
         del replica
+        self.apply(looked_up, gradients)
+
+    def apply(
+        self,
+        looked_up: Prepared,
+        gradients: Sequence[tf.Tensor | None],
+        after: Sequence[tf.Tensor] = (),
+    ) -> list[Any]:
+        """See `QueuedEngine.apply`."""
         if looked_up.value is not None:
             looked_up.value.take()
         assert looked_up.tensors is not None
@@ -265,7 +305,14 @@ class SparseCoreEngine(Engine):
             updates = self._rates.updates
             changes.append((updates, updates.read_value() + 1))
         # The inputs are among what must be good, although a pending update is applied.
-        self._assign_together(changes, after=tf.nest.flatten(inputs))
+        return self._assign_together(changes, [*tf.nest.flatten(inputs), *after])
+
+    def queue(self) -> StepQueue:
+        """See `Engine.queue`; created when it is first asked for."""
+        if self._queue is None:
+            specs = host_to_device.batch_specs(self._partitioning)
+            self._queue = HostQueues(self, self._options.topology, specs)
+        return self._queue
 
     def flush(self) -> None:
         """See `Engine.flush`."""
@@ -273,7 +320,9 @@ class SparseCoreEngine(Engine):
             self._in_replicas(self._flush)
 
     def reset(self) -> None:
-        """See `Engine.reset`: the engine has only a pending update to discard."""
+        """See `Engine.reset`."""
+        if self._queue is not None:
+            self._queue.reset()
         if self._pending is not None:
             self._in_replicas(self._reset)
 
@@ -281,13 +330,17 @@ class SparseCoreEngine(Engine):
         result = partition(batch, self._partitioning, options=self._preprocessing)
         return tf.stack([result.splits[t.name] for t in self._partitioning.tables])
 
+    def _host_of(self, device: str | tf.Tensor) -> str:
+        """The host of a device; only that of a single host has a number."""
+        tpu = self._options.topology.tpu
+        assert tpu is not None
+        return tpu.host_of(device) if isinstance(device, str) else tpu.hosts[0]
+
     def _preprocess(
-        self, batch: Sequence[IdBatch], union_of_cuts: tf.Tensor | None = None
+        self, batch: Sequence[IdBatch], cuts: tf.Tensor | None = None
     ) -> PreprocessedFeatures:
-        cuts = None
-        if union_of_cuts is not None:
-            cuts = tf.unstack(host_to_device.cuts_of_union(union_of_cuts))
-        result = partition(batch, self._partitioning, cuts, self._preprocessing)
+        splits = None if cuts is None else tf.unstack(cuts)
+        result = partition(batch, self._partitioning, splits, self._preprocessing)
         return PreprocessedFeatures(
             tables={
                 table.name: result.tables[table.name]._replace(
@@ -344,12 +397,15 @@ class SparseCoreEngine(Engine):
 
     def _assign_together(
         self, changes: Sequence[tuple[Any, tf.Tensor]], after: Sequence[tf.Tensor] = ()
-    ) -> None:
+    ) -> list[Any]:
         """Assigns all values in all replicas, or none if a replica fails before.
 
         Args:
           changes: Variables and values.
           after: Other tensors that must be there before.
+
+        Returns:
+          Control inputs for what must come after.
         """
         topology = self._options.topology
         values = [value for _, value in changes]
@@ -360,7 +416,7 @@ class SparseCoreEngine(Engine):
                 variable.assign(tf.ensure_shape(value, variable.shape))
                 for variable, value in changes
             ]
-        topology.barrier(assigned)
+        return topology.barrier(assigned)
 
     def _create_pending(self) -> PendingUpdate:
         specs = {
@@ -376,14 +432,18 @@ class SparseCoreEngine(Engine):
 
         return outside_of_replicas(create)
 
-    def _apply_pending(self) -> None:
-        assert self._pending is not None
-        updated = self._updated(self._pending.read(), self._pending.is_there())
-        self._assign_together([*updated, *self._pending.clearing()])
+    def flush_if(self, condition: tf.Tensor) -> None:
+        """See `QueuedEngine.flush_if`; the update of nothing touches no row."""
+        if self._pending is None:
+            return
+        updated = self._updated(
+            self._pending.read(condition), self._pending.is_there() & condition
+        )
+        self._assign_together([*updated, *self._pending.clearing(condition)])
 
     def _discard_pending(self) -> None:
         assert self._pending is not None
-        changes = self._pending.clearing()
+        changes = self._pending.clearing(tf.constant(True))
         if self._rates.updates is not None:
             # The discarded update was counted when it became pending.
             discarded = tf.cast(self._pending.is_there(), tf.int64)
@@ -429,12 +489,20 @@ class PendingUpdate:
                 for part in own[ops.MINIBATCHES].values:
                     part.assign(1)
 
-    def read(self) -> dict[str, dict[str, tf.Tensor]]:
-        """Returns the pending inputs of one replica."""
-        return {
+    def read(self, condition: tf.Tensor | None = None) -> dict[str, dict[str, Any]]:
+        """Returns the pending inputs of one replica, or of nothing at all.
+
+        Args:
+          condition: bool scalar, whether to return them; None for True.
+        """
+        inputs = {
             stack: {name: variable.read_value() for name, variable in own.items()}
             for stack, own in self._variables.items()
         }
+        if condition is not None:
+            for own in inputs.values():
+                own["row_pointers"] *= tf.cast(condition, tf.int32)
+        return inputs
 
     def is_there(self) -> tf.Tensor:
         """Whether an update is pending in one replica; a bool scalar."""
@@ -451,12 +519,17 @@ class PendingUpdate:
             ),
         ]
 
-    def clearing(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns the variables of one replica that discard the update."""
+    def clearing(self, condition: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
+        """Returns variables of one replica and the values that discard the update.
+
+        Args:
+          condition: bool scalar, whether to discard it.
+        """
         pointers = [own["row_pointers"] for own in self._variables.values()]
+        kept = tf.cast(~condition, tf.int32)
         return [
-            (self._is_there, tf.constant(False)),
-            *((variable, tf.zeros(variable.shape, tf.int32)) for variable in pointers),
+            (self._is_there, self.is_there() & ~condition),
+            *((variable, variable.read_value() * kept) for variable in pointers),
         ]
 
 

@@ -18,7 +18,7 @@ from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.partitioning import Partitioning
+from tpu_embedding.layout.partitioning import PartitionedTable, Partitioning
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.graph_checks import Check, require, text
@@ -34,15 +34,15 @@ class StackedSamples:
         """Stores the shapes, all of which are known.
 
         Args:
-          plan: Each feature has a full `output_shape`.
-          layout: The stacks of `plan`.
+          plan: The tables and features.
+          layout: The stacks of `plan`, with the output shape of each feature.
           sparse_cores: SparseCores of a device; they divide the samples of each
             feature.
         """
         self._layout = layout
         self._cores = sparse_cores
         self._dims = plan.dims
-        self._shapes = [f.config.output_shape for f in plan.features]
+        self._shapes: list[Any] = list(layout.output_shapes)
 
     def split(self, stacks: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
         """Returns the activations of each feature, [output shape..., dim].
@@ -85,6 +85,34 @@ class StackedSamples:
         return tf.pad(
             tf.reshape(gradient, [*shape, dim]), [[0, 0], [0, 0], [0, width - dim]]
         )
+
+
+def batch_specs(partitioning: Partitioning) -> PreprocessedFeatures:
+    """Shape and dtype of each tensor that `copy_to_device` needs, for full buffers."""
+    size = tf.TensorSpec([], tf.int32)
+
+    def entries(table: PartitionedTable, dtype: tf.DType = tf.int32) -> tf.TensorSpec:
+        ids = table.samples * partitioning.max_ids_per_chip_per_sample
+        return tf.TensorSpec([ids], dtype)
+
+    return PreprocessedFeatures(
+        tables={
+            table.name: PartitionedCsrFormatTensor(
+                row_pointers=tf.TensorSpec([partitioning.num_row_pointers], tf.int32),
+                sorted_sample_ids=entries(table),
+                sorted_token_ids=entries(table),
+                sorted_gains=entries(table, tf.float32),
+                sample_count=size,
+                num_minibatches_per_physical_sparse_core=size,
+            )
+            for table in partitioning.tables
+        },
+        output_shapes=(),
+        dropped_ids={},
+        sizes={table.name: BufferSizes(size, size) for table in partitioning.tables},
+        sorted_pos_ids={t.name: entries(t) for t in partitioning.tables if t.positions},
+        marks=tf.TensorSpec([len(partitioning.marks)], tf.int64),
+    )
 
 
 def check_gradients(

@@ -5,18 +5,16 @@ TensorFlow calls this hardware EmbeddingFeature.V1.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.distribution import Topology, TPUSystem
-from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
@@ -30,6 +28,7 @@ from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
+from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
@@ -48,12 +47,6 @@ class TPUV2V4Engine(Engine):
     name = "tpu_v2_v4"
     takes_profiles = True
     needs_shapes = True
-    unsupported: ClassVar[Mapping[str, str]] = {
-        "TPUEmbeddingV2": "TPUEmbeddingV2 hands out the batch that it looked up, which "
-        "the engine 'tpu_v2_v4' cannot: it has one queue. Use TPUEmbedding with "
-        "enqueue, dequeue and apply_gradients; or build it outside of the strategy's "
-        "scope, where it runs on this machine's CPU."
-    }
 
     def __init__(self, options: EngineOptions) -> None:
         """Configures and loads the TPU, or shares its engine; see `Engine`."""
@@ -132,24 +125,18 @@ class TPUV2V4Engine(Engine):
         cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
     ) -> None:
         """See `Engine.check_inputs`."""
-        program = topology.program()
-        if program is None:
-            return
-        if program is not tf.compat.v1.get_default_graph():
-            raise errors.in_control_flow()
-        for path, value in zip(paths, values, strict=True):
-            for part in topology.strategy.experimental_local_results(value):
-                for tensor in tf.nest.flatten(part, expand_composites=True):
-                    # Other types are refused later, by their kind.
-                    if tf.is_tensor(tensor) and not _is_argument(tensor):
-                        raise ValueError(
-                            f"Feature {path}: inside strategy.run, enqueue takes only "
-                            "tensors that are arguments of the function passed to "
-                            f"strategy.run. Received: {tensor}. Compute the features "
-                            "before strategy.run, or call enqueue outside of it. If "
-                            "the batch size is dynamic, pass tf.distribute.RunOptions("
-                            "experimental_enable_dynamic_batch_size=False)."
-                        )
+        topology.require_arguments(paths, values)
+
+    def prepare(
+        self,
+        batch: Sequence[IdBatch],
+        *,
+        training: bool,
+        device: str | tf.Tensor | None = None,
+    ) -> Prepared:
+        """See `Engine.prepare`: the queue prepares, of which a core has a part."""
+        del training, device
+        return Prepared(list(batch))
 
     def lookup(
         self,
@@ -161,15 +148,11 @@ class TPUV2V4Engine(Engine):
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`: enqueues the batch and dequeues it at once."""
         del shapes  # The TPU was configured for one shape.
-        topology = self._options.topology
-        ticket = self._tickets.begin(topology.program(), training=training)
+        program = self._options.topology.program()
+        ticket = self._tickets.begin(program, training=training)
         # Under its name the batch is an evaluation batch if no gradients follow.
         name = ticket.content if training else None
-
-        def enqueue() -> None:
-            self._queue.enqueue([prepared], replica, training=training, name=name)
-
-        topology.on_host(enqueue)
+        self._queue.enqueue([prepared], replica, training=training, name=name)
         return self._queue.dequeue(replica, name=name), Prepared(ticket)
 
     def update(
@@ -286,17 +269,6 @@ class TPUV2V4Engine(Engine):
                 f"are no samples in {shape}. Skip empty batches."
             )
         return known
-
-
-def _is_argument(tensor: Any) -> bool:
-    """Whether a tensor comes straight from the arguments of strategy.run."""
-    if not tf.is_symbolic_tensor(tensor):
-        return False
-    if tensor.op.type == "Placeholder":
-        return True
-    with contextlib.suppress(ValueError):  # The op has no such attribute.
-        return tensor.op.get_attr("_tpu_input_identity")
-    return False
 
 
 def _values_while_saving(table: HostTable) -> dict[str, Any]:

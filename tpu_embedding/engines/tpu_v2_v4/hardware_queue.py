@@ -21,13 +21,14 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from tpu_embedding.distribution import Topology, TPUSystem
+from tpu_embedding.distribution import TPUSystem
+from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.lookup.entries import Selection, select
-from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.lookup.graph_checks import require
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
 from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 
@@ -92,6 +93,16 @@ class HardwareQueue(StepQueue):
                 "is divided among them. The Keras layer and lookups without a queue "
                 "need one core per replica."
             )
+        self._topology.on_host(self._put_all, batches, replica, training, name)
+
+    def _put_all(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        training: bool,
+        name: str | None,
+    ) -> None:
+        cores = self._tpu.cores_per_replica
         parts = [_core_batches(self._select(batch.value), cores) for batch in batches]
         ids = [ids for part in parts for core in part for ids in core.ids]
         # No batch is enqueued before all batches are checked.
@@ -113,10 +124,11 @@ class HardwareQueue(StepQueue):
         name: str | None = None,
     ) -> None:
         """See `StepQueue.enqueue_on`."""
-        checked = check_device(self._topology, device)
-        (part,) = _core_batches(self._select(batch.value, of_core=True), 1)
-        with tf.control_dependencies([*checked, *self._still_there()]):
-            _tag(self._put(part, device, self._mode(training)), name)
+        with tf.device(self._topology.device):
+            checked = errors.check_device(self._topology, device)
+            (part,) = _core_batches(self._select(batch.value, of_core=True), 1)
+            with tf.control_dependencies([*checked, *self._still_there()]):
+                _tag(self._put(part, device, self._mode(training)), name)
 
     def dequeue(
         self,
@@ -230,43 +242,6 @@ class HardwareQueue(StepQueue):
             )
         last.update(dict.fromkeys(names, made))
         return made
-
-
-def check_device(topology: Topology, device: str | tf.Tensor) -> list[Any]:
-    """Refuses a core that the user named, and returns the checks of its ordinal."""
-    assert topology.tpu is not None
-    if topology.program() is not None:
-        raise ValueError(
-            "Argument `device` of enqueue is not supported inside strategy.run, "
-            "where each replica enqueues for its own core. "
-            f"Received: {device}. Leave it at None."
-        )
-    if isinstance(device, str):
-        return []
-    if not device.dtype.is_integer or device.shape.rank != 0:
-        raise ValueError(
-            "Argument `device` of enqueue must be the name of a TPU device, or its "
-            f"ordinal, an integer scalar tensor. Received: {device}."
-        )
-    if len(topology.tpu.hosts) > 1:
-        raise ValueError(
-            "Argument `device` of enqueue is an ordinal, which identifies a device "
-            f"of one host, but this TPU has {len(topology.tpu.hosts)} hosts. Pass the "
-            "name of the device."
-        )
-    number = tf.cast(device, tf.int64)
-    known = [topology.tpu.ordinal(name) for name in _devices_of(topology.tpu)]
-
-    def unknown() -> tf.Tensor:
-        ordinals = ", ".join(map(str, known))
-        return text(
-            "Argument `device` of enqueue is ",
-            number,
-            f", but the TPU devices of the strategy are {ordinals}.",
-        )
-
-    ok = tf.reduce_any(number == tf.constant(known, tf.int64))
-    return require([Check(ok, unknown)])
 
 
 def core_shape(path: str, shape: tuple[int, ...], cores: int) -> tuple[int, ...]:
