@@ -23,8 +23,9 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding import distribution
 from tpu_embedding.embedding_base import EmbeddingOptions, NestedEmbedding
+from tpu_embedding.testing import SoftwareTPUStrategy
 
-V, D, SAMPLES = 6, 2, 3
+V, D, SAMPLES = 6, 2, 4  # SparseCores divide the samples by 4.
 STEPS_PER_EPISODE = 25
 KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise", "flush")
 EVALUATIONS = ("evaluation", "bad evaluation")  # Of a queue.
@@ -112,7 +113,7 @@ CLASSES: dict[str, Callable[[Any, bool], Any]] = {
 }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Episode:
     """One embedding, trained for some steps."""
 
@@ -122,19 +123,18 @@ class Episode:
     pipelined: bool
     graph: bool
 
+    classes = tuple(CLASSES)
+    kinds = KINDS
+
     def __post_init__(self) -> None:
         os.environ[distribution.ENGINE_VARIABLE] = self.engine
-        self.strategy = tf.distribute.get_strategy()
-        if self.replicas > 1:
-            devices = [f"CPU:{r}" for r in range(self.replicas)]
-            self.strategy = tf.distribute.MirroredStrategy(devices)
+        self.strategy: Any = self._make_strategy()
         films = te.TableConfig(
             V, D, te.RowIdInitializer(), combiner="sum", name="films"
         )
+        feature = te.FeatureConfig(films, output_shape=[SAMPLES])
         with self.strategy.scope():
-            self.user = CLASSES[self.name](
-                {"film": te.FeatureConfig(films)}, self.pipelined
-            )
+            self.user = CLASSES[self.name]({"film": feature}, self.pipelined)
         start = np.repeat(np.arange(V, dtype=np.float32)[:, np.newaxis], D, axis=1)
         self.reference = Reference(self.pipelined, start)
         self.steps = {
@@ -142,6 +142,12 @@ class Episode:
             for kind in ("values", "shape", "raise")
         }
         self.evaluation = self._traced(self._evaluate)
+
+    def _make_strategy(self) -> tf.distribute.Strategy:
+        if self.replicas == 1:
+            return tf.distribute.get_strategy()
+        devices = [f"CPU:{r}" for r in range(self.replicas)]
+        return tf.distribute.MirroredStrategy(devices)
 
     def _evaluate(self, ids: Any) -> tf.Tensor:
         return self.user.evaluate(ids[self._replica()])
@@ -176,7 +182,7 @@ class Episode:
 
     def step(self, rng: np.random.Generator) -> None:
         """One random step, and what must hold after it."""
-        kinds = KINDS + EVALUATIONS if self.name == "queue" else KINDS
+        kinds = self.kinds + (EVALUATIONS if self.name == "queue" else ())
         kind = str(rng.choice(kinds))
         bad = int(rng.integers(self.replicas))
         ids = rng.integers(0, V, [self.replicas, SAMPLES])
@@ -234,8 +240,89 @@ class Episode:
     def finish(self) -> None:
         self.user.embedding.flush()
         self.reference.flush()
-        (table,) = self.user.embedding.embedding_tables.values()
+        table = self.user.embedding.checkpoint_rows()["films"]["parameters"].numpy()
         np.testing.assert_array_equal(table, self.reference.table, err_msg=str(self))
+
+
+class SparseCoreEpisode(Episode):
+    """TPUEmbeddingV2 on software SparseCores, whose programs have no Python between."""
+
+    classes = ("V2",)
+    kinds = ("good", "good", "id", "nan", "assertion", "flush")
+
+    def _make_strategy(self) -> tf.distribute.Strategy:
+        return SoftwareTPUStrategy("v6e" if self.graph else "v5p", self.replicas)
+
+    def _split(self, values: Any) -> Any:
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                np.asarray(values)[context.replica_id_in_sync_group]
+            )
+        )
+
+    def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            given = [self._split(a) for a in arguments if not isinstance(a, int)]
+            found = self.strategy.run(call, given)
+            return self.strategy.experimental_local_results(found)
+
+        return run
+
+    def _step(self, kind: str) -> Callable[..., tf.Tensor]:
+        del kind
+
+        def step(ids: Any, gradients: Any, fails: Any) -> tf.Tensor:
+            activations, looked_up = self.user.look_up(ids)
+            tf.debugging.assert_equal(fails, False, "broken")
+            self.user.update(gradients, looked_up)
+            return activations
+
+        return step
+
+
+class HardwareEpisode(SparseCoreEpisode):
+    """TPUEmbedding on a software TPU v4.
+
+    What fails after a dequeue leaves a TPU waiting for gradients, so only batches fail.
+    """
+
+    classes = ("queue",)
+    kinds = ("good", "good", "id", "flush")
+
+    def _make_strategy(self) -> tf.distribute.Strategy:
+        return SoftwareTPUStrategy("v4" if self.graph else "v2", self.replicas)
+
+    def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        run = super()._traced(call)
+        training = call != self._evaluate
+
+        def queued(ids: Any, *arguments: Any) -> Any:
+            split = self._split(np.asarray(ids))
+            self.user.embedding.enqueue({"film": split}, training=training)
+            return run(*arguments[:1]) if training else run()
+
+        return queued
+
+    def _step(self, kind: str) -> Callable[..., tf.Tensor]:
+        del kind
+
+        def step(gradients: Any) -> tf.Tensor:
+            films = self.user.embedding.dequeue()["film"]
+            self.user.update(gradients, None)
+            return films
+
+        return step
+
+    def _evaluate(self) -> tf.Tensor:
+        return self.user.embedding.dequeue()["film"]
+
+
+EPISODES: dict[str, type[Episode]] = {
+    "host": Episode,
+    "portable": Episode,
+    "sparse_core": SparseCoreEpisode,
+    "tpu_v2_v4": HardwareEpisode,
+}
 
 
 def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) -> int:
@@ -245,9 +332,11 @@ def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) 
     before = os.environ.get(distribution.ENGINE_VARIABLE)
     try:
         while steps > 0:
-            episode = Episode(
-                engine=str(rng.choice(engines)),
-                name=str(rng.choice(list(CLASSES))),
+            engine = str(rng.choice(engines))
+            kind = EPISODES[engine]
+            episode = kind(
+                engine=engine,
+                name=str(rng.choice(kind.classes)),
                 replicas=int(rng.integers(1, 4)),
                 pipelined=bool(rng.integers(2)),
                 graph=bool(rng.integers(2)),
@@ -271,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fuzzes refused steps.")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--engines", default="host,portable")
+    parser.add_argument("--engines", default=",".join(EPISODES))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     engines = tuple(arguments.engines.split(","))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from reliability import refusals
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
@@ -119,3 +120,9 @@ def test_reset_takes_the_discarded_update_out_of_the_count() -> None:
     assert updates() == 1
     steps.run(1.0)
     assert (steps.values(), updates()) == ([-3.0, -3.0], 2)
+
+
+@pytest.mark.parametrize("engine", ["sparse_core", "tpu_v2_v4"])
+def test_random_steps(engine: str, seed: int) -> None:
+    """A few of the steps of `make fuzz-refusals`."""
+    assert refusals.run(25, seed, (engine,))
