@@ -27,7 +27,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo install test lint check docs structure format ops bench bench-one bench-preprocessing \
+.PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-peers test-peers fuzz fuzz-clang fuzz-refusals sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -68,6 +68,9 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
+
+check-plan: ops ## plans against the measured memory of 12 configurations of 1 to 2 GiB
+	$(BIN)/python tools/check_plan.py
 
 bench: ops ## everything that has an aim, with the peers: make bench BENCH=--quick
 	$(BIN)/python -m benchmarks.everything $(BENCH)

@@ -22,6 +22,7 @@ PUBLIC_PACKAGES = (
     "tpu_embedding",
     "tpu_embedding.keras",
     "tpu_embedding.checkpoint",
+    "tpu_embedding.planning",
     "tpu_embedding.serving",
     "tpu_embedding.testing",
     "tpu_embedding.interop",

@@ -1,8 +1,9 @@
 """Embedding tables for TensorFlow, with the API of tf.tpu.experimental.embedding.
 
 The names in `__all__` are public, and so are those in the `__all__` of the public
-packages: checkpoint, estimator, interop, keras, serving and testing, which are imported
-when they are first used. All other modules are private and may change without notice.
+packages: checkpoint, estimator, interop, keras, planning, serving and testing, which
+are imported when they are first used. All other modules are private and may change
+without notice.
 """
 
 import importlib as _importlib
@@ -23,17 +24,27 @@ from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.optimizers import *  # noqa: F403 - their `__all__` is public.
 from tpu_embedding.parameter_server import ClusterCoordinator
+from tpu_embedding.planning import plan
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
 
 if _typing.TYPE_CHECKING:
-    from tpu_embedding import checkpoint, estimator, interop, keras, serving, testing
+    from tpu_embedding import (
+        checkpoint,
+        estimator,
+        interop,
+        keras,
+        planning,
+        serving,
+        testing,
+    )
 
 _PACKAGES = [
     "checkpoint",
     "estimator",
     "interop",
     "keras",
+    "planning",
     "serving",
     "testing",
 ]
@@ -55,6 +66,8 @@ __all__ = [
     "estimator",
     "interop",
     "keras",
+    "plan",
+    "planning",
     "serving",
     "serving_embedding_lookup",
     "testing",

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding import parameter_server
 from tpu_embedding.checkpoint import command_line as checkpoint
+from tpu_embedding.planning import command_line as planning
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -28,6 +29,11 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "server",
         "run the parameter server or worker that TF_CONFIG names",
         lambda parser: parser.set_defaults(run=lambda _: parameter_server.serve()),
+    ),
+    (
+        "plan",
+        "say where tables fit: memory, limits, traffic and balance",
+        planning.add_arguments,
     ),
 )
 # Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.

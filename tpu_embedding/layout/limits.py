@@ -85,7 +85,15 @@ def sparse_core_excesses(
         for stack in layout.stacks
     ]
     names = tuple(spec.name for spec in plan.tables)
-    return [*found, *_device_excess(names, used, partitioning.num_replicas, generation)]
+    return [
+        *found,
+        *device_excess(
+            names,
+            used,
+            partitioning.num_replicas,
+            (generation.name, generation.hbm_bytes),
+        ),
+    ]
 
 
 def whole_table_excesses(
@@ -112,7 +120,45 @@ def whole_table_excesses(
         for spec in plan.tables
     ]
     names = tuple(spec.name for spec in plan.tables)
-    return _device_excess(names, used, num_devices, generation)
+    return device_excess(
+        names, used, num_devices, (generation.name, generation.hbm_bytes)
+    )
+
+
+def device_excess(
+    names: tuple[str, ...],
+    used: Sequence[tuple[str, int]],
+    num_devices: int,
+    device: tuple[str, int],
+) -> list[Excess]:
+    """Returns the excess of a device over its memory, if there is one.
+
+    Args:
+      names: Of the tables.
+      used: What is in its memory, and the bytes of it.
+      num_devices: Devices that have as much.
+      device: What it is called, and its bytes; 0 if they are not known.
+    """
+    total, (place, limit) = sum(size for _, size in used), device
+    if not limit or total <= limit:
+        return []
+    largest = sorted(used, key=lambda item: -item[1])[:_LARGEST_SHOWN]
+    shown = "; ".join(f"{name}: {_gib(size)}" for name, size in largest)
+    each = "a device" if num_devices == 1 else f"each of {num_devices} devices"
+    return [
+        Excess(
+            "device bytes",
+            names,
+            None,
+            total,
+            limit,
+            f"The tables, their slots and id buffers need {total} bytes "
+            f"({_gib(total)}) on {each}, and programs on {place} can use "
+            f"{limit} bytes ({_gib(limit)}): {_gib(total - limit)} too much. The "
+            f"largest are {shown}. Use more devices, a smaller vocabulary_size or dim, "
+            "or an optimizer with fewer slots.",
+        )
+    ]
 
 
 def raise_first(excesses: Sequence[Excess]) -> None:
@@ -175,34 +221,6 @@ def _unique_excess(
         f"SparseCore ({generation.spmem_bytes} bytes of SPMEM on {generation.name}) "
         f"is enough for {limit} in a partition. {way_out}.",
     )
-
-
-def _device_excess(
-    names: tuple[str, ...],
-    used: Sequence[tuple[str, int]],
-    num_devices: int,
-    generation: Generation,
-) -> list[Excess]:
-    total, limit = sum(size for _, size in used), generation.hbm_bytes
-    if not limit or total <= limit:
-        return []
-    largest = sorted(used, key=lambda item: -item[1])[:_LARGEST_SHOWN]
-    shown = "; ".join(f"{name}: {_gib(size)}" for name, size in largest)
-    devices = "a device" if num_devices == 1 else f"each of {num_devices} devices"
-    return [
-        Excess(
-            "device bytes",
-            names,
-            None,
-            total,
-            limit,
-            f"The tables, their slots and id buffers need {total} bytes "
-            f"({_gib(total)}) on {devices}, and programs on {generation.name} can use "
-            f"{limit} bytes ({_gib(limit)}): {_gib(total - limit)} too much. The "
-            f"largest are {shown}. Use more devices, a smaller vocabulary_size or dim, "
-            "or an optimizer with fewer slots.",
-        )
-    ]
 
 
 def _tables(names: Sequence[str]) -> str:

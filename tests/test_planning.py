@@ -1,0 +1,347 @@
+"""`te.plan` and `python -m tpu_embedding plan`."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+import xml.etree.ElementTree
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from software_tpu.calls import strategy_of
+
+import tpu_embedding as te
+from tpu_embedding.__main__ import main
+from tpu_embedding.tpu_generations import GENERATIONS, GIB
+
+
+def table(rows: int, dim: int, name: str = "films", **options: Any) -> te.TableConfig:
+    return te.TableConfig(rows, dim, name=name, **options)
+
+
+def placement(report: Any, name: str) -> Any:
+    (found,) = [p for p in report.placements if p.name == name]
+    return found
+
+
+def test_bytes_on_paper() -> None:
+    films = table(1001, 6, "films", optimizer=te.Adam(0.1))
+    users = table(64, 8, "users", dtype="bfloat16", optimizer=te.RowwiseAdagrad(0.1))
+    report = te.plan(
+        {"a": te.FeatureConfig(films), "b": te.FeatureConfig(users)},
+        batch_size=64,
+        processes=[3],
+        topologies=["v6e:2x2", "v4:2x2x1", "v5e:1x1"],
+        machine_bytes=GIB,
+    )
+    sizes = {(a.table, a.array): (a.shape, a.bytes) for a in report.arrays}
+    assert sizes == {
+        ("films", "parameters"): ((1001, 6), 24024),
+        ("films", "momenta"): ((1001, 6), 24024),
+        ("films", "velocities"): ((1001, 6), 24024),
+        ("users", "parameters"): ((64, 8), 1024),
+        ("users", "accumulators"): ((64, 1), 256),
+    }
+    assert report.total_bytes == 3 * 24024 + 1280
+    host = placement(report, "one machine")
+    assert host.by_table == {"films": 72072, "users": 1280}
+    assert host.device_bytes[0] == 73352 + host.buffer_bytes
+    rows = placement(report, "3 processes, synchronous, rows")
+    assert rows.by_table == {"films": 334 * 72, "users": 22 * 20}
+    whole = placement(report, "3 processes, synchronous, whole tables")
+    assert whole.location == {"films": "all", "users": 1}
+    servers = placement(report, "3 parameter servers")
+    assert servers.location == {"films": 0, "users": 1}
+    assert servers.wire_bytes == 64 * (8 + 2 * 24) + 64 * (8 + 2 * 32)
+    for name, text in (
+        ("v6e:2x2", "no op for RowwiseAdagrad"),
+        ("v4:2x2x1", "do not support RowwiseAdagrad"),
+        ("v5e:1x1", "bfloat16"),
+    ):
+        assert text in placement(report, name).unsupported
+
+
+def test_stacks_of_sparse_cores_on_paper() -> None:
+    features = {
+        name: te.FeatureConfig(table(rows, 6, name), output_shape=[16], name=name)
+        for name, rows in (("a", 100), ("b", 65))
+    }
+    report = te.plan(features, te.Adagrad(0.1), topologies=["v6e:2x2"])
+    place = placement(report, "v6e:2x2")
+    # 8 shards of a multiple of 8 rows: 16 and 16, 8 columns; a table and a slot.
+    rows = 2 * 16 * 8 * 4
+    assert place.by_table == {"a": 2 * rows, "b": 2 * rows}
+    pointers = 2 * 64 * 8
+    assert place.buffer_bytes == 4 * (32 * 64 * 3 + pointers)
+    assert place.device_bytes == (4 * rows + place.buffer_bytes,) * 4
+
+
+def ragged(rng: np.random.Generator, rows: int, samples: int) -> tf.RaggedTensor:
+    lengths = rng.integers(0, 9, samples)
+    ids = rng.zipf(1.3, lengths.sum()) % rows
+    return tf.RaggedTensor.from_row_lengths(ids.astype(np.int64), lengths)
+
+
+def test_limits_are_those_of_the_preprocessor(rng: np.random.Generator) -> None:
+    """`compute_sparse_core_requirements` partitions the batch of one replica."""
+    features = {
+        name: te.FeatureConfig(table(rows, 8, name), output_shape=[64], name=name)
+        for name, rows in (("a", 1000), ("b", 50))
+    }
+    batches = [{"a": ragged(rng, 1000, 64), "b": ragged(rng, 50, 64)} for _ in range(3)]
+    report = te.plan(
+        features, te.SGD(0.1), topologies=["v5p:1x1x1"], sample=batches, processes=[2]
+    )
+    (own,) = placement(report, "v5p:1x1x1").limits
+    needs = [
+        te.TPUEmbeddingV2.compute_sparse_core_requirements(
+            batch, features, 1, 4, te.SGD(0.1)
+        )
+        for batch in batches
+    ]
+    assert own.stack == "a_b"
+    assert own.max_ids == max(int(n.max_ids["a_b"]) for n in needs)
+    assert own.max_unique_ids == max(int(n.max_unique_ids["a_b"]) for n in needs)
+    assert own.required_ids == max(int(n.required_ids["a_b"]) for n in needs)
+    assert own.suggested_max_ids >= 1.2 * own.max_ids
+    assert own.beyond_suggested == 0.0
+    assert own.dropped == 0.0
+    first, _ = report.statistics
+    ids = [batch["a"].values.numpy() for batch in batches]
+    assert first.ids_per_step == np.mean([len(i) for i in ids])
+    assert first.distinct_ids_per_step == np.mean([len(np.unique(i)) for i in ids])
+    assert first.distinct_ids == len(np.unique(np.concatenate(ids)))
+
+
+def test_ids_beyond_limits_and_out_of_range(rng: np.random.Generator) -> None:
+    feature = te.FeatureConfig(table(10_000, 8, invalid_ids="drop"), name="f")
+    ids = rng.integers(0, 1250, (4096, 8)) + 1250 * np.arange(8)  # None twice.
+    ids[0] = -1
+    report = te.plan(
+        feature, te.SGD(0.1), topologies=["v6e:1x1"], sample=[ids], batch_size=4096
+    )
+    assert report.statistics[0].out_of_range_ids == 8
+    (own,) = placement(report, "v6e:1x1").limits
+    counts = np.zeros((2, 2))
+    np.add.at(counts, (np.arange(4096)[1:, None] // 2048, ids[1:] % 2), 1)
+    assert own.max_ids == counts.max()
+    assert own.beyond_default > 0.9
+    sparse = te.plan(
+        feature,
+        te.SGD(0.1),
+        topologies=["v6e:1x1"],
+        sample=[tf.sparse.from_dense(ids[1:] // 2 + 1)],
+        batch_size=4096,
+    )
+    assert sparse.statistics[0].ids_per_sample == 8.0
+
+
+def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
+    """Ids spread evenly over two processes: the formula's one assumption."""
+    feature = te.FeatureConfig(table(100_000, 16), name="f")
+    ids = rng.integers(0, 100_000, (2048, 5))
+    report = te.plan(feature, te.SGD(0.1), sample=[ids], processes=[2], topologies=[])
+    own = ids[:1024]
+    away = own % 2 != 0
+    exact = len(np.unique(own[away])) * (4 + 64)  # Distinct rows and their numbers.
+    exact += 4 * away.sum() + 1024 * 4  # Entries, and where samples begin.
+    exact += away.any(1).sum() * 64  # Gradients of the samples.
+    found = placement(report, "2 processes, synchronous, rows").wire_bytes
+    assert abs(found - exact) < 0.02 * exact
+
+
+def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> None:
+    """A plan fits just where an embedding can be created."""
+    outcomes = set()
+    for _ in range(40):
+        generation = str(rng.choice(["v5p", "v6e", "7x"]))
+        known = GENERATIONS[generation]
+        devices = 2 * known.devices_per_chip
+        rows = int(rng.uniform(0.1, 1.5) * 16 * GIB / (4 * 128)) * devices
+        tables = int(rng.integers(1, 1 + 2 * known.hbm_bytes // (16 * GIB)))
+        unique = int(known.max_unique_ids_per_partition * rng.uniform(0.5, 1.2))
+        features = (
+            [
+                te.FeatureConfig(
+                    table(rows, 128, f"t{i}"), output_shape=[64], name=f"f{i}"
+                )
+                for i in range(tables)
+            ]
+            if rows < 2**31
+            else []
+        )
+        if not features:
+            continue
+        config = te.SparseCoreEmbeddingConfig(max_unique_ids_per_table={"t0": unique})
+        axes = "2x1" if generation == "v6e" else "2x1x1"
+        report = te.plan(
+            features,
+            te.SGD(0.1),
+            topologies=[f"{generation}:{axes}"],
+            sparse_core_embedding_config=config,
+            processes=[],
+        )
+        (place,) = [p for p in report.placements if p.kind == "tpu"]
+        assert place.num_devices == devices
+        try:
+            with strategy_of(generation, devices).scope():
+                te.TPUEmbeddingV2(
+                    features, te.SGD(0.1), sparse_core_embedding_config=config
+                )
+            created = ""
+        except ValueError as error:
+            created = str(error)
+        assert place.fits == (not created)
+        assert created.startswith(place.problem)
+        outcomes.add(place.excesses[0].kind if place.excesses else "")
+    assert outcomes == {"", "tensor bytes", "unique ids", "device bytes"}
+
+
+def test_a_thousand_tables_take_less_than_a_second() -> None:
+    features = [
+        te.FeatureConfig(table(1000 * (i + 1), 16 * (1 + i % 4), f"t{i}"))
+        for i in range(1000)
+    ]
+    start = time.process_time()
+    report = te.plan(features, te.Adagrad(0.1), batch_size=8192)
+    assert time.process_time() - start < 1.0
+    assert {p.name.split(":")[0] for p in report.placements} > set(GENERATIONS)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    feature = te.FeatureConfig(table(2**31 - 1, 64), name="f")
+    report = te.plan(
+        feature, te.SGD(0.1), batch_size=1024, machine_bytes=64 * GIB, processes=[2, 16]
+    )
+    host = placement(report, "one machine")
+    assert not host.fits
+    assert "films: 512.00 GiB" in host.problem
+    assert "448.04 GiB too much" in host.problem
+    assert report.placements[0].fits
+    assert not report.placements[-1].fits
+    text = str(report)
+    assert "NO" in text
+    assert report.best is not None
+    assert report.best.kind in {"tpu", "synchronous"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "Feature feature has no full `output_shape`. Pass `batch_size`"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 8, "processes": [0]}, "processes"),
+        ({"batch_size": 8, "topologies": ["v6e"]}, "for example 'v5p:2x2x1'"),
+        ({"sample": []}, "no batches"),
+        ({"sample": [3]}, "a scalar"),
+        ({"sample": [np.array([0.5])]}, "not whole"),
+    ],
+    ids=range(7),
+)
+def test_arguments(arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        te.plan(te.FeatureConfig(table(10, 8)), te.SGD(0.1), **arguments)
+
+
+CONFIG = {
+    "tables": [
+        {"name": "films", "vocabulary_size": 1000, "dim": 16, "optimizer": "Adam"},
+        {"name": "users", "vocabulary_size": 500, "dim": 8},
+    ],
+    "features": [{"name": "liked", "table": "films"}, {"table": "users"}],
+    "optimizer": {"name": "Adagrad", "learning_rate": 0.05},
+    "batch_size": 256,
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    svg = tmp_path / "plan.svg"
+    code, out, _ = run(capsys, str(path), "--svg", str(svg), "--topology", "v6e:2x2")
+    assert code == 0
+    assert "2 tables, 3 slots: 218.75 KiB" in out
+    assert "v6e:2x2" in out
+    root = xml.etree.ElementTree.fromstring(svg.read_text())
+    assert root.tag.endswith("svg")
+    np.savez(
+        tmp_path / "ids.npz",
+        liked=np.arange(1024) % 1000,
+        **{
+            "users.values": np.arange(2048) % 500,
+            "users.row_splits": np.arange(0, 2049, 2),
+        },
+    )
+    sample = ["--sample", str(tmp_path / "ids.npz"), "--json"]
+    code, out, _ = run(capsys, str(path), *sample)
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["total_bytes"] == 224000
+    assert [t["ids_per_sample"] for t in facts["statistics"]] == [1.0, 2.0]
+    module = tmp_path / "model_to_plan.py"
+    module.write_text(
+        "import tpu_embedding as te\n"
+        "def features():\n"
+        "    table = te.TableConfig(1000, 16, name='films')\n"
+        "    return te.FeatureConfig(table), te.SGD(0.1)\n"
+    )
+    code, out, _ = run(capsys, f"{module}:features", "--batch-size", "64")
+    assert "62.50 KiB" in out
+    code, out, _ = run(
+        capsys, f"{module}:features", "--batch-size=64", "--machine-gib=1e-6",
+        "--processes=2", "--topology=v6e:1x1",
+    )  # fmt: skip
+    assert code == 0
+    assert "one machine: The tables, their slots" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tables": []}, "an object with `tables`"),
+        ({"tables": [{"dim": 3}]}, "has no `name`"),
+        ({"features": [{"table": "x"}]}, "names no table of films, users"),
+        ({"optimizer": "Adamant"}, "'Adamant' is not known. Known are"),
+        ({"tables": [{"name": "a", "rows": 3}]}, "unexpected keyword argument 'rows'"),
+    ],
+    ids=range(5),
+)
+def test_files_that_are_wrong(
+    change: Any,
+    text: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **change}))
+    code, _, error = run(capsys, str(path))
+    assert code == 2
+    assert text in error
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nothing", "as in `my_model:features`"),
+        ("no_such_module:x", "Cannot import 'no_such_module'"),
+        ("json:x", "json has no attribute 'x'"),
+        ("missing.json", "No such file"),
+    ],
+)
+def test_configurations_that_are_missing(
+    name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = run(capsys, name)
+    assert code == 2
+    assert text in error

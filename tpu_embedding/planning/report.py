@@ -1,0 +1,345 @@
+"""What a plan says: objects, a text, JSON and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tpu_embedding.layout.limits import Excess
+
+_SHOWN_TABLES = 8
+_COLORS = (
+    *("#4e79a7", "#f28e2b", "#59a14f", "#e15759"),
+    *("#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#bab0ac"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayBytes:
+    """One table or slot.
+
+    Attributes:
+      table: Name of the table.
+      array: "parameters" or the name of the slot.
+      shape: [V, D], or [V, 1] for a slot of one number for each row.
+      dtype: "float32" or "bfloat16".
+      bytes: Of the whole array, without padding.
+    """
+
+    table: str
+    array: str
+    shape: tuple[int, int]
+    dtype: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStatistics:
+    """What the sample says about the ids of one table.
+
+    Attributes:
+      table: Name of the table.
+      ids_per_step: Mean number of ids of a batch.
+      distinct_ids_per_step: Mean number of distinct ids of a batch.
+      ids_per_sample: Mean number of ids of a sample that has any.
+      distinct_ids: Distinct ids of the whole sample.
+      out_of_range_ids: Ids below 0 or not below V, which count nowhere else.
+    """
+
+    table: str
+    ids_per_step: float
+    distinct_ids_per_step: float
+    ids_per_sample: float
+    distinct_ids: int
+    out_of_range_ids: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StackLimits:
+    """What the sample needs of the limits of one stack of SparseCores.
+
+    Attributes:
+      stack: Name of the stack.
+      max_ids: Most ids of a partition, in any step.
+      max_unique_ids: Most distinct ids of a partition.
+      required_ids: Largest id buffer of a device, in ids.
+      suggested_max_ids: For max_ids_per_table: a quarter more, a multiple of 8.
+      suggested_max_unique_ids: For max_unique_ids_per_table: the same, but no more
+        than the TPU compiles.
+      beyond_default: Share of ids beyond the default limits of a partition: their
+        steps fail, or are split with minibatching=True.
+      beyond_suggested: The same for the suggested limits.
+      dropped: Share of ids that would be dropped with allow_id_dropping=True at the
+        default max_ids_per_chip_per_sample.
+      shard_balance: Ids of the busiest SparseCore over their mean; 1 is even.
+    """
+
+    stack: str
+    max_ids: int
+    max_unique_ids: int
+    required_ids: int
+    suggested_max_ids: int
+    suggested_max_unique_ids: int
+    beyond_default: float
+    beyond_suggested: float
+    dropped: float
+    shard_balance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One way to place all tables.
+
+    Attributes:
+      name: For example "one machine", "4 processes, synchronous" or "v6e:2x2".
+      kind: "host", "synchronous", "parameter_servers" or "tpu".
+      num_devices: Machines, processes, servers or TPU devices.
+      capacity: Bytes of each.
+      device_bytes: Bytes that each needs: tables, slots and buffers.
+      buffer_bytes: Of these, what one step needs on the fullest.
+      by_table: By table, the bytes of it and its slots on the fullest.
+      location: By table, "all" if its rows are divided, else the index of the device.
+      wire_bytes: Bytes that leave one process in a training step, or None where the
+        network is that of a TPU.
+      limits: By stack, what the sample needs.
+      max_ids_per_chip_per_sample: Suggested id buffer, if there is a sample.
+      excesses: Limits that the placement exceeds.
+      unsupported: Why it is not possible whatever its size, or None.
+    """
+
+    name: str
+    kind: str
+    num_devices: int
+    capacity: int
+    device_bytes: tuple[int, ...]
+    buffer_bytes: int
+    by_table: dict[str, int]
+    location: dict[str, Any]
+    wire_bytes: int | None = None
+    limits: tuple[StackLimits, ...] = ()
+    max_ids_per_chip_per_sample: int | None = None
+    excesses: tuple[Excess, ...] = ()
+    unsupported: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is possible."""
+        return not self.excesses and self.unsupported is None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that the fullest device needs."""
+        return max(self.device_bytes, default=0)
+
+    @property
+    def balance(self) -> float:
+        """Bytes of the fullest device over their mean; 1 is even."""
+        total = sum(self.device_bytes)
+        return self.peak_bytes * len(self.device_bytes) / total if total else 1.0
+
+    @property
+    def problem(self) -> str:
+        """Why it does not fit, in one line; "" if it does."""
+        if self.unsupported is not None:
+            return self.unsupported
+        return self.excesses[0].message if self.excesses else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """The result of `plan`.
+
+    Attributes:
+      arrays: All tables and slots.
+      statistics: By table, if there is a sample.
+      placements: Ranked: what fits first; then fewer devices, fewer bytes on the wire,
+        and the lower share of a device's memory.
+    """
+
+    arrays: tuple[ArrayBytes, ...]
+    statistics: tuple[TableStatistics, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def best(self) -> Placement | None:
+        """The first placement that fits, or None."""
+        return next((p for p in self.placements if p.fits), None)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tables and slots, without padding."""
+        return sum(array.bytes for array in self.arrays)
+
+    def to_json(self) -> str:
+        """Returns everything as JSON."""
+        facts = {
+            "total_bytes": self.total_bytes,
+            "arrays": [dataclasses.asdict(array) for array in self.arrays],
+            "statistics": [dataclasses.asdict(table) for table in self.statistics],
+            "placements": [
+                {
+                    **dataclasses.asdict(placement),
+                    "fits": placement.fits,
+                    "peak_bytes": placement.peak_bytes,
+                    "balance": placement.balance,
+                }
+                for placement in self.placements
+            ],
+        }
+        return json.dumps(facts, indent=2)
+
+    def __str__(self) -> str:
+        tables = len({array.table for array in self.arrays})
+        parts = [
+            f"{tables} tables, {len(self.arrays) - tables} slots: "
+            f"{_size(self.total_bytes)}",
+            _grid(_placement_rows(self.placements)),
+        ]
+        problems = [p for p in self.placements if not p.fits]
+        parts += [f"{p.name}: {p.problem}" for p in problems]
+        best = self.best
+        if best is not None:
+            parts.append(
+                f"{best.name}: the largest tables of the fullest device\n"
+                + _grid(_table_rows(best))
+            )
+        if self.statistics:
+            parts.append(_grid(_statistics_rows(self.statistics)))
+        parts += [_grid(_limit_rows(p)) for p in self.placements if p.limits]
+        return "\n\n".join(parts)
+
+    def to_svg(self) -> str:
+        """Returns a picture: the fullest device of each placement, by table."""
+        return _svg(self.placements)
+
+
+def _placement_rows(placements: Sequence[Placement]) -> Iterable[list[str]]:
+    yield ["placement", "fits", "devices", "fullest", "of", "balance", "wire a step"]
+    for p in placements:
+        wire = "-" if p.wire_bytes is None else _size(p.wire_bytes)
+        yield [
+            p.name,
+            "yes" if p.fits else "NO",
+            str(p.num_devices),
+            _size(p.peak_bytes),
+            _size(p.capacity),
+            f"{p.balance:.2f}",
+            wire,
+        ]
+
+
+def _table_rows(placement: Placement) -> Iterable[list[str]]:
+    yield ["table", "bytes", "where"]
+    largest = sorted(placement.by_table.items(), key=lambda item: -item[1])
+    for name, size in largest[:_SHOWN_TABLES]:
+        yield [name, _size(size), str(placement.location.get(name, ""))]
+    rest = largest[_SHOWN_TABLES:]
+    if rest:
+        yield [f"{len(rest)} more", _size(sum(size for _, size in rest)), ""]
+    yield ["buffers of a step", _size(placement.buffer_bytes), ""]
+
+
+def _statistics_rows(statistics: Sequence[TableStatistics]) -> Iterable[list[str]]:
+    yield ["table", "ids a step", "distinct", "ids a sample", "out of range"]
+    for own in statistics:
+        yield [
+            own.table,
+            f"{own.ids_per_step:.0f}",
+            f"{own.distinct_ids_per_step:.0f}",
+            f"{own.ids_per_sample:.2f}",
+            str(own.out_of_range_ids),
+        ]
+
+
+def _limit_rows(placement: Placement) -> Iterable[list[str]]:
+    yield [
+        f"stack ({placement.name})",
+        "ids",
+        "distinct",
+        "set max_ids to",
+        "max_unique to",
+        "beyond 256",
+        "beyond these",
+        "dropped",
+        "balance",
+    ]
+    for own in placement.limits:
+        yield [
+            own.stack,
+            str(own.max_ids),
+            str(own.max_unique_ids),
+            str(own.suggested_max_ids),
+            str(own.suggested_max_unique_ids),
+            f"{own.beyond_default:.2%}",
+            f"{own.beyond_suggested:.2%}",
+            f"{own.dropped:.2%}",
+            f"{own.shard_balance:.2f}",
+        ]
+
+
+def _grid(rows: Iterable[Sequence[str]]) -> str:
+    lines = [list(row) for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def _svg(placements: Sequence[Placement]) -> str:
+    """One bar for each placement, its tables stacked, a line where memory ends."""
+    width, left, height = 640, 190, 26
+    top = max([max(p.peak_bytes, p.capacity) for p in placements], default=1)
+    # Square roots: a chip of 16 GiB and a machine of 512 GiB are both seen.
+    scale = (width - left - 110) / math.sqrt(top or 1)
+    totals: dict[str, int] = {}
+    for p in placements:
+        for name, size in p.by_table.items():
+            totals[name] = max(totals.get(name, 0), size)
+    shown = sorted(totals, key=lambda name: -totals[name])[:_SHOWN_TABLES]
+    lines = []
+    for row, p in enumerate(placements):
+        y, x, done = 24 + row * height, float(left), 0
+        own = [(name, p.by_table.get(name, 0)) for name in shown]
+        own.append(("others", max(p.peak_bytes - sum(s for _, s in own), 0)))
+        lines.append(
+            f'<text x="4" y="{y + 13}">{html.escape(p.name)}</text>'
+            f'<text x="{width - 100}" y="{y + 13}">{_size(p.peak_bytes)}'
+            f"{'' if p.fits else ' - no'}</text>"
+        )
+        for color, (name, size) in zip(_COLORS, own, strict=False):
+            done += size
+            end = left + scale * math.sqrt(done)
+            lines.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{end - x:.1f}" height="16" '
+                f'fill="{color}"><title>{html.escape(name)}: {_size(size)}</title>'
+                "</rect>"
+            )
+            x = end
+        limit = left + scale * math.sqrt(p.capacity)
+        lines.append(
+            f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{y - 3}" y2="{y + 19}" '
+            'stroke="black" stroke-width="2"/>'
+        )
+    total = 40 + len(placements) * height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}" '
+        'font-family="sans-serif" font-size="11">'
+        '<text x="4" y="13">Memory of the fullest device by table (square-root '
+        "scale); the line is its capacity</text>" + "".join(lines) + "</svg>\n"
+    )

@@ -1,0 +1,319 @@
+"""Batches of ids as arrays, and what they need of SparseCores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_embedding.layout.partitioning import (
+    DEFAULT_MAX_IDS_PER_TABLE,
+    DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
+    Partitioning,
+)
+from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.planning.report import StackLimits, TableStatistics
+from tpu_embedding.tpu_generations import Generation
+
+_HEADROOM = 1.25  # Of suggested limits over those that the sample needs.
+_ENTRIES_MULTIPLE = 8  # Partitions are padded to multiples of it.
+
+
+class FeatureIds(NamedTuple):
+    """The ids of one feature in one batch.
+
+    Attributes:
+      ids: int64 [entries].
+      samples: int64 [entries], the sample of each, ascending.
+      num_samples: Samples of the batch.
+    """
+
+    ids: np.ndarray
+    samples: np.ndarray
+    num_samples: int
+
+
+# For each feature of a plan.
+Batch = Sequence[FeatureIds]
+
+
+def to_feature_ids(path: str, value: Any) -> FeatureIds:
+    """Converts a dense array, a RaggedTensor or a SparseTensor.
+
+    Args:
+      path: Path of the feature, for errors.
+      value: Ids by sample, of the shapes that embeddings take.
+
+    Raises:
+      ValueError: If it has no samples, or ids that are not whole numbers.
+    """
+    if hasattr(value, "row_splits"):
+        lengths = np.diff(np.asarray(value.row_splits, np.int64))
+        ids = np.asarray(value.values).reshape(-1)
+        samples = np.repeat(np.arange(len(lengths)), lengths)
+        count = len(lengths)
+    elif hasattr(value, "dense_shape"):
+        shape = np.asarray(value.dense_shape)
+        ids, count = np.asarray(value.values), int(np.prod(shape[:-1]))
+        places = tuple(np.asarray(value.indices).T[:-1])
+        samples = np.asarray(np.ravel_multi_index(places, tuple(shape[:-1])))
+    else:
+        dense = np.asarray(value)
+        if dense.ndim == 0:
+            raise ValueError(f"Feature {path}: the sample has a scalar. Batch it.")
+        dense = dense.reshape(-1, 1 if dense.ndim == 1 else dense.shape[-1])
+        ids, count = dense.reshape(-1), len(dense)
+        samples = np.repeat(np.arange(count), dense.shape[1])
+    if ids.dtype.kind not in "iu" and (ids != np.floor(ids)).any():
+        raise ValueError(f"Feature {path}: the sample has ids that are not whole.")
+    return FeatureIds(ids.astype(np.int64), samples.astype(np.int64), count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Batches of a data set, each the global batch of one step.
+
+    Attributes:
+      batches: The ids; entries out of range are left out.
+      out_of_range: By table index, how many were left out.
+    """
+
+    batches: list[list[FeatureIds]]
+    out_of_range: dict[int, int]
+
+    @classmethod
+    def of(cls, plan: Plan, batches: Iterable[Batch]) -> Sample:
+        """Applies the policy of each table for ids that are out of range."""
+        kept: list[list[FeatureIds]] = []
+        out_of_range = dict.fromkeys(range(len(plan.tables)), 0)
+        for batch in batches:
+            own = []
+            for spec, feature in zip(plan.features, batch, strict=True):
+                config = plan.tables[spec.table].config
+                rows = config.vocabulary_size
+                wrong = (feature.ids < 0) | (feature.ids >= rows)
+                out_of_range[spec.table] += int(wrong.sum())
+                if config.invalid_ids == "mod":
+                    own.append(feature._replace(ids=feature.ids % rows))
+                else:
+                    own.append(
+                        feature._replace(
+                            ids=feature.ids[~wrong], samples=feature.samples[~wrong]
+                        )
+                    )
+            kept.append(own)
+        return cls(kept, out_of_range)
+
+    def statistics(self, plan: Plan) -> list[TableStatistics]:
+        """Counts the ids of each table."""
+        found = []
+        for table in plan.tables:
+            per_step, distinct, per_sample, seen = [], [], [], np.zeros(0, np.int64)
+            for batch in self.batches:
+                ids = np.concatenate([batch[f].ids for f in table.features])
+                unique = np.unique(ids)
+                seen = np.union1d(seen, unique)
+                per_step.append(len(ids))
+                distinct.append(len(unique))
+                used = sum(len(np.unique(batch[f].samples)) for f in table.features)
+                per_sample.append(len(ids) / max(used, 1))
+            found.append(
+                TableStatistics(
+                    table.name,
+                    float(np.mean(per_step)),
+                    float(np.mean(distinct)),
+                    float(np.mean(per_sample)),
+                    len(seen),
+                    self.out_of_range[table.index],
+                )
+            )
+        return found
+
+    def limits(
+        self,
+        plan: Plan,
+        layout: Layout,
+        partitioning: Partitioning,
+        generation: Generation,
+    ) -> tuple[list[StackLimits], int]:
+        """Returns what each stack needs, and a max_ids_per_chip_per_sample."""
+        found, per_sample = [], 1
+        for index, stack in enumerate(layout.stacks):
+            needs = [
+                _partition(plan, layout, partitioning, index, batch)
+                for batch in self.batches
+            ]
+            required = max(int(need.required.max()) for need in needs)
+            own, capacity = (
+                _stack_limits(
+                    stack.name,
+                    needs,
+                    generation.max_unique_ids_per_partition,
+                    stack.samples * partitioning.max_ids_per_chip_per_sample,
+                ),
+                max(stack.samples, 1),
+            )
+            per_sample = max(per_sample, -(-int(required * _HEADROOM) // capacity))
+            found.append(own)
+        return found, -(-per_sample // 8) * 8
+
+
+class _Need(NamedTuple):
+    """What one batch needs of one stack.
+
+    Attributes:
+      counts: Ids of each partition, [SparseCores, shards].
+      unique: Distinct ids of each partition.
+      required: Id buffer of each device.
+    """
+
+    counts: np.ndarray
+    unique: np.ndarray
+    required: np.ndarray
+
+
+def _partition(
+    plan: Plan, layout: Layout, partitioning: Partitioning, stack: int, batch: Batch
+) -> _Need:
+    shards, cores = partitioning.num_shards, partitioning.sparse_cores_per_device
+    partitions, rows = [], []
+    for f in layout.stacks[stack].features:
+        samples, ids = batch[f].samples, batch[f].ids
+        table = layout.tables[plan.features[f].table]
+        if not partitioning.features[f].max_valency:
+            # An id that occurs twice in a sample is one entry of twice the gain.
+            height = table.unsharded_shape[0]
+            samples, ids = np.divmod(np.unique(samples * height + ids), height)
+        shard = (ids + table.sparse_core_shard_rotation) % shards
+        # SparseCores have equal blocks of the samples, in order.
+        core = samples * shards // max(batch[f].num_samples, 1)
+        partitions.append(core * shards + shard)
+        rows.append(layout.row_offsets[f] // shards + ids // shards)
+    partition, row = np.concatenate(partitions), np.concatenate(rows)
+    counts = np.bincount(partition, minlength=shards * shards)
+    height = layout.stacks[stack].rows_per_shard
+    distinct = np.unique(partition * height + row) // height
+    unique = np.bincount(distinct, minlength=shards * shards)
+    padded = -(-counts // _ENTRIES_MULTIPLE) * _ENTRIES_MULTIPLE
+    required = padded.reshape(-1, cores * shards).sum(1)
+    return _Need(counts, unique, required)
+
+
+def _stack_limits(
+    name: str, needs: Sequence[_Need], most_unique: int, capacity: int
+) -> StackLimits:
+    counts = np.stack([need.counts for need in needs])
+    unique = np.stack([need.unique for need in needs])
+    required = np.stack([need.required for need in needs])
+    total = max(int(counts.sum()), 1)
+    max_ids, max_unique = int(counts.max()), int(unique.max())
+    suggested = _with_headroom(max_ids)
+    suggested_unique = min(_with_headroom(max_unique), most_unique or max_unique)
+
+    def beyond(ids: int, distinct: int) -> float:
+        over = np.maximum(counts - ids, 0)
+        # At least one entry for each distinct id too many.
+        return float(np.maximum(over, unique - distinct).clip(0).sum() / total)
+
+    shards = round(counts.shape[1] ** 0.5)
+    by_shard = counts.reshape(len(needs), shards, shards).sum((0, 1))
+    return StackLimits(
+        stack=name,
+        max_ids=max_ids,
+        max_unique_ids=max_unique,
+        required_ids=int(required.max()),
+        suggested_max_ids=suggested,
+        suggested_max_unique_ids=suggested_unique,
+        beyond_default=beyond(
+            DEFAULT_MAX_IDS_PER_TABLE, DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
+        ),
+        beyond_suggested=beyond(suggested, suggested_unique),
+        dropped=float(np.maximum(required - capacity, 0).sum() / total),
+        shard_balance=float(by_shard.max() / max(by_shard.mean(), 1e-9)),
+    )
+
+
+def _with_headroom(count: int) -> int:
+    return max(-(-int(count * _HEADROOM) // 8) * 8, 8)
+
+
+def expected_distinct(rows: int, entries: float) -> float:
+    """Returns the mean number of distinct ids among uniformly distributed ones."""
+    return rows * -np.expm1(entries * np.log1p(-1 / rows)) if rows > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The ids of each feature in one process's batch, measured or assumed.
+
+    Attributes:
+      samples: By feature, samples of the process.
+      entries: By feature, ids.
+      distinct: By table, distinct ids.
+    """
+
+    samples: Mapping[int, float]
+    entries: Mapping[int, float]
+    distinct: Mapping[int, float]
+
+    @classmethod
+    def of(
+        cls, plan: Plan, samples: Sequence[float], sample: Sample | None, processes: int
+    ) -> Traffic:
+        """Returns the traffic of one of some processes that share a batch.
+
+        Without a sample every sample has one id, and ids are distributed evenly.
+
+        Args:
+          plan: The features.
+          samples: By feature, samples of the whole batch.
+          sample: The sample, or None.
+          processes: They have equal parts of the batch.
+        """
+        if sample is None:
+            entries = {f: count / processes for f, count in enumerate(samples)}
+            distinct = {
+                table.index: expected_distinct(
+                    table.config.vocabulary_size,
+                    sum(entries[f] for f in table.features),
+                )
+                for table in plan.tables
+            }
+            return cls(dict(entries), entries, distinct)
+        parts: list[tuple[Batch, list[np.ndarray]]] = [
+            (
+                batch,
+                [f.samples < -(-f.num_samples // processes) for f in batch],
+            )
+            for batch in sample.batches
+        ]
+        return cls(
+            {
+                f: float(np.mean([b[f].num_samples for b, _ in parts])) / processes
+                for f in range(len(plan.features))
+            },
+            {
+                f: float(np.mean([len(b[f].ids) for b, _ in parts])) / processes
+                for f in range(len(plan.features))
+            },
+            {
+                table.index: float(
+                    np.mean(
+                        [
+                            len(
+                                np.unique(
+                                    np.concatenate(
+                                        [b[f].ids[first[f]] for f in table.features]
+                                    )
+                                )
+                            )
+                            for b, first in parts
+                        ]
+                    )
+                )
+                for table in plan.tables
+            },
+        )
