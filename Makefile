@@ -28,7 +28,7 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-peers test-peers fuzz fuzz-clang fuzz-refusals sanitize clean
+    bench-measures bench-peers test-peers test-servers fuzz fuzz-clang fuzz-refusals sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -109,6 +109,9 @@ fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make 
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS)
 
 STEPS ?= 20000
+
+test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## workers and parameter servers that are killed and stopped, five minutes
+	$(BIN)/python -P tests/parameter_server_faults.py
 
 fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)

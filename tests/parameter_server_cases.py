@@ -301,6 +301,38 @@ def what_is_not_carried_is_refused_by_name() -> None:
 
 
 @case
+def the_keras_layer_trains_in_a_loop_of_ones_own() -> None:
+    def make_layer() -> Any:
+        layer = te.keras.TPUEmbedding(features(), te.Adagrad(0.1))
+        layer.build({name: value.shape for name, value in batch(0).items()})
+        return layer
+
+    def step_with(layer: Any) -> Callable[[Any], tf.Tensor]:
+        def step(number: Any) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                activations = layer(batch(number))
+                loss = tf.add_n(
+                    [tf.reduce_sum(tf.cos(3 * a)) for a in activations.values()]
+                )
+            tape.gradient(loss, layer.trainable_variables)
+            return loss
+
+        return step
+
+    one = make_layer()
+    with JOB.strategy.scope():
+        served = make_layer()
+    step, expected = tf.function(step_with(served)), tf.function(step_with(one))
+    found = schedule(step, range(3))
+    assert found == [float(expected(tf.constant(k))) for k in range(3)]
+    pairs = zip(
+        one.embedding_tables.values(), served.embedding_tables.values(), strict=True
+    )
+    for value, other in pairs:
+        np.testing.assert_array_equal(other.numpy(), value.numpy())
+
+
+@case
 def the_coordinator_is_ours() -> None:
     assert isinstance(JOB.coordinator, te.ClusterCoordinator)
     assert te.ClusterCoordinator(JOB.strategy) is JOB.coordinator

@@ -23,6 +23,7 @@ NAMES = [
     "a_refused_step_changes_no_server",
     "calls_in_the_wrong_order_are_errors",
     "what_is_not_carried_is_refused_by_name",
+    "the_keras_layer_trains_in_a_loop_of_ones_own",
     "the_coordinator_is_ours",
     "checkpoints_restore_here_and_there",
 ]

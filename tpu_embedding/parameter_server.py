@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +16,7 @@ import tensorflow as tf
 from tpu_embedding.ops import library
 
 _Base: Any = tf.distribute.coordinator.ClusterCoordinator
+_TASK = re.compile(r"/job:\w+/replica:\d+/task:\d+")
 
 
 class ClusterCoordinator(_Base):
@@ -28,21 +32,29 @@ class ClusterCoordinator(_Base):
     TensorFlow's constructor then returns it, too.
     """
 
-    def __new__(cls, strategy: tf.distribute.Strategy) -> Any:
+    def __new__(
+        cls, strategy: tf.distribute.Strategy, task_timeout: float | None = None
+    ) -> Any:
         """The coordinator of the strategy."""
+        del task_timeout
         found = super().__new__(cls, strategy)
         if type(found) is _Base:
             found.__class__ = cls  # Subclasses only add to what it has.
         return found
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, task_timeout: float | None = None
+    ) -> None:
         """See TensorFlow's class.
 
         Args:
           strategy: A tf.distribute.ParameterServerStrategy.
+          task_timeout: After how many seconds without an answer `join` takes a server
+            or worker for lost that is stopped, stuck or out of reach. 60 unless it
+            was given before.
 
         Raises:
-          ValueError: If it is another strategy.
+          ValueError: If it is another strategy, or the time is not positive.
           RuntimeError: If the library of tpu_embedding cannot be loaded.
         """
         if not hasattr(self, "_numbers"):  # It may be constructed again and again.
@@ -52,6 +64,15 @@ class ClusterCoordinator(_Base):
             self._numbers = itertools.count(1)
             self._numbered: weakref.WeakKeyDictionary[Any, Any]
             self._numbered = weakref.WeakKeyDictionary()
+            self._timeout = 60.0
+            self._watches: list[_Watch] = []
+        if task_timeout is not None:
+            if not task_timeout > 0:
+                raise ValueError(
+                    "`task_timeout` must be a number of seconds > 0. Received: "
+                    f"{task_timeout!r}."
+                )
+            self._timeout = float(task_timeout)
         super().__init__(strategy)
 
     def schedule(self, fn: Any, args: Any = None, kwargs: Any = None) -> Any:
@@ -77,7 +98,50 @@ class ClusterCoordinator(_Base):
         if isinstance(fn, (kinds.PolymorphicFunction, kinds.ConcreteFunction)):
             number = tf.constant([self._source, next(self._numbers)], tf.int64)
             fn, args = self._with_number(fn), (number, *(args or ()))
-        return super().schedule(fn, args, kwargs)
+        try:
+            return super().schedule(fn, args, kwargs)
+        except tf.errors.OpError as error:
+            raise _named(error) from error
+
+    def join(self) -> None:
+        """Waits until all scheduled functions have run; see TensorFlow's class.
+
+        Raises:
+          tf.errors.UnavailableError: If a parameter server is lost, or a server or
+            worker has not answered for `task_timeout`. The text names the task.
+          The errors of functions that were scheduled.
+        """
+        self._watch()
+        try:
+            while not self._cluster.closure_queue.wait(timeout=1.0):
+                self._require_answers()
+        except tf.errors.OpError as error:
+            raise _named(error) from error
+
+    def _watch(self) -> None:
+        """Starts to ask all tasks whether they are alive, once."""
+        if self._watches:
+            return
+        extended = self.strategy.extended
+        counts = {"ps": extended._num_ps, "worker": extended._num_workers}
+        self._watches = [
+            _Watch(f"/job:{job}/replica:0/task:{task}")
+            for job, count in counts.items()
+            for task in range(count)
+        ]
+
+    def _require_answers(self) -> None:
+        for watch in self._watches:
+            silent = watch.silent_for()
+            if silent > self._timeout:
+                raise tf.errors.UnavailableError(
+                    None,
+                    None,
+                    f"{watch.task} has not answered for {silent:.0f} s: its process "
+                    "is stopped or stuck, or cannot be reached. End it. A worker may "
+                    "be started again at once, and its function runs elsewhere; for a "
+                    f"server restart the whole job. {_RESTART}",
+                )
 
     def _with_number(self, fn: Any) -> Any:
         numbered = self._numbered.get(fn)
@@ -85,6 +149,67 @@ class ClusterCoordinator(_Base):
             numbered = tf.function(_numbered(fn, self._ops), autograph=False)
             self._numbered[fn] = numbered
         return numbered
+
+
+_RESTART = (
+    "Start all servers and the coordinator again, and restore the last checkpoint: "
+    "what was trained after it is lost."
+)
+
+
+class _Watch:
+    """A thread that asks one task again and again whether it is alive.
+
+    The thread waits as long as the task does not answer, so there is never more than
+    one for a task. A task that is down answers by an error, which TensorFlow handles.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self._answered = time.monotonic()
+        threading.Thread(target=self._ask, daemon=True).start()
+
+    def silent_for(self) -> float:
+        """Seconds since the last answer."""
+        return time.monotonic() - self._answered
+
+    def _ask(self) -> None:
+        while True:
+            try:
+                with tf.device(f"{self.task}/device:CPU:0"):
+                    tf.raw_ops.NoOp()
+            except tf.errors.OpError:
+                pass
+            self._answered = time.monotonic()
+            time.sleep(1.0)
+
+
+def _named(error: tf.errors.OpError) -> tf.errors.OpError:
+    """An error of a scheduled function in words that name the task to look at."""
+    text = error.message
+    if isinstance(error, tf.errors.NotFoundError) and "'TpuEmbedding" in text:
+        return tf.errors.NotFoundError(
+            None,
+            None,
+            f"{_task_of(text, 'worker')} has not loaded the library of tpu_embedding. "
+            "Start every server and worker by `python -m tpu_embedding server`. "
+            f"TensorFlow says: {text}",
+        )
+    server = _task_of(text, "ps")
+    if isinstance(error, tf.errors.UnavailableError) and server.startswith("/"):
+        return tf.errors.UnavailableError(
+            None,
+            None,
+            f"{server}, a parameter server, is lost, and with it the tables that it "
+            f"held. {_RESTART} TensorFlow says: {text}",
+        )
+    return error
+
+
+def _task_of(text: str, job: str) -> str:
+    """The last task of a job that a text names, or "A <job>"."""
+    found = [task for task in _TASK.findall(text) if task.startswith(f"/job:{job}/")]
+    return found[-1] if found else f"A {job}"
 
 
 def _numbered(fn: Any, ops: Any) -> Callable[..., Any]:

@@ -1,0 +1,98 @@
+"""The servers and workers of a ParameterServerStrategy as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_PACKAGE = pathlib.Path(__file__).parents[2]
+_COMMAND = (sys.executable, "-P", "-m", "tpu_embedding", "server")
+
+
+class LocalServers:
+    """Processes of `python -m tpu_embedding server`, which end with the context.
+
+    For tests, examples and benchmarks of ParameterServerStrategy without a cluster:
+
+        with te.testing.LocalServers(servers=2, workers=2) as job:
+            strategy = tf.distribute.ParameterServerStrategy(job.resolver())
+
+    Attributes:
+      cluster: By job, "ps" and "worker", the address of each task.
+      processes: By (job, task) its process.
+    """
+
+    def __init__(
+        self,
+        servers: int = 1,
+        workers: int = 1,
+        commands: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Starts the processes on free ports of the loopback interface.
+
+        Args:
+          servers: Number of parameter servers.
+          workers: Number of workers.
+          commands: By job another command that runs its tasks.
+        """
+        self.processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self._commands = {"ps": _COMMAND, "worker": _COMMAND, **(commands or {})}
+        self._logs = pathlib.Path(tempfile.mkdtemp(prefix="tpu_embedding_servers_"))
+        tasks = [("ps", k) for k in range(servers)]
+        tasks += [("worker", k) for k in range(workers)]
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in tasks]
+        self.cluster: dict[str, list[str]] = {}
+        for (job, _), bound in zip(tasks, sockets, strict=True):
+            address = f"127.0.0.1:{bound.getsockname()[1]}"
+            self.cluster.setdefault(job, []).append(address)
+            bound.close()
+        for task in tasks:
+            self.start(*task)
+
+    def start(self, job: str, task: int) -> None:
+        """Starts one task, also again after its process has ended."""
+        configuration = {"cluster": self.cluster, "task": {"type": job, "index": task}}
+        environment = {
+            **os.environ,
+            "TF_CONFIG": json.dumps(configuration),
+            "PYTHONPATH": str(_PACKAGE),
+        }
+        with self.log(job, task).open("ab") as log:
+            self.processes[job, task] = subprocess.Popen(
+                self._commands[job],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, job: str, task: int) -> pathlib.Path:
+        """The file with what a task has printed."""
+        return self._logs / f"{job}{task}.log"
+
+    def resolver(self) -> Any:
+        """What tf.distribute.ParameterServerStrategy takes."""
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.cluster), rpc_layer="grpc"
+        )
+
+    def close(self) -> None:
+        """Kills the processes."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> LocalServers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
