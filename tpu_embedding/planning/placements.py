@@ -11,9 +11,9 @@ from typing import Any
 from tpu_embedding import tpu_generations
 from tpu_embedding.config import FeatureConfig, SparseCoreEmbeddingConfig
 from tpu_embedding.layout import limits
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
     check_optimizers,
-    full_output_shapes,
     make_partitioning,
     stacking_options,
 )
@@ -465,7 +465,7 @@ class _Planner:
             own = self._for_replicas(devices)
             check_optimizers(own)
             require_dtypes(own, ("float32",), generation.name)
-            layout = make_layout(own, full_output_shapes(own), options)
+            layout = make_layout(own, OutputShapes(own.features).full(), options)
             partitioning = make_partitioning(own, layout, options, self.config)
         except (ValueError, NotImplementedError) as error:
             by_table = {n: -(-s // devices) for n, s in self._bytes().items()}
