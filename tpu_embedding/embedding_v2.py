@@ -15,11 +15,7 @@ from tpu_embedding.embedding_base import (
     NestedEmbedding,
     do_not_convert,
 )
-from tpu_embedding.layout.csr import (
-    CombinedCsrFormatTensor,
-    PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
-)
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_IDS_PER_TABLE,
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
@@ -242,7 +238,7 @@ class TPUEmbeddingV2(NestedEmbedding):
                 f"embedding has {len(self._plan.features)}. Preprocess it with this "
                 "embedding."
             )
-        tables = self._check_tables(partitioned_tensors.tables, found=False)
+        tables = engine.check_tables(partitioned_tensors.tables, found=False)
         with tf.name_scope("embedding_lookup"):
             batch = engine.from_tensors(partitioned_tensors._replace(tables=tables))
             activations, looked_up = engine.lookup(
@@ -280,7 +276,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         self._require_optimizers("apply_gradients")
         flat = self._structure.flatten("gradients", gradients)
         checked = self._check_gradients(flat)
-        tables = self._check_tables(preserved_outputs, found=True)
+        tables = engine.check_tables(preserved_outputs, found=True)
         with tf.name_scope("embedding_apply_gradients"):
             looked_up = engine.from_tensors(PreprocessedFeatures(tables, (), {}, {}))
             engine.update(looked_up, checked, replica)
@@ -409,47 +405,13 @@ class TPUEmbeddingV2(NestedEmbedding):
     ) -> tuple[PreprocessedFeatures, list[Any] | None]:
         """The batch as plain tensors, and in a graph its static output shapes."""
         with self._output_shapes.forgets_refused():
-            batch = self._read_replica(
-                self._structure.flatten("features", features),
-                self._structure.flatten_weights(weights),
-            )
+            values = self._structure.flatten("features", features)
+            flat_weights = self._structure.flatten_weights(weights)
+            self._engine_class.check_inputs(self._topology, self._plan.paths, values)
+            batch = self._topology.on_host(self._read_replica, values, flat_weights)
             engine = self._engine_for(batch)
             prepared = engine.prepare(batch, training=False, device=place)
             return engine.to_tensors(prepared), self._static_shapes_of(batch)
-
-    def _check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
-        """The batches of all stacks, in the order of the layout.
-
-        Args:
-          tables: By name of the stack; of any type.
-          found: Whether a lookup is to have added what its combiners need.
-        """
-        if not isinstance(tables, Mapping):
-            raise TypeError(
-                "Preserved outputs are a dict by name of the stacked table, got "
-                f"{type(tables).__name__}. Pass the second output of embedding_lookup."
-            )
-        stacks = self._stacks.stacks
-        if set(tables) != {stack.name for stack in stacks}:
-            names = [stack.name for stack in stacks]
-            raise ValueError(
-                "Preserved outputs have the stacked tables "
-                f"{', '.join(map(str, list(tables)))}, but this embedding has "
-                f"{', '.join(names)}. Pass the second output of embedding_lookup."
-            )
-        for stack in stacks:
-            config = self._plan.tables[stack.tables[0]].config
-            combined = found and config.custom_combiner is not None
-            kind = CombinedCsrFormatTensor if combined else PartitionedCsrFormatTensor
-            if not isinstance(tables[stack.name], kind):
-                raise ValueError(
-                    f"The batch of stacked table {stack.name!r} must be a "
-                    f"{kind.__name__}, got {type(tables[stack.name]).__name__}. Pass "
-                    "to apply_gradients the second output of embedding_lookup, and to "
-                    "a lookup what preprocess_features or enqueue of this embedding "
-                    "gives."
-                )
-        return {stack.name: tables[stack.name] for stack in stacks}
 
 
 @dataclasses.dataclass(frozen=True)

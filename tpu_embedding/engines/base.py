@@ -13,7 +13,11 @@ from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.csr import (
+    CombinedCsrFormatTensor,
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
+)
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
@@ -385,6 +389,48 @@ class Engine(abc.ABC):
         if prepared.tensors is None:
             raise NotImplementedError(f"The {self.name} engine has no plain tensors.")
         return prepared.tensors
+
+    def check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
+        """Checks the `tables` that a user hands in, before `from_tensors`.
+
+        Args:
+          tables: Of `PreprocessedFeatures`, or what should be.
+          found: Whether a lookup is to have added what its update needs.
+
+        Returns:
+          The batch of each stack, in the order of the layout.
+
+        Raises:
+          TypeError: If it is no mapping.
+          ValueError: If it is not of this engine.
+        """
+        assert self._options.layout is not None
+        if not isinstance(tables, Mapping):
+            raise TypeError(
+                "Preserved outputs are a dict by name of the stacked table, got "
+                f"{type(tables).__name__}. Pass the second output of embedding_lookup."
+            )
+        stacks = self._options.layout.stacks
+        if set(tables) != {stack.name for stack in stacks}:
+            names = [stack.name for stack in stacks]
+            raise ValueError(
+                "Preserved outputs have the stacked tables "
+                f"{', '.join(map(str, list(tables)))}, but this embedding has "
+                f"{', '.join(names)}. Pass the second output of embedding_lookup."
+            )
+        for stack in stacks:
+            config = self._plan.tables[stack.tables[0]].config
+            combined = found and config.custom_combiner is not None
+            kind = CombinedCsrFormatTensor if combined else PartitionedCsrFormatTensor
+            if not isinstance(tables[stack.name], kind):
+                raise ValueError(
+                    f"The batch of stacked table {stack.name!r} must be a "
+                    f"{kind.__name__}, got {type(tables[stack.name]).__name__}. Pass "
+                    "to apply_gradients the second output of embedding_lookup, and to "
+                    "a lookup what preprocess_features or enqueue of this embedding "
+                    "gives."
+                )
+        return {stack.name: tables[stack.name] for stack in stacks}
 
     def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
         """The batch of plain tensors, which may hold anything: they come from the user.

@@ -96,6 +96,9 @@ class PreprocessedFeatures(NamedTuple):
       marks: int64 [3] on SparseCores: devices, SparseCores of each device, and a
         checksum of tables, features and limits, which identify batches of another
         embedding. () on the host engine.
+      inputs: On TPU v2 to v4, whose op takes them, for each feature (row_splits int32
+        [samples + 1] or [0] if each sample has one id, ids int64 [n], weights float32
+        [n] or [0] if all are 1); `tables` is empty there. () elsewhere.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]
@@ -104,3 +107,4 @@ class PreprocessedFeatures(NamedTuple):
     sizes: dict[str, BufferSizes]
     sorted_pos_ids: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
     marks: Any = ()
+    inputs: tuple[Any, ...] = ()

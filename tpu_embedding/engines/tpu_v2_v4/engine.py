@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines.base import (
     Engine,
@@ -23,6 +24,7 @@ from tpu_embedding.engines.base import (
     TableArrays,
     TracedTicket,
 )
+from tpu_embedding.engines.cpu_base import lay_out_whole
 from tpu_embedding.engines.full_table_view import ShardedReader
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
@@ -30,8 +32,10 @@ from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
-from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
 
 _INITIALIZED_AGAIN = (
@@ -39,6 +43,10 @@ _INITIALIZED_AGAIN = (
     "embedding was created. (Creating a SoftwareTPUStrategy does so, too.) Create the "
     "TPUEmbedding or the Keras layer again, and restore a checkpoint."
 )
+
+
+# The name of the number of a lookup among its preserved outputs.
+_MARKER = "lookup"
 
 
 class TPUV2V4Engine(Engine):
@@ -66,7 +74,7 @@ class TPUV2V4Engine(Engine):
                 "takes the step would start at 0. Pass a rate without arguments that "
                 "reads a tf.Variable, which both can use."
             )
-        shapes = [self._output_shape(f.index) for f in self._plan.features]
+        shapes = self._shapes = self._output_shape_list()
         cores = self._tpu.cores_per_replica
         self._config: bytes = make_configuration(
             self._plan,
@@ -111,6 +119,11 @@ class TPUV2V4Engine(Engine):
                     f"`optimizer={type(table.optimizer).__name__!r}`. Give the table "
                     "another optimizer."
                 )
+            if table.config.custom_combiner is not None:
+                raise NotImplementedError(
+                    f"Table {table.name}: TPU v2 to v4 do not support a "
+                    "CustomCombiner. Use the combiner 'sum', 'mean' or 'sqrtn'."
+                )
             if table.config.layout is not None:
                 raise NotImplementedError(
                     f"Table {table.name}: TPU v2 to v4 do not support "
@@ -119,6 +132,18 @@ class TPUV2V4Engine(Engine):
         tpu = topology.tpu
         devices = sum(len(cores) for cores in tpu.devices)
         limits.raise_first(limits.whole_table_excesses(plan, tpu.generation, devices))
+
+    @classmethod
+    def lay_out(
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
+    ) -> Layout:
+        """See `Engine.lay_out`: each table is whole."""
+        del topology, output_shapes
+        return lay_out_whole(plan, config)
 
     @classmethod
     def check_inputs(
@@ -138,6 +163,56 @@ class TPUV2V4Engine(Engine):
         del training, device
         return Prepared(list(batch))
 
+    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`: what the enqueue op takes; after `lookup` a marker.
+
+        The marker is the number of the lookup.
+        """
+        if prepared.tensors is not None:
+            return prepared.tensors
+        inputs = self._options.topology.on_host(self._queue.inputs, prepared.value)
+        return PreprocessedFeatures(
+            tables={},
+            output_shapes=tuple(tf.constant(shape, tf.int64) for shape in self._shapes),
+            dropped_ids={t.name: tf.zeros([], tf.int64) for t in self._plan.tables},
+            sizes={},
+            inputs=inputs,
+        )
+
+    def check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
+        """See `Engine.check_tables`: `lookup` adds a marker."""
+        expected = {_MARKER} if found else set()
+        if not isinstance(tables, Mapping) or set(tables) != expected:
+            raise ValueError(
+                "On TPU v2 to v4, preserved outputs are the number of a lookup, and a "
+                "preprocessed batch has no stacked tables. Pass to apply_gradients the "
+                "second output of embedding_lookup, and to a lookup what "
+                "preprocess_features or enqueue of this embedding gives."
+            )
+        return dict(tables)
+
+    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
+        """See `Engine.from_tensors`.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If gradients come in another program than
+            that of their lookup, or after a later lookup.
+        """
+        if _MARKER not in features.tables:
+            return Prepared(None, features)
+        program = self._options.topology.program()
+        ticket = self._tickets.of(program)
+        number = tf.get_static_value(features.tables[_MARKER])
+        if ticket is None or number not in (None, ticket.number):
+            raise tf.errors.FailedPreconditionError(
+                None,
+                None,
+                "On TPU v2 to v4 the gradients of a lookup must be applied in the same "
+                "strategy.run, before the next lookup. Call apply_gradients in the "
+                "function that called embedding_lookup.",
+            )
+        return Prepared(ticket)
+
     def lookup(
         self,
         prepared: Prepared,
@@ -153,7 +228,9 @@ class TPUV2V4Engine(Engine):
         # Under its name the batch is an evaluation batch if no gradients follow.
         name = ticket.content if training else None
         self._queue.enqueue([prepared], replica, training=training, name=name)
-        return self._queue.dequeue(replica, name=name), Prepared(ticket)
+        activations = self._queue.dequeue(replica, name=name)
+        marker: dict[str, Any] = {_MARKER: tf.constant(ticket.number, tf.int64)}
+        return activations, Prepared(ticket, PreprocessedFeatures(marker, (), {}, {}))
 
     def update(
         self,
@@ -184,6 +261,10 @@ class TPUV2V4Engine(Engine):
                 self._plan.tables, self._tables.values(), strict=True
             )
         }
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`."""
+        return _refuse_values()
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
@@ -250,25 +331,16 @@ class TPUV2V4Engine(Engine):
                 )
             tf.raw_ops.ConfigureTPUEmbedding(config=self._config)
 
-    def _output_shape(self, feature: int) -> tuple[int, ...]:
-        """Returns the activations' shape per replica, without the embedding axis."""
-        path = self._plan.features[feature].path
-        shape = self._options.output_shapes.activation(feature)
-        known = tuple(axis for axis in shape if axis is not None)
-        if len(known) < len(shape):
-            raise ValueError(
-                f"Feature {path}: a TPU must know the output shape before the first "
-                f"batch, but {shape} is not fully known. Call "
-                "build(per_replica_input_shapes), set FeatureConfig(output_shape), or "
-                "enqueue a batch of static shape first; the Keras layer takes "
-                "`batch_size`."
-            )
-        if 0 in known:
-            raise ValueError(
-                f"Feature {path}: a TPU is configured for one output shape, but there "
-                f"are no samples in {shape}. Skip empty batches."
-            )
-        return known
+    def _output_shape_list(self) -> list[tuple[int, ...]]:
+        """The activations' shapes per replica, without the embedding axis."""
+        shapes = self._options.output_shapes.full()
+        for spec, shape in zip(self._plan.features, shapes, strict=True):
+            if 0 in shape:
+                raise ValueError(
+                    f"Feature {spec.path}: a TPU is configured for one output shape, "
+                    f"but there are no samples in {shape}. Skip empty batches."
+                )
+        return shapes
 
 
 def _values_while_saving(table: HostTable) -> dict[str, Any]:
@@ -287,6 +359,18 @@ def _refuse_values() -> Any:
     )
 
 
+class QueuedTicket(TracedTicket):
+    """Of one lookup in a queue; its content is the name of its ops.
+
+    Attributes:
+      number: Of the lookup.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"lookup_{number}")
+        self.number = number
+
+
 class QueuedTickets:
     """For an engine with one queue: in a program one lookup at a time owes gradients.
 
@@ -294,12 +378,16 @@ class QueuedTickets:
     """
 
     def __init__(self) -> None:
-        self._last: weakref.WeakKeyDictionary[Any, TracedTicket] = (
+        self._last: weakref.WeakKeyDictionary[Any, QueuedTicket] = (
             weakref.WeakKeyDictionary()
         )
         self._numbers = itertools.count(1)
 
-    def begin(self, program: Any, *, training: bool) -> TracedTicket:
+    def of(self, program: Any) -> QueuedTicket | None:
+        """The last ticket for training in a program."""
+        return None if program is None else self._last.get(program)
+
+    def begin(self, program: Any, *, training: bool) -> QueuedTicket:
         """A ticket for a new lookup.
 
         Args:
@@ -314,11 +402,11 @@ class QueuedTickets:
             raise NotImplementedError(
                 "On TPU v2 to v4 a lookup of a training step waits until the gradients "
                 "of the one before were applied, so that a step cannot look up twice "
-                "before its backward pass. Call the layer once, with more features "
-                "over the same tables; or take the gradients of the first call before "
+                "before its backward pass. Look up once, with more features "
+                "over the same tables; or apply the gradients of the first call before "
                 "the second; or use a TPU with SparseCores."
             )
-        ticket = TracedTicket(f"lookup_{next(self._numbers)}")
+        ticket = QueuedTicket(next(self._numbers))
         if training:
             self._last[program] = ticket
         return ticket

@@ -103,7 +103,7 @@ class HardwareQueue(StepQueue):
         name: str | None,
     ) -> None:
         cores = self._tpu.cores_per_replica
-        parts = [_core_batches(self._select(batch.value), cores) for batch in batches]
+        parts = [self._parts(batch, cores) for batch in batches]
         ids = [ids for part in parts for core in part for ids in core.ids]
         # No batch is enqueued before all batches are checked.
         checked = [tensor for tensor in ids if tf.is_symbolic_tensor(tensor)]
@@ -181,6 +181,23 @@ class HardwareQueue(StepQueue):
         _tag(sent, name)
         with tf.control_dependencies([] if sent is None else [sent]):
             self._rates.count_update()
+
+    def inputs(self, batch: Sequence[IdBatch]) -> tuple[tuple[tf.Tensor, ...], ...]:
+        """Checks a batch of a replica with one core.
+
+        Returns:
+          For each feature its splits, ids and weights.
+        """
+        (part,) = _core_batches(self._select(batch), 1)
+        return tuple(zip(part.splits, part.ids, part.weights, strict=True))
+
+    def _parts(self, batch: Prepared, cores: int) -> list[_CoreBatch]:
+        """The batch of each core."""
+        if batch.tensors is None:
+            return _core_batches(self._select(batch.value), cores)
+        assert cores == 1  # Refused elsewhere: only a program takes plain tensors.
+        splits, ids, weights = zip(*batch.tensors.inputs, strict=True)
+        return [_CoreBatch(list(splits), list(ids), list(weights))]
 
     def _select(
         self, batch: Sequence[IdBatch], *, of_core: bool = False

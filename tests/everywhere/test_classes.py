@@ -1,0 +1,117 @@
+"""Each class on each engine: the reference's numbers, one checkpoint, one queue."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from everywhere.twins import CLASSES, make_twin, place
+
+import tpu_embedding as te
+
+# (engine, devices): every engine, and one, two and four devices.
+SYSTEMS = [
+    ("host", 2),
+    ("portable", 2),
+    ("v2", 2),
+    ("v4", 1),
+    ("v5p", 1),
+    ("v6e", 2),
+    ("7x", 4),
+]
+IDS = [f"{engine}-{devices}" for engine, devices in SYSTEMS]
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=IDS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_numbers(
+    name: str,
+    system: tuple[str, int],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place(system[0], monkeypatch)
+    pipelined = system[1] == 2
+    twin = make_twin(name, *system, pipeline_execution_with_tensor_core=pipelined)
+    twin.run(rng, 3, without=["ragged"])
+
+
+@pytest.mark.parametrize("target", ["v4", "v6e", "host"])
+def test_a_checkpoint_of_one_class_restores_into_another(
+    target: str,
+    rng: np.random.Generator,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From TPUEmbedding on a SparseCore to TPUEmbeddingV2 anywhere, slots included."""
+    place("v6e", monkeypatch)
+    twin = make_twin("TPUEmbedding", "v6e", 1)
+    twin.run(rng, 1)
+    path = te.checkpoint.save(twin.embedding, str(tmp_path / "saved"))
+    place(target, monkeypatch)
+    other = make_twin("TPUEmbeddingV2", target, 1)
+    batch = other.draw(rng)
+    other.strategy.run(
+        lambda features: other.embedding.embedding_lookup(features)[0],
+        (other.distribute(batch.values),),
+    )
+    te.checkpoint.restore(other.embedding, path)
+    expected = {key.name: value for key, value in twin.embedding.variables.items()}
+    for key, arrays in other.embedding.variables.items():
+        for array, value in arrays.items():
+            np.testing.assert_array_equal(value, expected[key.name][array])
+
+
+CALLS: dict[str, tuple[str, ...]] = {
+    "no batch is enqueued": ("dequeue",),
+    "was not dequeued": ("train", "apply"),
+    "enqueued with training=False": ("evaluate", "dequeue", "apply"),
+    "once per": ("train", "dequeue", "apply", "apply"),
+    "still owes its gradients": ("train", "train", "dequeue", "dequeue"),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "in one run"])
+@pytest.mark.parametrize("words", CALLS)
+def test_wrong_orders_on_sparse_cores(words: str, inside: bool) -> None:
+    """Each call in a program of its own, or all in one."""
+    twin = make_twin("TPUEmbedding", "v6e", 1)
+    strategy, embedding = twin.strategy, twin.embedding
+    embedding.build(per_replica_batch_size=2)
+    before = _first_table(embedding)
+    batch: dict[str, Any] = {
+        "dense2": tf.constant([[1, 2], [3, 4]]),
+        "ragged": tf.ragged.constant([[1], [2]]),
+        "sparse_sequence": tf.sparse.from_dense([[1, 2], [0, 3]]),
+    }
+    shapes = {"dense2": [2, 3], "ragged": [2, 3], "sparse_sequence": [2, 3, 3]}
+    gradients = {name: tf.zeros(shape) for name, shape in shapes.items()}
+    calls = {
+        "dequeue": lambda *_: embedding.dequeue(),
+        "apply": lambda *_: embedding.apply_gradients(gradients),
+        "train": embedding.enqueue,
+        "evaluate": lambda ids: embedding.enqueue(ids, training=False),
+    }
+
+    def run() -> None:
+        if inside:
+            names = CALLS[words]
+            strategy.run(lambda ids: [calls[name](ids) for name in names][:0], (batch,))
+            return
+        for name in CALLS[words]:
+            if name in ("train", "evaluate"):
+                calls[name](batch)
+            else:
+                strategy.run(lambda name=name: calls[name](None) and None)
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match=words):
+        run()
+    np.testing.assert_array_equal(_first_table(embedding), before)
+    embedding.reset()
+
+
+def _first_table(embedding: Any) -> Any:
+    return next(iter(embedding.variables.values()))["parameters"]
