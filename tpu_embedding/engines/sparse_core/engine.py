@@ -91,9 +91,7 @@ class SparseCoreEngine(Engine):
         )
         self._pending = self._create_pending() if options.pipelined else None
         self._queue: HostQueues | None = None
-        self._flush = tf.function(
-            lambda: self.flush_if(tf.constant(True)), autograph=False
-        )
+        self._flush = tf.function(self._apply_pending, autograph=False)
         self._reset = tf.function(self._discard_pending, autograph=False)
 
     @classmethod
@@ -236,6 +234,14 @@ class SparseCoreEngine(Engine):
         tables = self._options.topology.on_host(
             host_to_device.copy_to_device, batch, self._partitioning, self._shares_cuts
         )
+        activations, tables = self._look_up(tables)
+        return activations, Prepared(TracedTicket(None), batch._replace(tables=tables))
+
+    def _look_up(
+        self, batches: Mapping[str, Any]
+    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        """The activations, and the batches with what their updates need."""
+        tables = dict(batches)
         activations = {}
         for table, stack, functions in self._each_stack():
             name, parameters = table.name, stack.parameters.read_value()
@@ -253,9 +259,28 @@ class SparseCoreEngine(Engine):
                     quantization,
                     functions.combiner,
                 )
-        return self._samples.split(activations), Prepared(
-            TracedTicket(None), batch._replace(tables=tables)
-        )
+        return self._samples.split(activations), tables
+
+    def flush_after_lookup(
+        self, looked_up: Prepared, activations: list[tf.Tensor], training: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """See `QueuedEngine.flush_after_lookup`."""
+        if self._pending is None:
+            return activations
+        self._apply_pending()
+        assert looked_up.tensors is not None
+        # A second lookup, of nothing for a training batch: libtpu does not compile a
+        # second update of a table beside that of the training step.
+        empty = tf.cast(~training, tf.int32)
+        tables = {
+            name: batch._replace(row_pointers=batch.row_pointers * empty)
+            for name, batch in looked_up.tensors.tables.items()
+        }
+        again, _ = self._look_up(tables)
+        return [
+            tf.where(training, before, after)
+            for before, after in zip(activations, again, strict=True)
+        ]
 
     def update(
         self,
@@ -272,6 +297,8 @@ class SparseCoreEngine(Engine):
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
         after: Sequence[tf.Tensor] = (),
+        *,
+        flushed: bool = False,
     ) -> list[Any]:
         """See `QueuedEngine.apply`."""
         if looked_up.value is not None:
@@ -297,10 +324,10 @@ class SparseCoreEngine(Engine):
         if self._pending is None:
             changes = self._updated(inputs, tf.constant(True))
         else:
-            changes = [
-                *self._updated(self._pending.read(), self._pending.is_there()),
-                *self._pending.replacement(inputs),
-            ]
+            changes = self._pending.replacement(inputs)
+            if not flushed:
+                before = self._pending.read(), self._pending.is_there()
+                changes += self._updated(*before)
         if self._rates.updates is not None:
             updates = self._rates.updates
             changes.append((updates, updates.read_value() + 1))
@@ -432,18 +459,14 @@ class SparseCoreEngine(Engine):
 
         return outside_of_replicas(create)
 
-    def flush_if(self, condition: tf.Tensor) -> None:
-        """See `QueuedEngine.flush_if`; the update of nothing touches no row."""
-        if self._pending is None:
-            return
-        updated = self._updated(
-            self._pending.read(condition), self._pending.is_there() & condition
-        )
-        self._assign_together([*updated, *self._pending.clearing(condition)])
+    def _apply_pending(self) -> None:
+        assert self._pending is not None
+        updated = self._updated(self._pending.read(), self._pending.is_there())
+        self._assign_together([*updated, *self._pending.clearing()])
 
     def _discard_pending(self) -> None:
         assert self._pending is not None
-        changes = self._pending.clearing(tf.constant(True))
+        changes = self._pending.clearing()
         if self._rates.updates is not None:
             # The discarded update was counted when it became pending.
             discarded = tf.cast(self._pending.is_there(), tf.int64)
@@ -489,20 +512,12 @@ class PendingUpdate:
                 for part in own[ops.MINIBATCHES].values:
                     part.assign(1)
 
-    def read(self, condition: tf.Tensor | None = None) -> dict[str, dict[str, Any]]:
-        """Returns the pending inputs of one replica, or of nothing at all.
-
-        Args:
-          condition: bool scalar, whether to return them; None for True.
-        """
-        inputs = {
+    def read(self) -> dict[str, dict[str, tf.Tensor]]:
+        """Returns the pending inputs of one replica."""
+        return {
             stack: {name: variable.read_value() for name, variable in own.items()}
             for stack, own in self._variables.items()
         }
-        if condition is not None:
-            for own in inputs.values():
-                own["row_pointers"] *= tf.cast(condition, tf.int32)
-        return inputs
 
     def is_there(self) -> tf.Tensor:
         """Whether an update is pending in one replica; a bool scalar."""
@@ -519,17 +534,12 @@ class PendingUpdate:
             ),
         ]
 
-    def clearing(self, condition: tf.Tensor) -> list[tuple[Any, tf.Tensor]]:
-        """Returns variables of one replica and the values that discard the update.
-
-        Args:
-          condition: bool scalar, whether to discard it.
-        """
+    def clearing(self) -> list[tuple[Any, tf.Tensor]]:
+        """Returns the variables of one replica that discard the update."""
         pointers = [own["row_pointers"] for own in self._variables.values()]
-        kept = tf.cast(~condition, tf.int32)
         return [
-            (self._is_there, self.is_there() & ~condition),
-            *((variable, variable.read_value() * kept) for variable in pointers),
+            (self._is_there, tf.constant(False)),
+            *((variable, tf.zeros(variable.shape, tf.int32)) for variable in pointers),
         ]
 
 

@@ -26,8 +26,14 @@ class QueuedEngine(Protocol):
     lookup: Any
     flush: Any
 
-    def flush_if(self, condition: tf.Tensor) -> None:
-        """Applies the pending update of this replica where `condition` holds."""
+    def flush_after_lookup(
+        self, looked_up: Prepared, activations: list[tf.Tensor], training: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Applies the pending update of this replica.
+
+        Returns:
+          The activations; those of an evaluation batch as of after the update.
+        """
         ...
 
     def apply(
@@ -35,8 +41,17 @@ class QueuedEngine(Protocol):
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
         after: Sequence[tf.Tensor],
+        *,
+        flushed: bool,
     ) -> list[Any]:
-        """`Engine.update` after other tensors; returns control inputs."""
+        """`Engine.update` after other tensors; returns control inputs.
+
+        Args:
+          looked_up: As there.
+          gradients: As there.
+          after: The other tensors.
+          flushed: Whether it is known that no update is pending.
+        """
         ...
 
 
@@ -124,11 +139,9 @@ class HostQueues(StepQueue):
         begins = several and not self._calls.made("dequeue", "apply_gradients")
         self._calls.note("dequeue")
         tensors, training = self._topology.on_host(self._take, replica, begins)
-        # An evaluation batch sees every update that came before it.
-        self._engine.flush_if(~training)
         activations, looked_up = self._look_up(tensors, replica)
         self._last = tf.compat.v1.get_default_graph(), looked_up
-        return activations
+        return self._engine.flush_after_lookup(looked_up, activations, training)
 
     def apply_gradients(
         self,
@@ -147,7 +160,7 @@ class HostQueues(StepQueue):
             # Another program has dequeued the batch: it is copied to the TPU again.
             owed, tensors = self._topology.on_host(self._owed, replica)
             _, looked_up = self._look_up(tensors, replica)
-        done = self._engine.apply(looked_up, gradients, after=[owed])
+        done = self._engine.apply(looked_up, gradients, after=[owed], flushed=True)
         self._topology.on_host(self._settle, replica, done)
 
     def reset(self) -> None:
