@@ -119,6 +119,23 @@ def workers() -> None:
         print(f"functions that pushed more than once: {int((pushed > 1).sum())}")
 
 
+def repeated() -> None:
+    """Runs of one number in a worker process change a server process once."""
+    with te.testing.LocalServers(1, 1) as job:
+        strategy = tf.distribute.ParameterServerStrategy(job.resolver())
+        coordinator = te.ClusterCoordinator(strategy)
+        embedding, closure, _ = make(strategy)
+        numbered = coordinator._with_number(closure)
+        with tf.device("/job:worker/replica:0/task:0"):
+            for number in (1, 2, 1, 2):
+                numbered(tf.constant([7, number], tf.int64), tf.constant(number))
+        coordinator.schedule(closure, args=(tf.constant(3),))
+        coordinator.join()
+        for table in embedding.tables().values():
+            counts = table.values()["parameters"].numpy()[:5, 0].tolist()
+            assert counts == [0, 1, 1, 1, 0], counts
+
+
 def lost(task: tuple[str, int], how: int, seconds: float) -> None:
     """A task is killed or stopped while functions run; join names it."""
     with te.testing.LocalServers(2, 2) as job:
@@ -158,6 +175,7 @@ def no_library() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
+    "repeated": repeated,
     "workers": workers,
     "kill_server": lambda: lost(("ps", 1), signal.SIGKILL, 30),
     "stop_server": lambda: lost(("ps", 0), signal.SIGSTOP, 30),

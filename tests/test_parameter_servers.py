@@ -15,6 +15,7 @@ import tpu_embedding as te
 PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PACKAGE), "TF_CPP_MIN_LOG_LEVEL": "2"}
 CASES = pathlib.Path(__file__).with_name("parameter_server_cases.py")
+FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 NAMES = [
     "one_worker_has_the_bits_of_one_process",
     "every_optimizer_and_dtype_has_the_bits_of_one_process",
@@ -52,6 +53,19 @@ def test_case(found: dict[str, str], name: str) -> None:
 
 def test_every_case_is_listed(found: dict[str, str]) -> None:
     assert set(found) == set(NAMES)
+
+
+def test_repeated_pushes_between_processes() -> None:
+    """Where the number of a push is read on another machine than it is checked."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(FAULTS), "repeated"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "repeated: passed" in done.stdout, done.stderr[-4000:]
 
 
 def test_the_server_command_needs_a_task() -> None:
