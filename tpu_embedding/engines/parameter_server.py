@@ -132,10 +132,14 @@ class ParameterServerEngine(Engine):
 
     @classmethod
     def lay_out(
-        cls, plan: Plan, topology: Topology, config: SparseCoreEmbeddingConfig
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
     ) -> Layout:
         """See `Engine.lay_out`: tables on different servers cannot be one stack."""
-        del topology
+        del topology, output_shapes
         return lay_out_whole(
             plan, dataclasses.replace(config, disable_table_stacking=True)
         )
