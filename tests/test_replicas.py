@@ -214,10 +214,12 @@ def test_reset_mends_a_step_that_failed_in_one_replica(
     assert column(embedding) == AFTER
 
 
-def test_unsupported_strategy() -> None:
+def test_a_multi_worker_strategy_of_one_process_trains() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), pytest.raises(NotImplementedError, match="MultiWorker"):
-        te.TPUEmbedding(te.FeatureConfig(te.TableConfig(V, D)), te.SGD(1.0))
+    embedding = make(strategy)
+    embedding.enqueue({"film": tf.constant([0, 1, 1, 2, 1, 3])})
+    strategy.run(lambda: train_step(embedding))
+    assert column(embedding) == AFTER
 
 
 @pytest.mark.parametrize("device", ["/device:CPU:", "CPU:"])

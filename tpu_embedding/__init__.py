@@ -12,6 +12,7 @@ import typing as _typing
 from tpu_embedding import optimizers as _optimizers
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import (
+    DistributedOptions,
     FeatureConfig,
     QuantizationConfig,
     SparseCoreEmbeddingConfig,
@@ -52,6 +53,7 @@ _PACKAGES = [
 __all__ = [
     "ClusterCoordinator",
     "CustomCombiner",
+    "DistributedOptions",
     "FeatureConfig",
     "PartitionedCsrFormatTensor",
     "QuantizationConfig",

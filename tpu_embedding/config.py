@@ -120,6 +120,9 @@ class TableConfig(_ChangeableUntilUsed):
       rounding_seed: Seed of the random numbers that round the updates of a bfloat16
         table, an int from 0 to 2**63 - 1; None derives it from the table's name. See
         docs/semantics.md.
+      placement: In a job of several processes "rows" divides the table over them,
+        "whole" keeps it in one of them, and None leaves it to
+        `DistributedOptions.placement`. See docs/distributed.md.
 
     Raises:
       ValueError: If a value is not allowed.
@@ -140,6 +143,7 @@ class TableConfig(_ChangeableUntilUsed):
     dtype: str = "float32"
     invalid_ids: str = dataclasses.field(default="error", kw_only=True)
     rounding_seed: int | None = dataclasses.field(default=None, kw_only=True)
+    placement: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for argument, size in (
@@ -157,6 +161,10 @@ class TableConfig(_ChangeableUntilUsed):
         self.combiner = combiners.convert_combiner(self.combiner)
         self.dtype = _dtype_name(self.dtype)
         _check_seed(self.rounding_seed, self.dtype)
+        if self.placement not in (None, "rows", "whole"):
+            raise errors.argument_value(
+                "placement", self.placement, 'None, "rows" or "whole"'
+            )
         self.quantization_config = _quantization(self.quantization_config)
 
     @property
@@ -231,6 +239,51 @@ class FeatureConfig(_ChangeableUntilUsed):
                 f"A feature{called} cannot have both `max_sequence_length` and "
                 f"`output_shape`. Received: {length} and {self.output_shape}. Leave "
                 "one of them at its default."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedOptions:
+    """How the processes of a MultiWorkerMirroredStrategy share tables.
+
+    Options of one process alone, in which nothing travels, have no effect.
+
+    >>> DistributedOptions(wire_dtype="bfloat16").placement
+    'auto'
+
+    Attributes:
+      placement: For tables whose own `placement` is None: "rows" divides each over the
+        processes, "whole" keeps each in one process, "auto" chooses for each by the
+        bytes that travel, memory and the load of the processes.
+      wire_dtype: "float32", or "bfloat16": rows, activations and gradients of float32
+        travel as bfloat16, rounded to the nearest. It halves the bytes; the numbers
+        that arrive have 8 significant bits, so training is no longer that of one
+        process. What stays in its process is not rounded. Rows of bfloat16 tables
+        travel as they are.
+      timeout_seconds: How long a process waits in a call for the same call of another
+        process that lives, at least 1. Include what only one of them does in between,
+        as tracing a function or writing a file.
+
+    Raises:
+      ValueError: If a value is not allowed.
+    """
+
+    placement: str = "auto"
+    wire_dtype: str = "float32"
+    timeout_seconds: int = 300
+
+    def __post_init__(self) -> None:
+        if self.placement not in ("auto", "rows", "whole"):
+            raise errors.argument_value(
+                "placement", self.placement, '"auto", "rows" or "whole"'
+            )
+        if self.wire_dtype not in ("float32", "bfloat16"):
+            raise errors.argument_value(
+                "wire_dtype", self.wire_dtype, '"float32" or "bfloat16"'
+            )
+        if not _is_int(self.timeout_seconds) or self.timeout_seconds < 1:
+            raise errors.argument_int(
+                "timeout_seconds", self.timeout_seconds, smallest=1
             )
 
 

@@ -35,9 +35,6 @@ _TPU_STRATEGIES: tuple[Any, ...] = (
     tf.distribute.TPUStrategy,
     tf.distribute.experimental.TPUStrategy,
 )
-_UNSUPPORTED: dict[str, Any] = {
-    "MultiWorkerMirroredStrategy": tf.distribute.MultiWorkerMirroredStrategy,
-}
 
 
 def _unwatched(ended: str) -> Callable[[], list[Any]]:
@@ -115,18 +112,32 @@ class TPUSystem:
 
 
 @dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of a synchronous job over which tables are divided.
+
+    Attributes:
+      rank: Index of this process.
+      devices: The CPU of each process, full names.
+    """
+
+    rank: int
+    devices: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Topology:
     """One embedding's place in the world.
 
     Attributes:
-      engine: "host", "portable", "parameter_server", "sparse_core", "tpu_v2_v4", or
-        "none" for a TPU that has no hardware for embeddings and for tables that need
-        none.
-      num_replicas: Replicas that share the tables, R.
+      engine: "host", "sharded", "portable", "parameter_server", "sparse_core",
+        "tpu_v2_v4", or "none" for a TPU that has no hardware for embeddings and for
+        tables that need none.
+      num_replicas: Replicas of this process that share the tables.
       device: Where the tables live, or for TPUs the first host.
       tpu: The TPUs, or None.
       is_distributed: Whether there is a strategy, whose values may be distributed.
       servers: The devices of the parameter servers, if tables are there.
+      processes: The processes over which tables are divided, or None: this one alone.
     """
 
     strategy: tf.distribute.Strategy
@@ -136,6 +147,13 @@ class Topology:
     tpu: TPUSystem | None = None
     is_distributed: bool = True
     servers: tuple[str, ...] = ()
+    processes: Processes | None = None
+
+    @property
+    def all_replicas(self) -> int:
+        """Replicas of all processes that share the tables, R."""
+        number = 1 if self.processes is None else len(self.processes.devices)
+        return self.num_replicas * number
 
     def replica(self) -> int | None:
         """The replica that is being traced or run, or None outside of replicas.
@@ -386,18 +404,14 @@ def current() -> Topology:
         if the strategy's TPUs are not initialized.
     """
     strategy = tf.distribute.get_strategy()
-    for name, classes in _UNSUPPORTED.items():
-        if isinstance(strategy, classes):
-            raise NotImplementedError(
-                f"{name} is not supported. Supported are the default strategy, "
-                "OneDeviceStrategy and MirroredStrategy on CPU or GPU, TPUStrategy and "
-                "testing.SoftwareTPUStrategy. TPUEmbeddingV0, whose tables are "
-                "ordinary weights, supports every strategy."
-            )
     if is_tpu():
         return _of_tpu(strategy)
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return _of_parameter_servers(strategy)
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        processes = _processes(strategy)
+        if len(processes.devices) > 1:
+            return _of_processes(strategy, processes)
     return _without_tpu(strategy, _choose_engine)
 
 
@@ -451,6 +465,46 @@ def _of_parameter_servers(strategy: Any) -> Topology:
         device=servers[0],
         servers=tuple(servers),
         is_distributed=False,
+    )
+
+
+def _processes(strategy: Any) -> Processes:
+    """The processes of a MultiWorkerMirroredStrategy, the chief first."""
+    resolver = strategy.cluster_resolver
+    jobs = resolver.cluster_spec().as_dict() if resolver else {}
+    devices = tuple(
+        f"/job:{job}/replica:0/task:{task}/device:CPU:0"
+        for job in ("chief", "worker")
+        for task in range(len(jobs.get(job, ())))
+    )
+    if len(devices) < 2:
+        return Processes(0, ("/device:CPU:0",))
+    own = f"/job:{resolver.task_type}/replica:0/task:{resolver.task_id}/device:CPU:0"
+    return Processes(devices.index(own), devices)
+
+
+def _of_processes(strategy: Any, processes: Processes) -> Topology:
+    name = "MultiWorkerMirroredStrategy"
+    if strategy.num_replicas_in_sync != len(processes.devices):
+        raise NotImplementedError(
+            f"Under {name} a process must be one replica, on the CPU. Received: "
+            f"{strategy.num_replicas_in_sync} replicas in {len(processes.devices)} "
+            "processes. Start a process for each replica."
+        )
+    device = strategy.extended.worker_devices[0]
+    if _choose_engine(device) != "host":
+        raise NotImplementedError(
+            f"{name} over several processes requires the host engine, in each of "
+            f"them: {library.unavailable_reason() or f'{device} is no CPU, or '}"
+            f"{ENGINE_VARIABLE} asks for another. Unset the variable, and hide GPUs "
+            'with tf.config.set_visible_devices([], "GPU").'
+        )
+    return Topology(
+        strategy=strategy,
+        engine="sharded",
+        num_replicas=1,
+        device=device,
+        processes=processes,
     )
 
 

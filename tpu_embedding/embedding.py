@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
     EmbeddingOptions,
     NestedEmbedding,
@@ -63,6 +64,7 @@ class TPUEmbedding(NestedEmbedding):
         initialize_tpu_embedding: bool = True,
         invalid_ids: str | None = None,
         check_numerics: bool = False,
+        distributed_options: DistributedOptions | None = None,
         profile_data_directory: str | None = None,
         sparse_core_embedding_config: Any = None,
     ) -> None:
@@ -86,6 +88,8 @@ class TPUEmbedding(NestedEmbedding):
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights and gradients that are not finite.
+          distributed_options: How the processes of a MultiWorkerMirroredStrategy share
+            the tables; None: the defaults of DistributedOptions.
           profile_data_directory: On TPU v2 to v4, where the TPU writes what it learns
             of the ids, to be used by later runs. Elsewhere it must be None.
           sparse_core_embedding_config: The limits of SparseCores, and how they stack
@@ -125,6 +129,11 @@ class TPUEmbedding(NestedEmbedding):
                 convert_sparse_core(sparse_core_embedding_config),
                 initialize=arguments.initialize,
                 profile_data_directory=profile_data_directory,
+                distributed=(
+                    DistributedOptions()
+                    if distributed_options is None
+                    else distributed_options
+                ),
             ),
         )
         self.set_batch_size(per_replica(arguments.batch_size, self._topology))
@@ -216,16 +225,18 @@ class TPUEmbedding(NestedEmbedding):
         training = bool(training)
         if training and self._without_optimizer:
             self._require_optimizers("enqueue(training=True)")
-        values = self._structure.flatten("features", features)
-        if device is not None:
-            self._refuse_distributed(values, weights)
+        with self._refusing("enqueue"):
+            values = self._structure.flatten("features", features)
+            if device is not None:
+                self._refuse_distributed(values, weights)
 
         if topology.tpu is not None:
             topology.require_arguments(self._plan.paths, values)
             topology.require_on_host(self._plan.paths, values)
         cores = 1 if place is None else self._cores_per_replica()
         with self._output_shapes.forgets_refused():
-            batches = topology.on_host(self._read, values, weights, replica, cores)
+            with self._refusing("enqueue"):
+                batches = topology.on_host(self._read, values, weights, replica, cores)
             if not tf.executing_eagerly():
                 self._remember_static_shapes(batches[0])
             engine = self._engine or self._engine_for(batches[0], cores)
@@ -289,8 +300,9 @@ class TPUEmbedding(NestedEmbedding):
         engine, replica = self._in_replica("apply_gradients")
         if self._without_optimizer:
             self._require_optimizers("apply_gradients")
-        flat = self._structure.flatten("gradients", gradients)
-        checked = self._check_gradients(flat)
+        with self._refusing("update"):
+            flat = self._structure.flatten("gradients", gradients)
+            checked = self._check_gradients(flat)
         with tf.name_scope(name or "embedding_apply_gradients"):
             queue = self._queue or self._engine_queue(engine)
             queue.apply_gradients(checked, replica, name=name)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from tpu_embedding import distribution, engines, errors
 from tpu_embedding.checkpoint.trackable import TrackableTables
-from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import (
     Engine,
@@ -48,6 +49,7 @@ class EmbeddingOptions:
       sparse_core: How SparseCores stack, fill and look up the tables.
       initialize: On TPU v2 to v4 configure the engine; else share one.
       profile_data_directory: There, where the TPU writes what it learns of the ids.
+      distributed: How several processes share the tables.
     """
 
     pipelined: bool
@@ -56,6 +58,7 @@ class EmbeddingOptions:
     sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
     initialize: bool = True
     profile_data_directory: str | None = None
+    distributed: DistributedOptions = DistributedOptions()  # noqa: RUF009 - frozen
 
 
 class EmbeddingBase(TrackableTables):
@@ -83,10 +86,15 @@ class EmbeddingBase(TrackableTables):
 
         Raises:
           NotImplementedError: If the engine cannot serve the plan.
+          ValueError: If another process of the job is configured differently.
         """
         if not isinstance(options.check_numerics, bool):
             raise errors.argument_type(
                 "check_numerics", options.check_numerics, "a bool"
+            )
+        if not isinstance(options.distributed, DistributedOptions):
+            raise errors.argument_type(
+                "distributed_options", options.distributed, "a DistributedOptions"
             )
         self._plan = plan
         self._topology = topology or distribution.current()
@@ -100,6 +108,8 @@ class EmbeddingBase(TrackableTables):
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self._engine: Engine | None = None
         self._queue: StepQueue | None = None
+        self._membership = None
+        self._membership = self._engine_class.join(self._engine_options())
 
     def _lay_out(self) -> Layout | None:
         """The stacks, where the engine stores them or the class hands them out.
@@ -117,24 +127,38 @@ class EmbeddingBase(TrackableTables):
             )
         return self._layout
 
+    @contextlib.contextmanager
+    def _refusing(self, phase: str) -> Iterator[None]:
+        """Tells other processes of arguments that are refused before any op runs."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            self._engine_class.refuse_step(self._membership, phase, error)
+            raise
+
+    def _engine_options(self) -> EngineOptions:
+        options = self._options
+        return EngineOptions(
+            plan=self._plan,
+            topology=self._topology,
+            output_shapes=self._output_shapes,
+            pipelined=options.pipelined,
+            check_numerics=options.check_numerics,
+            layout=self._layout,
+            sparse_core=options.sparse_core,
+            initialize=options.initialize,
+            profile_data_directory=options.profile_data_directory,
+            distributed=options.distributed,
+            membership=self._membership,
+        )
+
     def _create_engine(self) -> Engine:
         """Makes the tables and slots, unless they are there."""
         if self._engine is not None:
             return self._engine
         with tf.init_scope():
-            self._engine = self._engine_class(
-                EngineOptions(
-                    plan=self._plan,
-                    topology=self._topology,
-                    output_shapes=self._output_shapes,
-                    pipelined=self._options.pipelined,
-                    check_numerics=self._options.check_numerics,
-                    layout=self._lay_out(),
-                    sparse_core=self._options.sparse_core,
-                    initialize=self._options.initialize,
-                    profile_data_directory=self._options.profile_data_directory,
-                )
-            )
+            self._lay_out()
+            self._engine = self._engine_class(self._engine_options())
             self._track_state(self._engine)
         return self._engine
 
@@ -327,9 +351,10 @@ class EmbeddingBase(TrackableTables):
         _, replica = self._in_replica("The lookup")
         self._engine_class.check_inputs(self._topology, self._plan.paths, values)
         with self._output_shapes.forgets_refused():
-            batch = self._topology.on_host(
-                self._read_replica, values, weights or [None] * len(values)
-            )
+            with self._refusing("enqueue"):
+                batch = self._topology.on_host(
+                    self._read_replica, values, weights or [None] * len(values)
+                )
             return engine.lookup(
                 engine.prepare(batch, training=training),
                 replica,
@@ -435,9 +460,9 @@ def per_replica(batch_size: int | None, where: Topology) -> int | None:
     check_batch_size("batch_size", batch_size)
     if batch_size is None:
         return None
-    if batch_size % where.num_replicas:
+    if batch_size % where.all_replicas:
         raise ValueError(
             "`batch_size` is global and must be divisible by the number of replicas. "
-            f"Received: {batch_size} for {where.num_replicas} replicas."
+            f"Received: {batch_size} for {where.all_replicas} replicas."
         )
-    return batch_size // where.num_replicas
+    return batch_size // where.all_replicas

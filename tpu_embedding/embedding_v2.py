@@ -10,11 +10,13 @@ import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
 from tpu_embedding import errors
+from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
     EmbeddingOptions,
     NestedEmbedding,
     do_not_convert,
 )
+from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_IDS_PER_TABLE,
@@ -78,6 +80,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         *,
         invalid_ids: str | None = None,
         check_numerics: bool = False,
+        distributed_options: DistributedOptions | None = None,
     ) -> None:
         """Reads the configuration; tables are made by build or the first call.
 
@@ -93,6 +96,8 @@ class TPUEmbeddingV2(NestedEmbedding):
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights and gradients that are not finite.
+          distributed_options: How the processes of a MultiWorkerMirroredStrategy share
+            the tables; None: the defaults of DistributedOptions.
 
         Raises:
           ValueError: If the configuration is wrong: no features, two tables or stacks
@@ -111,6 +116,11 @@ class TPUEmbeddingV2(NestedEmbedding):
             invalid_ids,
             check_numerics,
             convert_sparse_core(sparse_core_embedding_config),
+            distributed=(
+                DistributedOptions()
+                if distributed_options is None
+                else distributed_options
+            ),
         )
         super().__init__(feature_config, optimizer, options, custom=True)
 
@@ -154,9 +164,14 @@ class TPUEmbeddingV2(NestedEmbedding):
         if isinstance(features, PreprocessedFeatures):
             self.build()
             return self.dequeue(self.enqueue(features, weights))
-        self._require_replica("embedding_lookup")
-        batch, shapes = self._preprocess(features, weights, None)
-        return self._look_up_batch(batch, shapes)
+        replica = self._require_replica("embedding_lookup")
+        with self._output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
+            with self._refusing("enqueue"):
+                batch = self._read_features(features, weights)
+            activations, preserved = self._engine_for(batch).lookup_tensors(
+                batch, replica, shapes=self._static_shapes_of(batch)
+            )
+        return self._structure.pack(activations), preserved.tables
 
     @do_not_convert
     def preprocess_features(
@@ -274,9 +289,11 @@ class TPUEmbeddingV2(NestedEmbedding):
         """
         engine, replica = self._in_replica("apply_gradients")
         self._require_optimizers("apply_gradients")
-        flat = self._structure.flatten("gradients", gradients)
-        checked = self._check_gradients(flat)
-        tables = engine.check_tables(preserved_outputs, found=True)
+        # Its first exchange is that of the IDs.
+        with self._refusing("enqueue"):
+            flat = self._structure.flatten("gradients", gradients)
+            checked = self._check_gradients(flat)
+            tables = engine.check_tables(preserved_outputs, found=True)
         with tf.name_scope("embedding_apply_gradients"):
             looked_up = engine.from_tensors(PreprocessedFeatures(tables, (), {}, {}))
             engine.update(looked_up, checked, replica)
@@ -400,15 +417,18 @@ class TPUEmbeddingV2(NestedEmbedding):
         assert layout is not None  # This class always has one.
         return layout
 
+    def _read_features(self, features: Any, weights: Any) -> list[IdBatch]:
+        values = self._structure.flatten("features", features)
+        flat_weights = self._structure.flatten_weights(weights)
+        self._engine_class.check_inputs(self._topology, self._plan.paths, values)
+        return self._topology.on_host(self._read_replica, values, flat_weights)
+
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
     ) -> tuple[PreprocessedFeatures, list[Any] | None]:
         """The batch as plain tensors, and in a graph its static output shapes."""
         with self._output_shapes.forgets_refused():
-            values = self._structure.flatten("features", features)
-            flat_weights = self._structure.flatten_weights(weights)
-            self._engine_class.check_inputs(self._topology, self._plan.paths, values)
-            batch = self._topology.on_host(self._read_replica, values, flat_weights)
+            batch = self._read_features(features, weights)
             engine = self._engine_for(batch)
             prepared = engine.prepare(batch, training=False, device=place)
             return engine.to_tensors(prepared), self._static_shapes_of(batch)

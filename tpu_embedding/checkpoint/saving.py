@@ -11,7 +11,13 @@ from tpu_embedding.checkpoint import errors, formats
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.trackable import TrackableTables
-from tpu_embedding.checkpoint.writing import NoProgress, Progress, write_tensorflow
+from tpu_embedding.checkpoint.writing import (
+    NoProgress,
+    Progress,
+    in_all_processes,
+    process_group,
+    write_tensorflow,
+)
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
@@ -35,6 +41,9 @@ def save(
     The files are those of `tf.train.Checkpoint(embedding=embedding).write(path)`, but
     no more than a few slices of a table are held in memory beside the tables. The
     slices are read one after the other: do not train in another thread meanwhile.
+
+    All processes of a job call it with the same path, in a file system that they share.
+    Each writes its part of the one checkpoint.
 
     Args:
       embedding: An embedding. Built first if it is not built yet.
@@ -127,12 +136,14 @@ def restore(
     _require(slots, bool, "slots", "a bool")
     live = embedding.checkpoint_targets()
     names = _names(live, tables, {} if rename is None else rename)
-    source = formats.read(path, root=root, tables=list(names.values()))
-    job = Job.match(source, {name: live[name] for name in names}, names, slots=slots)
-    job.check(source.path, resize=resize)
     updates = embedding.checkpoint_updates()
     counted = updates is not None and tables is None
-    job.verify(progress)
+    with in_all_processes(process_group(live)):
+        source = formats.read(path, root=root, tables=list(names.values()))
+        own = {name: live[name] for name in names}
+        job = Job.match(source, own, names, slots=slots)
+        job.check(source.path, resize=resize)
+        job.verify(progress)
     lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
     if slots and lacking:
         logging.warning(

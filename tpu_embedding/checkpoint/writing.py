@@ -15,7 +15,7 @@ import fcntl
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +25,11 @@ from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variabl
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import Rows, by_checkpoint_name
+from tpu_embedding.layout.table_arrays import (
+    ProcessGroup,
+    Rows,
+    by_checkpoint_name,
+)
 
 # A folder beside the files being written, emptied first. Users must not use the name.
 SCRATCH = ".tpu_embedding_unfinished"
@@ -161,32 +165,100 @@ def write_tensorflow(
     keys = {name: variable_key(root, name) for name in (*matrices, *values)}
     small = {keys[name]: value for name, value in values.items()}
     small[GRAPH_KEY] = tf.constant(make_graph(root, keys))
-    pieces = (
-        Piece(keys[name], slice_spec(rows.shape, start, stop), rows.read(start, stop))
-        for name, rows in matrices.items()
-        for start, stop in rows.slices()
-    )
-    with one_writer(path):
-        if tf.io.gfile.exists(path + ".index"):
-            raise errors.exists(path)
-        scratch = path + SCRATCH  # An interrupted save may have left one.
-        if tf.io.gfile.exists(scratch):
-            tf.io.gfile.rmtree(scratch)
-        tf.io.gfile.makedirs(scratch)
+    group = process_group(tables)
+    pieces = _own_pieces(matrices, keys, group)
+    is_first = group is None or group.rank == 0
+    with one_writer(path) if is_first else contextlib.nullcontext():
+        scratch = path + SCRATCH
+        with in_all_processes(group):
+            if is_first:
+                _begin(path, scratch)
         progress.start("Writing", total)
+        parts = ""
         try:
-            parts = write_parts(scratch, pieces, total, progress)
-            tf.raw_ops.SaveV2(
-                prefix=f"{scratch}/values",
-                tensor_names=list(small),
-                shape_and_slices=[""] * len(small),
-                tensors=list(small.values()),
-            )
-            merge([*parts, f"{scratch}/values"], path)
+            with in_all_processes(group) as rest:
+                rest.append(pieces)  # Other processes read their rows through this one.
+                prefix = scratch if group is None else f"{scratch}/{group.rank}"
+                parts = "\n".join(write_parts(prefix, pieces, total, progress))
+            everyone = [parts.encode()]
+            if group is not None:
+                everyone = group.all_gather("checkpoint", parts.encode())
+            with in_all_processes(group):
+                if is_first:
+                    tf.raw_ops.SaveV2(
+                        prefix=f"{scratch}/values",
+                        tensor_names=list(small),
+                        shape_and_slices=[""] * len(small),
+                        tensors=list(small.values()),
+                    )
+                    written = b"\n".join(filter(None, everyone)).decode().split("\n")
+                    merge([*written, f"{scratch}/values"], path)
         finally:
-            if tf.io.gfile.exists(scratch):
+            if is_first and tf.io.gfile.exists(scratch):
                 tf.io.gfile.rmtree(scratch)
     return path
+
+
+def process_group(tables: Mapping[str, Mapping[str, Rows]]) -> ProcessGroup | None:
+    """The processes that write these tables together."""
+    return next(
+        (rows.group for arrays in tables.values() for rows in arrays.values()), None
+    )
+
+
+@contextlib.contextmanager
+def in_all_processes(group: ProcessGroup | None) -> Iterator[list[Iterable[Any]]]:
+    """Fails in all processes of a group if the body fails in one.
+
+    Yields:
+      A list; what is appended to it is exhausted if the body fails, as its items are
+      exchanges with the other processes.
+
+    Raises:
+      tf.errors.AbortedError: If the body fails in another process, with its text.
+    """
+    rest: list[Iterable[Any]] = []
+    if group is None:
+        yield rest
+        return
+    try:
+        yield rest
+    except Exception as error:
+        # If other processes are lost, they cannot be told.
+        with contextlib.suppress(tf.errors.OpError):
+            for iterator in rest:
+                for _ in iterator:
+                    pass
+            text = f"{type(error).__name__}: {error}"
+            group.all_gather("checkpoint", text.encode())
+        raise
+    for process, found in enumerate(group.all_gather("checkpoint", b"")):
+        if found:
+            raise tf.errors.AbortedError(
+                None, None, f"Process {process}: {found.decode()}"
+            )
+
+
+def _begin(path: str, scratch: str) -> None:
+    if tf.io.gfile.exists(path + ".index"):
+        raise errors.exists(path)
+    if tf.io.gfile.exists(scratch):  # An interrupted save may have left one.
+        tf.io.gfile.rmtree(scratch)
+    tf.io.gfile.makedirs(scratch)
+
+
+def _own_pieces(
+    matrices: Mapping[str, Rows], keys: Mapping[str, str], group: ProcessGroup | None
+) -> Iterator[Piece]:
+    """The slices that this process writes: every n-th of n processes."""
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    number = 0
+    for name, rows in matrices.items():
+        for start, stop in rows.slices():
+            values = rows.read_in(number % size, start, stop)
+            if number % size == rank:
+                yield Piece(keys[name], slice_spec(rows.shape, start, stop), values)
+            number += 1
 
 
 def write_parts(

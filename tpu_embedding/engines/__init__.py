@@ -13,6 +13,7 @@ from tpu_embedding.engines.base import (
 from tpu_embedding.engines.host import HostEngine
 from tpu_embedding.engines.parameter_server import ParameterServerEngine
 from tpu_embedding.engines.portable import PortableEngine
+from tpu_embedding.engines.sharded import ShardedEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
 from tpu_embedding.layout.plan import Plan, require_dtypes
@@ -25,6 +26,7 @@ _ENGINES: dict[str, type[Engine]] = {
         HostEngine,
         PortableEngine,
         ParameterServerEngine,
+        ShardedEngine,
         SparseCoreEngine,
         TPUV2V4Engine,
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
@@ -41,6 +41,8 @@ class EngineOptions:
       sparse_core: What it was given: limits and how SparseCores fill the tables.
       initialize: Configure the TPU's engine; else share one that is configured.
       profile_data_directory: Where a TPU writes what it learns of the ids, or None.
+      distributed: How several processes share the tables.
+      membership: What `Engine.join` returned.
     """
 
     plan: Plan
@@ -52,6 +54,8 @@ class EngineOptions:
     sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
     initialize: bool = True
     profile_data_directory: str | None = None
+    distributed: DistributedOptions = DistributedOptions()  # noqa: RUF009 - frozen
+    membership: Any = None
 
 
 class Prepared(NamedTuple):
@@ -270,6 +274,33 @@ class Engine(abc.ABC):
         raise NotImplementedError(f"The {cls.name} engine has no stacks.")
 
     @classmethod
+    def join(cls, options: EngineOptions) -> Any:
+        """Meets the other processes of a job, when the embedding is constructed.
+
+        Args:
+          options: Those of the engine to come.
+
+        Returns:
+          What the engine needs of it, as `EngineOptions.membership`.
+
+        Raises:
+          ValueError: If the processes are configured differently; in all of them.
+        """
+        del options  # Most engines are those of one process.
+
+    @classmethod
+    def refuse_step(cls, membership: Any, phase: str, error: Exception) -> None:
+        """Tells other processes that this one refuses its arguments of a call.
+
+        Args:
+          membership: What `join` returned.
+          phase: "enqueue" or "update": what the call would have begun with.
+          error: What this process raises; the others raise an
+            tf.errors.InvalidArgumentError with its text.
+        """
+        del membership, phase, error
+
+    @classmethod
     def check_inputs(
         cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
     ) -> None:
@@ -356,6 +387,32 @@ class Engine(abc.ABC):
           NotImplementedError: On TPU v2 to v4, if the `update` of an earlier lookup
             must come first.
         """
+
+    def lookup_tensors(
+        self,
+        batch: Sequence[IdBatch],
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
+        """Prepares a batch and looks it up for training.
+
+        Args:
+          batch: As of `prepare`.
+          replica: Index of the calling replica.
+          shapes: As of `StepQueue.dequeue`.
+
+        Returns:
+          The activations, and the batch as `to_tensors` has it after a lookup.
+
+        Raises:
+          The errors of `prepare` and `lookup`.
+        """
+        tensors = self.to_tensors(self.prepare(batch, training=False))
+        activations, looked_up = self.lookup(
+            self.from_tensors(tensors), replica, training=True, shapes=shapes
+        )
+        return activations, self.to_tensors(looked_up)
 
     @abc.abstractmethod
     def update(

@@ -21,6 +21,7 @@ from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
@@ -29,15 +30,21 @@ from tpu_embedding.ops import library, records
 class HostBatches:
     """Batches of a plan in the form of the kernels, and as plain tensors: no state."""
 
-    def __init__(self, options: EngineOptions, device: str | None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        device: str | None,
+        placement: Placement | None = None,
+    ) -> None:
         """Writes the plan as the kernels read it.
 
         Args:
           options: Those of the engine.
           device: Where batches are prepared; None: where each call is.
+          placement: See `HostEngine`.
         """
         self.ops = library.load()
-        self.plan_record = _plan_record(options)
+        self.plan_record = _plan_record(options, placement)
         self._device = device
         self._plan = options.plan
         self._output_shapes = options.output_shapes
@@ -136,15 +143,18 @@ class HostEngine(WholeTablesEngine):
         self,
         options: EngineOptions,
         variables: Sequence[TableVariables] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """Makes the step queue, and the tables unless they are given.
 
         Args:
           options: See `Engine`.
           variables: The tables and slots, if they exist already.
+          placement: Of the tables over processes, if there are several: then the plan
+            is that of the part of this process.
         """
         super().__init__(options, variables)
-        self.batches = HostBatches(options, self._device)
+        self.batches = HostBatches(options, self._device, placement)
         self._ops = self.batches.ops
         self._table_handles = [table.parameters.handle for table in self._variables]
         self._slot_handles = [
@@ -278,6 +288,15 @@ class HostEngine(WholeTablesEngine):
             replica=replica,
         )
 
+    def _activation_shapes(
+        self, shapes: Sequence[Shape] | None
+    ) -> list[tf.TensorShape]:
+        known = self._options.output_shapes.activations(shapes)
+        return [
+            tf.TensorShape((*shape, dim))
+            for shape, dim in zip(known, self._plan.dims, strict=True)
+        ]
+
     def _hand_in(
         self,
         batches: Sequence[tf.Tensor],
@@ -384,7 +403,7 @@ class HostQueue(StepQueue):
             engine._apply(engine._hand_in([], gradients, replica))
 
 
-def _plan_record(options: EngineOptions) -> bytes:
+def _plan_record(options: EngineOptions, placement: Placement | None) -> bytes:
     """The plan as cc/kernels/plan.h reads it."""
     plan, layout = options.plan, options.layout
     return records.serialize(
@@ -392,6 +411,10 @@ def _plan_record(options: EngineOptions) -> bytes:
         num_replicas=options.topology.num_replicas,
         capacity=QUEUE_CAPACITY,
         pipelined=options.pipelined,
+        process=placement.process if placement else 0,
+        num_processes=placement.num_processes if placement else 1,
+        owners=list(placement.owners) if placement else [],
+        bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
         tables=[_table_record(spec) for spec in plan.tables],
         features=[
             records.record(

@@ -130,6 +130,49 @@ def _is_here(device: str) -> bool:
     return spec.device_type in (None, "CPU") and spec.job in (None, "localhost")
 
 
+def create_parts(
+    plan: Plan, device: str, rows_of: Callable[[int], slice]
+) -> list[TableVariables]:
+    """Makes the part of each table and slot that one process has.
+
+    Each table is first made whole, as one process would make it, and then cut: all
+    processes call all initializers, so that random numbers are the same everywhere.
+
+    Args:
+      plan: The tables.
+      device: Where the variables are to be.
+      rows_of: For the index of a table the rows of this process. A part without rows
+        is a variable of one row, which no ID names.
+    """
+
+    def part(
+        table: int, name: str, shape: tuple[int, int], make: Any, dtype: tf.DType
+    ) -> tf.Variable:
+        def value() -> tf.Tensor:
+            whole = initial_value(name, shape, lambda: make(shape, dtype=dtype), dtype)
+            own = whole[rows_of(table)]
+            return own if own.shape[0] else tf.zeros([1, shape[1]], dtype)
+
+        return create_state(variable_name(name), value())
+
+    found = []
+    with tf.device(device):
+        for spec in plan.tables:
+            shape = (spec.config.vocabulary_size, spec.config.dim)
+            dtype = tf.as_dtype(spec.config.dtype)
+            make = initializer_of(spec)
+            parameters = part(spec.index, spec.name, shape, make, dtype)
+            found.append(TableVariables(parameters, {}))
+        for spec, table in zip(plan.tables, found, strict=True):
+            shape = (spec.config.vocabulary_size, spec.config.dim)
+            for slot in spec.optimizer.slots if spec.optimizer else ():
+                name = checkpoint_name(spec.name, slot.name)
+                make = slot_initializer(slot)
+                size = _slot_shape(slot, shape)
+                table.slots[slot.name] = part(spec.index, name, size, make, tf.float32)
+    return found
+
+
 def _sizes(plan: Plan) -> dict[str, int]:
     """The bytes of each variable of a plan, by its name in checkpoints."""
     sizes = {}

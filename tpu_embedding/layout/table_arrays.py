@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,22 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
     }
 
 
+class ProcessGroup(Protocol):
+    """Processes that share matrices; each makes the same calls in the same order.
+
+    Attributes:
+      rank: Index of this process.
+      size: Number of processes.
+    """
+
+    rank: int
+    size: int
+
+    def all_gather(self, phase: str, content: bytes) -> list[bytes]:
+        """What each process passed, in their order."""
+        ...
+
+
 class Rows(abc.ABC):
     """A matrix [V, C] that is read by ranges of rows.
 
@@ -65,6 +81,19 @@ class Rows(abc.ABC):
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the rows [start, stop)."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes that share this matrix, or None: it is that of this one."""
+        return None
+
+    def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
+        """Returns the rows [start, stop) in one process of the group.
+
+        Called by all of them; what the others get is of no meaning.
+        """
+        del process
+        return self.read(start, stop)
 
     @property
     def variable(self) -> Any:

@@ -14,6 +14,9 @@ namespace tpu_embedding {
 struct Rounding {
   uint64_t seed = 0;
   uint64_t step = 0;  // the updates that came before
+  // Row r of a part of a table is row first_row + r * row_step of the table.
+  int64_t first_row = 0;
+  int64_t row_step = 1;
 };
 
 // out[d] = row[d] for d < dim.

@@ -12,10 +12,14 @@
 
 namespace tpu_embedding {
 
+struct RoutedBatch;
+
 struct PreparedBatch {
   std::vector<FeatureCsr> features;
   std::vector<RowGroups> tables;          // by table; empty for evaluation
   std::vector<int64_t> vocabulary_sizes;  // by table: what ids were checked for
+  // What this is a part of where tables are divided over processes, or null.
+  const RoutedBatch* routed = nullptr;
 };
 
 // Which table each feature reads, and how large the tables are.

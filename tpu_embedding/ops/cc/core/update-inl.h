@@ -108,7 +108,8 @@ class TableRows<BFloat16> {
     return row_.data();
   }
   TPU_EMBEDDING_INLINE void Close(int64_t row) {
-    RoundBody::Run<F32x1>(row_.data(), dim_, rounding_, row,
+    const int64_t row_of_table = rounding_.first_row + row * rounding_.row_step;
+    RoundBody::Run<F32x1>(row_.data(), dim_, rounding_, row_of_table,
                           data_ + row * dim_);
   }
 

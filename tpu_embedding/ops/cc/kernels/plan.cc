@@ -99,6 +99,21 @@ absl::Status ReadStacks(const Record& record,
   return absl::OkStatus();
 }
 
+absl::Status ReadPlacement(const Record& record, Plan* plan) {
+  Placement& placement = plan->placement;
+  TF_RETURN_IF_ERROR(record.Get("process", &placement.rank));
+  TF_RETURN_IF_ERROR(record.Get("num_processes", &placement.size));
+  TF_RETURN_IF_ERROR(record.Get("owners", &placement.owners));
+  TF_RETURN_IF_ERROR(record.Get("bfloat16_wire", &plan->bfloat16_wire));
+  TF_RETURN_IF_ERROR(CheckIndices("process", {placement.rank}, placement.size));
+  if (placement.size == 1) return absl::OkStatus();
+  for (const int owner : placement.owners) {
+    if (owner == kAllProcesses) continue;
+    TF_RETURN_IF_ERROR(CheckIndices("owners", {owner}, placement.size));
+  }
+  return CheckLength("owners", placement.owners.size(), plan->tables.size());
+}
+
 absl::Status ParsePlan(const std::string& text, Plan* plan) {
   Record record;
   TF_RETURN_IF_ERROR(record.Parse(text));
@@ -132,6 +147,7 @@ absl::Status ParsePlan(const std::string& text, Plan* plan) {
     plan->features.push_back(std::move(spec));
   }
   plan->table_map.feature_tables = plan->feature_tables;
+  TF_RETURN_IF_ERROR(ReadPlacement(record, plan));
   return ReadStacks(record, features, plan);
 }
 

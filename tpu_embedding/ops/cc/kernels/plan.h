@@ -11,6 +11,7 @@
 
 #include "core/lookup.h"
 #include "core/prepared_batch.h"
+#include "core/routing.h"
 #include "core/rules.h"
 #include "core/stacks.h"
 #include "kernels/kernel_util.h"
@@ -82,6 +83,8 @@ struct Plan {
   int num_replicas = 1;
   int64_t capacity = 1;    // batches of one replica that may wait
   bool pipelined = false;  // leave each update pending for one step
+  Placement placement;     // of the tables, where there are several processes
+  bool bfloat16_wire = false;  // float32 values travel as bfloat16
 
   int64_t dim(int feature) const { return tables[feature_tables[feature]].dim; }
 };

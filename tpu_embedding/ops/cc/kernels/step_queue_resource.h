@@ -3,6 +3,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,6 +21,13 @@
 
 namespace tpu_embedding {
 
+// What other processes sent of the gradients of a routed batch.
+struct ReceivedGradients {
+  std::vector<tensorflow::Tensor> buffers;  // what the pointers point into
+  // By sender and feature, of the samples that it asked for; null: zeros.
+  std::vector<std::vector<const float*>> features;
+};
+
 // What one replica hands in.
 struct ReplicaGradients {
   // By feature; a gradient that was not given counts as zeros.
@@ -27,6 +35,7 @@ struct ReplicaGradients {
   // By table the learning rate. One replica evaluates the rates, the others
   // hand in zeros: their sum is the rate.
   tensorflow::Tensor rates;
+  std::shared_ptr<const ReceivedGradients> received;  // of a routed batch
 };
 
 using BatchQueue = StepQueue<SharedBatch, ReplicaGradients>;

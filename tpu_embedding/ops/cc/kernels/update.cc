@@ -16,6 +16,7 @@
 #include "core/push_ledger.h"
 #include "core/rules.h"
 #include "kernels/batch_variant.h"
+#include "kernels/gradients.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
@@ -84,13 +85,8 @@ class UpdateOp : public tensorflow::OpKernel {
  public:
   explicit UpdateOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
-    OP_REQUIRES_OK(context, context->GetAttr("has_gradient", &has_gradient_));
     OP_REQUIRES_OK(context, context->GetAttr("check_only", &check_only_));
-    int64_t given = 0;
-    OP_REQUIRES_OK(context, context->GetAttr("num_gradients", &given));
-    OP_REQUIRES_OK(context, CheckLength("gradients", given,
-                                        std::count(has_gradient_.begin(),
-                                                   has_gradient_.end(), true)));
+    OP_REQUIRES_OK(context, ReadHasGradient(context, &has_gradient_));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -99,7 +95,8 @@ class UpdateOp : public tensorflow::OpKernel {
     std::vector<Variable> counters;
     OP_REQUIRES_OK(context, LookUpCounters(context, &counters));
     ReplicaGradients gradients;
-    OP_REQUIRES_OK(context, Read(context, *resource->plan, &gradients));
+    OP_REQUIRES_OK(context, ReadGradients(context, *resource->plan,
+                                          has_gradient_, &gradients));
     const auto count = [&] {
       return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
     };
@@ -127,7 +124,8 @@ class UpdateOp : public tensorflow::OpKernel {
     BatchQueue& queue = resource->queue;
     SharedBatch batch;
     TF_RETURN_IF_ERROR(FailedPrecondition(queue.Owed(replica_, &batch)));
-    const absl::Status status = Check(*resource->plan, *batch, gradients);
+    const absl::Status status =
+        CheckGradients(*resource->plan, *batch, gradients);
     if (!status.ok()) queue.FailDeposit(replica_);
     TF_RETURN_IF_ERROR(status);
     return FailedPrecondition(
@@ -143,7 +141,7 @@ class UpdateOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(Unwrap(tensor, resource->plan.get(), &variant));
     absl::Status status = variant->status;
     if (status.ok()) {
-      status = Check(*resource->plan, *variant->batch, gradients);
+      status = CheckGradients(*resource->plan, *variant->batch, gradients);
     }
     if (!status.ok()) resource->queue.FailLookup();
     TF_RETURN_IF_ERROR(status);
@@ -178,62 +176,6 @@ class UpdateOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(CheckLength("push", pushes[0].NumElements(), 3));
     const auto values = pushes[0].flat<int64_t>();
     *push = Push{values(0), values(1), values(2)};
-    return absl::OkStatus();
-  }
-
-  absl::Status Read(OpKernelContext* context, const Plan& plan,
-                    ReplicaGradients* gradients) const {
-    OpInputList given;
-    const Tensor* rates = nullptr;
-    TF_RETURN_IF_ERROR(context->input_list("gradients", &given));
-    TF_RETURN_IF_ERROR(context->input("rates", &rates));
-    TF_RETURN_IF_ERROR(CheckLength("has_gradient", has_gradient_.size(),
-                                   plan.features.size()));
-    TF_RETURN_IF_ERROR(
-        CheckLength("rates", rates->NumElements(), plan.tables.size()));
-    gradients->rates = *rates;
-    gradients->features.resize(has_gradient_.size());
-    int next = 0;
-    for (size_t f = 0; f < has_gradient_.size(); ++f) {
-      if (has_gradient_[f]) gradients->features[f] = given[next++];
-    }
-    return absl::OkStatus();
-  }
-
-  static absl::Status Check(const Plan& plan, const PreparedBatch& batch,
-                            const ReplicaGradients& given) {
-    TF_RETURN_IF_ERROR(
-        CheckLength("batch", batch.tables.size(), plan.tables.size()));
-    for (size_t f = 0; f < given.features.size(); ++f) {
-      if (!given.features[f]) continue;
-      const Tensor& gradient = *given.features[f];
-      tensorflow::TensorShape expected;
-      TF_RETURN_IF_ERROR(ActivationShape(batch.features[f].output_shape,
-                                         plan.dim(f), &expected));
-      if (gradient.shape() != expected) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "Feature ", plan.features[f].path, ": the gradient has shape ",
-            gradient.shape().DebugString(), ", but the activation had ",
-            expected.DebugString(), "."));
-      }
-      if (plan.check_numerics) {
-        TF_RETURN_IF_ERROR(
-            CheckFinite(plan.features[f].path, gradient, plan.dim(f)));
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  static absl::Status CheckFinite(const std::string& path,
-                                  const Tensor& gradient, int64_t dim) {
-    const auto values = gradient.flat<float>();
-    for (int64_t i = 0; i < values.size(); ++i) {
-      if (!std::isfinite(values(i))) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("Feature ", path, ": the gradient of sample ", i / dim,
-                         " is not finite (", values(i), ")."));
-      }
-    }
     return absl::OkStatus();
   }
 
@@ -300,6 +242,11 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
           table.hyperparameters,
           Rate(update, t),
           {table.rounding_seed, static_cast<uint64_t>(update.number)}};
+      if (plan.placement.size > 1 && plan.placement.by_rows(t)) {
+        Rounding& rounding = (*work)[t].arguments.rounding;
+        rounding.first_row = plan.placement.rank;
+        rounding.row_step = plan.placement.size;
+      }
       CollectGradients(update, table, t, &(*work)[t]);
     }
     if (update.replicas.size() > 1) {
@@ -351,20 +298,59 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   static void CollectGradients(const BatchQueue::Update& update,
                                const TablePlan& table, int t, TableWork* work) {
     for (const BatchQueue::Part& part : update.replicas) {
+      if (part.batch->routed) {
+        CollectRouted(*part.batch->routed, part.gradients, table,
+                      &work->samples);
+        continue;
+      }
       for (const int f : table.features) {
         const auto& gradient = part.gradients.features[f];
-        const float* data = gradient ? gradient->flat<float>().data() : nullptr;
-        const int64_t width = data ? table.dim : 0;
-        const int64_t first = work->samples.size();
-        work->samples.resize(first + part.batch->features[f].num_samples());
-        for (size_t s = first; s < work->samples.size(); ++s) {
-          work->samples[s] = data;
-          data += width;
-        }
+        AddSamples(gradient ? gradient->flat<float>().data() : nullptr,
+                   table.dim, part.batch->features[f].num_samples(),
+                   &work->samples);
       }
     }
     work->gradients = {&update.replicas[0].batch->tables[t],
                        work->samples.data()};
+  }
+
+  // The same for the samples that all processes sent to this one.
+  static void CollectRouted(const RoutedBatch& routed,
+                            const ReplicaGradients& gradients,
+                            const TablePlan& table,
+                            std::vector<const float*>* samples) {
+    for (size_t sender = 0; sender < routed.asked.size(); ++sender) {
+      for (const int f : table.features) {
+        const int64_t count = routed.asked[sender].features[f].num_samples();
+        const bool is_own = sender == size_t(routed.placement.rank);
+        if (!is_own || !routed.by_rows(f)) {
+          const float* data =
+              is_own ? (gradients.features[f]
+                            ? gradients.features[f]->flat<float>().data()
+                            : nullptr)
+                     : gradients.received->features[sender][f];
+          AddSamples(data, table.dim, count, samples);
+          continue;
+        }
+        const Buffer<int32_t>& own = routed.sent[sender].features[f].samples;
+        const float* data = gradients.features[f]
+                                ? gradients.features[f]->flat<float>().data()
+                                : nullptr;
+        for (int64_t s = 0; s < count; ++s) {
+          samples->push_back(data ? data + own[s] * table.dim : nullptr);
+        }
+      }
+    }
+  }
+
+  // One after the other in memory, from `data` on; null: zeros.
+  static void AddSamples(const float* data, int64_t dim, int64_t count,
+                         std::vector<const float*>* samples) {
+    const int64_t width = data ? dim : 0;
+    for (int64_t s = 0; s < count; ++s) {
+      samples->push_back(data);
+      data += width;
+    }
   }
 
   // Groups the batches of all replicas as if they were one.

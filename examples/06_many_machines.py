@@ -1,0 +1,242 @@
+"""Trains the MovieLens model in several processes that divide the tables.
+
+    python examples/06_many_machines.py [--processes 2] [--kill]
+
+Starts the processes of a tf.distribute.MultiWorkerMirroredStrategy on this machine, as
+a cluster would start them on several, and trains on a part of each batch in each. Then
+trains on whole batches in one process, and compares: the tables have the same bits.
+With --kill one process is killed in the middle; all start again from the last
+checkpoint and reach the same tables.
+
+`worker` is the program of one process; what it needs beyond the single-process program
+is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# oneDNN and the number of threads change how a matrix product is rounded.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from movielens import data, model
+
+import tpu_embedding as te
+
+BUILD = Path(__file__).resolve().parents[1] / "build"
+BATCH = 256  # of a process
+STEPS_PER_CHECKPOINT = 10
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    processes: int
+    steps: int
+    kill: bool
+    data: Path | None
+    out: Path
+    quick: bool
+    worker: bool
+
+
+def parse_options(argv: Sequence[str] | None) -> Options:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Trains in several processes.")
+    add = parser.add_argument
+    add("--processes", type=int, default=2, help="default: 2")
+    add("--steps", type=int, default=100, help="training steps; default: 100")
+    add("--kill", action="store_true", help="kill a process, then resume")
+    add("--data", type=Path, help="folder with ml-100k.*; default: download them")
+    add("--out", type=Path, default=BUILD / "many_machines")
+    add("--quick", action="store_true", help="25 steps, to see that everything works")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv, namespace=Options())
+    options.steps = 25 if options.quick else options.steps
+    return options
+
+
+class Trainer:
+    """The model, and one step over the parts of a batch that this process has."""
+
+    def __init__(self, options: Options, strategy: tf.distribute.Strategy) -> None:
+        ratings, self.catalogue = data.find(options.data, BUILD / "data")
+        self.strategy = strategy
+        keras.utils.set_random_seed(1)
+        features = model.make_feature_config(self.catalogue.vocabulary_sizes)
+        with strategy.scope():
+            self.embedding = te.TPUEmbedding(features, te.Adagrad(0.05))
+            self.embedding.build()
+        self.dense_part = model.make_dense_part(features, ratings.mean())
+        self.optimizer = keras.optimizers.Adam(1e-3)
+        self.optimizer.build(self.dense_part.trainable_variables)
+        train = np.random.default_rng(1).permutation(ratings.split.train)
+        self.rows = train[: options.processes * BATCH * (len(train) // 1024)]
+        self.ratings = ratings
+
+    def batch(self, step: int, part: int, parts: int) -> data.Batch:
+        """Part `part` of the batch of a step."""
+        size = BATCH * parts
+        first = step * size % (len(self.rows) - size) + part * BATCH
+        rows = self.rows[first : first + BATCH]
+        return next(iter(self.ratings.batches(rows, BATCH)))
+
+    def gradients(self, activations: Any, batch: data.Batch) -> Any:
+        """Gradients of the loss by activations and by dense weights."""
+        dense = self.catalogue.inputs(batch)[1]
+        weights = self.dense_part.trainable_variables
+        with tf.GradientTape() as tape:
+            tape.watch(activations)
+            predicted = self.dense_part({**activations, "numbers": dense})
+            loss = tf.reduce_sum((predicted - batch["rating"]) ** 2)
+        return tape.gradient(loss, (activations, weights))
+
+    def apply(self, of_weights: Any) -> None:
+        """Updates the dense weights with the sum over the parts."""
+        weights = self.dense_part.trainable_variables
+        self.optimizer.apply_gradients(zip(of_weights, weights, strict=True))
+
+    @tf.function(reduce_retracing=True)
+    def train_part(self, batch: data.Batch) -> None:
+        """One step of one process."""
+        self.embedding.enqueue(self.catalogue.inputs(batch)[0])
+        of_activations, of_weights = self.gradients(self.embedding.dequeue(), batch)
+        self.embedding.apply_gradients(of_activations)
+        # Beyond a single process: the sum of the dense gradients of all.
+        context = tf.distribute.get_replica_context()
+        self.apply(context.all_reduce(tf.distribute.ReduceOp.SUM, of_weights))
+
+    @tf.function(reduce_retracing=True)
+    def train_whole(self, parts: list[data.Batch]) -> None:
+        """The same step of all parts in one process."""
+        ids = [self.catalogue.inputs(part)[0] for part in parts]
+        self.embedding.enqueue({name: _join([i[name] for i in ids]) for name in ids[0]})
+        activations = self.embedding.dequeue()
+        found = []
+        for number, part in enumerate(parts):
+            own = slice(number * BATCH, (number + 1) * BATCH)
+            found.append(
+                self.gradients({n: a[own] for n, a in activations.items()}, part)
+            )
+        of_activations = [of for of, _ in found]
+        self.embedding.apply_gradients(
+            {name: _join([of[name] for of in of_activations]) for name in activations}
+        )
+        self.apply([tf.add_n(list(same)) for same in zip(*(w for _, w in found))])  # noqa: B905
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    return tf.concat(list(parts), 0)
+
+
+def worker(options: Options) -> None:
+    """The program of one process; TF_CONFIG says which."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank = strategy.cluster_resolver.task_id
+    trainer = Trainer(options, strategy)
+    step = latest_step(options.out)
+    if step:  # Every process reads its rows of the checkpoint, and all dense weights.
+        te.checkpoint.restore(trainer.embedding, str(options.out / f"tables-{step}"))
+        dense = np.load(options.out / f"dense-{step}.npz")
+        variables = dense_variables(trainer)
+        for variable, value in zip(variables, dense.values(), strict=True):
+            variable.assign(value)
+    while step < options.steps:
+        batch = trainer.batch(step, rank, options.processes)
+        strategy.run(trainer.train_part, args=(batch,))
+        step += 1
+        if options.kill and rank == 1 and step == STEPS_PER_CHECKPOINT + 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step % STEPS_PER_CHECKPOINT == 0 or step == options.steps:
+            if rank == 0:
+                values = [v.numpy() for v in dense_variables(trainer)]
+                np.savez(options.out / f"dense-{step}.npz", *values)
+            # Every process writes its part of one checkpoint; its index comes last.
+            te.checkpoint.save(trainer.embedding, str(options.out / f"tables-{step}"))
+
+
+def dense_variables(trainer: Trainer) -> list[Any]:
+    """The dense weights and the state of their optimizer."""
+    return [*trainer.dense_part.variables, *trainer.optimizer.variables]
+
+
+def latest_step(out: Path) -> int:
+    """The step of the last whole checkpoint, or 0."""
+    found = [int(path.stem.split("-")[1]) for path in out.glob("tables-*.index")]
+    return max(found, default=0)
+
+
+def run_job(options: Options, argv: Sequence[str]) -> bool:
+    """Runs the processes to their end; whether all succeeded."""
+    sockets = [socket.socket() for _ in range(options.processes)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    processes = []
+    for index in range(options.processes):
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, __file__, *argv, "--worker"],
+                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+            )
+        )
+    codes = [process.wait() for process in processes]
+    return not any(codes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains in several processes, then in one, and compares."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    options = parse_options(given)
+    # The rounding of a matrix product depends on the number of threads.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    if options.worker:
+        worker(options)
+        return
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    if not run_job(options, given):
+        if not options.kill:
+            raise SystemExit("A process failed; see above.")
+        step = latest_step(options.out)
+        print(f"A process was killed. All start again from step {step}.", flush=True)
+        if not run_job(options, [a for a in given if a != "--kill"]):
+            raise SystemExit("The resumed job failed; see above.")
+
+    trainer = Trainer(options, tf.distribute.get_strategy())
+    for step in range(options.steps):
+        parts = [
+            trainer.batch(step, part, options.processes)
+            for part in range(options.processes)
+        ]
+        trainer.train_whole(parts)
+    stored = te.checkpoint.read(str(options.out / f"tables-{options.steps}"))
+    for name, rows in trainer.embedding.table_rows().items():
+        own, theirs = rows.numpy(), stored[name].parameters.numpy()
+        difference = float(np.abs(own - theirs).max())
+        print(f"{name}: largest difference {difference}")
+        # The sum of more than two dense gradients may be rounded in another order.
+        np.testing.assert_allclose(theirs, own, atol=options.processes > 2 and 1e-3)
+    print(f"{options.processes} processes and one process have the same tables.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+// Batches divided over several processes, all of them in this program: every
+// entry arrives at its owner once, in order, and malformed messages are errors.
+
+#include "core/routing.h"
+
+#include <cstdint>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/parallel.h"
+#include "core/wire.h"
+
+namespace tpu_embedding {
+namespace {
+
+std::mt19937_64 generator(20260801);
+
+int64_t Random(int64_t below) {
+  return std::uniform_int_distribution<int64_t>(0, below - 1)(generator);
+}
+
+const ParallelFor kLoop = [](int64_t total, int64_t, const Range& body) {
+  if (total) body(0, total);
+};
+
+const ParallelFor kThreads = [](int64_t total, int64_t, const Range& body) {
+  if (!total) return;
+  std::thread other([&] { body(0, total / 2); });
+  body(total / 2, total);
+  other.join();
+};
+
+// Tables of few and of many rows, so that both ways to number rows are taken.
+const std::vector<int64_t> kRows = {7, 1, 1000000, 50};
+const TableMap kTables = {{0, 2, 0, 1, 3}, kRows};
+
+FeatureCsr RandomFeature(int64_t vocabulary_size, int kind) {
+  FeatureCsr csr;
+  const int64_t samples = Random(9);
+  csr.output_shape = {samples};
+  csr.offsets.Resize(samples + 1);
+  csr.offsets[0] = 0;
+  for (int64_t s = 0; s < samples; ++s) {
+    csr.offsets[s + 1] = csr.offsets[s] + Random(4);
+  }
+  const int64_t entries = csr.offsets[samples];
+  csr.rows.Resize(entries);
+  for (int64_t i = 0; i < entries; ++i) csr.rows[i] = Random(vocabulary_size);
+  csr.gains.Resize(kind == 2 ? entries : 0);
+  csr.sample_gains.Resize(kind == 1 ? samples : 0);
+  for (int64_t i = 0; i < csr.gains.size(); ++i) csr.gains[i] = 1 + Random(9);
+  for (int64_t i = 0; i < csr.sample_gains.size(); ++i) {
+    csr.sample_gains[i] = 1 + Random(9);
+  }
+  return csr;
+}
+
+struct Entry {
+  int64_t sample;
+  int32_t row;
+  float gain;
+  bool operator==(const Entry& other) const {
+    return sample == other.sample && row == other.row && gain == other.gain;
+  }
+};
+
+// What process `owner` should get of a feature, with rows of the whole table.
+std::vector<Entry> Expected(const FeatureCsr& csr, const Placement& placement,
+                            int owner, int table) {
+  std::vector<Entry> found;
+  for (int64_t s = 0; s < csr.num_samples(); ++s) {
+    for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+      const bool there = placement.by_rows(table)
+                             ? csr.rows[i] % placement.size == owner
+                             : placement.owners[table] == owner;
+      if (there) found.push_back({s, csr.rows[i], csr.gain(s, i)});
+    }
+  }
+  return found;
+}
+
+void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
+  std::vector<int> owners;
+  for (size_t t = 0; t < kRows.size(); ++t)
+    owners.push_back(Random(size + 1) - 1);
+  std::vector<PreparedBatch> batches(size);
+  std::vector<RoutedBatch> routed(size);
+  for (int p = 0; p < size; ++p) {
+    for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
+      batches[p].features.push_back(
+          RandomFeature(kRows[kTables.feature_tables[f]], f % 3));
+    }
+    batches[p].vocabulary_sizes = kRows;
+    RouteBatch(batches[p], kTables, {p, size, owners}, training, parallel_for,
+               &routed[p]);
+  }
+  for (int p = 0; p < size; ++p) {
+    std::vector<std::vector<int32_t>> words(size);
+    std::vector<Message> messages;
+    for (int sender = 0; sender < size; ++sender) {
+      words[sender].resize(MessageWords(routed[sender], p));
+      WriteMessage(routed[sender], p, words[sender].data());
+      messages.push_back(
+          {words[sender].data(), static_cast<int64_t>(words[sender].size())});
+    }
+    CHECK_TRUE(!ReadMessages(messages, kTables, parallel_for, &routed[p]));
+    const Placement& placement = routed[p].placement;
+    for (int sender = 0; sender < size; ++sender) {
+      for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
+        const int t = kTables.feature_tables[f];
+        if (placement.by_rows(t) && !training) continue;
+        const FeatureCsr& got = routed[p].asked[sender].features[f];
+        std::vector<Entry> entries;
+        for (int64_t s = 0; s < got.num_samples(); ++s) {
+          const int64_t sample =
+              placement.by_rows(t)
+                  ? routed[sender].sent[p].features[f].samples[s]
+                  : s;
+          for (int64_t i = got.offsets[s]; i < got.offsets[s + 1]; ++i) {
+            const int32_t row =
+                placement.by_rows(t) ? got.rows[i] * size + p : got.rows[i];
+            entries.push_back({sample, row, got.gain(s, i)});
+          }
+        }
+        CHECK_TRUE(entries ==
+                   Expected(batches[sender].features[f], placement, p, t));
+        CHECK_TRUE(got.num_samples() == routed[sender].NumSent(p, f));
+      }
+    }
+    // Rows that arrive, at their positions, are those of the batch.
+    for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
+      const int t = kTables.feature_tables[f];
+      if (!placement.by_rows(t)) continue;
+      std::vector<int32_t> arriving;
+      for (int owner = 0; owner < size; ++owner) {
+        const Buffer<int32_t>& rows = routed[p].sent[owner].rows[t];
+        for (int64_t i = 0; i < rows.size(); ++i) {
+          arriving.push_back(rows[i] * size + owner);
+        }
+      }
+      CHECK_TRUE(static_cast<int64_t>(arriving.size()) ==
+                 routed[p].NumArriving(t));
+      const FeatureCsr& csr = batches[p].features[f];
+      for (int64_t i = 0; i < csr.rows.size(); ++i) {
+        CHECK_TRUE(arriving[routed[p].batch.features[f].rows[i]] ==
+                   csr.rows[i]);
+      }
+    }
+    // Messages that are cut or changed are read to their end or refused.
+    for (int sender = 0; sender < size; ++sender) {
+      if (words[sender].empty()) continue;
+      std::vector<int32_t> bad(words[sender].begin(), words[sender].end() - 1);
+      std::vector<Message> cut = messages;
+      cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
+      CHECK_TRUE(ReadMessages(cut, kTables, parallel_for, &routed[p]));
+      bad = words[sender];
+      bad[Random(bad.size())] = Random(3) ? Random(100) - 50 : 1 << 30;
+      cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
+      (void)ReadMessages(cut, kTables, parallel_for, &routed[p]);
+    }
+  }
+}
+
+void CheckWire() {
+  const std::vector<float> values = {0.0f,        1.0f,        -1.5f,
+                                     1.00390625f, 1.01171875f, 3.4e38f};
+  std::vector<BFloat16> narrow(values.size());
+  std::vector<float> back(values.size());
+  ToBFloat16(values.data(), values.size(), narrow.data());
+  FromBFloat16(narrow.data(), values.size(), back.data());
+  CHECK_TRUE(back[0] == 0.0f && back[1] == 1.0f && back[2] == -1.5f);
+  CHECK_TRUE(back[3] == 1.0f && back[4] == 1.015625f);  // ties to even
+  CHECK_TRUE(Padded(0) == 0 && Padded(1) == 64 && Padded(64) == 64);
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  using namespace tpu_embedding;
+  for (int round = 0; round < 40; ++round) {
+    for (const int size : {1, 2, 3, 5, 16}) {
+      CheckJob(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
+    }
+  }
+  CheckWire();
+  return 0;
+}

@@ -1,0 +1,244 @@
+"""What tests call in the processes of a job; all with the strategy first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from multi_process import training
+from multi_process.training import Case
+
+import tpu_embedding as te
+
+
+def rank(strategy: Any) -> int:
+    return strategy.extended._id_in_cluster
+
+
+def train(strategy: Any, case: Case) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The activations of this process, and whole tables and slots."""
+    embedding = training.create(strategy, case)
+    activations = training.train(
+        strategy,
+        case,
+        embedding,
+        0,
+        own_batches(strategy, case),
+    )
+    return activations, training.tables_of(embedding)
+
+
+def failure(function: Any) -> tuple[str, str]:
+    """The type and the text of what a call raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, getattr(error, "message", None) or str(error)
+    return "", ""
+
+
+def refuse_batches(strategy: Any, case: Case, bad: str) -> Any:
+    """Trains with a bad batch in the last process before each step.
+
+    Returns:
+      What each bad call raised, and whole tables and slots.
+    """
+    embedding = training.create(strategy, case)
+    embedding.build()
+    is_bad = rank(strategy) == strategy.num_replicas_in_sync - 1
+
+    def give_bad() -> None:
+        features, _ = training.batch(case, 0, rank(strategy))
+        if is_bad and bad == "id":
+            features["dense"] = tf.constant([7, 37], tf.int64)
+        if is_bad and bad == "structure":
+            features["more"] = features["dense"]
+        if is_bad and bad == "type":
+            features["dense"] = tf.constant(["7"])
+        training.step(case, embedding, features, None)
+
+    def give_bad_gradient() -> None:
+        embedding.enqueue(training.batch(case, 0, rank(strategy))[0])
+        activations = embedding.dequeue()
+        sums = {name: tf.sin(3 * value) for name, value in activations.items()}
+        given = {**sums, "dense": tf.zeros([99, 5]) if is_bad else sums["dense"]}
+        raised.append(failure(lambda: embedding.apply_gradients(given)))
+        embedding.reset()
+
+    raised: list[Any] = []
+    for number in range(case.steps):
+        if bad == "gradient":
+            give_bad_gradient()
+        else:
+            raised.append(failure(give_bad))
+        given = training.batch(case, number, rank(strategy))
+        training.step(case, embedding, *given)
+    embedding.flush()
+    return raised, training.tables_of(embedding)
+
+
+def differ(strategy: Any, what: str) -> tuple[str, str]:
+    """What the constructor raises where the last process has another argument."""
+    other = rank(strategy) == strategy.num_replicas_in_sync - 1
+    table = te.TableConfig(8, 4 if other and what == "dim" else 2, name="films")
+    optimizer = te.Adagrad(0.2 if other and what == "rate" else 0.1)
+    pipelined = other and what == "pipelined"
+
+    def construct() -> None:
+        with strategy.scope():
+            te.TPUEmbedding({"film": te.FeatureConfig(table)}, optimizer, pipelined)
+
+    return failure(construct)
+
+
+def unsupported(strategy: Any) -> list[tuple[str, str]]:
+    """What the constructors raise for what several processes cannot have."""
+
+    def construct(optimizer: Any, combiner: Any = "sum") -> None:
+        table = te.TableConfig(8, 2, combiner=combiner, name="films")
+        with strategy.scope():
+            te.TPUEmbeddingV2({"film": te.FeatureConfig(table)}, optimizer)
+
+    def rule(gradient: Any, table: Any, *others: Any) -> Any:
+        return table - gradient
+
+    slots = te.Adagrad(slot_variable_creation_fn=lambda *arguments: {})
+    combiner = te.CustomCombiner(lambda valency, vectors: vectors[0], 1)
+    return [
+        failure(lambda: construct(te.CustomOptimizer(rule))),
+        failure(lambda: construct(te.SGD(), combiner)),
+        failure(lambda: construct(slots)),
+    ]
+
+
+def save(strategy: Any, case: Case, path: str) -> dict[str, np.ndarray]:
+    """Trains and saves; whole tables and slots."""
+    embedding = training.create(strategy, case)
+    training.train(strategy, case, embedding, 0, own_batches(strategy, case))
+    te.checkpoint.save(embedding, path)
+    tf.train.Checkpoint(embedding=embedding).write(f"{path}-{rank(strategy)}")
+    return training.tables_of(embedding)
+
+
+def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:
+    """Restores whole tables and slots, and the number of updates."""
+    embedding = training.create(strategy, case)
+    embedding.build()
+    if tracked:
+        status = tf.train.Checkpoint(embedding=embedding).restore(path)
+        status.assert_nontrivial_match()
+    else:
+        te.checkpoint.restore(embedding, path)
+    updates = embedding.checkpoint_updates()
+    return training.tables_of(embedding), None if updates is None else int(updates)
+
+
+def fail_to_restore(strategy: Any, case: Case, path: str) -> tuple[str, str]:
+    """The last process reads a checkpoint that is not there."""
+    embedding = training.create(strategy, case)
+    if rank(strategy) == strategy.num_replicas_in_sync - 1:
+        path += "-missing"
+    return failure(lambda: te.checkpoint.restore(embedding, path))
+
+
+def own_batches(strategy: Any, case: Case) -> Any:
+    return lambda number: training.batch(case, number, rank(strategy))
+
+
+def statistics(strategy: Any, rows: int, sizes: tuple[int, int, int]) -> Any:
+    """Bytes that one step sent, and those of the formula of docs/distributed.md.
+
+    Args:
+      strategy: That of the job.
+      rows: Of each table.
+      sizes: Samples of a process, IDs of a sample, columns of a table.
+    """
+    samples, length, dim = sizes
+    number, own = strategy.num_replicas_in_sync, rank(strategy)
+    placements = ("rows", "whole", "whole")
+    with strategy.scope():
+        tables = [
+            te.TableConfig(rows, dim, combiner="sum", name=str(t), placement=placement)
+            for t, placement in enumerate(placements)
+        ]
+        features = [te.FeatureConfig(table) for table in tables]
+        embedding = te.TPUEmbedding(features, te.SGD(0.1))
+    random = np.random.default_rng(own)
+    ids = [random.integers(0, rows, (samples, length)) for _ in tables]
+    embedding.enqueue([tf.constant(i, tf.int32) for i in ids])
+    activations = embedding.dequeue()
+    embedding.apply_gradients(activations)
+    engine = embedding._create_engine()
+    owners = engine._placement.owners
+    expected = {"enqueue": 0, "lookup": 0, "update": 0}
+    for other in set(range(number)) - {own}:
+        theirs = np.random.default_rng(other)
+        asked = [theirs.integers(0, rows, (samples, length)) for _ in tables]
+        for table, owner in enumerate(owners):
+            if owner < 0:
+                there = ids[table] % number == other
+                distinct = len(np.unique(ids[table][there]))
+                with_entry = int(there.any(axis=1).sum())
+                lengths = with_entry if length > 1 else 0
+                expected["enqueue"] += 4 * (distinct + int(there.sum()) + lengths)
+                served = asked[table][asked[table] % number == own]
+                expected["lookup"] += 4 * dim * len(np.unique(served))
+                expected["update"] += 4 * dim * with_entry
+            if owner == other:
+                expected["enqueue"] += 4 * samples * length
+                expected["update"] += 4 * dim * samples
+            if owner == own:
+                expected["lookup"] += 4 * dim * samples
+    sent = {phase: numbers[1] for phase, numbers in engine.channel.statistics().items()}
+    return {phase: (sent[phase], number) for phase, number in expected.items()}
+
+
+def train_with_fault(
+    strategy: Any, culprit: int, kind: str, place: str, timeout_seconds: int
+) -> tuple[str, str]:
+    """Trains for ever; the culprit has a fault in its third step.
+
+    Args:
+      strategy: That of the job.
+      culprit: The process with the fault.
+      kind: "kill", "stop", "exception", "exit" or "stuck".
+      place: Before which call: "enqueue", "dequeue", "update", or "between" steps.
+      timeout_seconds: See DistributedOptions.
+    """
+    table = te.TableConfig(1000, 16, name="films")
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            {"film": te.FeatureConfig(table)},
+            te.Adagrad(0.1),
+            distributed_options=te.DistributedOptions(timeout_seconds=timeout_seconds),
+        )
+    step = 0
+
+    def at(here: str) -> None:
+        if (rank(strategy), place, step) != (culprit, here, 2):
+            return
+        if kind == "exception":
+            raise KeyError("A fault of this program.")
+        if kind == "exit":
+            os._exit(0)
+        if kind == "stuck":
+            time.sleep(3600)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+    def train() -> None:
+        nonlocal step
+        while True:
+            at("enqueue")
+            embedding.enqueue({"film": tf.range(8) + step})
+            at("dequeue")
+            activations = embedding.dequeue()
+            at("update")
+            embedding.apply_gradients(activations)
+            step += 1
+            at("between")
+
+    return failure(train)

@@ -1,0 +1,176 @@
+"""Several processes train the same bits as one process with as many replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from multi_process import training
+from multi_process.jobs import Failure, Job
+from multi_process.training import Case
+
+import tpu_embedding as te
+
+CASES = {
+    "sgd": Case("sgd", placement="rows"),
+    "adagrad": Case("adagrad", weights=True, graph=True, placement="rows"),
+    "adagrad whole": Case("adagrad", weights=True, placement="whole"),
+    "rowwise": Case("rowwise", empty=True, steps=5, placement="rows"),
+    "ftrl": Case("ftrl", pipelined=True, evaluate=True, steps=5),
+    "bfloat16": Case("sgd", dtype="bfloat16", pipelined=True, placement="rows"),
+    "bfloat16 whole": Case("adagrad", dtype="bfloat16", placement="whole"),
+    "drop": Case("adagrad", invalid_ids="drop", weights=True),
+    "mod": Case("adagrad", invalid_ids="mod"),
+    "adam": Case("adam_all_rows"),
+    "momentum": Case("momentum", empty=True),
+    "clipped": Case("clipped"),
+    "scheduled": Case("scheduled", evaluate=True),
+    "version 2": Case("adagrad", version=2, weights=True),
+    "version 2 pipelined": Case("ftrl", version=2, pipelined=True, graph=True),
+}
+
+
+def compare(job: Job, case: Case) -> None:
+    number = len(job.processes)
+    expected, tables = training.train_replicas(case, number)
+    found = job.run("train", case)
+    for process, (activations, own_tables) in enumerate(found):
+        for step, (one, other) in enumerate(zip(activations, expected, strict=True)):
+            for name, values in one.items():
+                same(values[0], other[name][process], (case, process, step, name))
+        for name, values in own_tables.items():
+            same(values, tables[name], (case, process, name))
+
+
+def same(found: np.ndarray, expected: np.ndarray, what: Any) -> None:
+    """Bit by bit."""
+    np.testing.assert_array_equal(
+        found.view(np.uint8), expected.view(np.uint8), err_msg=str(what)
+    )
+
+
+def refuse(job: Job, case: Case, bad: str, kind: str, text: str) -> None:
+    """All processes raise the error of the last one, and nothing has changed."""
+    _, tables = training.train_replicas(case, len(job.processes))
+    last = len(job.processes) - 1
+    for process, (raised, own_tables) in enumerate(
+        job.run("refuse_batches", case, bad)
+    ):
+        assert len(raised) == case.steps
+        for found_kind, found_text in raised:
+            if process == last and kind != "InvalidArgumentError":
+                assert found_kind == kind, (found_kind, found_text)
+            else:
+                assert found_kind == "InvalidArgumentError", (found_kind, found_text)
+                assert f"Process {last}: " in found_text
+            assert text in found_text
+        for name, values in own_tables.items():
+            same(values, tables[name], (bad, process, name))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Job]:
+    with Job(2) as job:
+        yield job
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Job]:
+    with Job(3) as job:
+        yield job
+
+
+def test_two_processes_train_the_bits_of_one(two: Job) -> None:
+    for case in CASES.values():
+        compare(two, case)
+
+
+def test_three_processes_train_the_bits_of_one(three: Job) -> None:
+    for name in ("adagrad", "adagrad whole", "rowwise", "ftrl", "version 2"):
+        compare(three, CASES[name])
+
+
+def test_a_bad_batch_in_one_process_is_refused_in_all(two: Job) -> None:
+    case = Case("adagrad", pipelined=True, steps=2)
+    refuse(two, case, "id", "InvalidArgumentError", "dense")
+    refuse(two, Case("sgd", version=2, steps=2), "id", "InvalidArgumentError", "dense")
+    refuse(two, case, "structure", "ValueError", "more")
+    refuse(two, case, "type", "TypeError", "dense")
+    refuse(two, Case("sgd"), "gradient", "InvalidArgumentError", "dense")
+
+
+def test_processes_that_differ_find_out_at_construction(two: Job) -> None:
+    for what, text in (
+        ("dim", "dim of table 'films' is 2 in process 0, but 4 in process 1"),
+        ("rate", "learning_rate"),
+        ("pipelined", "pipeline_execution_with_tensor_core"),
+    ):
+        for kind, found in two.run("differ", what):
+            assert kind == "ValueError", found
+            assert text in found
+    compare(two, CASES["sgd"])  # The job goes on.
+
+
+def test_what_several_processes_cannot_have_names_itself(two: Job) -> None:
+    for raised in two.run("unsupported"):
+        for (kind, text), name in zip(
+            raised,
+            ("CustomOptimizer", "CustomCombiner", "slot_variable_creation_fn"),
+            strict=True,
+        ):
+            assert kind == "NotImplementedError", text
+            assert name in text
+
+
+def test_checkpoints_restore_in_any_number_of_processes(
+    two: Job, three: Job, tmp_path: pathlib.Path
+) -> None:
+    case = Case("scheduled", pipelined=True, dtype="bfloat16", placement="rows")
+    other = dataclasses.replace(case, placement="whole")
+    path = str(tmp_path / "two")
+    expected = two.run("save", case, path)[0]
+    one = training.create(tf.distribute.get_strategy(), case)
+    te.checkpoint.restore(one, path)
+    equal_tables(training.tables_of(one), expected)
+    assert int(one.checkpoint_updates()) == case.steps
+    te.checkpoint.save(one, str(tmp_path / "one"))
+    for job, own, name, tracked in (
+        (three, other, "two", False),
+        (three, case, "two-1", True),
+        (two, other, "one", False),
+        (two, case, "one", True),
+    ):
+        for tables, updates in job.run("restore", own, str(tmp_path / name), tracked):
+            equal_tables(tables, expected)
+            assert updates == case.steps
+    for kind, text in three.run("fail_to_restore", case, path):
+        assert kind in ("AbortedError", "NotFoundError")
+        assert "missing" in text
+
+
+def equal_tables(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        same(values, expected[name], name)
+
+
+def test_bytes_follow_the_formula(two: Job) -> None:
+    """At most 1.05 times, for small and for large vocabularies."""
+    for rows, sizes in ((10_000, (512, 10, 64)), (1_000_000, (2048, 1, 32))):
+        for found in two.run("statistics", rows, sizes):
+            for phase, (sent, expected) in found.items():
+                assert expected <= sent <= 1.05 * expected, (rows, phase)
+
+
+def test_a_killed_process_fails_the_others_in_seconds() -> None:
+    with Job(2) as job:
+        found = job.attempt("train_with_fault", 1, "kill", "update", 60)
+    assert isinstance(found[1], Failure)
+    kind, text = found[0]
+    assert kind == "UnavailableError"
+    assert "Process 1" in text

@@ -1,0 +1,242 @@
+"""One training program, run by a process of a job or by replicas of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tpu_embedding as te
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: te.SGD(0.1),
+    "adagrad": lambda: te.Adagrad(0.1),
+    "rowwise": lambda: te.RowwiseAdagrad(0.1),
+    "ftrl": lambda: te.FTRL(0.1, l1_regularization_strength=0.001),
+    "adam": lambda: te.Adam(0.01),
+    "adam_all_rows": lambda: te.Adam(0.01, lazy_adam=False),
+    "momentum": lambda: te.AdagradMomentum(0.1, momentum=0.9),
+    "clipped": lambda: te.Adagrad(
+        0.1, clipvalue=0.05, weight_decay_factor=0.01, clip_weight_max=1.0
+    ),
+    "scheduled": lambda: te.SGD(lambda step: 0.1 / (1.0 + tf.cast(step, tf.float32))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+      optimizer: A key of `OPTIMIZERS`.
+      steps: Number of training steps.
+      version: 1 for TPUEmbedding, 2 for TPUEmbeddingV2.
+      pipelined: As the constructors have it.
+      dtype: Of the tables.
+      weights: Whether features have weights.
+      graph: Whether a step is a tf.function.
+      invalid_ids: Policy; unless "error" some IDs are out of range.
+      evaluate: Whether each second step is followed by an evaluation.
+      empty: Whether batches may have no samples.
+      placement: Of the tables, see DistributedOptions.
+      wire: The dtype of float32 values that travel.
+      rows: Of the tables; the third has fewer rows than a job has processes.
+      seed: Of the batches.
+    """
+
+    optimizer: str = "adagrad"
+    steps: int = 3
+    version: int = 1
+    pipelined: bool = False
+    dtype: str = "float32"
+    weights: bool = False
+    graph: bool = False
+    invalid_ids: str = "error"
+    evaluate: bool = False
+    empty: bool = False
+    placement: str = "auto"
+    wire: str = "float32"
+    rows: tuple[int, int, int] = (101, 37, 2)
+    seed: int = 0
+
+
+def initializer(seed: int) -> Callable[..., tf.Tensor]:
+    def make(shape: Any, dtype: Any = tf.float32) -> tf.Tensor:
+        values = np.random.default_rng(seed).standard_normal(shape)
+        return tf.cast(tf.constant(values, tf.float32), dtype)
+
+    return make
+
+
+def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
+    tables = [
+        te.TableConfig(
+            rows,
+            dim,
+            initializer(index),
+            combiner=combiner,
+            name=f"table{index}",
+            dtype=case.dtype,
+            invalid_ids=case.invalid_ids,
+        )
+        for index, (rows, dim, combiner) in enumerate(
+            zip(case.rows, (8, 5, 16), ("mean", "sum", "sqrtn"), strict=True)
+        )
+    ]
+    features = {
+        "ragged": te.FeatureConfig(tables[0]),
+        "dense": te.FeatureConfig(tables[1]),
+        "many": te.FeatureConfig(tables[0]),
+        "sparse": te.FeatureConfig(tables[2]),
+        "sequence": te.FeatureConfig(tables[1], max_sequence_length=3),
+    }
+    kind: Any = te.TPUEmbedding if case.version == 1 else te.TPUEmbeddingV2
+    with strategy.scope():
+        return kind(
+            features,
+            OPTIMIZERS[case.optimizer](),
+            case.pipelined,
+            distributed_options=te.DistributedOptions(case.placement, case.wire, 60),
+        )
+
+
+def batch(case: Case, step: int, process: int) -> tuple[Any, Any]:
+    """Features and weights of one process, of its own size."""
+    random = np.random.default_rng((case.seed, step, process))
+    size = int(random.integers(0 if case.empty else 1, 9))
+    spread = 5 if case.invalid_ids != "error" else 0
+
+    def ids(rows: int, shape: Any) -> Any:
+        # Few distinct rows, so that processes share them.
+        return random.zipf(1.3, shape) % (rows + spread) - spread // 2
+
+    lengths = random.integers(0, 5, size)
+    total = int(lengths.sum())
+    splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    sparse = [(s, k) for s in range(size) for k in range(int(random.integers(0, 3)))]
+    indices = np.array(sparse, np.int64).reshape(-1, 2)
+
+    def ragged(values: Any) -> Any:
+        return tf.RaggedTensor.from_row_splits(values, splits)
+
+    def sparsely(values: Any) -> Any:
+        return tf.SparseTensor(indices, values, [size, 3])
+
+    a, b, c = case.rows
+    features = {
+        "ragged": ragged(tf.constant(ids(a, total), tf.int32)),
+        "dense": tf.constant(ids(b, size), tf.int64),
+        "many": tf.constant(ids(a, (size, 3)), tf.int64),
+        "sparse": sparsely(tf.constant(ids(c, len(sparse)), tf.int64)),
+        "sequence": ragged(tf.constant(ids(b, total), tf.int64)),
+    }
+    weights = {
+        "ragged": ragged(tf.constant(random.uniform(0.1, 2, total), tf.float32)),
+        "dense": None,
+        "many": tf.constant(random.uniform(0.1, 2, (size, 3)), tf.float32),
+        "sparse": sparsely(tf.constant(random.uniform(1, 2, len(sparse)), tf.float32)),
+        "sequence": None,
+    }
+    return features, weights
+
+
+def gradients(activations: Any) -> Any:
+    """Some function of the activations; one feature has none."""
+    found = {name: tf.sin(3 * value) for name, value in activations.items()}
+    return {**found, "many": None}
+
+
+def step(case: Case, embedding: Any, features: Any, weights: Any) -> Any:
+    given = weights if case.weights else None
+    if case.version == 1:
+        embedding.enqueue(features, given)
+        activations = embedding.dequeue()
+        embedding.apply_gradients(gradients(activations))
+    else:
+        activations, preserved = embedding(features, given)
+        embedding.apply_gradients(gradients(activations), preserved)
+    return activations
+
+
+def evaluate(case: Case, embedding: Any, features: Any, weights: Any) -> Any:
+    embedding.enqueue(features, weights if case.weights else None, training=False)
+    return embedding.dequeue()
+
+
+def runner(strategy: tf.distribute.Strategy, case: Case, function: Any) -> Any:
+    """Runs `function` of features and weights in the replicas of this process."""
+
+    def run(features: Any, weights: Any) -> Any:
+        return strategy.run(function, args=(features, weights))
+
+    return tf.function(run, reduce_retracing=True) if case.graph else run
+
+
+def train(
+    strategy: tf.distribute.Strategy,
+    case: Case,
+    embedding: Any,
+    first: int,
+    value: Callable[[int], Any],
+) -> list[Any]:
+    """Trains; the activations of all steps, of all replicas of this process.
+
+    Args:
+      strategy: Its replicas take part.
+      case: What to train.
+      embedding: From `create`.
+      first: Number of the first step.
+      value: From a number of a step the features and weights, which may be
+        distributed values.
+    """
+    found = []
+    one = runner(strategy, case, lambda f, w: step(case, embedding, f, w))
+    look = runner(strategy, case, lambda f, w: evaluate(case, embedding, f, w))
+    for number in range(first, first + case.steps):
+        found.append(one(*value(number)))
+        if case.evaluate and number % 2:
+            found.append(look(*value(number + 1000)))
+    embedding.flush()
+    return [
+        {
+            name: [v.numpy() for v in strategy.experimental_local_results(values)]
+            for name, values in activations.items()
+        }
+        for activations in found
+    ]
+
+
+def tables_of(embedding: Any) -> dict[str, np.ndarray]:
+    """Tables and slots by "<table>/<array>"; a call of all processes."""
+    return {
+        f"{name}/{array}": rows.numpy()
+        for name, table in embedding.tables().items()
+        for array, rows in table.rows.items()
+    }
+
+
+def train_replicas(case: Case, number: int) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The same in one process, with as many replicas."""
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
+    embedding = create(strategy, case)
+
+    def value(number_of_step: int) -> Any:
+        parts = [batch(case, number_of_step, r) for r in range(number)]
+
+        def distribute(index: int, name: str) -> Any:
+            if parts[0][index][name] is None:
+                return None
+            return strategy.experimental_distribute_values_from_function(
+                lambda context: parts[context.replica_id_in_sync_group][index][name]
+            )
+
+        return tuple(
+            {name: distribute(index, name) for name in parts[0][index]}
+            for index in range(2)
+        )
+
+    activations = train(strategy, case, embedding, 0, value)
+    return activations, tables_of(embedding)

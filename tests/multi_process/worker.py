@@ -1,0 +1,43 @@
+"""One process of a job: calls functions that `jobs.Job` names."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+import tensorflow as tf
+
+
+def main() -> None:
+    requests, replies = (os.fdopen(int(number), mode) for number, mode in PIPES)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    from multi_process import calls  # After the strategy: it may start TensorFlow.
+
+    while head := requests.read(8):
+        function, arguments = pickle.loads(requests.read(*struct.unpack("q", head)))
+        begin = time.monotonic()
+        result: Any
+        try:
+            result = getattr(calls, function)(strategy, *arguments)
+        except Exception as error:
+            from multi_process.jobs import Failure
+
+            seconds = time.monotonic() - begin
+            text = getattr(error, "message", None) or str(error)
+            result = Failure(type(error).__name__, text, seconds)
+        content = pickle.dumps(result)
+        replies.write(struct.pack("q", len(content)) + content)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    PIPES = ((sys.argv[1], "rb"), (sys.argv[2], "wb"))
+    main()
+    os._exit(0)  # Leaving a job in order would wait for the others.

@@ -1,0 +1,195 @@
+"""The processes of a synchronous job, and what they tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.distribution import Topology
+from tpu_embedding.ops import library, records
+
+# Of TensorFlow's collectives: MultiWorkerMirroredStrategy counts its own from 1.
+_GROUP_KEY = 20_611
+_ALIGNMENT = 64  # of the parts of a message
+_INVALID_ARGUMENT = tf.errors.INVALID_ARGUMENT
+PHASES = ("construction", "enqueue", "lookup", "update", "checkpoint")
+
+
+class Channel:
+    """What one embedding exchanges messages over; the same in all processes.
+
+    Each call of `exchange` belongs to a phase, and the calls of a phase come in the
+    same order in all processes.
+
+    Attributes:
+      rank: Index of this process.
+      size: Number of processes.
+    """
+
+    def __init__(self, topology: Topology, key: str, timeout_seconds: int) -> None:
+        assert topology.processes is not None
+        self.rank = topology.processes.rank
+        self.size = len(topology.processes.devices)
+        self._device = topology.device
+        self._ops = library.load()
+        with tf.init_scope(), tf.device(self._device):
+            self._handle = self._ops.tpu_embedding_channel(
+                record=records.serialize(
+                    key=key,
+                    rank=self.rank,
+                    group_key=_GROUP_KEY,
+                    devices=list(topology.processes.devices),
+                    timeout_seconds=timeout_seconds,
+                )
+            )
+
+    def exchange(
+        self, phase: str, message: tf.Tensor, splits: tf.Tensor, refusal: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends each process its part and returns the parts that the others sent.
+
+        Args:
+          phase: One of `PHASES`.
+          message: uint8 vector, the parts for process 0, 1, ... one after the other.
+          splits: int64 [size], the bytes of each part, 0 for this process.
+          refusal: string scalar; if it is not empty in any process, this raises the
+            error that it holds in all.
+
+        Returns:
+          uint8 vector and int64 [size], in the same form.
+        """
+        with tf.device(self._device):
+            return self._ops.tpu_embedding_exchange(
+                channel=self._handle,
+                message=message,
+                splits=splits,
+                refusal=refusal,
+                phase=phase,
+            )
+
+    def refuse(self, phase: str, error: Exception) -> None:
+        """Takes part in an exchange that fails in all processes, eagerly."""
+        text = f"{_INVALID_ARGUMENT}\n{type(error).__name__}: {error}"
+        with tf.init_scope(), contextlib.suppress(tf.errors.OpError):
+            nothing = tf.zeros([0], tf.uint8)
+            self.exchange(phase, nothing, tf.zeros([self.size], tf.int64), text)
+
+    def all_gather(self, phase: str, content: bytes) -> list[bytes]:
+        """What each process passed, in their order; outside of graphs."""
+        return self.all_to_all(phase, [content] * self.size)
+
+    def all_to_all(self, phase: str, contents: Sequence[bytes]) -> list[bytes]:
+        """Sends contents[p] to process p; what each process sent to this one."""
+        parts = [
+            b"" if p == self.rank else _padded(content)
+            for p, content in enumerate(contents)
+        ]
+        received, splits = self.exchange(
+            phase,
+            tf.constant(np.frombuffer(b"".join(parts), np.uint8)),
+            tf.constant([len(part) for part in parts], tf.int64),
+            "",
+        )
+        whole = received.numpy()
+        ends = np.cumsum(splits.numpy())
+        found = []
+        for p, end in enumerate(ends):
+            if p == self.rank:
+                found.append(bytes(contents[p]))
+                continue
+            part = whole[(ends[p - 1] if p else 0) : end]
+            size = int(part[:8].view(np.int64)[0])
+            found.append(part[8 : 8 + size].tobytes())
+        return found
+
+    def barrier(self, phase: str) -> None:
+        """Waits until all processes are here."""
+        self.all_gather(phase, b"")
+
+    def statistics(self) -> dict[str, tuple[int, int]]:
+        """By phase the number of exchanges and the bytes sent by this process."""
+        with tf.device(self._device):
+            found = self._ops.tpu_embedding_channel_statistics(channel=self._handle)
+        numbers = zip(found.exchanges.numpy(), found.bytes_sent.numpy(), strict=True)
+        return {
+            phase: (int(exchanges), int(sent))
+            for phase, (exchanges, sent) in zip(PHASES, numbers, strict=True)
+        }
+
+
+def _padded(content: bytes) -> bytes:
+    message = np.int64(len(content)).tobytes() + content
+    return message + bytes(-len(message) % _ALIGNMENT)
+
+
+@dataclasses.dataclass
+class _Job:
+    """What all embeddings of a strategy share."""
+
+    channel: Channel
+    numbers: itertools.count[int]
+
+
+_JOBS: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
+
+
+def connect(
+    topology: Topology, description: Mapping[str, Any], timeout_seconds: int
+) -> Channel:
+    """Makes the channel of one embedding, once its configuration is alike everywhere.
+
+    To be called in all processes in the same order.
+
+    Args:
+      topology: That of the embedding.
+      description: By name what must be alike in all processes; of what JSON can hold.
+      timeout_seconds: How long a process waits for the others in a later call.
+
+    Raises:
+      ValueError: If processes differ; it names what and who.
+    """
+    job = _JOBS.get(topology.strategy)
+    if job is None:
+        _introduce(topology)
+        channel = Channel(topology, "construction", timeout_seconds)
+        job = _JOBS[topology.strategy] = _Job(channel, itertools.count())
+    content = json.dumps(description, default=str).encode()
+    everyone = job.channel.all_gather("construction", content)
+    _require_alike([json.loads(text) for text in everyone])
+    return Channel(topology, str(next(job.numbers)), timeout_seconds)
+
+
+def _introduce(topology: Topology) -> None:
+    """Tells the processes each other's devices, which only TensorFlow's ops do."""
+    assert topology.processes is not None
+    with tf.init_scope(), tf.device(topology.device):
+        tf.raw_ops.CollectiveReduceV2(
+            input=tf.ones([1]),
+            group_size=len(topology.processes.devices),
+            group_key=_GROUP_KEY,
+            instance_key=1,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+        )
+
+
+def _require_alike(descriptions: Sequence[Mapping[str, Any]]) -> None:
+    first = descriptions[0]
+    for process, other in enumerate(descriptions):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    "The processes of this job configure the embedding differently: "
+                    f"{name} is {first.get(name)!r} in process 0, but "
+                    f"{other.get(name)!r} in process {process}. Run the same program "
+                    "with the same arguments in every process."
+                )

@@ -1,0 +1,475 @@
+"""The engine for several processes: each holds a part of the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.distribution import Topology
+from tpu_embedding.engines.base import (
+    EngineOptions,
+    Prepared,
+    TableArrays,
+)
+from tpu_embedding.engines.full_table_view import LogicalVariable
+from tpu_embedding.engines.host import HostBatches, HostEngine, HostQueue
+from tpu_embedding.engines.process_group import Channel, connect
+from tpu_embedding.engines.variables import (
+    TableVariables,
+    create_parts,
+    initial_rows,
+    variable_rows,
+)
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.placement import Placement, place_tables
+from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
+from tpu_embedding.layout.table_arrays import (
+    InitialValue,
+    MutableRows,
+    ProcessGroup,
+    checkpoint_name,
+)
+from tpu_embedding.lookup.combine import StoredReader
+
+
+class ShardedEngine(HostEngine):
+    """The host engine over the tables of all processes of a synchronous job.
+
+    Its kernels look up and update the rows that this process has. What other
+    processes need of them travels in three exchanges of each step: IDs when a batch
+    is prepared or queued, rows or activations in the lookup, gradients of samples in
+    the update. See ops/cc/core/routing.h.
+
+    Each call of the queue, `lookup`, `update`, `flush` and each view of the tables is
+    made by all processes in the same order.
+    """
+
+    name = "sharded"
+    for_custom = None
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes this process's part of the tables; see `Engine`."""
+        self._placement = _placement(options)
+        self._channel: Channel = options.membership
+        self._whole_plan = options.plan
+        part = _plan_of_part(options.plan, self._placement)
+        super().__init__(
+            dataclasses.replace(options, plan=part),
+            create_parts(
+                options.plan, options.topology.device, self._placement.rows_of
+            ),
+            self._placement,
+        )
+        self._part_record = self.batches.plan_record
+        # IDs are those of whole tables.
+        self.batches = HostBatches(options, options.topology.device)
+        self._queue = ShardedQueue(self)
+
+    @classmethod
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """See `Engine.check_plan`."""
+        super().check_plan(plan, topology)
+        for table in plan.tables:
+            optimizer = table.optimizer
+            unsupported = None
+            if optimizer is not None and optimizer.is_custom:
+                unsupported = "a CustomOptimizer"
+            elif table.config.custom_combiner is not None:
+                unsupported = "a CustomCombiner"
+            elif optimizer is not None and optimizer.slot_variable_creation_fn:
+                unsupported = "an optimizer with `slot_variable_creation_fn`"
+            if unsupported:
+                raise NotImplementedError(
+                    f"Table {table.name!r} has {unsupported}, which is not supported "
+                    "under MultiWorkerMirroredStrategy over several processes. Use one "
+                    "of the named optimizers and combiners, or one process."
+                )
+
+    @classmethod
+    def join(cls, options: EngineOptions) -> Channel:
+        """See `Engine.join`."""
+        description = _description(options, _placement(options))
+        timeout_seconds = options.distributed.timeout_seconds
+        return connect(options.topology, description, timeout_seconds)
+
+    @classmethod
+    def refuse_step(cls, membership: Channel, phase: str, error: Exception) -> None:
+        """See `Engine.refuse_step`."""
+        membership.refuse(phase, error)
+
+    @property
+    def channel(self) -> Channel:
+        """What the processes of this embedding exchange messages over."""
+        return self._channel
+
+    def prepare(
+        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
+    ) -> Prepared:
+        """See `Engine.prepare`: this process alone, so that tf.data may run it."""
+        del training  # Only owners group rows for an update.
+        return super().prepare(batch, training=False, device=device)
+
+    def lookup(
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """See `Engine.lookup`."""
+        routed = prepared._replace(value=self.route(prepared.value, training))
+        return super().lookup(routed, replica, training=training, shapes=shapes)
+
+    def lookup_tensors(
+        self,
+        batch: Sequence[IdBatch],
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
+        """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
+        prepared = self.prepare(batch, training=False)
+        activations, _ = self.lookup(prepared, replica, training=True, shapes=shapes)
+        return activations, self.to_tensors(prepared)
+
+    def update(
+        self,
+        looked_up: Prepared,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """See `Engine.update`; plain tensors are divided over processes once more."""
+        if looked_up.tensors is not None:
+            looked_up = looked_up._replace(value=self.route(looked_up.value, True))
+        super().update(looked_up, gradients, replica)
+
+    def route(self, batch: tf.Tensor, training: bool) -> tf.Tensor:
+        """Exchanges the IDs of a prepared batch of each process.
+
+        Returns:
+          The batch as lookups and the queue take it.
+
+        Raises:
+          tf.errors.InvalidArgumentError: In all processes if one's batch was refused.
+        """
+        with tf.device(self._device):
+            sent = self._ops.tpu_embedding_route(
+                batch=batch, plan=self._part_record, training=training
+            )
+            received, splits = self._channel.exchange(
+                "enqueue", sent.message, sent.splits, sent.refusal
+            )
+            return self._ops.tpu_embedding_receive_batch(
+                routed=sent.routed, received=received, received_splits=splits
+            )
+
+    def _look_up(
+        self,
+        batches: Sequence[tf.Tensor],
+        replica: int,
+        shapes: Sequence[Shape] | None,
+    ) -> Any:
+        del replica  # A process is one.
+        known = self.batches.activation_shapes(shapes)
+        served = self._ops.tpu_embedding_serve(
+            queue=self._handle,
+            batches=batches,
+            tables=self._table_handles,
+            output_shapes=known,
+        )
+        received, splits = self._channel.exchange(
+            "lookup", served.message, served.splits, served.refusal
+        )
+        return self._ops.tpu_embedding_combine(
+            queue=self._handle,
+            served=served.served,
+            received=received,
+            received_splits=splits,
+            num_features=len(self._plan.features),
+            output_shapes=known,
+        )
+
+    def _hand_in(
+        self,
+        batches: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        pushes: Sequence[tf.Tensor] = (),
+        check_only: bool = False,
+    ) -> tf.Tensor:
+        del replica, pushes, check_only  # The latter are those of parameter servers.
+        own: dict[str, Any] = {
+            "queue": self._handle,
+            "batches": batches,
+            "gradients": [g for g in gradients if g is not None],
+            "rates": self._rates.evaluate(),
+            "has_gradient": [g is not None for g in gradients],
+        }
+        sent = self._ops.tpu_embedding_send_gradients(**own)
+        received, splits = self._channel.exchange(
+            "update", sent.message, sent.splits, sent.refusal
+        )
+        return self._ops.tpu_embedding_receive_gradients(
+            **own, received=received, received_splits=splits, counters=self._counters
+        )
+
+    def tables(self) -> dict[str, TableArrays]:
+        """See `Engine.tables`; reading rows is a call of all processes."""
+        return {
+            spec.name: self._arrays(spec, table)
+            for spec, table in zip(
+                self._whole_plan.tables, self._variables, strict=True
+            )
+        }
+
+    def _arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
+        part = self._plan.tables[spec.index]
+        parts = variable_rows(part, table)
+        slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
+        rows: dict[str, MutableRows] = {
+            name: ShardedRows(
+                own,
+                spec,
+                self._placement,
+                self._channel,
+                initial_rows(slots[name]) if name in slots else None,
+            )
+            for name, own in parts.items()
+        }
+
+        def values() -> dict[str, Any]:
+            return {name: tf.constant(array.numpy()) for name, array in rows.items()}
+
+        parameters = table.parameters
+        count = self._placement.count(spec.index, spec.config.vocabulary_size)
+        return TableArrays(
+            rows=rows,
+            reader=_ShardedReader(),
+            values=values,
+            shards=lambda: [(parameters.device, parameters.read_value()[:count])],
+        )
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`."""
+        raise NotImplementedError(
+            "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
+            "Use `embedding_tables`, which gathers them, or a checkpoint."
+        )
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`: whole tables, gathered when saved."""
+        found: dict[str, Any] = {}
+        for name, table in self.tables().items():
+            for array, rows in table.rows.items():
+                full = checkpoint_name(name, array)
+                found[full] = LogicalVariable(
+                    full, rows.shape, rows.dtype, rows.numpy, _writer(rows)
+                )
+        if self._rates.updates is not None:
+            found[UPDATES] = self._rates.updates
+        return found
+
+
+class ShardedQueue(HostQueue):
+    """The queue of one process: batches whose IDs were exchanged."""
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        super().__init__(engine)
+        self._sharded = engine
+
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.enqueue`; a batch refused in one process is so in all."""
+        routed = [
+            batch._replace(value=self._sharded.route(batch.value, training))
+            for batch in batches
+        ]
+        super().enqueue(routed, replica, training=training, name=name)
+
+
+class ShardedRows(MutableRows):
+    """A table or slot whose rows are in several processes.
+
+    `read` is a call of all processes with the same range; each gets all its rows.
+    `write` keeps the rows of this process and drops the others.
+    """
+
+    def __init__(
+        self,
+        own: MutableRows,
+        spec: TableSpec,
+        placement: Placement,
+        channel: Channel,
+        initial_value: InitialValue,
+    ) -> None:
+        super().__init__((spec.config.vocabulary_size, own.shape[1]), own.dtype)
+        self._own, self._table = own, spec.index
+        self._placement, self._channel = placement, channel
+        self.initial_value = initial_value
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        values = np.empty((stop - start, self.shape[1]), self.dtype)
+        own = self._read_own(start, stop)
+        parts = self._channel.all_gather("checkpoint", own.tobytes())
+        self._join(parts, start, stop, values)
+        return values
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self._channel
+
+    def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
+        values = np.empty((stop - start, self.shape[1]), self.dtype)
+        own = self._read_own(start, stop).tobytes()
+        sent = [own if p == process else b"" for p in range(self._channel.size)]
+        parts = self._channel.all_to_all("checkpoint", sent)
+        if process == self._channel.rank:
+            self._join(parts, start, stop, values)
+        return values
+
+    def _join(
+        self, parts: Sequence[bytes], start: int, stop: int, values: np.ndarray
+    ) -> None:
+        for process, part in enumerate(parts):
+            rows = np.frombuffer(part, self.dtype).reshape(-1, self.shape[1])
+            values[self._within(process, start, stop)] = rows
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        stop = start + len(values)
+        rows = values[self._within(self._placement.process, start, stop)]
+        if len(rows):
+            self._own.write(self._local(start), rows)
+
+    def _read_own(self, start: int, stop: int) -> np.ndarray:
+        within = self._within(self._placement.process, start, stop)
+        count = len(range(*within.indices(stop - start)))
+        first = self._local(start)
+        return self._own.read(first, first + count)
+
+    def _local(self, start: int) -> int:
+        """Where the first row from `start` on is that this process has."""
+        if not self._placement.is_divided(self._table):
+            return start
+        process, step = self._placement.process, self._placement.num_processes
+        return len(range(process, start, step))
+
+    def _within(self, process: int, start: int, stop: int) -> slice:
+        """Which of the rows [start, stop) a process has, counted from `start`."""
+        step = self._placement.num_processes
+        if self._placement.is_divided(self._table):
+            return slice((process - start) % step, stop - start, step)
+        own = self._placement.owners[self._table] == process
+        return slice(stop - start) if own else slice(0)
+
+
+class _ShardedReader(StoredReader):
+    """Reads no rows in a graph: each process has only a part of them."""
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        raise _not_whole()
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        raise _not_whole()
+
+
+def _not_whole() -> NotImplementedError:
+    return NotImplementedError(
+        "Under MultiWorkerMirroredStrategy no process has a whole table to look up in. "
+        "Save a checkpoint, and restore it in one process to export or serve it."
+    )
+
+
+class _NoOptimizer(NamedTuple):
+    slots: tuple[()] = ()
+
+
+_NO_OPTIMIZER = _NoOptimizer()
+
+
+def _placement(options: EngineOptions) -> Placement:
+    processes = options.topology.processes
+    assert processes is not None
+    return place_tables(
+        options.plan,
+        processes.rank,
+        len(processes.devices),
+        options.distributed.placement,
+    )
+
+
+def _writer(rows: MutableRows) -> Any:
+    return lambda value: rows.write(0, value)
+
+
+def _plan_of_part(plan: Plan, placement: Placement) -> Plan:
+    """The plan with as many rows of each table as this process has, at least one."""
+    tables = [
+        dataclasses.replace(
+            spec,
+            config=dataclasses.replace(
+                spec.config,
+                vocabulary_size=max(
+                    1, placement.count(spec.index, spec.config.vocabulary_size)
+                ),
+            ),
+        )
+        for spec in plan.tables
+    ]
+    return Plan(tuple(tables), plan.features)
+
+
+def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]:
+    """What must be alike in all processes."""
+    plan = options.plan
+    found: dict[str, Any] = {
+        "the TensorFlow version": tf.__version__,
+        "`pipeline_execution_with_tensor_core`": options.pipelined,
+        "`check_numerics`": options.check_numerics,
+        "`wire_dtype` of DistributedOptions": options.distributed.wire_dtype,
+        "the names of the tables": [spec.name for spec in plan.tables],
+        "the paths of the features": list(plan.paths),
+    }
+    for spec, owner in zip(plan.tables, placement.owners, strict=True):
+        config, optimizer = spec.config, spec.optimizer
+        fields = {
+            "vocabulary_size": config.vocabulary_size,
+            "dim": config.dim,
+            "combiner": str(config.combiner),
+            "dtype": config.dtype,
+            "invalid_ids": config.invalid_ids,
+            "quantization_config": str(config.quantization_config),
+            "rounding_seed": spec.rounding_seed,
+            "owner": owner,
+            "optimizer": type(optimizer).__name__,
+        }
+        if optimizer is not None:
+            options_of: Any = optimizer
+            fields |= {
+                f"the optimizer's {field.name}": str(getattr(optimizer, field.name))
+                for field in dataclasses.fields(options_of)
+                if not callable(getattr(optimizer, field.name))
+            }
+        for name, value in fields.items():
+            found[f"{name} of table {spec.name!r}"] = value
+    for feature in plan.features:
+        length = feature.config.max_sequence_length
+        found[f"max_sequence_length of feature {feature.path!r}"] = length
+        found[f"the table of feature {feature.path!r}"] = plan.tables[
+            feature.table
+        ].name
+    return found

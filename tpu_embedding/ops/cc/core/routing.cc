@@ -1,0 +1,500 @@
+#include "core/routing.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <string>
+
+#include "core/text.h"
+
+namespace tpu_embedding {
+namespace {
+
+constexpr int64_t kCyclesPerEntry = 30;
+
+// How a feature's entries are multiplied, as it stands in a message.
+enum GainKind : int32_t { kNone = 0, kBySample = 1, kByEntry = 2 };
+
+// A batch with fewer entries than this part of the vocabulary is numbered by a
+// hash table; else an array of all rows is faster.
+constexpr int64_t kMaxRowsPerEntry = 8;
+
+// Numbers rows in the order in which they are first seen.
+class RowNumbers {
+ public:
+  void Reset(int64_t vocabulary_size, int64_t num_entries) {
+    distinct_.clear();
+    direct_ = vocabulary_size <= num_entries * kMaxRowsPerEntry;
+    int64_t size = vocabulary_size;
+    if (!direct_) {
+      for (bits_ = 4; (int64_t{1} << bits_) < 2 * num_entries; ++bits_) {
+      }
+      size = int64_t{1} << bits_;
+    }
+    numbers_.assign(size, kFree);
+  }
+
+  int32_t Number(int32_t row) {
+    int64_t place = row;
+    if (!direct_) {
+      const int64_t mask = (int64_t{1} << bits_) - 1;
+      place = static_cast<uint32_t>(row) * uint64_t{0x9E3779B97F4A7C15} >>
+              (64 - bits_);
+      while (numbers_[place] != kFree && distinct_[numbers_[place]] != row) {
+        place = (place + 1) & mask;
+      }
+    }
+    if (numbers_[place] == kFree) {
+      numbers_[place] = distinct_.size();
+      distinct_.push_back(row);
+    }
+    return numbers_[place];
+  }
+
+  const std::vector<int32_t>& distinct() const { return distinct_; }
+
+ private:
+  static constexpr int32_t kFree = -1;
+
+  bool direct_ = false;
+  int bits_ = 0;
+  std::vector<int32_t> numbers_;
+  std::vector<int32_t> distinct_;
+};
+
+template <class T>
+void Copy(const Buffer<T>& from, Buffer<T>* to) {
+  to->Resize(from.size());
+  std::copy_n(from.data(), from.size(), to->data());
+}
+
+GainKind KindOf(const FeatureCsr& csr) {
+  if (csr.gains.size()) return kByEntry;
+  return csr.sample_gains.size() ? kBySample : kNone;
+}
+
+// One table divided by rows: numbers its distinct rows, and divides the
+// entries of its features over their owners.
+class TableRoute {
+ public:
+  TableRoute(const PreparedBatch& batch, int table, std::vector<int> features,
+             RoutedBatch* routed)
+      : batch_(batch),
+        table_(table),
+        features_(std::move(features)),
+        routed_(routed),
+        size_(routed->placement.size) {}
+
+  void Run(int64_t vocabulary_size, RowNumbers* numbers) {
+    int64_t num_entries = 0;
+    for (const int f : features_) num_entries += batch_.features[f].rows.size();
+    numbers->Reset(vocabulary_size, num_entries);
+    for (const int f : features_) NumberRows(f, numbers);
+    DivideRows(numbers->distinct());
+    for (const int f : features_) {
+      if (routed_->training) DivideEntries(f);
+      Buffer<int32_t>& rows = routed_->batch.features[f].rows;
+      for (int64_t i = 0; i < rows.size(); ++i) rows[i] = positions_[rows[i]];
+    }
+  }
+
+ private:
+  // Each entry's row becomes the number of its row.
+  void NumberRows(int f, RowNumbers* numbers) {
+    const Buffer<int32_t>& from = batch_.features[f].rows;
+    Buffer<int32_t>& to = routed_->batch.features[f].rows;
+    to.Resize(from.size());
+    for (int64_t i = 0; i < from.size(); ++i) to[i] = numbers->Number(from[i]);
+  }
+
+  void DivideRows(const std::vector<int32_t>& distinct) {
+    const int64_t count = distinct.size();
+    owners_.resize(count);
+    places_.resize(count);
+    positions_.resize(count);
+    std::vector<int32_t> sizes(size_, 0);
+    for (int64_t n = 0; n < count; ++n) {
+      owners_[n] = static_cast<uint32_t>(distinct[n]) % size_;
+      places_[n] = sizes[owners_[n]]++;
+    }
+    std::vector<int32_t> first(size_, 0);
+    for (int o = 0; o < size_; ++o) {
+      routed_->sent[o].rows[table_].Resize(sizes[o]);
+      if (o > 0) first[o] = first[o - 1] + sizes[o - 1];
+    }
+    for (int64_t n = 0; n < count; ++n) {
+      const int o = owners_[n];
+      routed_->sent[o].rows[table_][places_[n]] =
+          static_cast<uint32_t>(distinct[n]) / size_;
+      positions_[n] = first[o] + places_[n];
+    }
+  }
+
+  void DivideEntries(int f) {
+    const FeatureCsr& csr = batch_.features[f];
+    const Buffer<int32_t>& numbers = routed_->batch.features[f].rows;
+    const GainKind kind = KindOf(csr);
+    std::vector<int64_t> entries(size_, 0);
+    for (int64_t i = 0; i < numbers.size(); ++i) ++entries[owners_[numbers[i]]];
+    std::vector<SentFeature*> sent(size_);
+    std::vector<int64_t> samples(size_, 0);
+    for (int o = 0; o < size_; ++o) {
+      sent[o] = &routed_->sent[o].features[f];
+      const int64_t most = std::min(entries[o], csr.num_samples());
+      sent[o]->samples.Resize(most);
+      sent[o]->lengths.Resize(most);
+      sent[o]->rows.Resize(entries[o]);
+      sent[o]->gains.Resize(kind == kNone      ? 0
+                            : kind == kByEntry ? entries[o]
+                                               : most);
+      entries[o] = 0;
+    }
+    std::vector<int64_t> before(size_, 0);
+    for (int64_t s = 0; s < csr.num_samples(); ++s) {
+      for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
+        const int32_t n = numbers[i];
+        const int o = owners_[n];
+        if (kind == kByEntry) sent[o]->gains[entries[o]] = csr.gains[i];
+        sent[o]->rows[entries[o]++] = places_[n];
+      }
+      for (int o = 0; o < size_; ++o) {
+        const int64_t length = entries[o] - before[o];
+        if (length == 0) continue;
+        before[o] = entries[o];
+        if (kind == kBySample) {
+          sent[o]->gains[samples[o]] = csr.sample_gains[s];
+        }
+        sent[o]->samples[samples[o]] = s;
+        sent[o]->lengths[samples[o]++] = length;
+      }
+    }
+    for (int o = 0; o < size_; ++o) {
+      sent[o]->samples.Truncate(samples[o]);
+      sent[o]->lengths.Truncate(samples[o]);
+      if (kind == kBySample) sent[o]->gains.Truncate(samples[o]);
+    }
+  }
+
+  const PreparedBatch& batch_;
+  const int table_;
+  const std::vector<int> features_;
+  RoutedBatch* const routed_;
+  const int size_;
+  std::vector<int32_t> owners_;     // of each distinct row
+  std::vector<int32_t> places_;     // among the rows of its owner
+  std::vector<int32_t> positions_;  // among all that arrive
+};
+
+// Sizes or writes a message: both walk through it in the same way.
+class Writer {
+ public:
+  explicit Writer(int32_t* words) : words_(words) {}
+
+  void Word(int64_t value) {
+    if (words_) words_[size_] = static_cast<int32_t>(value);
+    ++size_;
+  }
+  template <class T>
+  void Words(const T* values, int64_t count) {
+    static_assert(sizeof(T) == sizeof(int32_t));
+    if (words_ && count) std::memcpy(words_ + size_, values, 4 * count);
+    size_ += count;
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  int32_t* const words_;
+  int64_t size_ = 0;
+};
+
+// Lengths that are all alike take one word, others a word each and -1 before.
+template <class LengthOf>
+void WriteLengths(int64_t count, const LengthOf& length_of, Writer* writer) {
+  const int64_t first = count ? length_of(0) : 0;
+  bool alike = true;
+  for (int64_t s = 1; s < count && alike; ++s) alike = length_of(s) == first;
+  writer->Word(alike ? first : -1);
+  if (alike) return;
+  for (int64_t s = 0; s < count; ++s) writer->Word(length_of(s));
+}
+
+void WriteSent(const SentFeature& sent, GainKind kind, Writer* writer) {
+  const int64_t count = sent.samples.size();
+  writer->Word(count);
+  writer->Word(sent.rows.size());
+  writer->Word(kind);
+  WriteLengths(count, [&](int64_t s) { return sent.lengths[s]; }, writer);
+  writer->Words(sent.rows.data(), sent.rows.size());
+  writer->Words(sent.gains.data(), sent.gains.size());
+}
+
+void WriteWhole(const FeatureCsr& csr, Writer* writer) {
+  const int64_t count = csr.num_samples();
+  const GainKind kind = KindOf(csr);
+  writer->Word(count);
+  writer->Word(csr.rows.size());
+  writer->Word(kind);
+  WriteLengths(
+      count, [&](int64_t s) { return csr.offsets[s + 1] - csr.offsets[s]; },
+      writer);
+  writer->Words(csr.rows.data(), csr.rows.size());
+  writer->Words(csr.gains.data(), csr.gains.size());
+  writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
+}
+
+void Write(const RoutedBatch& routed, int receiver, Writer* writer) {
+  const Sent& sent = routed.sent[receiver];
+  for (size_t t = 0; t < sent.rows.size(); ++t) {
+    if (!routed.placement.by_rows(t)) continue;
+    writer->Word(sent.rows[t].size());
+    writer->Words(sent.rows[t].data(), sent.rows[t].size());
+  }
+  for (size_t f = 0; f < sent.features.size(); ++f) {
+    const FeatureCsr& csr = routed.batch.features[f];
+    if (routed.by_rows(f)) {
+      if (routed.training) WriteSent(sent.features[f], KindOf(csr), writer);
+    } else if (routed.IsWhole(receiver, f)) {
+      WriteWhole(csr, writer);
+    }
+  }
+}
+
+class Reader {
+ public:
+  explicit Reader(const Message& message)
+      : next_(message.words), left_(message.size) {}
+
+  // A number in [0, end], or -1: the message is not one of ours.
+  int64_t Word(int64_t end) {
+    const int32_t* word = Words(1);
+    return word && *word >= 0 && *word <= end ? *word : -1;
+  }
+  // The next `count` words, or null if there are not so many.
+  const int32_t* Words(int64_t count) {
+    if (count < 0 || count > left_) {
+      left_ = -1;
+      return nullptr;
+    }
+    const int32_t* words = next_;
+    next_ += count;
+    left_ -= count;
+    return words;
+  }
+  int64_t left() const { return left_; }
+
+ private:
+  const int32_t* next_;
+  int64_t left_;
+};
+
+bool ReadRows(int64_t num_rows, Reader* reader, Buffer<int32_t>* rows) {
+  const int64_t count = reader->Word(kMaxRows);
+  const int32_t* words = reader->Words(count);
+  if (!words) return false;
+  rows->Resize(count);
+  for (int64_t i = 0; i < count; ++i) {
+    if (words[i] < 0 || words[i] >= num_rows) return false;
+    (*rows)[i] = words[i];
+  }
+  return true;
+}
+
+bool ReadOffsets(int64_t count, int64_t entries, Reader* reader,
+                 Buffer<int64_t>* offsets) {
+  const int32_t* same = reader->Words(1);
+  if (!same) return false;
+  const int32_t* lengths = *same < 0 ? reader->Words(count) : nullptr;
+  if (*same < 0 && !lengths) return false;
+  offsets->Resize(count + 1);
+  int64_t next = 0;
+  for (int64_t s = 0; s < count; ++s) {
+    (*offsets)[s] = next;
+    const int32_t length = lengths ? lengths[s] : *same;
+    if (length < 0 || next + length > entries) return false;
+    next += length;
+  }
+  (*offsets)[count] = next;
+  return next == entries;
+}
+
+// `rows`: what the entries are positions in, or null if they are rows.
+bool ReadFeature(int64_t num_rows, const Buffer<int32_t>* rows, Reader* reader,
+                 FeatureCsr* csr) {
+  const int64_t count = reader->Word(kMaxRows);
+  const int64_t entries = reader->Word(kMaxRows);
+  const int64_t kind = reader->Word(kByEntry);
+  // Claims of a message are backed by words; samples without entries are not.
+  if (count < 0 || entries < 0 || kind < 0) return false;
+  if (!ReadOffsets(count, entries, reader, &csr->offsets)) return false;
+  const int32_t* words = reader->Words(entries);
+  if (!words) return false;
+  csr->rows.Resize(entries);
+  const int64_t end = rows ? rows->size() : num_rows;
+  for (int64_t i = 0; i < entries; ++i) {
+    if (words[i] < 0 || words[i] >= end) return false;
+    csr->rows[i] = rows ? (*rows)[words[i]] : words[i];
+  }
+  csr->gains.Resize(0);
+  csr->sample_gains.Resize(0);
+  csr->output_shape = {count};
+  if (kind == kNone) return true;
+  Buffer<float>& gains = kind == kByEntry ? csr->gains : csr->sample_gains;
+  const int64_t size = kind == kByEntry ? entries : count;
+  const int32_t* values = reader->Words(size);
+  if (!values) return false;
+  gains.Resize(size);
+  if (size) std::memcpy(gains.data(), values, sizeof(float) * size);
+  return true;
+}
+
+bool ReadMessage(const Message& message, int sender, const TableMap& tables,
+                 RoutedBatch* routed) {
+  const Placement& placement = routed->placement;
+  Asked& asked = routed->asked[sender];
+  Reader reader(message);
+  const auto num_rows = [&](int table) {
+    return placement.RowsOf(placement.rank, table,
+                            tables.vocabulary_sizes[table]);
+  };
+  for (size_t t = 0; t < asked.rows.size(); ++t) {
+    asked.rows[t].Resize(0);
+    if (!placement.by_rows(t)) continue;
+    if (!ReadRows(num_rows(t), &reader, &asked.rows[t])) return false;
+  }
+  for (size_t f = 0; f < asked.features.size(); ++f) {
+    const int t = routed->feature_tables[f];
+    FeatureCsr& csr = asked.features[f];
+    const bool by_rows = placement.by_rows(t);
+    if (by_rows ? routed->training : placement.Holds(placement.rank, t)) {
+      if (!ReadFeature(num_rows(t), by_rows ? &asked.rows[t] : nullptr, &reader,
+                       &csr)) {
+        return false;
+      }
+      continue;
+    }
+    csr.output_shape = {0};
+    csr.offsets.Resize(1);
+    csr.offsets[0] = 0;
+    csr.rows.Resize(0);
+    csr.gains.Resize(0);
+    csr.sample_gains.Resize(0);
+  }
+  return reader.left() == 0;
+}
+
+void GroupAll(const TableMap& tables, const ParallelFor& parallel_for,
+              RoutedBatch* routed) {
+  const int64_t num_tables = tables.vocabulary_sizes.size();
+  const Placement& placement = routed->placement;
+  routed->batch.tables.resize(num_tables);
+  std::vector<TableEntries> entries(num_tables);
+  for (int64_t t = 0; t < num_tables; ++t) {
+    for (const Asked& asked : routed->asked) {
+      for (const int f : tables.FeaturesOf(t)) {
+        entries[t].features.push_back(&asked.features[f]);
+      }
+    }
+    const int64_t rows =
+        placement.RowsOf(placement.rank, t, tables.vocabulary_sizes[t]);
+    entries[t].vocabulary_size = std::max<int64_t>(rows, 1);
+    entries[t].groups = &routed->batch.tables[t];
+  }
+  GroupByRow(entries, parallel_for);
+}
+
+}  // namespace
+
+int64_t Placement::RowsOf(int process, int table,
+                          int64_t vocabulary_size) const {
+  if (!by_rows(table)) return owners[table] == process ? vocabulary_size : 0;
+  return (vocabulary_size - process + size - 1) / size;
+}
+
+int64_t RoutedBatch::NumSent(int process, int feature) const {
+  if (by_rows(feature)) return sent[process].features[feature].samples.size();
+  return IsWhole(process, feature) ? batch.features[feature].num_samples() : 0;
+}
+
+int64_t RoutedBatch::NumArriving(int table) const {
+  int64_t count = 0;
+  for (const Sent& part : sent) count += part.rows[table].size();
+  return count;
+}
+
+void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
+                const Placement& placement, bool training,
+                const ParallelFor& parallel_for, RoutedBatch* routed) {
+  const int64_t num_features = batch.features.size();
+  const int64_t num_tables = tables.vocabulary_sizes.size();
+  routed->training = training;
+  routed->placement = placement;
+  routed->feature_tables = tables.feature_tables;
+  routed->sent.resize(placement.size);
+  routed->asked.resize(placement.size);
+  for (Sent& sent : routed->sent) {
+    sent.features.resize(num_features);
+    sent.rows.resize(num_tables);
+    for (Buffer<int32_t>& rows : sent.rows) rows.Resize(0);
+  }
+  for (Asked& asked : routed->asked) {
+    asked.features.resize(num_features);
+    asked.rows.resize(num_tables);
+  }
+  routed->batch.tables.clear();
+  routed->batch.features.resize(num_features);
+  routed->batch.vocabulary_sizes = batch.vocabulary_sizes;
+  int64_t num_entries = 0;
+  for (int64_t f = 0; f < num_features; ++f) {
+    const FeatureCsr& from = batch.features[f];
+    FeatureCsr& to = routed->batch.features[f];
+    to.output_shape = from.output_shape;
+    Copy(from.offsets, &to.offsets);
+    Copy(from.gains, &to.gains);
+    Copy(from.sample_gains, &to.sample_gains);
+    num_entries += from.rows.size();
+    if (!routed->by_rows(f)) Copy(from.rows, &to.rows);
+  }
+  ForEachItemWith<RowNumbers>(
+      parallel_for, num_tables,
+      kCyclesPerEntry * num_entries / std::max<int64_t>(num_tables, 1),
+      [&](int64_t t, RowNumbers* numbers) {
+        if (!placement.by_rows(t)) return;
+        TableRoute(batch, t, tables.FeaturesOf(t), routed)
+            .Run(tables.vocabulary_sizes[t], numbers);
+      });
+}
+
+int64_t MessageWords(const RoutedBatch& routed, int receiver) {
+  Writer writer(nullptr);
+  Write(routed, receiver, &writer);
+  return writer.size();
+}
+
+void WriteMessage(const RoutedBatch& routed, int receiver, int32_t* words) {
+  Writer writer(words);
+  Write(routed, receiver, &writer);
+}
+
+Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
+                   const ParallelFor& parallel_for, RoutedBatch* routed) {
+  const int64_t size = messages.size();
+  std::vector<char> good(size, 0);
+  int64_t words = 0;
+  for (const Message& message : messages) words += message.size;
+  ForEachItem(parallel_for, size, 4 * words / std::max<int64_t>(size, 1),
+              [&](int64_t sender) {
+                good[sender] =
+                    ReadMessage(messages[sender], sender, tables, routed);
+              });
+  for (int64_t sender = 0; sender < size; ++sender) {
+    if (!good[sender]) {
+      return Concat("The IDs that process ", sender,
+                    " sent cannot be read. Run the same release of "
+                    "tpu_embedding in all processes.");
+    }
+  }
+  if (routed->training) GroupAll(tables, parallel_for, routed);
+  return std::nullopt;
+}
+
+}  // namespace tpu_embedding

@@ -1,0 +1,61 @@
+// What the processes of one embedding exchange bytes over.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_CHANNEL_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_CHANNEL_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/resource_base.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+
+namespace tpu_embedding {
+
+// The exchanges of a step; those of one phase come in one order everywhere.
+constexpr std::array<const char*, 5> kPhases = {
+    "construction", "enqueue", "lookup", "update", "checkpoint"};
+
+class Channel : public tensorflow::ResourceBase {
+ public:
+  Channel(std::string own_key, int own_rank, int own_group_key,
+          std::vector<std::string> own_devices, int64_t own_timeout_seconds)
+      : key(std::move(own_key)),
+        rank(own_rank),
+        group_key(own_group_key),
+        devices(std::move(own_devices)),
+        timeout_seconds(own_timeout_seconds) {}
+
+  std::string DebugString() const override { return "tpu_embedding::Channel"; }
+  int size() const { return devices.size(); }
+
+  const std::string key;  // the same in all processes
+  const int rank;
+  const int group_key;
+  const std::vector<std::string> devices;  // by process, its CPU
+  const int64_t timeout_seconds;
+
+  struct Phase {
+    std::atomic<int64_t> exchanges{0};
+    std::atomic<int64_t> bytes_sent{0};  // without headers
+  };
+  std::array<Phase, kPhases.size()> phases;
+};
+
+using ChannelPtr = tensorflow::core::RefCountPtr<Channel>;
+
+// What an op of one process refuses, on its way to all: "" or a code and a
+// text. An exchange fails in every process if any process refuses.
+inline std::string Refusal(const absl::Status& status) {
+  if (status.ok()) return "";
+  return absl::StrCat(static_cast<int>(status.code()), "\n", status.message());
+}
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_CHANNEL_H_

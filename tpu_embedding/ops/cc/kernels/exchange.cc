@@ -1,0 +1,557 @@
+// TpuEmbeddingChannel and TpuEmbeddingExchange: each process sends each other
+// one message, over the transport of TensorFlow's collectives.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "kernels/channel.h"
+#include "kernels/kernel_util.h"
+#include "kernels/plan.h"
+#include "kernels/watchdog.h"
+#include "tensorflow/core/framework/collective.h"
+#include "tensorflow/core/framework/device.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::CollectiveExecutor;
+using tensorflow::CollGroupMember;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+
+REGISTER_OP("TpuEmbeddingChannel")
+    .Output("channel: resource")
+    .Attr("record: string")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Makes a channel among the processes of a job. It lives as long as a handle.
+
+record: key, rank, group_key, devices and timeout_seconds (engines/sharded.py).
+)doc");
+
+REGISTER_OP("TpuEmbeddingChannelStatistics")
+    .Input("channel: resource")
+    .Output("exchanges: int64")
+    .Output("bytes_sent: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* context) {
+      context->set_output(0, context->Vector(kPhases.size()));
+      context->set_output(1, context->Vector(kPhases.size()));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Exchanges begun and bytes sent so far, by phase.
+)doc");
+
+REGISTER_OP("TpuEmbeddingExchange")
+    .Input("channel: resource")
+    .Input("message: uint8")
+    .Input("splits: int64")
+    .Input("refusal: string")
+    .Output("received: uint8")
+    .Output("received_splits: int64")
+    .Attr("phase: string")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* context) {
+      context->set_output(0, context->Vector(InferenceContext::kUnknownDim));
+      context->set_output(1, context->input(2));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Sends each process its part of `message`, and returns what the others sent. If
+any process has a refusal, the op fails with it in every process, and nothing
+else travels.
+
+message: the parts for process 0, 1, ...; none for this process itself.
+splits: bytes of each part, multiples of 64.
+refusal: "", or a code and a text: see kernels/channel.h.
+received: the parts from process 0, 1, ...; none from this process itself.
+phase: which exchange of a step it is.
+)doc");
+
+class ChannelOp : public tensorflow::OpKernel {
+ public:
+  explicit ChannelOp(OpKernelConstruction* context) : OpKernel(context) {
+    Record record;
+    OP_REQUIRES_OK(context, record.Read(context, "record"));
+    OP_REQUIRES_OK(context, record.Get("key", &key_));
+    OP_REQUIRES_OK(context, record.Get("rank", &rank_));
+    OP_REQUIRES_OK(context, record.Get("group_key", &group_key_));
+    OP_REQUIRES_OK(context, record.Get("devices", &devices_));
+    OP_REQUIRES_OK(context, record.Get("timeout_seconds", &timeout_seconds_));
+    OP_REQUIRES_OK(context, CheckIndices("rank", {rank_}, devices_.size()));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    Tensor* handle = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &handle));
+    handle->scalar<tensorflow::ResourceHandle>()() =
+        tensorflow::ResourceHandle::MakeRefCountingHandle(
+            new Channel(key_, rank_, group_key_, devices_, timeout_seconds_),
+            context->device()->name());
+  }
+
+ private:
+  std::string key_;
+  int rank_ = 0;
+  int group_key_ = 0;
+  std::vector<std::string> devices_;
+  int64_t timeout_seconds_ = 0;
+};
+
+absl::Status LookUpChannel(OpKernelContext* context, ChannelPtr* channel) {
+  TF_RETURN_IF_ERROR(CheckScalar("channel", context->input(0)));
+  return tensorflow::LookupResource(
+      context, tensorflow::HandleFromInput(context, 0), channel);
+}
+
+class ChannelStatisticsOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    ChannelPtr channel;
+    OP_REQUIRES_OK(context, LookUpChannel(context, &channel));
+    Tensor *exchanges = nullptr, *bytes = nullptr;
+    const int64_t size = kPhases.size();
+    OP_REQUIRES_OK(context, context->allocate_output(0, {size}, &exchanges));
+    OP_REQUIRES_OK(context, context->allocate_output(1, {size}, &bytes));
+    for (int64_t p = 0; p < size; ++p) {
+      exchanges->flat<int64_t>()(p) = channel->phases[p].exchanges;
+      bytes->flat<int64_t>()(p) = channel->phases[p].bytes_sent;
+    }
+  }
+};
+
+// Messages travel in pieces of this size, so many of a process at once: whole
+// ones of 16 MiB took twice as long.
+constexpr int64_t kPieceBytes = int64_t{256} << 10;
+constexpr int kWindow = 8;
+constexpr int64_t kAlignment = 64;
+
+// What comes before a message.
+enum Header : int { kSequence, kBytes, kRefusalBytes, kHeaderSize };
+
+// One run of the op; it lives until its last callback.
+class Exchange : public std::enable_shared_from_this<Exchange> {
+ public:
+  Exchange(OpKernelContext* context, ChannelPtr channel, int phase,
+           AsyncOpKernel::DoneCallback done)
+      : context_(context),
+        channel_(std::move(channel)),
+        phase_(phase),
+        done_(std::move(done)),
+        executor_(context->collective_executor()),
+        arrived_(new std::atomic<bool>[channel_->size()]) {
+    for (int p = 0; p < size(); ++p) arrived_[p] = false;
+  }
+
+  void Start() {
+    absl::Status status = Read();
+    if (status.ok() && (!executor_ || !executor_->remote_access())) {
+      status = absl::FailedPreconditionError(
+          "The processes of this job are not connected: call the embedding in "
+          "the processes of its MultiWorkerMirroredStrategy, eagerly or in a "
+          "tf.function.");
+    }
+    if (!status.ok()) {
+      context_->SetStatus(status);
+      done_();
+      return;
+    }
+    executor_->Ref();
+    group_.group_key = channel_->group_key;
+    group_.group_size = size();
+    group_.device_type = tensorflow::DeviceType(tensorflow::DEVICE_CPU);
+    const auto self = shared_from_this();
+    watch_ =
+        Watchdog::Get().Start(std::chrono::seconds(channel_->timeout_seconds),
+                              [self] { self->Expire(); });
+    executor_->CompleteGroupAsync(
+        context_->device()->attributes(), &group_,
+        context_->cancellation_manager(), [self](const absl::Status& status) {
+          if (!status.ok()) {
+            self->Finish(self->Explain(status, -1));
+            return;
+          }
+          self->executor_->RunClosure([self] { self->SwapHeaders(); });
+        });
+  }
+
+ private:
+  struct Part {  // to and from one other process
+    std::vector<Tensor> sent, received;
+    std::atomic<size_t> next{0};
+  };
+
+  int size() const { return channel_->size(); }
+  const char* phase_name() const { return kPhases[phase_]; }
+
+  absl::Status Read() {
+    message_ = context_->input(1);
+    const Tensor& splits = context_->input(2);
+    TF_RETURN_IF_ERROR(CheckLength("splits", splits.NumElements(), size()));
+    TF_RETURN_IF_ERROR(CheckScalar("refusal", context_->input(3)));
+    refusal_ = context_->input(3).flat<tensorflow::tstring>()(0);
+    int64_t total = 0;
+    for (int p = 0; p < size(); ++p) {
+      bytes_.push_back(splits.flat<int64_t>()(p));
+      if (bytes_[p] < 0 || bytes_[p] % kAlignment) {
+        return CheckLength("splits", bytes_[p], 0);
+      }
+      total += bytes_[p];
+    }
+    TF_RETURN_IF_ERROR(CheckLength("splits", bytes_[channel_->rank], 0));
+    return CheckLength("message", message_.NumElements(), total);
+  }
+
+  void SwapHeaders() {
+    members_.resize(size());
+    for (const CollGroupMember& member : group_.members) {
+      const auto found =
+          std::find(channel_->devices.begin(), channel_->devices.end(),
+                    member.device.name());
+      if (found != channel_->devices.end()) {
+        members_[found - channel_->devices.begin()] = &member;
+      }
+    }
+    for (const CollGroupMember* member : members_) {
+      if (!member) {
+        Finish(absl::InternalError(absl::StrCat(
+            "The devices of this job are not those of the strategy: ",
+            group_.ToString())));
+        return;
+      }
+    }
+    Channel::Phase& phase = channel_->phases[phase_];
+    sequence_ = phase.exchanges++;
+    for (int p = 0; p < size(); ++p) {
+      Tensor header(tensorflow::DT_INT64, {kHeaderSize});
+      auto fields = header.flat<int64_t>();
+      fields(kSequence) = sequence_;
+      fields(kBytes) = bytes_[p];
+      fields(kRefusalBytes) = refusal_.size();
+      sent_headers_.push_back(header);
+      headers_.emplace_back(tensorflow::DT_INT64,
+                            tensorflow::TensorShape({kHeaderSize}));
+    }
+    const auto self = shared_from_this();
+    Swap("header", sent_headers_, headers_, [self] { self->ReadHeaders(); });
+  }
+
+  void ReadHeaders() {
+    bool refused = !refusal_.empty();
+    int64_t total = 0;
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank) {
+        received_bytes_.push_back(0);
+        continue;
+      }
+      const auto fields = headers_[p].flat<int64_t>();
+      if (fields(kSequence) != sequence_) {
+        const absl::Status status = absl::FailedPreconditionError(absl::StrCat(
+            "Process ", p, " is at its ", phase_name(), " number ",
+            fields(kSequence), ", but process ", channel_->rank, " at number ",
+            sequence_,
+            ": the processes called the embedding in a different order. "
+            "Restart the job from the last checkpoint."));
+        executor_->StartAbort(status);
+        Finish(status);
+        return;
+      }
+      refused |= fields(kRefusalBytes) > 0;
+      received_bytes_.push_back(fields(kBytes));
+      total += fields(kBytes);
+    }
+    if (refused) {
+      SwapRefusals();
+      return;
+    }
+    Tensor* output = nullptr;
+    Tensor* splits = nullptr;
+    absl::Status status = context_->allocate_output(0, {total}, &output);
+    status.Update(context_->allocate_output(1, {size()}, &splits));
+    if (!status.ok()) {
+      executor_->StartAbort(status);  // The others wait for this process.
+      Finish(status);
+      return;
+    }
+    std::vector<Tensor> sent, received;
+    int64_t from = 0, to = 0, sum = 0;
+    for (int p = 0; p < size(); ++p) {
+      splits->flat<int64_t>()(p) = received_bytes_[p];
+      sent.push_back(message_.Slice(from, from + bytes_[p]));
+      received.push_back(output->Slice(to, to + received_bytes_[p]));
+      from += bytes_[p];
+      to += received_bytes_[p];
+      sum += bytes_[p];
+    }
+    channel_->phases[phase_].bytes_sent += sum;
+    const auto self = shared_from_this();
+    Swap("message", sent, received, [self] { self->Finish(absl::OkStatus()); });
+  }
+
+  // Every process that refuses tells every other one why.
+  void SwapRefusals() {
+    std::vector<Tensor> sent;
+    for (int p = 0; p < size(); ++p) {
+      Tensor text(tensorflow::DT_UINT8,
+                  {static_cast<int64_t>(refusal_.size())});
+      if (!refusal_.empty()) {
+        std::memcpy(text.data(), refusal_.data(), refusal_.size());
+      }
+      sent.push_back(text);
+      const int64_t length =
+          p == channel_->rank ? 0 : headers_[p].flat<int64_t>()(kRefusalBytes);
+      refusals_.emplace_back(tensorflow::DT_UINT8,
+                             tensorflow::TensorShape({length}));
+    }
+    const auto self = shared_from_this();
+    Swap("refusal", sent, refusals_, [self] { self->Refuse(); });
+  }
+
+  void Refuse() {
+    for (int p = 0; p < size(); ++p) {
+      const std::string text =
+          p == channel_->rank
+              ? refusal_
+              : std::string(static_cast<const char*>(refusals_[p].data()),
+                            refusals_[p].NumElements());
+      if (text.empty()) continue;
+      const size_t end = text.find('\n');
+      int code = 0;
+      if (end == std::string::npos ||
+          !absl::SimpleAtoi(text.substr(0, end), &code)) {
+        continue;
+      }
+      Finish(absl::Status(
+          static_cast<absl::StatusCode>(code),
+          absl::StrCat("Process ", p, ": ", text.substr(end + 1))));
+      return;
+    }
+    Finish(absl::InternalError("A process refused a step without a reason."));
+  }
+
+  static std::vector<Tensor> Cut(const Tensor& tensor) {
+    std::vector<Tensor> pieces;
+    if (tensor.TotalBytes() == 0) return pieces;
+    const int64_t count = tensor.dim_size(0);
+    const int64_t step =
+        std::max<int64_t>(1, kPieceBytes * count / tensor.TotalBytes());
+    for (int64_t i = 0; i < count; i += step) {
+      pieces.push_back(tensor.Slice(i, std::min(count, i + step)));
+    }
+    return pieces;
+  }
+
+  // Sends and receives what is not empty; then `next`.
+  void Swap(const char* what, const std::vector<Tensor>& sent,
+            const std::vector<Tensor>& received, std::function<void()> next) {
+    auto parts = std::make_shared<std::vector<Part>>(size());
+    int64_t number = 0;
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank) continue;
+      Part& part = (*parts)[p];
+      part.sent = Cut(sent[p]);
+      part.received = Cut(received[p]);
+      number += part.sent.size() + part.received.size();
+    }
+    for (int p = 0; p < size(); ++p) arrived_[p] = false;
+    if (number == 0) {
+      next();
+      return;
+    }
+    waiting_ = number;
+    const auto self = shared_from_this();
+    // Of each piece; the last one goes on.
+    const auto done = [self, next](int peer, const absl::Status& status) {
+      if (!status.ok()) self->Fail(status, peer);
+      if (--self->waiting_ > 0) return;
+      if (self->failure().ok()) {
+        self->executor_->RunClosure(next);
+      } else {
+        self->Finish(self->failure());
+      }
+    };
+    auto* device = static_cast<tensorflow::Device*>(context_->device());
+    tensorflow::CollectiveRemoteAccess* access = executor_->remote_access();
+    for (int p = 0; p < size(); ++p) {
+      Part& part = (*parts)[p];
+      for (size_t k = 0; k < part.sent.size(); ++k) {
+        access->PostToPeer(
+            members_[p]->device.name(), members_[p]->task,
+            Key(what, channel_->rank, p, k), device, nullptr,
+            tensorflow::AllocatorAttributes(), &part.sent[k],
+            device->attributes().locality(), context_->cancellation_manager(),
+            [done, parts, p](const absl::Status& status) { done(p, status); });
+      }
+    }
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank) continue;
+      for (int w = 0; w < kWindow; ++w) Ask(what, parts, p, done);
+    }
+  }
+
+  // Asks process `p` for the next piece that nobody has asked for.
+  void Ask(const char* what, const std::shared_ptr<std::vector<Part>>& parts,
+           int p, const std::function<void(int, const absl::Status&)>& done) {
+    Part& part = (*parts)[p];
+    const size_t k = part.next++;
+    if (k >= part.received.size()) return;
+    auto* device = static_cast<tensorflow::Device*>(context_->device());
+    const auto self = shared_from_this();
+    executor_->remote_access()->RecvFromPeer(
+        members_[p]->device.name(), members_[p]->task, members_[p]->is_local,
+        Key(what, p, channel_->rank, k), device, nullptr,
+        tensorflow::AllocatorAttributes(), &part.received[k],
+        device->attributes().locality(), 0, context_->cancellation_manager(),
+        [=](const absl::Status& status) {
+          if (status.ok()) self->arrived_[p] = true;
+          if (status.ok()) {
+            self->Ask(what, parts, p, done);
+          } else {
+            self->SkipRest(parts, p, done);
+          }
+          done(p, status);
+        });
+  }
+
+  // Nobody asks for the pieces after one that failed.
+  void SkipRest(const std::shared_ptr<std::vector<Part>>& parts, int p,
+                const std::function<void(int, const absl::Status&)>& done) {
+    Part& part = (*parts)[p];
+    while (part.next++ < part.received.size()) {
+      done(p, absl::CancelledError("an earlier piece failed"));
+    }
+  }
+
+  std::string Key(const char* what, int from, int to, size_t piece) const {
+    return absl::StrCat("tpu_embedding:", channel_->key, ":", phase_name(), ":",
+                        what, ":", from, ">", to, ":", piece);
+  }
+
+  // The first failure is the one that is told; it ends all collectives.
+  void Fail(const absl::Status& status, int peer) {
+    const absl::Status told = Explain(status, peer);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!failure_.ok()) return;
+      failure_ = told;
+    }
+    executor_->StartAbort(told);
+  }
+
+  absl::Status failure() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+  }
+
+  absl::Status Explain(const absl::Status& status, int peer) const {
+    if (absl::StrContains(status.message(), "tpu_embedding: ")) {
+      return status;  // Another process has explained it.
+    }
+    const std::string who =
+        peer < 0 ? "A process" : absl::StrCat("Process ", peer);
+    return absl::UnavailableError(absl::StrCat(
+        "tpu_embedding: ", who, " was lost during ", phase_name(),
+        " in process ", channel_->rank,
+        ". Nothing of this step was applied. "
+        "Restart all processes from the last checkpoint. TensorFlow says: ",
+        status.message()));
+  }
+
+  void Expire() {
+    std::string missing;
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank || arrived_[p]) continue;
+      absl::StrAppend(&missing, missing.empty() ? "" : ", ", p);
+    }
+    const absl::Status status = absl::DeadlineExceededError(absl::StrCat(
+        "tpu_embedding: process ", channel_->rank, " waited ",
+        channel_->timeout_seconds, " s in ", phase_name(), " for process ",
+        missing,
+        ", which lives but did not make the same call: it is stuck, has "
+        "stopped after an error, or has no more batches. Nothing of this step "
+        "was applied. Give every process the same number of steps (an empty "
+        "batch counts), and restart all processes from the last checkpoint."));
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (failure_.ok()) failure_ = status;
+    }
+    executor_->StartAbort(status);
+  }
+
+  void Finish(const absl::Status& status) {
+    Watchdog::Get().Stop(watch_);
+    if (!status.ok()) context_->SetStatus(status);
+    CollectiveExecutor* executor = executor_;
+    const auto done = std::move(done_);
+    done();  // The context may be gone from here on.
+    executor->Unref();
+  }
+
+  OpKernelContext* const context_;
+  const ChannelPtr channel_;
+  const int phase_;
+  AsyncOpKernel::DoneCallback done_;
+  CollectiveExecutor* const executor_;
+  std::unique_ptr<std::atomic<bool>[]> arrived_;  // by process
+  int64_t watch_ = 0;
+  tensorflow::CollGroupParams group_;
+  std::vector<const CollGroupMember*> members_;  // by process
+  Tensor message_;
+  std::vector<int64_t> bytes_, received_bytes_;
+  std::string refusal_;
+  int64_t sequence_ = 0;
+  std::vector<Tensor> sent_headers_, headers_, refusals_;
+  std::atomic<int64_t> waiting_{0};
+  std::mutex mutex_;
+  absl::Status failure_;
+};
+
+class ExchangeOp : public AsyncOpKernel {
+ public:
+  explicit ExchangeOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
+    std::string phase;
+    OP_REQUIRES_OK(context, context->GetAttr("phase", &phase));
+    phase_ = std::find(kPhases.begin(), kPhases.end(), phase) - kPhases.begin();
+    OP_REQUIRES_OK(context, CheckIndices("phase", {phase_}, kPhases.size()));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    ChannelPtr channel;
+    OP_REQUIRES_OK_ASYNC(context, LookUpChannel(context, &channel), done);
+    std::make_shared<Exchange>(context, std::move(channel), phase_,
+                               std::move(done))
+        ->Start();
+  }
+
+ private:
+  int phase_ = 0;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingChannel").Device(tensorflow::DEVICE_CPU), ChannelOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingChannelStatistics").Device(tensorflow::DEVICE_CPU),
+    ChannelStatisticsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingExchange").Device(tensorflow::DEVICE_CPU), ExchangeOp);
+
+}  // namespace
+}  // namespace tpu_embedding
