@@ -69,6 +69,9 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
+check-tpu: $(VENV)/demo.stamp ## compile 22 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
+	PYTHONPATH=. $(BIN)/python tools/check_tpu.py $(CHECK)
+
 check-plan: ops ## plans against the measured memory of 12 configurations of 1 to 2 GiB
 	$(BIN)/python tools/check_plan.py
 

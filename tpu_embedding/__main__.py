@@ -16,6 +16,7 @@ import tensorflow as tf
 from tpu_embedding import parameter_server
 from tpu_embedding.checkpoint import command_line as checkpoint
 from tpu_embedding.planning import command_line as planning
+from tpu_embedding.testing import compilation
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -34,6 +35,11 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "plan",
         "say where tables fit: memory, limits, traffic and balance",
         planning.add_arguments,
+    ),
+    (
+        "compile",
+        "compile a training step for a TPU that is not there",
+        compilation.add_arguments,
     ),
 )
 # Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.

@@ -5,6 +5,7 @@ Each replica has a variable with the part of a stack that its device stores.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.base import EngineOptions, TableArrays
@@ -37,6 +39,47 @@ from tpu_embedding.layout.table_arrays import (
     checkpoint_name,
 )
 from tpu_embedding.optimizers import Slot
+
+# The options of the engines that `tracing_only` has seen, or None outside of it.
+_tracing_only: list[EngineOptions] | None = None
+
+
+@contextlib.contextmanager
+def tracing_only() -> Iterator[list[EngineOptions]]:
+    """Creates variables that have shapes but no memory, for programs to be compiled.
+
+    Yields:
+      The options of each engine that is created meanwhile.
+    """
+    global _tracing_only  # noqa: PLW0603 - engines are created in another thread.
+    _tracing_only = []
+    try:
+        yield _tracing_only
+    finally:
+        _tracing_only = None
+
+
+class _WithoutMemory(tf.Module):
+    """Stands in for a variable of each replica, of which a program sees one."""
+
+    def __init__(self, name: str, initial_value: Callable[[], tf.Tensor]) -> None:
+        super().__init__()
+        with tf.init_scope():
+            traced = tf.function(initial_value, autograph=False)
+            value: Any = traced.get_concrete_function().structured_outputs
+            self.values = [
+                resource_variable_ops.UninitializedVariable(
+                    shape=value.shape,
+                    dtype=value.dtype,
+                    trainable=False,
+                    name=variable_name(name),
+                )
+            ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "values":
+            raise AttributeError(name)
+        return getattr(self.values[0], name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,6 +175,9 @@ def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
     """
     with options.topology.strategy.scope():
         states = [_create_stack(options, stack) for stack in layout.stacks]
+    if _tracing_only is not None:
+        _tracing_only.append(options)
+        return states
     fill_tables(options, states)
     for state in states:
         _fill_slots(options, state)
@@ -154,6 +200,8 @@ def create_local(
     aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
 ) -> Any:
     """Creates a variable with one value in each replica, in the strategy's scope."""
+    if _tracing_only is not None:
+        return _WithoutMemory(name, initial_value)
     return tf.Variable(
         initial_value,
         trainable=False,

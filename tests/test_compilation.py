@@ -1,0 +1,197 @@
+"""`testing.compile_step`: the process that it starts, and what it makes of its answer.
+
+The compiler itself runs in `make check-tpu`; here a script stands in for its Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import stat
+import sys
+from typing import Any
+
+import pytest
+
+from tpu_embedding.__main__ import main
+from tpu_embedding.testing import compilation, compile_step
+from tpu_embedding.tpu_generations import GIB
+
+STACK = {
+    "name": "films_users",
+    "tables": ["films", "users"],
+    "features": ["film", "user"],
+    "rows": 250_000,
+    "width": 64,
+    "samples": 256,
+    "array_bytes": 64_000_000,
+    "arrays": 3,
+    "buffer_bytes": 397_312,
+    "max_ids": 8192,
+    "max_unique_ids": 8192,
+}
+FACTS = {
+    "libtpu": "0.0.30",
+    "tensorflow": "2.20.0",
+    "stage": "done",
+    "stacks": [STACK],
+    "compiled_limits": [[8192, 8192]],
+    "argument_bytes": 192_397_824,
+    "temp_bytes": 622_336,
+    "alias_bytes": 192_000_000,
+    "updated_bytes": 192_000_000,
+}
+REPLICAS = (
+    "INVALID_ARGUMENT: No viable logical replica count for the embedding table with "
+    "metadata: max_nz_per_row = 8192, max_unique_nz_per_row = 8192, feature_width = "
+    "64, sample_count = 256 (last tried split factor for vector splitting = 8, "
+    "fixed_size_allocation_bytes = 295936, row_dependent_size_allocation_bytes = "
+    "98304, total_spmem_size_bytes = 262144)"
+)
+TENSOR = (
+    "INVALID_ARGUMENT: SparseCore only supports 16 GiB of HBM per tensor, got "
+    "25600000000 in %tuple.80 = (s32[1024], (f32[250000,64]{1,0:T(8)L(1024)}))"
+)
+MEMORY = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+    "space hbm. Used 119.22G of 31.25G hbm. Exceeded hbm capacity by 87.97G."
+)
+
+
+@pytest.fixture
+def python(tmp_path: pathlib.Path) -> Any:
+    """Makes a stand-in for the Python of the extra, which says `answer`."""
+
+    def make(
+        facts: Any = FACTS, code: int = 0, versions: Any = compilation.VERSIONS
+    ) -> str:
+        path = tmp_path / "python"
+        log = tmp_path / "seen.json"
+        path.write_text(
+            f"#!{sys.executable}\n"
+            "import json, os, sys\n"
+            f"if sys.argv[1] == '-c': print({json.dumps(versions)!r}); sys.exit()\n"
+            f"open({str(log)!r}, 'w').write(json.dumps([sys.argv, dict(os.environ)]))\n"
+            f"print({json.dumps(facts)!r})\n"
+            f"sys.exit({code})\n"
+        )
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return str(path)
+
+    return make
+
+
+def test_the_metadata_server_is_never_asked(
+    python: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps libtpu off the network is set before the process starts."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "0")
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
+    report = compile_step("model:build", python=python())
+    assert report.compiles
+    arguments, environment = json.loads((tmp_path / "seen.json").read_text())
+    module = "tpu_embedding.testing.tpu_compiler"
+    assert arguments[1:] == ["-m", module, "model:build", "v6e:2x2"]
+    assert environment["TPU_SKIP_MDS_QUERY"] == "1"
+    assert environment["TPU_ACCELERATOR_TYPE"] == "v6e-4"
+    assert environment["TPU_WORKER_HOSTNAMES"] == "localhost"
+    assert environment["TPU_WORKER_ID"] == "0"
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert environment["TF_ENABLED_DEVICE_TYPES"] == "CPU"
+    package = pathlib.Path(compilation.__file__).parents[2]
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(package)
+
+
+def test_a_report(python: Any) -> None:
+    report = compile_step("model:build", "v6e:2x2", python=python())
+    assert report.updated_in_place
+    assert report.limits_agree
+    assert report.capacity == int(31.25 * GIB)
+    (stack,) = report.stacks
+    assert (stack.table_bytes, stack.slot_bytes) == (64_000_000, 128_000_000)
+    text = str(report)
+    assert "v6e:2x2: compiles (tensorflow 2.20.0, libtpu 0.0.30)" in text
+    assert "not known: the time of a step" in text
+    assert json.loads(report.to_json())["argument_bytes"] == 192_397_824
+    facts = {**FACTS, "alias_bytes": 0, "compiled_limits": [[128, 128]]}
+    report = compile_step("model:build", python=python(facts))
+    assert not report.updated_in_place
+    assert not report.limits_agree
+    assert "NOT those of the preprocessor" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("message", "stage", "text"),
+    [
+        (
+            REPLICAS,
+            "compile",
+            "Table 'films', 'users' in stack 'films_users' (features film, user): 8192 "
+            "distinct ids (8192 ids) in a partition need 295936 bytes of a "
+            "SparseCore's memory, which has 262144. Set max_unique_ids_per_table['films_users']",
+        ),
+        (TENSOR, "compile", "'films_users' (features film, user): 25600000000 bytes"),
+        (MEMORY, "compile", "119.22 GiB of 31.25 GiB. The largest stacks are films, "),
+        ("ValueError: Table 'a' is big.", "trace", "cannot be traced: ValueError: Tab"),
+        ("what", "lower", "The step cannot be lowered."),
+    ],
+    ids=["ids", "tensor", "memory", "trace", "lower"],
+)
+def test_what_the_compiler_says_in_terms_of_tables(
+    message: str, stage: str, text: str, python: Any
+) -> None:
+    facts = {**FACTS, "error": message, "stage": stage}
+    report = compile_step("model:build", python=python(facts))
+    assert not report.compiles
+    assert text in report.problem
+    assert report.message == message
+
+
+def test_a_process_that_ends_is_a_report(python: Any) -> None:
+    report = compile_step("model:build", python=python(code=3))
+    assert not report.compiles
+    assert "ended with code 3" in report.problem
+
+
+def test_other_versions_are_refused(python: Any) -> None:
+    versions = {**compilation.VERSIONS, "libtpu": "0.0.52", "jax": None}
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)libtpu 0\.0\.52, needed is 0\.0\.30; jax is not installed, needed is "
+        r"0\.8\.2\. Make an environment .*libtpu==0\.0\.30",
+    ):
+        compile_step("model:build", python=python(versions=versions))
+    with pytest.raises(RuntimeError, match="Cannot run /no/python"):
+        compile_step("model:build", python="/no/python")
+
+
+def test_tpus_without_a_check() -> None:
+    report = compile_step("model:build", "v4:2x2x1")
+    assert not report.compiles
+    assert "no such check" in report.problem
+
+
+def test_arguments(python: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="no name that another process can import"):
+        compile_step(lambda strategy: None)
+    with pytest.raises(ValueError, match="as in `my_model:build`"):
+        compile_step("build")
+    with pytest.raises(TypeError, match="a function or its name"):
+        compile_step(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="for example 'v5p:2x2x1'"):
+        compile_step("model:build", "v6e")
+    compile_step(test_arguments, python=python())
+    arguments, _ = json.loads((tmp_path / "seen.json").read_text())
+    assert arguments[3] == f"{pathlib.Path(__file__).resolve()}:test_arguments"
+
+
+def test_the_command(python: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "model:build", "--python", python()]) == 0
+    assert "v6e:2x2: compiles" in capsys.readouterr().out
+    facts = {**FACTS, "error": MEMORY, "stage": "compile"}
+    arguments = ["compile", "model:build", "--topology", "v5p:2x2x1", "--json"]
+    assert main([*arguments, "--python", python(facts)]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["problem"].startswith("The step needs more")
+    assert MEMORY in captured.err

@@ -1,0 +1,418 @@
+"""Checks a training step against the TPU's own compiler, without a TPU.
+
+The compiler runs in a process of its own, with the versions of the extra `tpu-check`,
+because it uses private interfaces of TensorFlow and jaxlib and may end its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpu_embedding import tpu_generations
+from tpu_embedding.errors import argument_type
+from tpu_embedding.tpu_generations import GIB
+
+PYTHON_VARIABLE = "TPU_EMBEDDING_TPU_CHECK_PYTHON"
+VERSIONS = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.30", "jax": "0.8.2"}
+# Without these libtpu looks for TPUs, and asks the metadata server of a cloud machine.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TF_ENABLED_DEVICE_TYPES": "CPU",
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+UNKNOWN = (
+    "the time of a step",
+    "the layout of tables that TensorFlow's runtime chooses; row by row is assumed",
+    "transfers between host and TPU: what the host computes is an argument here",
+    "what else is in the memory of the TPU",
+)
+_NO_CHECK = (
+    "TPU v2 to v4 have no such check: libtpu lowers their embedding ops only beside a "
+    "TPU. `python -m tpu_embedding plan` estimates their memory."
+)
+_INSTALL = (
+    "Make an environment for it and name its Python in `python` or in "
+    f"{PYTHON_VARIABLE}:\n    python3 -m venv tpu-check\n    tpu-check/bin/pip install "
+    + " ".join(f"{name}=={version}" for name, version in VERSIONS.items())
+)
+_REPLICAS = re.compile(
+    r"max_nz_per_row = (\d+), max_unique_nz_per_row = (\d+), feature_width = (\d+), "
+    r"sample_count = (\d+).*?fixed_size_allocation_bytes = (\d+).*?"
+    r"total_spmem_size_bytes = (\d+)",
+    re.DOTALL,
+)
+_TENSOR = re.compile(r"only supports 16 GiB of HBM per tensor, got (\d+).*", re.DOTALL)
+_MEMORY = re.compile(r"(?:Used|\()\s*([\d.]+)G.*?(?:of|HBM \()\s*([\d.]+)G", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackReport:
+    """One stack on one device.
+
+    Attributes:
+      name: Its name.
+      tables: Names of its tables.
+      features: Paths of the features that look it up.
+      table_bytes: Of the parameters, with padding.
+      slot_bytes: Of all slots.
+      buffer_bytes: Of the ids of a batch.
+      max_ids: Limit of a partition that the preprocessor holds.
+      max_unique_ids: The same for distinct ids.
+    """
+
+    name: str
+    tables: tuple[str, ...]
+    features: tuple[str, ...]
+    table_bytes: int
+    slot_bytes: int
+    buffer_bytes: int
+    max_ids: int
+    max_unique_ids: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What the compiler says about a step.
+
+    Attributes:
+      topology: The topology.
+      compiles: Whether it compiles.
+      problem: Why not, in terms of tables and features; "" if it compiles.
+      message: The compiler's own words, or "".
+      versions: By package, the versions that were used.
+      stacks: The stacks of all embeddings.
+      argument_bytes: Tables, slots, other variables and batches of one device.
+      temporary_bytes: What else the program needs.
+      capacity: Bytes that programs can use on a device.
+      updated_in_place: Whether all variables that the step assigns are.
+      compiled_limits: The pairs (ids, distinct ids) that the program has.
+      unknown: What the check cannot know.
+    """
+
+    topology: str
+    compiles: bool
+    problem: str = ""
+    message: str = ""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    stacks: tuple[StackReport, ...] = ()
+    argument_bytes: int = 0
+    temporary_bytes: int = 0
+    capacity: int = 0
+    updated_in_place: bool = False
+    compiled_limits: tuple[tuple[int, int], ...] = ()
+    unknown: tuple[str, ...] = UNKNOWN
+
+    @property
+    def limits_agree(self) -> bool:
+        """Whether every compiled limit is one that the preprocessor holds, or more."""
+        return all(
+            any(
+                ids >= stack.max_ids and unique >= stack.max_unique_ids
+                for ids, unique in self.compiled_limits
+            )
+            for stack in self.stacks
+        )
+
+    def to_json(self) -> str:
+        """Returns everything as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {v}" for name, v in self.versions.items())
+        verdict = "compiles" if self.compiles else "DOES NOT COMPILE"
+        lines = [f"{self.topology}: {verdict} ({versions})"]
+        if self.problem:
+            lines.append(self.problem)
+        lines += [
+            (
+                f"  stack {stack.name}: tables {_mib(stack.table_bytes)}, slots "
+                f"{_mib(stack.slot_bytes)}, id buffers {_mib(stack.buffer_bytes)}; at "
+                f"most {stack.max_ids} ids, {stack.max_unique_ids} distinct, in a "
+                f"partition; features {', '.join(stack.features)}"
+            )
+            for stack in self.stacks
+        ]
+        if self.compiles:
+            used = self.argument_bytes + self.temporary_bytes
+            lines += [
+                f"  a device: arguments {_mib(self.argument_bytes)}, temporaries "
+                f"{_mib(self.temporary_bytes)}, {used / max(self.capacity, 1):.1%} of "
+                f"{self.capacity / GIB:.2f} GiB",
+                "  variables are "
+                + ("" if self.updated_in_place else "NOT all ")
+                + "updated in place",
+                "  limits in the program: "
+                + (", ".join(f"{a} / {b}" for a, b in self.compiled_limits) or "none")
+                + ("" if self.limits_agree else "; NOT those of the preprocessor"),
+            ]
+        lines.append("not known: " + "; ".join(self.unknown))
+        return "\n".join(lines)
+
+
+def compile_step(
+    build: str | Callable[..., Any],
+    topology: str = "v6e:2x2",
+    *,
+    python: str | os.PathLike[str] | None = None,
+    timeout: float = 1800.0,
+) -> CompileReport:
+    """Compiles a training step by libtpu, without a TPU.
+
+    `build` is called as build(strategy), with a TPUStrategy of described TPUs. It makes
+    the embedding and everything else in `strategy.scope()`, and returns (step, specs):
+    the function for `strategy.run`, and a list of a tf.TensorSpec, tf.RaggedTensorSpec
+    or tf.SparseTensorSpec (or a structure of them) for each of its arguments, for one
+    replica. Tables take no memory, whatever their size.
+
+    Args:
+      build: A function of a module or a file, or its name "MODULE:ATTRIBUTE" or
+        "FILE.py:ATTRIBUTE".
+      topology: A TPU generation and its chips by axis, e.g. "v5p:2x2x1".
+      python: The Python of an environment with the extra `tpu-check`; None: that of
+        the variable TPU_EMBEDDING_TPU_CHECK_PYTHON, or this one.
+      timeout: Seconds after which the compiler is ended.
+
+    Returns:
+      The report. A step that does not compile, a compiler that ends its process, and
+      an error of `build` are reports, no exceptions.
+
+    Raises:
+      ValueError: If the topology is unknown, or `build` cannot be found by its name.
+      TypeError: If `build` is neither a string nor a function.
+      RuntimeError: If that Python lacks a package of the extra, or has another version.
+    """
+    target = _target(build)
+    generation, _ = tpu_generations.topology(topology)
+    if generation.embedding == "v1":
+        return CompileReport(topology, False, problem=_NO_CHECK)
+    executable = os.fspath(python or os.environ.get(PYTHON_VARIABLE) or sys.executable)
+    environment = {**os.environ, **ENVIRONMENT}
+    package = pathlib.Path(__file__).parents[1]
+    paths = [str(package.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    _check_versions(executable, environment)
+    command = [executable, "-m", "tpu_embedding.testing.tpu_compiler", target, topology]
+    try:
+        ended = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return CompileReport(
+            topology, False, problem=f"The compiler was ended after {timeout} seconds."
+        )
+    lines = ended.stdout.strip().splitlines()
+    if ended.returncode or not lines:
+        return CompileReport(
+            topology,
+            False,
+            problem=f"The compiler's process ended with code {ended.returncode}.",
+            message="\n".join(ended.stderr.strip().splitlines()[-20:]),
+        )
+    return _report(topology, generation, json.loads(lines[-1]))
+
+
+def _target(build: str | Callable[..., Any]) -> str:
+    if isinstance(build, str):
+        if not all(build.rpartition(":")[::2]):
+            raise ValueError(
+                "Name a module or a file and its function, as in `my_model:build`. "
+                f"Received: {build!r}."
+            )
+        return build
+    if not callable(build):
+        raise argument_type("build", build, "a function or its name")
+    name = getattr(build, "__qualname__", "<locals>")
+    if "<" in name:
+        raise ValueError(
+            f"{build!r} has no name that another process can import. Pass a function "
+            "of a module."
+        )
+    return f"{pathlib.Path(inspect.getfile(build)).resolve()}:{name}"
+
+
+def _check_versions(executable: str, environment: dict[str, str]) -> None:
+    """Asks that Python for its packages, without importing any of them."""
+    asked = (
+        "import importlib.metadata as m, json, sys\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: found[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: found[name] = None\n"
+        "print(json.dumps(found))"
+    )
+    try:
+        answer = subprocess.run(
+            [executable, "-c", asked, *VERSIONS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"Cannot run {executable}: {error}. {_INSTALL}") from error
+    found = json.loads(answer.stdout.splitlines()[-1])
+    wrong = [
+        f"{name} {found[name] or 'is not installed'}, needed is {version}"
+        for name, version in VERSIONS.items()
+        if found[name] != version
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"{executable} is no environment for the check of TPU programs: "
+            f"{'; '.join(wrong)}. {_INSTALL}"
+        )
+
+
+def _report(
+    topology: str, generation: tpu_generations.Generation, facts: dict[str, Any]
+) -> CompileReport:
+    stacks = facts["stacks"]
+    message = facts.get("error", "")
+    problem = ""
+    if message:
+        problem = _translate(message, facts["stage"], stacks, generation)
+    return CompileReport(
+        topology=topology,
+        compiles=not message,
+        problem=problem,
+        message=message,
+        versions={name: facts[name] for name in ("tensorflow", "libtpu")},
+        stacks=tuple(
+            StackReport(
+                name=s["name"],
+                tables=tuple(s["tables"]),
+                features=tuple(s["features"]),
+                table_bytes=s["array_bytes"],
+                slot_bytes=s["array_bytes"] * (s["arrays"] - 1),
+                buffer_bytes=s["buffer_bytes"],
+                max_ids=s["max_ids"],
+                max_unique_ids=s["max_unique_ids"],
+            )
+            for s in stacks
+        ),
+        argument_bytes=facts.get("argument_bytes", 0),
+        temporary_bytes=facts.get("temp_bytes", 0),
+        capacity=generation.hbm_bytes,
+        updated_in_place=facts.get("alias_bytes", -1) >= facts.get("updated_bytes", 0),
+        compiled_limits=tuple(
+            (ids, unique) for ids, unique in facts.get("compiled_limits", ())
+        ),
+    )
+
+
+def _translate(
+    message: str,
+    stage: str,
+    stacks: Sequence[dict[str, Any]],
+    generation: tpu_generations.Generation,
+) -> str:
+    """The compiler's message in terms of tables and features."""
+    if stage == "trace":
+        return f"The step cannot be traced: {message}"
+    found = _REPLICAS.search(message)
+    if found:
+        ids, unique, width, samples, needed, spmem = map(int, found.groups())
+        sizes = {"width": width, "samples": samples}
+        own = [s for s in stacks if all(s[key] == size for key, size in sizes.items())]
+        own = [s for s in own if s["max_unique_ids"] == unique] or own
+        most = generation.max_unique_ids_per_partition
+        return (
+            f"{_names(own)}: {unique} distinct ids ({ids} ids) in a partition need "
+            f"{needed} bytes of a SparseCore's memory, which has {spmem}. Set "
+            "max_unique_ids_per_table["
+            + (repr(own[0]["name"]) if own else "...")
+            + f"] in SparseCoreEmbeddingConfig to at most {most}, with "
+            "minibatching=True if batches have more; for a CustomOptimizer or "
+            "CustomCombiner use a smaller batch."
+        )
+    found = _TENSOR.search(message)
+    if found:
+        size = int(found[1])
+        own = [s for s in stacks if f"f32[{s['rows']},{s['width']}]" in message]
+        own = [s for s in own if s["array_bytes"] == size] or own
+        return (
+            f"{_names(own)}: {size} bytes ({size / GIB:.2f} GiB) for a table or slot "
+            "on a device, and SparseCores support 16 GiB. Use more devices, or a "
+            "smaller vocabulary_size or dim."
+        )
+    if "RESOURCE_EXHAUSTED" in message or "E1000" in message:
+        used = _MEMORY.search(message)
+        how = f" {used[1]} GiB of {used[2]} GiB." if used else ""
+        largest = sorted(stacks, key=lambda s: -s["array_bytes"] * s["arrays"])[:3]
+        shown = "; ".join(
+            f"{', '.join(s['tables'][:3])}: "
+            f"{s['array_bytes'] * s['arrays'] / GIB:.2f} GiB with slots"
+            for s in largest
+        )
+        return (
+            f"The step needs more memory than a device has:{how} The largest stacks "
+            f"are {shown}. Use more devices, a smaller vocabulary_size or dim, or an "
+            "optimizer with fewer slots."
+        )
+    return f"The step cannot be {'lowered' if stage == 'lower' else 'compiled'}."
+
+
+def _names(stacks: Sequence[dict[str, Any]]) -> str:
+    if not stacks:
+        return "A stack"
+    return "; or ".join(
+        f"Table {', '.join(map(repr, s['tables']))} in stack {s['name']!r} (features "
+        f"{', '.join(s['features'])})"
+        for s in stacks
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `python -m tpu_embedding compile`."""
+    parser.add_argument(
+        "build",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION of a function of a TPUStrategy that "
+        "returns a step and the specs of its arguments (docs/tpu_check.md)",
+    )
+    parser.add_argument(
+        "--topology",
+        action="append",
+        metavar="NAME",
+        help="for example v5p:2x2x1; may be repeated (v6e:2x2)",
+    )
+    parser.add_argument(
+        "--python", help=f"of an environment for it (${PYTHON_VARIABLE}, or this one)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    reports = [
+        compile_step(arguments.build, topology, python=arguments.python)
+        for topology in arguments.topology or ["v6e:2x2"]
+    ]
+    for report in reports:
+        print(report.to_json() if arguments.json else f"{report}")
+        if report.message and not report.compiles:
+            print(f"the compiler: {report.message[:2000]}", file=sys.stderr)
+    return 0 if all(report.compiles for report in reports) else 1

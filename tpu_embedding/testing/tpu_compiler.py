@@ -1,0 +1,487 @@
+"""The process that compiles: traces a step, lowers and compiles it, prints JSON.
+
+`tpu_embedding.testing.compile_step` runs it as `python -m`, with the environment that
+keeps libtpu off the network. It uses private interfaces of TensorFlow 2.20 and jaxlib
+0.8.2, which is why their versions are pinned, and none of it is imported elsewhere.
+"""
+
+# Its packages are those of the extra `tpu-check`, which a type checker does not see.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf.tpu import topology_pb2
+from tensorflow.python.eager.polymorphic_function import compiler_ir
+from tensorflow.python.ops import resource_variable_ops
+
+from tpu_embedding import tpu_generations
+from tpu_embedding.engines.sparse_core import engine as sparse_core_engine
+from tpu_embedding.engines.sparse_core import state
+from tpu_embedding.layout import limits
+from tpu_embedding.layout.partitioning import make_partitioning
+
+_DEVICE = "/job:localhost/replica:0/task:0/device:TPU:"
+# Row by row, as SparseCores read tables.
+_ROWS = "{1,0:T(8)}"
+_ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
+_LIMITS = re.compile(
+    r'_xla_max_ids_per_partition = "(\d+)", _xla_max_unique_ids_per_partition = "(\d+)"'
+)
+
+
+class _DescribedTPUs:
+    """A cluster resolver for TPUs that are not there."""
+
+    def __init__(
+        self, generation: tpu_generations.Generation, num_devices: int
+    ) -> None:
+        proto: Any = vars(topology_pb2)["TPUHardwareFeature"]
+        feature = {"sparse_core": "V2", "none": "UNSUPPORTED"}[generation.embedding]
+        self.tpu_hardware_feature = proto(
+            embedding_feature=proto.EmbeddingFeature.Value(feature),
+            num_embedding_devices_per_chip=generation.sparse_cores_per_device,
+        )
+        self._num_devices = num_devices
+
+    def get_tpu_system_metadata(self) -> Any:
+        @dataclasses.dataclass
+        class Device:
+            name: str
+
+        count = self._num_devices
+        return tf.tpu.experimental.TPUSystemMetadata(
+            num_cores=count,
+            num_hosts=1,
+            num_of_cores_per_host=count,
+            topology=tf.tpu.experimental.Topology(
+                mesh_shape=[count, 1, 1, 1],
+                device_coordinates=[[[x, 0, 0, 0] for x in range(count)]],
+            ),
+            devices=[Device(f"{_DEVICE}{i}") for i in range(count)],
+        )
+
+
+@functools.cache
+def answer_for_sparse_cores(count: int) -> Any:
+    """Tells TensorFlow how many SparseCores a device has; the same for a process.
+
+    TensorFlow asks libtpu through a table of functions. Without a topology libtpu
+    answers with an error whose layout in memory is not the one that TensorFlow 2.20
+    expects, which ends the process. This replaces the one function.
+
+    Returns:
+      What must stay alive as long as TensorFlow may ask.
+    """
+    import libtpu
+
+    path = os.path.join(os.path.dirname(tf.__file__), "libtensorflow_cc.so.2")
+    functions = ctypes.CDLL(path)._ZN15stream_executor3tpu8OpsApiFnEv
+    functions.restype = ctypes.c_void_p
+    name = "TpuTopology_MaybeAvailableSparseCoresPerLogicalDevice"
+    asked = ctypes.cast(
+        getattr(ctypes.CDLL(libtpu.get_library_path()), name), ctypes.c_void_p
+    ).value
+    table = (ctypes.c_void_p * 100).from_address(functions())
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    def answer(result: int, core_type: int) -> int:
+        del core_type
+        ctypes.c_uint64.from_address(result).value = 1  # The representation of "OK".
+        ctypes.c_int32.from_address(result + 8).value = count
+        return result
+
+    table[list(table).index(asked)] = ctypes.cast(answer, ctypes.c_void_p).value
+    return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One input of a program.
+
+    Attributes:
+      name: Of the variable, or "input".
+      is_variable: Whether it is one.
+      spec: Its shape and dtype.
+    """
+
+    name: str
+    is_variable: bool
+    spec: tf.TensorSpec
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return (self.spec.shape.num_elements() or 0) * self.spec.dtype.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What of a step runs on the TPU, as a function of plain tensors.
+
+    Attributes:
+      function: A ConcreteFunction.
+      arguments: Of the function.
+      updated: Index of each variable that the step assigns -> index of its new value.
+    """
+
+    function: Any
+    arguments: list[Argument]
+    updated: dict[int, int]
+
+
+class _Cut:
+    """Cuts the TPU's ops out of a traced graph.
+
+    TensorFlow lowers no function with resources unless there is a TPU, so variables
+    become arguments and results, and so does everything that the host computes.
+    """
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self._graph = graph
+        self._names = {
+            id(inner): outer for outer, inner in getattr(graph, "captures", ())
+        }
+        self._variables = {
+            id(variable.handle): variable.name
+            for variable in graph.variables  # pyright: ignore[reportAttributeAccessIssue]
+        }
+
+    def program(self) -> Program:
+        """Returns the program."""
+        ops = [op for op in self._graph.get_operations() if self._is_on_tpu(op)]
+        kept = [op for op in ops if not self._passes_on(op)]
+        arguments: dict[str, Any] = {}
+        results: dict[str, Any] = {}
+        skipped = {op.name for op in ops} - {op.name for op in kept}
+        for op in self._graph.get_operations():
+            if op.name in skipped:
+                continue
+            inside = self._is_on_tpu(op)
+            for tensor in map(self._source, op.inputs):
+                from_inside = self._is_on_tpu(tensor.op)
+                if inside and not from_inside:
+                    arguments[tensor.name] = tensor
+                elif from_inside and not inside and tensor.op.type != "Const":
+                    results[tensor.name] = tensor
+        return self._build(kept, arguments, list(results))
+
+    def _is_on_tpu(self, op: tf.Operation) -> bool:
+        attributes = op.node_def.attr
+        return (
+            "_tpu_replicate" in attributes
+            and "_xla_outside_compilation" not in attributes
+            and op.type != "TPUReplicateMetadata"
+        )
+
+    def _passes_on(self, op: tf.Operation) -> bool:
+        """Whether an op on the TPU only hands on what comes from elsewhere."""
+        return op.type == "Identity" and not self._is_on_tpu(
+            self._source(op.outputs[0]).op
+        )
+
+    def _source(self, tensor: Any) -> Any:
+        """What a chain of identities on the TPU hands on, if that is not on the TPU."""
+        found = tensor
+        while (
+            found.dtype != tf.resource
+            and found.op.type == "Identity"
+            and self._is_on_tpu(found.op)
+        ):
+            found = found.op.inputs[0]
+        return tensor if self._is_on_tpu(found.op) else found
+
+    def _build(
+        self, ops: list[Any], arguments: dict[str, Any], results: list[str]
+    ) -> Program:
+        own = {name: f"argument_{i}" for i, name in enumerate(arguments)}
+        values = {n: own[n] for n, t in arguments.items() if t.dtype == tf.resource}
+        starts = dict(values)
+        whole = self._graph.as_graph_def()
+        found = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+
+        def reference(tensor: Any) -> str:
+            source = self._source(tensor)
+            return str(own.get(source.name, source.name))
+
+        for op in ops:  # In the order in which they were traced, as they will run.
+            handle = next((t.name for t in op.inputs if t.dtype == tf.resource), None)
+            if handle is None:
+                node = found.node.add()
+                node.CopyFrom(op.node_def)
+                del node.input[:]
+                node.input.extend(reference(tensor) for tensor in op.inputs)
+                node.device = ""
+                for key in [key for key in node.attr if key.startswith("_")]:
+                    del node.attr[key]
+            elif op.type == "AssignVariableOp":
+                values[handle] = reference(op.inputs[1])
+            elif op.type == "ReadVariableOp" or op.type in _ARITHMETIC:
+                node = found.node.add(name=op.name, input=[values[handle]])
+                node.op = _ARITHMETIC.get(op.type, "Identity")
+                node.attr["T"].CopyFrom(op.node_def.attr["dtype"])
+                if op.type in _ARITHMETIC:
+                    node.input.append(reference(op.inputs[1]))
+                    values[handle] = op.name
+            else:
+                raise NotImplementedError(
+                    f"{op.name} is a {op.type} of a variable, which this check cannot "
+                    "compile. Assign the variable with assign, assign_add or "
+                    "assign_sub."
+                )
+        changed = [name for name in values if values[name] != starts[name]]
+        wanted = [*results, *(_tensor_name(values[name]) for name in changed)]
+        order = list(arguments)
+        listed = [
+            Argument(
+                self._variable_name(t) if t.dtype == tf.resource else "input",
+                t.dtype == tf.resource,
+                _spec(t),
+            )
+            for t in arguments.values()
+        ]
+        return Program(
+            _function(found, list(own.values()), [a.spec for a in listed], wanted),
+            listed,
+            {order.index(n): len(results) + i for i, n in enumerate(changed)},
+        )
+
+    def _variable_name(self, tensor: Any) -> str:
+        while tensor.op.type in ("Identity", "TPUReplicatedInput"):
+            tensor = tensor.op.inputs[0]
+        outer = self._names.get(id(tensor))
+        return self._variables.get(id(outer), tensor.op.name)
+
+
+def _tensor_name(name: str) -> str:
+    return name if ":" in name else f"{name}:0"
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    if tensor.dtype != tf.resource:
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
+    data: Any = resource_variable_ops.get_eager_safe_handle_data(tensor)
+    data = data.shape_and_type[0]
+    return tf.TensorSpec([d.size for d in data.shape.dim], tf.as_dtype(data.dtype))
+
+
+def _function(
+    graph: Any, names: list[str], specs: list[tf.TensorSpec], wanted: list[str]
+) -> Any:
+    used = {name.split(":")[0] for node in graph.node for name in node.input}
+
+    def body(*values: tf.Tensor) -> list[tf.Tensor]:
+        given = {f"{n}:0": value for n, value in zip(names, values, strict=True)}
+        feeds = {n: value for n, value in given.items() if n[:-2] in used}
+        inside = [name for name in wanted if name not in given]
+        outputs = tf.graph_util.import_graph_def(graph, feeds, inside, name="")
+        computed = dict(zip(inside, outputs, strict=True))
+        return [tf.identity(given.get(n, computed.get(n))) for n in wanted]
+
+    traced = tf.function(body, autograph=False, jit_compile=True)
+    return traced.get_concrete_function(*specs)
+
+
+def cut_step(strategy: Any, step: Callable[..., Any], specs: Any) -> Program:
+    """Returns the TPU's part of strategy.run(step, specs)."""
+
+    def train(*arguments: Any) -> Any:
+        return strategy.run(step, arguments)
+
+    traced = tf.function(train, autograph=False).get_concrete_function(*specs)
+    return _Cut(traced.graph).program()
+
+
+def lower(program: Program) -> bytes:
+    """Returns serialized HLO, by TensorFlow's own kernels for TPUs."""
+    specs: Any = [argument.spec for argument in program.arguments]
+    return compiler_ir.from_concrete_function(program.function, specs)(
+        stage="hlo_serialized", platform_name="TPU"
+    )
+
+
+def compile_program(topology: str, hlo: bytes, updated: dict[int, int]) -> Any:
+    """Returns libtpu's executable, the text of the module, and the kind of TPU."""
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import _jax
+    from jax.experimental import topologies
+    from jaxlib._jax import XlaComputation
+    from jaxlib.mlir import ir
+
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    devices = tuple(described.devices)
+    text = _jax.mlir.xla_computation_to_mlir_module(XlaComputation(hlo))
+    with mlir.make_ir_context() as context, ir.Location.unknown(context):
+        module = ir.Module.parse(text)
+        module.operation.attributes["sym_name"] = ir.StringAttr.get("step")
+        main = next(
+            op for op in module.body if op.attributes["sym_name"].value == "main"
+        )
+        inputs: list[dict[str, Any]] = [{} for _ in main.type.inputs]
+        outputs: list[dict[str, Any]] = [{} for _ in main.type.results]
+        index_type = ir.IntegerType.get_signless(32)
+        for number, result in updated.items():
+            inputs[number]["tf.aliasing_output"] = ir.IntegerAttr.get(
+                index_type, result
+            )
+        for number in set(_sparse_core_arguments(ir, main)):
+            inputs[number]["mhlo.layout_mode"] = ir.StringAttr.get(_ROWS)
+            if number in updated:
+                outputs[updated[number]]["mhlo.layout_mode"] = ir.StringAttr.get(_ROWS)
+        for name, attributes in (("arg_attrs", inputs), ("res_attrs", outputs)):
+            main.attributes[name] = ir.ArrayAttr.get(
+                [ir.DictAttr.get(a) for a in attributes]
+            )
+        options = compiler.get_compile_options(
+            len(devices),
+            1,
+            device_assignment=np.array([[d.id] for d in devices]),
+        )
+        executable = compiler.backend_compile_and_load(
+            devices[0].client, module, _jax.DeviceList(devices), options, []
+        )
+    return executable, devices[0].device_kind
+
+
+def _sparse_core_arguments(ir: Any, main: Any) -> Iterator[int]:
+    """Yields the numbers of the tables that SparseCores read or update."""
+    pending = [
+        value
+        for op in main.regions[0].blocks[0]
+        if op.operation.name == "stablehlo.custom_call"
+        and "SparseDenseMatmul" in str(op.attributes["call_target_name"])
+        for value in op.operands
+    ]
+    while pending:
+        value = pending.pop()
+        if isinstance(value.owner, ir.Block):
+            if len(ir.RankedTensorType(value.type).shape) == 2:
+                yield ir.BlockArgument(value).arg_number
+        elif value.owner.name in ("stablehlo.tuple", "stablehlo.reshape"):
+            pending.extend(value.owner.operands)
+
+
+def compiled_limits(hlo: bytes) -> list[tuple[int, int]]:
+    """Returns the limits of ids and distinct ids of each op in a program."""
+    from jax._src.lib import _jax
+    from jaxlib._jax import XlaComputation
+
+    text: Any = _jax.mlir.xla_computation_to_mlir_module(XlaComputation(hlo))
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    return sorted({(int(a), int(b)) for a, b in _LIMITS.findall(text)})
+
+
+def _load(target: str) -> Any:
+    """Returns FILE:ATTRIBUTE or MODULE:ATTRIBUTE."""
+    where, _, attribute = target.rpartition(":")
+    if where.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
+        spec = importlib.util.spec_from_file_location("step_to_compile", where)
+        assert spec is not None
+        assert spec.loader is not None
+        found: Any = importlib.util.module_from_spec(spec)
+        sys.modules["step_to_compile"] = found
+        spec.loader.exec_module(found)
+    else:
+        sys.path.insert(0, ".")
+        found = importlib.import_module(where)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _stacks(options: Any) -> list[dict[str, Any]]:
+    """Facts about the stacks of one engine."""
+    generation = options.topology.tpu.generation
+    partitioning = make_partitioning(
+        options.plan,
+        options.layout,
+        sparse_core_engine._stacking_options(options.topology, options.sparse_core),
+        options.sparse_core,
+    )
+    plan = options.plan
+    return [
+        {
+            "name": stack.name,
+            "tables": [plan.tables[i].name for i in stack.tables],
+            "features": [plan.features[f].path for f in stack.features],
+            "rows": stack.rows_per_device,
+            "width": stack.width,
+            "samples": stack.samples // generation.sparse_cores_per_device,
+            "array_bytes": limits.array_bytes(stack),
+            "arrays": limits.num_arrays(plan.tables[stack.tables[0]]),
+            "buffer_bytes": limits.buffer_bytes(partitioning, stack),
+            "max_ids": table.max_ids_per_partition,
+            "max_unique_ids": table.max_unique_ids_per_partition,
+        }
+        for stack, table in zip(options.layout.stacks, partitioning.tables, strict=True)
+    ]
+
+
+def check(build: str | Callable[..., Any], topology: str) -> dict[str, Any]:
+    """Traces, lowers and compiles; returns facts for a report."""
+    import libtpu
+
+    generation, num_devices = tpu_generations.topology(topology)
+    facts: dict[str, Any] = {
+        "libtpu": getattr(libtpu, "__version__", "?"),
+        "tensorflow": tf.__version__,
+        "stage": "trace",
+        "stacks": [],
+    }
+    if generation.sparse_cores_per_device:
+        answer_for_sparse_cores(generation.sparse_cores_per_device)
+    strategy = tf.distribute.TPUStrategy(_DescribedTPUs(generation, num_devices))
+    try:
+        with state.tracing_only() as engines:
+            function = _load(build) if isinstance(build, str) else build
+            step, specs = function(strategy)
+            program = cut_step(strategy, step, specs)
+            facts["stacks"] = [s for options in engines for s in _stacks(options)]
+        facts["stage"] = "lower"
+        hlo = lower(program)
+        facts["compiled_limits"] = compiled_limits(hlo)
+        facts["stage"] = "compile"
+        executable, facts["kind"] = compile_program(
+            topology.replace("7x:", "tpu7x:").replace("tputpu", "tpu"),
+            hlo,
+            program.updated,
+        )
+        stats = executable.get_compiled_memory_stats()
+        for name in ("argument", "output", "alias", "temp", "generated_code"):
+            facts[f"{name}_bytes"] = getattr(stats, f"{name}_size_in_bytes")
+        facts["updated_bytes"] = sum(
+            program.arguments[i].num_bytes for i in program.updated
+        )
+        facts["stage"] = "done"
+    except Exception as error:
+        facts["error"] = f"{type(error).__name__}: {error}"
+    return facts
+
+
+def main() -> None:
+    """Prints the facts as the last line of the output."""
+    for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        if name not in os.environ:
+            raise SystemExit(f"{name} must be set before anything is imported.")
+    print(json.dumps(check(sys.argv[1], sys.argv[2])), flush=True)
+    # libtpu's threads need not end well.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
