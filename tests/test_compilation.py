@@ -129,7 +129,8 @@ def test_a_report(python: Any) -> None:
             "compile",
             "Table 'films', 'users' in stack 'films_users' (features film, user): 8192 "
             "distinct ids (8192 ids) in a partition need 295936 bytes of a "
-            "SparseCore's memory, which has 262144. Set max_unique_ids_per_table['films_users']",
+            "SparseCore's memory, which has 262144. Set max_unique_ids_per_table["
+            "'films_users']",
         ),
         (TENSOR, "compile", "'films_users' (features film, user): 25600000000 bytes"),
         (MEMORY, "compile", "119.22 GiB of 31.25 GiB. The largest stacks are films, "),
@@ -158,8 +159,8 @@ def test_other_versions_are_refused(python: Any) -> None:
     versions = {**compilation.VERSIONS, "libtpu": "0.0.52", "jax": None}
     with pytest.raises(
         RuntimeError,
-        match=r"(?s)libtpu 0\.0\.52, needed is 0\.0\.30; jax is not installed, needed is "
-        r"0\.8\.2\. Make an environment .*libtpu==0\.0\.30",
+        match=r"(?s)libtpu 0\.0\.52, needed is 0\.0\.30; jax is not installed, needed "
+        r"is 0\.8\.2\. Make an environment .*libtpu==0\.0\.30",
     ):
         compile_step("model:build", python=python(versions=versions))
     with pytest.raises(RuntimeError, match="Cannot run /no/python"):
