@@ -18,6 +18,7 @@ from tpu_embedding.config import (
     SparseCoreEmbeddingConfig,
     TableConfig,
 )
+from tpu_embedding.drop_in import install
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.embedding_v2 import TPUEmbeddingV2
@@ -66,6 +67,7 @@ __all__ = [
     "TableConfig",
     "checkpoint",
     "estimator",
+    "install",
     "interop",
     "keras",
     "plan",

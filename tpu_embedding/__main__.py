@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding import parameter_server
+from tpu_embedding import drop_in, parameter_server
 from tpu_embedding.checkpoint import command_line as checkpoint
 from tpu_embedding.planning import command_line as planning
 from tpu_embedding.testing import compilation
@@ -25,6 +25,11 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "checkpoint",
         "inspect and convert checkpoints",
         checkpoint.add_arguments,
+    ),
+    (
+        "run",
+        "run a program written for TPUs, unchanged",
+        drop_in.add_arguments,
     ),
     (
         "server",
@@ -60,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, help_, add_arguments in _COMMANDS:
         add_arguments(commands.add_parser(name, help=help_))
     parsed = parser.parse_args(arguments)
+    if getattr(parsed, "shows_tracebacks", False):
+        return parsed.run(parsed)  # Errors are those of the user's program.
     try:
         return parsed.run(parsed)
     except tf.errors.OpError as error:

@@ -92,7 +92,7 @@ class SoftwareTPUStrategy(tf.distribute.Strategy):
         library.load()
         if chosen.embedding == "v1":
             library.check_engine()
-        _create_devices(num_devices)
+        create_devices(num_devices, f"SoftwareTPUStrategy(num_devices={num_devices})")
         # Like TPUStrategy, a strategy with one core per replica may be assigned, too.
         assigned = not (cores_per_replica is experimental_device_assignment is None)
         extended = _Extended(self, cores, assigned, chosen, meeting_timeout)
@@ -271,7 +271,8 @@ def _assigned_cores(assignment: Any, num_devices: int) -> list[list[int]]:
     return cores
 
 
-def _create_devices(count: int) -> None:
+def create_devices(count: int, what: str) -> None:
+    """Makes logical CPU devices for `what`, unless there are enough."""
     physical = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(physical)
     if len(configured or ()) >= count:
@@ -284,7 +285,7 @@ def _create_devices(count: int) -> None:
         found = len(tf.config.list_logical_devices("CPU"))
         if found < count:
             raise RuntimeError(
-                f"SoftwareTPUStrategy(num_devices={count}) needs {count} logical "
+                f"{what} needs {count} logical "
                 f"CPU devices, but TensorFlow has started with {found}, and they "
                 "cannot be added later. Create the strategy before anything else "
                 "of TensorFlow runs, or put this first:\n"

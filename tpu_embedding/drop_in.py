@@ -1,0 +1,428 @@
+"""Runs programs written for TPUs with the classes of this package, unchanged.
+
+`install` replaces names of TensorFlow and of TFRS in this process, and
+`python -m tpu_embedding run SCRIPT` runs a script after that. Nothing is replaced
+unless one of them is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import runpy
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
+_NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
+_PLACES = re.compile(r"host|(mirrored|v[234]|v5e|v5p|v6e|7x):([1-9]\d*)")
+# The roots of TensorFlow's API: `tensorflow`, and its copies for compatibility.
+_ROOTS = ("", "compat.v1.", "compat.v2.")
+_ESTIMATOR = {
+    "": ("EstimatorSpec", "ModeKeys", "WarmStartSettings"),
+    "export": (
+        *("ClassificationOutput", "PredictOutput", "RegressionOutput"),
+        *("ServingInputReceiver", "build_parsing_serving_input_receiver_fn"),
+        "build_raw_serving_input_receiver_fn",
+    ),
+    "tpu": (
+        *("InputPipelineConfig", "RunConfig", "TPUConfig", "TPUEstimator"),
+        "TPUEstimatorSpec",
+    ),
+    "tpu.experimental": ("EmbeddingConfigSpec",),
+}
+
+
+@dataclasses.dataclass
+class _Process:
+    """What was installed in this process.
+
+    Attributes:
+      on: The argument of `install`, or "".
+      strategy: What `TPUStrategy` gives, once it was created.
+    """
+
+    on: str = ""
+    strategy: Any = None
+
+
+_process = _Process()
+
+
+def install(on: str = "host") -> None:
+    """Replaces TensorFlow's TPU embedding classes by those of this package.
+
+    For this process, and before the program imports the names that it uses. What was
+    replaced is printed once to stderr:
+
+    - `tf.tpu.experimental.embedding`: each name that this package has.
+    - `tf.distribute.TPUStrategy` gives the strategy of `on`;
+      `tf.distribute.cluster_resolver.TPUClusterResolver`,
+      `tf.tpu.experimental.initialize_tpu_system` and
+      `tf.config.experimental_connect_to_cluster` accept any address, and do nothing.
+    - `tf.estimator` and `tf.compat.v1.estimator`, where TensorFlow has none, with
+      TPUEstimator; the `*Parameters` of `tf.compat.v1.tpu.experimental`.
+    - TFRS's layer `tensorflow_recommenders.layers.embedding.TPUEmbedding`.
+
+    Set the environment variable TF_USE_LEGACY_KERAS to "1" before for programs that use
+    TFRS or tf_keras; `python -m tpu_embedding run` does so.
+
+    >>> import tpu_embedding as te
+    >>> te.install("tpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: `on` must be "host", "mirrored:N" or "GENERATION:N" ...
+
+    Args:
+      on: What `TPUStrategy` stands for: "host", one replica on the CPU; "mirrored:2",
+        MirroredStrategy on as many logical CPU devices; "v4:2", "v6e:2" and other
+        generations: the software TPU with as many devices.
+
+    Raises:
+      ValueError: If `on` is none of these.
+      RuntimeError: If names were already installed for another `on`.
+    """
+    if _PLACES.fullmatch(on) is None:
+        raise ValueError(
+            '`on` must be "host", "mirrored:N" or "GENERATION:N" for a generation of '
+            "v2, v3, v4, v5e, v5p, v6e and 7x, with N replicas or devices. Received: "
+            f"{on!r}."
+        )
+    if _process.on == on:
+        return
+    if _process.on:
+        raise RuntimeError(
+            f"tpu_embedding.install({on!r}): names were installed for {_process.on!r} "
+            "in this process already. Call it once."
+        )
+    _process.on = on
+    replaced = [*_replace_embedding(), *_replace_tpu_system()]
+    replaced += [*_replace_estimator(), *_replace_tfrs()]
+    print(
+        f"tpu_embedding: on {on}, these names are those of tpu_embedding in this "
+        f"process: {', '.join(replaced)}.",
+        file=sys.stderr,
+    )
+
+
+def _replace_embedding() -> Iterator[str]:
+    import tpu_embedding as ours
+
+    for root in _ROOTS:
+        module = _resolve(f"{root}tpu.experimental.embedding")
+        for name in [n for n in dir(module) if n in ours.__all__]:
+            setattr(module, name, getattr(ours, name))
+    yield "tf.tpu.experimental.embedding.*"
+
+
+class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
+    """The address of TPUs that are not there: any address is accepted."""
+
+    def __init__(self, tpu: Any = None, **kwargs: Any) -> None:
+        del tpu, kwargs  # Addresses, zones and credentials of the cluster.
+        self.task_type, self.task_id = None, None
+
+    @staticmethod
+    def connect(tpu: Any = None, **kwargs: Any) -> TPUClusterResolver:
+        """Returns a resolver; connects to nothing."""
+        return TPUClusterResolver(tpu, **kwargs)
+
+    def master(self, *args: Any, **kwargs: Any) -> str:
+        """The address for sessions: this process."""
+        del args, kwargs
+        return ""
+
+    get_master = master
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """A cluster without jobs."""
+        return tf.train.ClusterSpec({})
+
+    def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+        """The number of replicas or devices, as TPU cores."""
+        del args, kwargs
+        return {"TPU": _devices()}
+
+    def get_tpu_system_metadata(self) -> Any:
+        """One host with the devices of `install`."""
+        return tf.tpu.experimental.TPUSystemMetadata(
+            _devices(), 1, _devices(), None, []
+        )
+
+
+class _Topology:
+    """What `initialize_tpu_system` returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"`{name}` of a TPU topology: this process has no TPU, because "
+            f"tpu_embedding runs the program on {_process.on}. Use a TPU, or leave the "
+            "device assignment to the strategy."
+        )
+
+
+class _Instances(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return value is not None and value is _process.strategy
+
+
+class TPUStrategy(metaclass=_Instances):
+    """Gives the strategy of `install`, one for the process, instead of an instance."""
+
+    def __new__(
+        cls,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: Any = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        steps_per_run: int | None = None,
+        device_assignment: Any = None,
+    ) -> Any:
+        """Returns the strategy.
+
+        Raises:
+          NotImplementedError: For an option that only TPUs have.
+        """
+        del tpu_cluster_resolver
+        options = {
+            "experimental_device_assignment": experimental_device_assignment,
+            "experimental_spmd_xla_partitioning": experimental_spmd_xla_partitioning,
+            "steps_per_run": steps_per_run,
+            "device_assignment": device_assignment,
+        }
+        for name, value in options.items():
+            if value:
+                raise NotImplementedError(
+                    f"TPUStrategy({name}=...) is not supported on {_process.on}. Leave "
+                    "it out, or create a strategy of tpu_embedding.testing."
+                )
+        if _process.strategy is None:
+            _process.strategy = _create_strategy()
+        return _process.strategy
+
+
+def _devices() -> int:
+    return int(_process.on.partition(":")[2] or 1)
+
+
+def _create_strategy() -> Any:
+    kind = _process.on.partition(":")[0]
+    if kind == "host":
+        return tf.distribute.OneDeviceStrategy("/cpu:0")
+    from tpu_embedding.testing import strategy
+
+    if kind != "mirrored":
+        return strategy.SoftwareTPUStrategy(kind, _devices())
+    strategy.create_devices(_devices(), "--on mirrored")
+    devices = [f"/cpu:{i}" for i in range(_devices())]
+    reduction = tf.distribute.ReductionToOneDevice()
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
+
+
+def _replace_tpu_system() -> Iterator[str]:
+    def initialize_tpu_system(cluster_resolver: Any = None) -> Any:
+        del cluster_resolver
+        return _Topology()
+
+    def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
+        del cluster_resolver
+
+    connect = tf.config.experimental_connect_to_cluster
+
+    def experimental_connect_to_cluster(
+        cluster: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(cluster, TPUClusterResolver):
+            connect(cluster, *args, **kwargs)
+
+    for path, value in (
+        ("distribute.TPUStrategy", TPUStrategy),
+        ("distribute.experimental.TPUStrategy", TPUStrategy),
+        ("distribute.cluster_resolver.TPUClusterResolver", TPUClusterResolver),
+        ("tpu.experimental.initialize_tpu_system", initialize_tpu_system),
+        ("tpu.experimental.shutdown_tpu_system", shutdown_tpu_system),
+        ("config.experimental_connect_to_cluster", experimental_connect_to_cluster),
+    ):
+        for root in _ROOTS:
+            parent, _, name = (root + path).rpartition(".")
+            module = _resolve(parent)
+            if hasattr(module, name):
+                setattr(module, name, value)
+        yield f"tf.{path}"
+
+
+class _Estimator(types.ModuleType):
+    """A part of `tf.estimator`; loads what needs private modules of TensorFlow late."""
+
+    def __getattr__(self, name: str) -> Any:
+        part = self.__name__.partition("estimator")[2].lstrip(".")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in _ESTIMATOR[part]:
+            raise AttributeError(
+                f"{self.__name__}.{name}: TensorFlow has removed Estimators, and "
+                f"tpu_embedding has only {', '.join(_ESTIMATOR[part])} of it here."
+            )
+        package = "interop" if name == "EmbeddingConfigSpec" else "estimator"
+        value = getattr(importlib.import_module(f"tpu_embedding.{package}"), name)
+        if name == "RunConfig":
+            value = _without_cluster(value)
+        setattr(self, name, value)
+        return value
+
+
+def _without_cluster(run_config: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, cluster: Any = None, **kwargs: Any) -> Any:
+        if cluster is not None and not isinstance(cluster, TPUClusterResolver):
+            raise NotImplementedError(
+                "RunConfig(cluster=...) of a cluster without TPUs is not supported: "
+                "tpu_embedding runs a TPUEstimator in one process."
+            )
+        return run_config(*args, **kwargs)
+
+    return make
+
+
+def _replace_estimator() -> Iterator[str]:
+    from tpu_embedding import interop
+
+    experimental = tf.compat.v1.tpu.experimental
+    for name in interop.__all__:
+        if name.endswith("Parameters"):
+            setattr(experimental, name, getattr(interop, name))
+    yield "tf.compat.v1.tpu.experimental.*Parameters"
+    for root in ("tensorflow.", "tensorflow.compat.v1."):
+        parent = importlib.import_module(root.rstrip("."))
+        if hasattr(parent, "estimator"):
+            continue
+        for part in _ESTIMATOR:
+            name = ".".join(filter(None, (f"{root}estimator", part)))
+            module = _Estimator(name)
+            module.__path__ = []
+            sys.modules[name] = module
+            owner, _, leaf = name.rpartition(".")
+            setattr(sys.modules[owner], leaf, module)
+        yield f"{root.replace('tensorflow', 'tf')}estimator.*"
+
+
+class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the layer of this package as the module of TFRS's layer."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        del path, target
+        if fullname != _TFRS_LAYER:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        from tpu_embedding import keras
+
+        if not issubclass(keras.TPUEmbedding, tf.keras.layers.Layer):
+            raise ImportError("The layer must be loaded for the Keras of tf.keras.")
+        for name in keras.__all__:
+            setattr(module, name, getattr(keras, name))
+
+
+def _replace_tfrs() -> Iterator[str]:
+    if importlib.util.find_spec("tensorflow_recommenders") is None:
+        return
+    if _TFRS_LAYER in sys.modules:
+        raise RuntimeError(
+            "tensorflow_recommenders was imported before tpu_embedding.install(), so "
+            "its layer may be in use. Call install() first."
+        )
+    sys.meta_path.insert(0, _TfrsLayer())
+    yield "tensorflow_recommenders.layers.embedding.TPUEmbedding"
+
+
+def _resolve(path: str) -> Any:
+    found: Any = tf
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def needs_tf_keras(script: pathlib.Path) -> bool:
+    """Whether a script imports tf_keras or TFRS, itself or through what it imports.
+
+    Reads the script, the modules beside it, and the requirements of the packages that
+    they import; runs nothing.
+    """
+    folder, seen, waiting = script.resolve().parent, set[pathlib.Path](), [script]
+    packages = set[str]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for module in _imports(path):
+            top = module.partition(".")[0]
+            packages.add(top)
+            local = folder.joinpath(*module.split("."))
+            candidates = [local.with_suffix(".py"), local / "__init__.py"]
+            candidates += [local.parent.with_suffix(".py")]
+            waiting += [candidate for candidate in candidates if candidate.is_file()]
+    if packages & set(_NEEDS_TF_KERAS):
+        return True
+    distributions = importlib.metadata.packages_distributions()
+    names = {name for package in packages for name in distributions.get(package, ())}
+    return any(
+        re.match(r"(tf[-_]keras|tensorflow[-_]recommenders)\b", requirement)
+        for name in names - {"tensorflow", "tensorflow-cpu", "tpu_embedding"}
+        for requirement in importlib.metadata.requires(name) or ()
+        if "extra ==" not in requirement
+    )
+
+
+def _imports(path: pathlib.Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def run(script: str, arguments: Sequence[str], on: str) -> None:
+    """Runs a script as `python SCRIPT ARGUMENTS` does, after `install(on)`."""
+    path = pathlib.Path(script)
+    if "TF_USE_LEGACY_KERAS" not in os.environ and needs_tf_keras(path):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"
+        print(
+            "tpu_embedding: TF_USE_LEGACY_KERAS=1, because the script needs tf_keras.",
+            file=sys.stderr,
+        )
+    install(on)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `python -m tpu_embedding run`."""
+
+    def call(parsed: argparse.Namespace) -> int:
+        run(parsed.script, parsed.arguments, parsed.on)
+        return 0
+
+    parser.add_argument(
+        "--on",
+        default="host",
+        metavar="PLACE",
+        help="host (the default), mirrored:N, v4:N, v6e:N or another TPU generation",
+    )
+    parser.add_argument("script", help="a Python program for TPUs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(run=call, shows_tracebacks=True)
