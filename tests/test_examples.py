@@ -25,6 +25,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 RANKING = ROOT / "examples" / "01_movielens_ranking.py"
 SPARSE_CORE = ROOT / "examples" / "03_sparsecore_on_your_laptop.py"
 SERVE = ROOT / "examples" / "04_serve.py"
+EVERYWHERE = ROOT / "examples" / "08_everywhere.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
 
@@ -116,8 +117,17 @@ def test_example_runs(
 ):
     if example == RANKING:
         request.getfixturevalue("unbroken")  # It ran already.
-    elif example not in (SPARSE_CORE, SERVE):  # They run below.
+    elif example not in (SPARSE_CORE, SERVE, EVERYWHERE):  # They run below.
         run(example, "--out", tmp_path)
+
+
+def test_one_training_function_trains_everywhere():
+    lines = run(EVERYWHERE).splitlines()
+    assert len(lines) == 6 + 1
+    first = np.array(lines[0].split()[1:], float)
+    for line in lines[:-1]:
+        np.testing.assert_allclose(np.array(line.split()[1:], float), first, atol=1e-5)
+    assert float(lines[-1].split()[-1].rstrip(".")) < 1e-6
 
 
 def test_sparse_cores_in_software_train_as_the_host_does(tmp_path: pathlib.Path):
