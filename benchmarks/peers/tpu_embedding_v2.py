@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import tensorflow as tf
 
@@ -11,6 +12,7 @@ import tpu_embedding as te
 from benchmarks import feed, one_stack
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed_both
+from tpu_embedding.layout import limits
 from tpu_embedding.ops import library
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -52,7 +54,9 @@ def embedding(scenario: Scenario, devices: int) -> te.TPUEmbeddingV2:
         max_unique_ids_per_table={stack: one_stack.NO_LIMIT},
     )
     strategy = SoftwareTPUStrategy(one_stack.TPU, devices)
-    with strategy.scope():
+    # The peers have no limits either: such a program is too large for a SparseCore.
+    unlimited = mock.patch.object(limits, "sparse_core_excesses", return_value=[])
+    with strategy.scope(), unlimited:
         return te.TPUEmbeddingV2(
             features, te.SGD(0.01), sparse_core_embedding_config=config
         )

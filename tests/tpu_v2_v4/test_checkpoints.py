@@ -136,7 +136,7 @@ def test_shapes_come_before_a_checkpoint(tmp_path: pathlib.Path) -> None:
         lambda: checkpoint.save(embedding, str(tmp_path / "saved")),
         embedding.checkpoint_rows,
     ):
-        with pytest.raises(ValueError, match=r"Call build\(per_replica_input_shapes\)"):
+        with pytest.raises(ValueError, match=r"TPUEmbedding\.build\(per_replica"):
             call()
     embedding.build(B)
     options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)

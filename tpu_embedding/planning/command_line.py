@@ -162,7 +162,7 @@ def load_sample(name: str, features: Any, batch_size: int | None) -> Any:
     if batch_size is None:
         raise ValueError(f"{name} has no batches: pass --batch-size.")
     paths = [path for path, _ in flatten_with_paths(features)]
-    with np.load(name) as arrays:
+    with np.load(name, allow_pickle=False) as arrays:
         values = {key: arrays[key] for key in arrays.files}
     for path in paths:
         if path not in values and f"{path}.values" not in values:

@@ -63,6 +63,7 @@ def plan(
 
     Nothing is created: no table, no TensorFlow session, no TPU.
 
+    >>> import tpu_embedding as te
     >>> films = te.TableConfig(1_000_000, 64, name="films")
     >>> report = te.plan(te.FeatureConfig(films), te.Adagrad(0.1), batch_size=4096)
     >>> report.total_bytes
