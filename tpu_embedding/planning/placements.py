@@ -69,7 +69,7 @@ def plan(
     >>> report.total_bytes
     512000000
     >>> [place.name for place in report.placements if place.kind == "tpu"][:2]
-    ['v6e:1x1', 'v2:2x2']
+    ['v6e:1x1', 'v5e:1x1']
 
     Args:
       feature_config: As for TPUEmbeddingV2.
