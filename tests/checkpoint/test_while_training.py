@@ -50,6 +50,38 @@ def test_save_and_restore_come_after_what_is_pending(tmp_path: pathlib.Path) -> 
     models.assert_same(models.values(pipelined), models.values(twin))
 
 
+class Training:
+    """Trains a step in another thread while something is saved."""
+
+    def __init__(self, embedding: te.TPUEmbedding) -> None:
+        self._embedding = embedding
+
+    def start(self, task: str, total: int) -> None:
+        pass
+
+    def advance(self, count: int) -> None:
+        thread = threading.Thread(target=models.train, args=(self._embedding,))
+        thread.start()
+        thread.join()
+
+
+def test_a_save_that_another_thread_changes_leaves_no_checkpoint(
+    tmp_path: pathlib.Path,
+) -> None:
+    _, embedding = make_pair()
+    before = models.values(embedding)
+    with pytest.raises(tf.errors.AbortedError, match="changed while it was saved"):
+        checkpoint.save(embedding, tmp_path / "a", progress=Training(embedding))
+    assert list(tmp_path.iterdir()) == []
+    after = models.values(embedding)
+    assert any(
+        not np.array_equal(after[t]["parameters"], before[t]["parameters"])
+        for t in after
+    )
+    path = checkpoint.save(embedding, tmp_path / "a")
+    models.assert_same(read(path), after)
+
+
 def test_a_refused_restore_leaves_what_is_pending(tmp_path: pathlib.Path) -> None:
     """So the next lookup is one step old, as if nothing had been tried."""
     other = models.make(te.Adagrad(0.5), {"films": (5, 3), "users": (6, 2)})

@@ -39,6 +39,18 @@ def exists(path: str) -> tf.errors.AlreadyExistsError:
     )
 
 
+def changed_while_saved(array: str) -> tf.errors.AbortedError:
+    """Another thread has written to a table between two readings of a save."""
+    return tf.errors.AbortedError(
+        None,
+        None,
+        f"{array} changed while it was saved, so its rows would be those of several "
+        "updates. No checkpoint was written, and the tables are as they were. Save "
+        "between two steps of the thread that trains, or stop it until the save is "
+        "done.",
+    )
+
+
 def not_an_embedding(value: object) -> TypeError:
     """An object without tables that `checkpoint` can read and write."""
     return TypeError(

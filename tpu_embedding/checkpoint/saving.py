@@ -40,7 +40,9 @@ def save(
 
     The files are those of `tf.train.Checkpoint(embedding=embedding).write(path)`, but
     no more than a few slices of a table are held in memory beside the tables. The
-    slices are read one after the other: do not train in another thread meanwhile.
+    slices are read one after the other, then a second time: if another thread trained
+    meanwhile on the host engine, this is an error and no checkpoint is left. On other
+    engines, and in several processes, do not train in another thread meanwhile.
 
     All processes of a job call it with the same path, in a file system that they share.
     Each writes its part of the one checkpoint.
@@ -63,6 +65,7 @@ def save(
       TypeError: If `embedding` is not an embedding, or another argument has the wrong
         type.
       tf.errors.AlreadyExistsError: If a checkpoint is there.
+      tf.errors.AbortedError: If a table changed while it was saved.
       ValueError: If `layouts` are of other tables, shapes or mixed slots.
     """
     if not isinstance(embedding, TrackableTables):
@@ -86,6 +89,7 @@ def save(
         layouts=layouts,
         updates=None if updates is None else int(updates.numpy()),
         progress=progress,
+        may_change=True,
     )
 
 

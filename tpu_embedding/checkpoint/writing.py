@@ -14,6 +14,7 @@ import errno
 import fcntl
 import itertools
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -124,6 +125,7 @@ def write_tensorflow(
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
     progress: Progress,
+    may_change: bool = False,
 ) -> str:
     """Writes one object with tables and slots as a checkpoint.
 
@@ -134,12 +136,15 @@ def write_tensorflow(
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
+      may_change: Whether another thread may write to the tables: all rows are read a
+        second time after the last was written. Not for tables of several processes.
 
     Returns:
       `path`.
 
     Raises:
       tf.errors.AlreadyExistsError: If a checkpoint is there.
+      tf.errors.AbortedError: If a table changed meanwhile; then there is no checkpoint.
       ValueError: If the path ends in a slash, or a table has no rows or columns.
     """
     if not os.path.basename(path):
@@ -166,7 +171,10 @@ def write_tensorflow(
     small = {keys[name]: value for name, value in values.items()}
     small[GRAPH_KEY] = tf.constant(make_graph(root, keys))
     group = process_group(tables)
+    seen = _Seen() if may_change and group is None else None
     pieces = _own_pieces(matrices, keys, group)
+    if seen is not None:
+        pieces = seen.note(pieces)
     is_first = group is None or group.rank == 0
     with one_writer(path) if is_first else contextlib.nullcontext():
         scratch = path + SCRATCH
@@ -180,6 +188,8 @@ def write_tensorflow(
                 rest.append(pieces)  # Other processes read their rows through this one.
                 prefix = scratch if group is None else f"{scratch}/{group.rank}"
                 parts = "\n".join(write_parts(prefix, pieces, total, progress))
+                if seen is not None:
+                    seen.check(_own_pieces(matrices, keys, group))
             everyone = [parts.encode()]
             if group is not None:
                 everyone = group.all_gather("checkpoint", parts.encode())
@@ -259,6 +269,38 @@ def _own_pieces(
             if number % size == rank:
                 yield Piece(keys[name], slice_spec(rows.shape, start, stop), values)
             number += 1
+
+
+class _Seen:
+    """What was read, to tell whether anything changed before the last of it was read.
+
+    An update of the host engine holds the locks of all its tables until it is done, so
+    a second reading that equals the first proves that all rows are of one moment: the
+    one between the two readings.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+
+    def note(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yields the pieces, and keeps their checksums."""
+        for piece in pieces:
+            self._sums.append(_checksum(piece))
+            yield piece
+
+    def check(self, pieces: Iterable[Piece]) -> None:
+        """Compares a second reading.
+
+        Raises:
+          tf.errors.AbortedError: If a piece is another one.
+        """
+        for piece, before in zip(pieces, self._sums, strict=True):
+            if _checksum(piece) != before:
+                raise errors.changed_while_saved(piece.key)
+
+
+def _checksum(piece: Piece) -> int:
+    return zlib.crc32(np.ascontiguousarray(piece.values).view(np.uint8).data)
 
 
 def write_parts(
