@@ -28,7 +28,8 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-peers test-peers test-servers fuzz fuzz-clang fuzz-refusals sanitize clean
+    bench-measures bench-peers test-peers test-servers test-tensorflow fuzz fuzz-clang \
+    fuzz-refusals sanitize clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -118,6 +119,12 @@ test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## workers and parameter s
 
 fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)
+
+# A checkout of TensorFlow, of which only test files are read.
+TF_TESTS ?=
+
+test-tensorflow: $(VENV)/dev.stamp ops ## TensorFlow's own tests: make test-tensorflow TF_TESTS=tensorflow
+	PYTHONPATH=. $(BIN)/python -P tools/test_tensorflow.py $(TF_TESTS)
 
 CLANG ?= clang++
 

@@ -284,11 +284,10 @@ class HardwareEpisode(SparseCoreEpisode):
     """TPUEmbedding on a software TPU v4.
 
     What fails after a dequeue leaves a TPU waiting for gradients, so only batches fail.
-    Its `flush` leaves the pending update to the next call that needs the tables.
     """
 
     classes = ("queue",)
-    kinds = ("good", "good", "id")
+    kinds = ("good", "good", "id", "flush")
 
     def _make_strategy(self) -> tf.distribute.Strategy:
         return SoftwareTPUStrategy("v4" if self.graph else "v2", self.replicas)

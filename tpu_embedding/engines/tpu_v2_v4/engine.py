@@ -295,7 +295,19 @@ class TPUV2V4Engine(Engine):
             config = b""
 
     def flush(self) -> None:
-        """See `Engine.flush`: the TPU applies a pending update when it is needed."""
+        """See `Engine.flush`: to retrieve any table applies the update of all."""
+        if not self._options.pipelined:
+            return
+        if self._options.topology.program() is not None:
+            raise NotImplementedError(
+                "On TPU v2 to v4, `flush()` reads a table through the host, which a "
+                "program on the TPU cannot do. Call it outside of strategy.run."
+            )
+        self._still_there()
+        smallest = min(
+            self._plan.tables, key=lambda t: t.config.vocabulary_size * t.config.dim
+        )
+        self._tables[smallest.name].retrieve(self._config)
 
     def reset(self) -> None:
         """See `Engine.reset`."""

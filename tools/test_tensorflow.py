@@ -1,0 +1,163 @@
+"""Runs TensorFlow's own tests of TPU embeddings against the classes of this package.
+
+    make test-tensorflow TF_TESTS=folder
+
+`folder` is the root of a checkout of TensorFlow, or any folder that has its files
+`tensorflow/python/tpu/tests/*.py` and `tensorflow/python/tpu/tpu_embedding_*_test.py`.
+The files run unmodified: only the names that they import from TensorFlow's modules are
+replaced. Nothing is downloaded. The last lines say how many tests pass on each engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import importlib
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import unittest
+from collections.abc import Iterator
+from typing import Any
+
+TPU = pathlib.Path("tensorflow/python/tpu")
+# Engine and number of devices, and the files for it.
+RUNS = {
+    "v4:2": ("tests/*_test.py",),
+    "v5p:1": ("tpu_embedding_v3_*test.py",),
+    "host": ("tpu_embedding_for_serving_test.py", "tpu_embedding_v2_utils_test.py"),
+}
+# Modules of TensorFlow whose names are replaced by those of this package.
+REPLACED = (
+    *("tpu_embedding_v1", "tpu_embedding_v2", "tpu_embedding_v2_utils"),
+    *("tpu_embedding_v3", "tpu_embedding_for_serving"),
+)
+# Files that others import.
+BASES = ("tpu_embedding_base_test.py", "tpu_embedding_v2_correctness_base_test.py")
+TIMEOUT = 3600
+
+
+def main() -> int:
+    """Runs the files of each engine in a process of its own."""
+    parser = argparse.ArgumentParser(description="Runs the tests of TensorFlow.")
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--on", choices=RUNS, help="only this engine")
+    parser.add_argument("--match", default="", help="only files whose name has this")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not (arguments.folder / TPU).is_dir():
+        parser.error(f"there is no {TPU} in {arguments.folder}")
+    if arguments.in_process:
+        return run(arguments.folder, arguments.on, arguments.match)
+    codes = []
+    for on in [arguments.on] if arguments.on else RUNS:
+        command = [sys.executable, __file__, str(arguments.folder), "--in-process"]
+        command += ["--on", on, "--match", arguments.match]
+        codes.append(subprocess.run(command, timeout=TIMEOUT, check=False).returncode)
+        if codes[-1] not in (0, 1):
+            print(f"{on}: the process ended with {codes[-1]}, and the rest did not run")
+    return int(any(codes))
+
+
+def run(folder: pathlib.Path, on: str, match: str) -> int:
+    """Runs the files of one engine, and prints what failed and the counts."""
+    import tensorflow as tf
+    from absl import flags
+
+    tf.compat.v1.enable_v2_behavior()
+    replace(on)
+    tpu = importlib.import_module("tensorflow.python.tpu")
+    tpu.__path__.append(str(folder / TPU))
+    paths = sorted(p for pattern in RUNS[on] for p in (folder / TPU).glob(pattern))
+    suite = unittest.TestSuite()
+    unread: list[str] = []
+    for path in paths:
+        if path.name in BASES or match not in path.name:
+            continue
+        parts = path.relative_to(folder).with_suffix("").parts
+        try:
+            module = importlib.import_module(".".join(parts))
+        except Exception as error:
+            unread.append(f"{path.name}: {type(error).__name__}: {error}")
+            continue
+        suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(module))
+    flags.FLAGS(sys.argv[:1])
+    results = unittest.TextTestRunner(verbosity=2).run(suite)
+    failed = [*results.failures, *results.errors]
+    reasons = collections.Counter(text.strip().splitlines()[-1] for _, text in failed)
+    for reason, count in reasons.most_common():
+        print(f"{on}: {count} x {reason[:300]}")
+    for reason in unread:
+        print(f"{on}: not read: {reason}")
+    skipped = len(results.skipped)
+    passed = results.testsRun - skipped - len({test.id() for test, _ in failed})
+    print(
+        f"{on}: {passed} of {results.testsRun - skipped} tests pass, {skipped} are "
+        f"skipped by TensorFlow, {len(unread)} files could not be read",
+        flush=True,
+    )
+    return int(bool(failed or unread))
+
+
+def replace(on: str) -> None:
+    """Puts the names of this package into TensorFlow's modules."""
+    import tpu_embedding as ours
+
+    for name in REPLACED:
+        with contextlib.suppress(ImportError):
+            module: Any = importlib.import_module(f"tensorflow.python.tpu.{name}")
+            for key, value in _public(ours):
+                if hasattr(module, key):
+                    setattr(module, key, value)
+            # The class of TensorFlow's v2 module that its API exports under this name.
+            if name == "tpu_embedding_v1":
+                module.TPUEmbeddingV0 = ours.TPUEmbeddingV0
+    ours.install("host" if on == "host" else on)
+    from tpu_embedding import drop_in
+
+    kind, _, devices = on.partition(":")
+
+    def strategy(resolver: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """A new system for each test, as initializing the TPU gives."""
+        if kind == "host":
+            return drop_in.TPUStrategy(resolver, *args, **kwargs)
+        from tpu_embedding.testing import SoftwareTPUStrategy
+
+        kwargs.pop("experimental_spmd_xla_partitioning", None)
+        return SoftwareTPUStrategy(kind, int(devices), *args, **kwargs)
+
+    python = "tensorflow.python"
+    for module_name, names, value in (
+        (
+            f"{python}.distribute.tpu_strategy",
+            ("TPUStrategy", "TPUStrategyV2"),
+            strategy,
+        ),
+        (
+            f"{python}.distribute.cluster_resolver.tpu_cluster_resolver",
+            ("TPUClusterResolver", "initialize_tpu_system"),
+            None,
+        ),
+        (f"{python}.eager.remote", ("connect_to_cluster",), _nothing),
+        (f"{python}.tpu.tpu_strategy_util", ("initialize_tpu_system",), _nothing),
+    ):
+        module = importlib.import_module(module_name)
+        for name in names:
+            resolver = drop_in.TPUClusterResolver
+            chosen = resolver if name == "TPUClusterResolver" else value or _nothing
+            setattr(module, name, chosen)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+
+
+def _public(package: Any) -> Iterator[tuple[str, Any]]:
+    for name in package.__all__:
+        yield name, getattr(package, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
