@@ -17,24 +17,80 @@ TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2", "7x:2x2x1")
 SAMPLES = 64
 
 
-def run_topology(topology: str, names: list[str]) -> int:
-    """Compiles the cases for one topology; returns how many failed."""
+def table(optimizer: Any = None, name: str = "t", **options: Any) -> Any:
+    """A table of 10,000 rows of 16 columns."""
+    import tpu_embedding as te
+
+    options = {"combiner": "mean", **options}
+    return te.TableConfig(
+        10_000, 16, optimizer=optimizer or te.Adagrad(0.1), name=name, **options
+    )
+
+
+def keras_step(strategy: Any) -> Any:
+    """The training step of a Keras model."""
+    import keras
     import tensorflow as tf
 
     import tpu_embedding as te
-    from tpu_embedding import tpu_generations
     from tpu_embedding.keras import TPUEmbedding
-    from tpu_embedding.testing import tpu_compiler
+
+    with strategy.scope():
+        layer = TPUEmbedding(
+            te.FeatureConfig(table(), name="f"),
+            te.Adagrad(0.1),
+            batch_size=SAMPLES * strategy.num_replicas_in_sync,
+        )
+        layer.build()
+        dense_part = keras.Sequential(
+            [
+                keras.layers.Dense(32, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.1),
+                keras.layers.Dense(1),
+            ]
+        )
+        dense_part.build((None, 16))
+        optimizer = keras.optimizers.Adam(1e-3)
+        optimizer.build(dense_part.trainable_variables)
+    (virtual,) = layer.trainable_variables
+
+    def step(ids: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = dense_part(layer(ids), training=True)[:, 0]
+            loss = tf.reduce_mean(tf.square(found - labels))
+        variables = dense_part.trainable_variables
+        gradients = tape.gradient(loss, [virtual, *variables])
+        optimizer.apply_gradients(zip(gradients[1:], variables, strict=True))
+        return loss
+
+    return step, [tf.TensorSpec([SAMPLES], tf.int64), tf.TensorSpec([SAMPLES])]
+
+
+def v0(strategy: Any) -> Any:
+    """A lookup of TPUEmbeddingV0."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
+
+    with strategy.scope():
+        embedding = te.TPUEmbeddingV0(te.FeatureConfig(table(), name="f"))
+
+    def step(ids: Any) -> Any:
+        return tf.reduce_sum(embedding(ids))
+
+    return step, [tf.TensorSpec([SAMPLES], tf.int64)]
+
+
+def sparse_core_cases() -> dict[str, Callable[..., Any]]:
+    """The options of the SparseCore engine: name -> builder of a step."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
 
     dense = tf.TensorSpec([SAMPLES], tf.int64)
     ragged = tf.RaggedTensorSpec([SAMPLES, None], tf.int64)
     sparse = tf.SparseTensorSpec([SAMPLES, None], tf.int64)
-
-    def table(optimizer: Any = None, name: str = "t", **options: Any) -> Any:
-        options = {"combiner": "mean", **options}
-        return te.TableConfig(
-            10_000, 16, optimizer=optimizer or te.Adagrad(0.1), name=name, **options
-        )
 
     def embed(
         tables: Any = None, spec: Any = dense, shape: Any = (SAMPLES,), **options: Any
@@ -82,49 +138,6 @@ def run_topology(topology: str, names: list[str]) -> int:
     combiner = te.CustomCombiner(combine, 4, 3, tf.ones_initializer(), 0.1)
     plain_combiner = te.CustomCombiner(lambda _, vectors: tf.reduce_sum(vectors, 0), 4)
 
-    def keras_step(strategy: Any) -> Any:
-        import keras
-
-        with strategy.scope():
-            layer = TPUEmbedding(
-                te.FeatureConfig(table(), name="f"),
-                te.Adagrad(0.1),
-                batch_size=SAMPLES * strategy.num_replicas_in_sync,
-            )
-            layer.build()
-            dense_part = keras.Sequential(
-                [
-                    keras.layers.Dense(32, activation="relu"),
-                    keras.layers.BatchNormalization(),
-                    keras.layers.Dropout(0.1),
-                    keras.layers.Dense(1),
-                ]
-            )
-            dense_part.build((None, 16))
-            optimizer = keras.optimizers.Adam(1e-3)
-            optimizer.build(dense_part.trainable_variables)
-        (virtual,) = layer.trainable_variables
-
-        def step(ids: Any, labels: Any) -> Any:
-            with tf.GradientTape() as tape:
-                found = dense_part(layer(ids), training=True)[:, 0]
-                loss = tf.reduce_mean(tf.square(found - labels))
-            variables = dense_part.trainable_variables
-            gradients = tape.gradient(loss, [virtual, *variables])
-            optimizer.apply_gradients(zip(gradients[1:], variables, strict=True))
-            return loss
-
-        return step, [dense, tf.TensorSpec([SAMPLES])]
-
-    def v0(strategy: Any) -> Any:
-        with strategy.scope():
-            embedding = te.TPUEmbeddingV0(te.FeatureConfig(table(), name="f"))
-
-        def step(ids: Any) -> Any:
-            return tf.reduce_sum(embedding(ids))
-
-        return step, [dense]
-
     ftrl = te.FTRL(
         0.1,
         l1_regularization_strength=0.1,
@@ -137,7 +150,7 @@ def run_topology(topology: str, names: list[str]) -> int:
     )
     clipped = te.Adagrad(0.1, clip_weight_min=-1.0, clip_weight_max=1.0)
     shared = table()
-    cases: dict[str, Callable[..., Any]] = {
+    return {
         "minibatching": embed(config={"minibatching": True}),
         "id dropping": embed(
             config={"allow_id_dropping": True, "max_ids_per_chip_per_sample": 8}
@@ -170,6 +183,14 @@ def run_topology(topology: str, names: list[str]) -> int:
         "both custom": embed(table(custom, combiner=combiner)),
         "Keras train step": keras_step,
     }
+
+
+def run_topology(topology: str, names: list[str]) -> int:
+    """Compiles the cases for one topology; returns how many failed."""
+    from tpu_embedding import tpu_generations
+    from tpu_embedding.testing import tpu_compiler
+
+    cases = sparse_core_cases()
     generation, _ = tpu_generations.topology(topology)
     if generation.embedding == "none":
         cases = {"TPUEmbeddingV0": v0}
