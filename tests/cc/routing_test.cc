@@ -149,8 +149,8 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
       }
     }
     // Messages that are cut or changed are read to their end or refused.
-    for (int sender = 0; sender < size; ++sender) {
-      if (words[sender].empty()) continue;
+    const int sender = Random(size);
+    if (!words[sender].empty()) {
       std::vector<int32_t> bad(words[sender].begin(), words[sender].end() - 1);
       std::vector<Message> cut = messages;
       cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
@@ -180,7 +180,7 @@ void CheckWire() {
 
 int main() {
   using namespace tpu_embedding;
-  for (int round = 0; round < 40; ++round) {
+  for (int round = 0; round < 8; ++round) {
     for (const int size : {1, 2, 3, 5, 16}) {
       CheckJob(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
     }
