@@ -23,6 +23,9 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import tpu_embedding as te
+
+PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 120.0
 
@@ -49,8 +52,9 @@ class Process:
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it.
+        module = "multi_process.worker"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "multi_process.worker", f"{requests}", f"{replies}"],
+            [sys.executable, "-P", "-m", module, f"{requests}", f"{replies}"],
             env={**os.environ, **environment},
             pass_fds=(requests, replies),
             stdin=subprocess.DEVNULL,
@@ -119,11 +123,11 @@ class Job:
                 one.bind(("127.0.0.1", 0))
             ports = [one.getsockname()[1] for one in sockets]
         cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(TESTS), str(PACKAGE)])
         self.processes = [
             Process(
                 {
-                    "PYTHONPATH": path.rstrip(os.pathsep),
+                    "PYTHONPATH": path,
                     "CUDA_VISIBLE_DEVICES": "-1",
                     **(environment or {}),
                     "TF_CONFIG": json.dumps(
