@@ -82,8 +82,6 @@ class Trainer:
             self.embedding = te.TPUEmbedding(features, te.Adagrad(0.05))
             self.embedding.build()
         self.dense_part = model.make_dense_part(features, ratings.mean())
-        self.optimizer = keras.optimizers.Adam(1e-3)
-        self.optimizer.build(self.dense_part.trainable_variables)
         train = np.random.default_rng(1).permutation(ratings.split.train)
         self.rows = train[: options.processes * BATCH * (len(train) // 1024)]
         self.ratings = ratings
@@ -107,8 +105,10 @@ class Trainer:
 
     def apply(self, of_weights: Any) -> None:
         """Updates the dense weights with the sum over the parts."""
+        # Every process has these weights, and all get the same sum.
         weights = self.dense_part.trainable_variables
-        self.optimizer.apply_gradients(zip(of_weights, weights, strict=True))
+        for weight, gradient in zip(weights, of_weights, strict=True):
+            weight.assign_sub(1e-5 * gradient)
 
     @tf.function(reduce_retracing=True)
     def train_part(self, batch: data.Batch) -> None:
@@ -170,8 +170,8 @@ def worker(options: Options) -> None:
 
 
 def dense_variables(trainer: Trainer) -> list[Any]:
-    """The dense weights and the state of their optimizer."""
-    return [*trainer.dense_part.variables, *trainer.optimizer.variables]
+    """The dense weights."""
+    return list(trainer.dense_part.variables)
 
 
 def latest_step(out: Path) -> int:

@@ -116,7 +116,7 @@ TABLE_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 def test_every_option_of_a_table_is_under_test() -> None:
     names = {field.name for field in dataclasses.fields(TableConfig)}
-    assert names == {*TABLE_OPTIONS, "invalid_ids", "rounding_seed"}
+    assert names == {*TABLE_OPTIONS, "invalid_ids", "placement", "rounding_seed"}
 
 
 @pytest.mark.parametrize("name", TABLE_OPTIONS)

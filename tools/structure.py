@@ -94,11 +94,15 @@ def small_with_one_importer(
 
 
 def longest_chain(graph: Mapping[str, set[str]]) -> list[str]:
-    """The longest chain of modules each of which imports the next."""
+    """The longest chain of modules each of which imports the next.
+
+    The package's own name does not count as a link: commands import it when they run.
+    """
 
     @functools.cache
     def chain(name: str) -> tuple[str, ...]:
-        return (name, *max((chain(n) for n in graph[name]), key=len, default=()))
+        imports = graph[name] - {PACKAGE}
+        return (name, *max((chain(n) for n in imports), key=len, default=()))
 
     return list(max((chain(name) for name in graph), key=len))
 
