@@ -234,8 +234,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         difference = float(np.abs(own - theirs).max())
         print(f"{name}: largest difference {difference}")
         # The sum of more than two dense gradients may be rounded in another order.
-        np.testing.assert_allclose(theirs, own, atol=options.processes > 2 and 1e-3)
-    print(f"{options.processes} processes and one process have the same tables.")
+        # The dense model's sums may differ in the last bit of float32 in each step.
+        last_bits = options.steps * 2.0**-24 if options.processes == 2 else 1e-3
+        np.testing.assert_allclose(theirs, own, rtol=0, atol=last_bits)
+    print(f"{options.processes} processes and one process agree to float32.")
 
 
 if __name__ == "__main__":
