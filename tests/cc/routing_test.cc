@@ -4,7 +4,9 @@
 #include "core/routing.h"
 
 #include <cstdint>
+#include <fstream>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -156,9 +158,15 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
       cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
       CHECK_TRUE(ReadMessages(cut, kTables, parallel_for, &routed[p]));
       bad = words[sender];
-      bad[Random(bad.size())] = Random(3) ? Random(100) - 50 : 1 << 30;
       cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
+      bad[Random(bad.size())] = Random(100) - 50;
       (void)ReadMessages(cut, kTables, parallel_for, &routed[p]);
+      for (size_t i = 0; i < bad.size(); ++i) {
+        bad = words[sender];
+        bad[i] = 1 << 30;
+        cut[sender].words = bad.data();
+        (void)ReadMessages(cut, kTables, parallel_for, &routed[p]);
+      }
     }
   }
 }
@@ -175,6 +183,17 @@ void CheckWire() {
   CHECK_TRUE(Padded(0) == 0 && Padded(1) == 64 && Padded(64) == 64);
 }
 
+// Of this program alone; getrusage begins with the memory of the parent
+// process.
+int64_t PeakKilobytes() {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  while (status >> word && word != "VmHWM:") continue;
+  int64_t kilobytes = 0;
+  CHECK_TRUE(static_cast<bool>(status >> kilobytes));
+  return kilobytes;
+}
+
 }  // namespace
 }  // namespace tpu_embedding
 
@@ -186,5 +205,7 @@ int main() {
     }
   }
   CheckWire();
+  // What a damaged message claims to have is not allocated.
+  CHECK_TRUE(PeakKilobytes() < 1 << 20);
   return 0;
 }

@@ -208,10 +208,11 @@ class Writer {
 };
 
 // Lengths that are all alike take one word, others a word each and -1 before.
+// So do lengths of 0: each sample that a message claims is backed by a word.
 template <class LengthOf>
 void WriteLengths(int64_t count, const LengthOf& length_of, Writer* writer) {
   const int64_t first = count ? length_of(0) : 0;
-  bool alike = true;
+  bool alike = first > 0 || count == 0;
   for (int64_t s = 1; s < count && alike; ++s) alike = length_of(s) == first;
   writer->Word(alike ? first : -1);
   if (alike) return;
@@ -305,6 +306,12 @@ bool ReadOffsets(int64_t count, int64_t entries, Reader* reader,
   if (!same) return false;
   const int32_t* lengths = *same < 0 ? reader->Words(count) : nullptr;
   if (*same < 0 && !lengths) return false;
+  // The words of the entries follow. Nothing is allocated for what is not
+  // there.
+  if (entries > reader->left() || (*same >= 0 && count * *same != entries) ||
+      (*same == 0 && count > 0)) {
+    return false;
+  }
   offsets->Resize(count + 1);
   int64_t next = 0;
   for (int64_t s = 0; s < count; ++s) {
@@ -323,7 +330,6 @@ bool ReadFeature(int64_t num_rows, const Buffer<int32_t>* rows, Reader* reader,
   const int64_t count = reader->Word(kMaxRows);
   const int64_t entries = reader->Word(kMaxRows);
   const int64_t kind = reader->Word(kByEntry);
-  // Claims of a message are backed by words; samples without entries are not.
   if (count < 0 || entries < 0 || kind < 0) return false;
   if (!ReadOffsets(count, entries, reader, &csr->offsets)) return false;
   const int32_t* words = reader->Words(entries);

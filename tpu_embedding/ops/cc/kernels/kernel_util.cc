@@ -134,6 +134,38 @@ absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
   return tensorflow::TensorShape::BuildTensorShape(axes, shape);
 }
 
+absl::Status ActivationShape(const Plan& plan, size_t feature,
+                             const std::vector<int64_t>& samples,
+                             const tensorflow::PartialTensorShape& traced,
+                             tensorflow::TensorShape* shape) {
+  TF_RETURN_IF_ERROR(ActivationShape(samples, plan.dim(feature), shape));
+  if (traced.IsCompatibleWith(*shape)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "Feature ", plan.features[feature].path, ": the activations have shape ",
+      shape->DebugString(), ", but the function was traced for ",
+      traced.DebugString(),
+      ". Pass `batch_size` where the size of batches is fixed, or trace a "
+      "function for each size."));
+}
+
+absl::Status LookupShapes(
+    tensorflow::shape_inference::InferenceContext* context) {
+  std::vector<tensorflow::PartialTensorShape> shapes;
+  int64_t num_features = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
+  TF_RETURN_IF_ERROR(CheckLength("output_shapes", shapes.size(), num_features));
+  for (size_t f = 0; f < shapes.size(); ++f) {
+    tensorflow::shape_inference::ShapeHandle shape;
+    TF_RETURN_IF_ERROR(
+        context->MakeShapeFromPartialTensorShape(shapes[f], &shape));
+    context->set_output(f, shape);
+  }
+  context->set_output(num_features, context->Scalar());
+  context->set_output(num_features + 1, context->Scalar());
+  return absl::OkStatus();
+}
+
 absl::Status LookUpTables(OpKernelContext* context,
                           std::vector<Variable>* tables) {
   return LookUpVariables(context, "tables",

@@ -13,6 +13,7 @@
 #include "core/parallel.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_var.h"
+#include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 
 namespace tpu_embedding {
@@ -44,6 +45,19 @@ absl::Status CheckScalar(const char* name, const tensorflow::Tensor& tensor);
 absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
                              tensorflow::TensorShape* shape);
 
+// The same for feature `feature` of a plan; fails unless the shape fits
+// `traced`.
+struct Plan;
+absl::Status ActivationShape(const Plan& plan, size_t feature,
+                             const std::vector<int64_t>& samples,
+                             const tensorflow::PartialTensorShape& traced,
+                             tensorflow::TensorShape* shape);
+
+// The shapes of an op whose outputs are activations, of the attribute
+// `output_shapes`, and two scalars.
+absl::Status LookupShapes(
+    tensorflow::shape_inference::InferenceContext* context);
+
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
 // The variables behind the resource inputs `tables`; each must hold a matrix of
@@ -61,7 +75,6 @@ ConstTableData DataOf(const tensorflow::Tensor& table);
 
 // Fails unless the tables are as large as in the plan, which ids were checked
 // for. The tables must be locked.
-struct Plan;
 absl::Status CheckTables(const std::vector<Variable>& tables, const Plan& plan);
 
 // The int64 scalars behind the resource inputs `counters`.

@@ -69,23 +69,7 @@ REGISTER_OP("TpuEmbeddingCombine")
     .Attr("num_features: int >= 1")
     .Attr("output_shapes: list(shape)")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* context) {
-      std::vector<tensorflow::PartialTensorShape> shapes;
-      int64_t num_features = 0;
-      TF_RETURN_IF_ERROR(context->GetAttr("output_shapes", &shapes));
-      TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
-      TF_RETURN_IF_ERROR(
-          CheckLength("output_shapes", shapes.size(), num_features));
-      for (size_t f = 0; f < shapes.size(); ++f) {
-        tensorflow::shape_inference::ShapeHandle shape;
-        TF_RETURN_IF_ERROR(
-            context->MakeShapeFromPartialTensorShape(shapes[f], &shape));
-        context->set_output(f, shape);
-      }
-      context->set_output(num_features, context->Scalar());
-      context->set_output(num_features + 1, context->Scalar());
-      return absl::OkStatus();
-    })
+    .SetShapeFn(LookupShapes)
     .Doc(R"doc(
 The activations, from the rows and samples that the owners sent.
 
@@ -290,16 +274,8 @@ class ServeOp : public tensorflow::OpKernel {
     }
     for (size_t f = 0; f < plan.features.size(); ++f) {
       TensorShape shape;
-      TF_RETURN_IF_ERROR(
-          ActivationShape(batch.features[f].output_shape, plan.dim(f), &shape));
-      if (!shapes_[f].IsCompatibleWith(shape)) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "Feature ", plan.features[f].path, ": the activations have shape ",
-            shape.DebugString(), ", but the function was traced for ",
-            shapes_[f].DebugString(),
-            ". Pass `batch_size` where the size of batches is fixed, or trace "
-            "a function for each size."));
-      }
+      TF_RETURN_IF_ERROR(ActivationShape(
+          plan, f, batch.features[f].output_shape, shapes_[f], &shape));
       if (!routed.IsWhole(plan.placement.rank, f)) continue;
       TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_FLOAT, shape,
                                                 &served->activations[f]));
