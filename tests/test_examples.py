@@ -25,6 +25,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 RANKING = ROOT / "examples" / "01_movielens_ranking.py"
 SPARSE_CORE = ROOT / "examples" / "03_sparsecore_on_your_laptop.py"
 SERVE = ROOT / "examples" / "04_serve.py"
+MANY_MACHINES = ROOT / "examples" / "06_many_machines.py"
 EVERYWHERE = ROOT / "examples" / "08_everywhere.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
@@ -117,8 +118,15 @@ def test_example_runs(
 ):
     if example == RANKING:
         request.getfixturevalue("unbroken")  # It ran already.
-    elif example not in (SPARSE_CORE, SERVE, EVERYWHERE):  # They run below.
+    elif example not in (SPARSE_CORE, SERVE, MANY_MACHINES, EVERYWHERE):
+        # The others run below.
         run(example, "--out", tmp_path)
+
+
+def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.Path):
+    lines = run(MANY_MACHINES, "--kill", "--out", tmp_path).splitlines()
+    assert "A process was killed. All start again from step 10." in lines
+    assert lines[-1] == "2 processes and one process have the same tables."
 
 
 def test_one_training_function_trains_everywhere():
