@@ -149,15 +149,19 @@ def own_batches(strategy: Any, case: Case) -> Any:
     return lambda number: training.batch(case, number, rank(strategy))
 
 
-def statistics(strategy: Any, rows: int, sizes: tuple[int, int, int]) -> Any:
+def statistics(
+    strategy: Any, rows: int, sizes: tuple[int, int, int], wire: str = "float32"
+) -> Any:
     """Bytes that one step sent, and those of the formula of docs/distributed.md.
 
     Args:
       strategy: That of the job.
       rows: Of each table.
       sizes: Samples of a process, IDs of a sample, columns of a table.
+      wire: The dtype of the rows, activations and gradients that travel.
     """
     samples, length, dim = sizes
+    row_bytes = tf.as_dtype(wire).size * dim
     number, own = strategy.num_replicas_in_sync, rank(strategy)
     placements = ("rows", "whole", "whole")
     with strategy.scope():
@@ -166,7 +170,8 @@ def statistics(strategy: Any, rows: int, sizes: tuple[int, int, int]) -> Any:
             for t, placement in enumerate(placements)
         ]
         features = [te.FeatureConfig(table) for table in tables]
-        embedding = te.TPUEmbedding(features, te.SGD(0.1))
+        options = te.DistributedOptions(wire_dtype=wire)
+        embedding = te.TPUEmbedding(features, te.SGD(0.1), distributed_options=options)
     random = np.random.default_rng(own)
     ids = [random.integers(0, rows, (samples, length)) for _ in tables]
     embedding.enqueue([tf.constant(i, tf.int32) for i in ids])
@@ -186,13 +191,13 @@ def statistics(strategy: Any, rows: int, sizes: tuple[int, int, int]) -> Any:
                 lengths = with_entry if length > 1 else 0
                 expected["enqueue"] += 4 * (distinct + int(there.sum()) + lengths)
                 served = asked[table][asked[table] % number == own]
-                expected["lookup"] += 4 * dim * len(np.unique(served))
-                expected["update"] += 4 * dim * with_entry
+                expected["lookup"] += row_bytes * len(np.unique(served))
+                expected["update"] += row_bytes * with_entry
             if owner == other:
                 expected["enqueue"] += 4 * samples * length
-                expected["update"] += 4 * dim * samples
+                expected["update"] += row_bytes * samples
             if owner == own:
-                expected["lookup"] += 4 * dim * samples
+                expected["lookup"] += row_bytes * samples
     sent = {phase: numbers[1] for phase, numbers in engine.channel.statistics().items()}
     return {phase: (sent[phase], number) for phase, number in expected.items()}
 

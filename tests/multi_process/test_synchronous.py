@@ -167,6 +167,32 @@ def test_bytes_follow_the_formula(two: Job) -> None:
                 assert expected <= sent <= 1.05 * expected, (rows, phase)
 
 
+def test_bfloat16_on_the_wire_halves_the_bytes_and_rounds_once(two: Job) -> None:
+    """The activations of a table whose rows, or whose activations, travel.
+
+    Rounding to nearest changes a value by at most 2^-9 of it. A sample of at most four
+    ids adds up to 4 rows, so 4 * 2^-9 of the largest number bounds it, and float32's
+    own roundings are far below.
+    """
+    for placement in ("rows", "whole"):
+        case = Case("sgd", steps=1, placement=placement, wire="bfloat16")
+        expected, _ = training.train_replicas(case, 2)
+        tables = [
+            training.initializer(table)((rows, dim))
+            for table, (rows, dim) in enumerate(zip(case.rows, (8, 5, 16), strict=True))
+        ]
+        bound = 4 * 2.0**-9 * max(float(np.abs(table).max()) for table in tables)
+        largest = 0.0
+        for process, (activations, _) in enumerate(two.run("train", case)):
+            for name, values in activations[0].items():
+                difference = np.abs(values[0] - expected[0][name][process])
+                largest = max(largest, float(difference.max(initial=0.0)))
+        assert 0 < largest <= bound, (placement, largest, bound)
+    for found in two.run("statistics", 10_000, (512, 10, 64), "bfloat16"):
+        for phase, (sent, formula) in found.items():
+            assert formula <= sent <= 1.05 * formula, phase
+
+
 def test_a_killed_process_fails_the_others_in_seconds() -> None:
     with Job(2) as job:
         found = job.attempt("train_with_fault", 1, "kill", "update", 60)
