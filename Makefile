@@ -74,7 +74,7 @@ check-tpu: $(VENV)/demo.stamp ## compile 22 programs for v5p, v6e and 7x by libt
 	PYTHONPATH=. $(BIN)/python tools/check_tpu.py $(CHECK)
 
 check-plan: ops ## plans against the measured memory of 12 configurations of 1 to 2 GiB
-	$(BIN)/python tools/check_plan.py
+	PYTHONPATH=. $(BIN)/python tools/check_plan.py
 
 bench: ops ## everything that has an aim, with the peers: make bench BENCH=--quick
 	$(BIN)/python -m benchmarks.everything $(BENCH)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from everywhere.twins import CLASSES, make_twin, place
 
 import tpu_embedding as te
+from tpu_embedding.testing import SoftwareTPUStrategy
 
 # (engine, devices): every engine, and one, two and four devices.
 SYSTEMS = [
@@ -111,6 +112,40 @@ def test_wrong_orders_on_sparse_cores(words: str, inside: bool) -> None:
         run()
     np.testing.assert_array_equal(_first_table(embedding), before)
     embedding.reset()
+
+
+def test_wrong_orders_of_version_2_on_tpu_v4() -> None:
+    """Its one queue allows one lookup that owes gradients, in its own program."""
+    strategy = SoftwareTPUStrategy("v4", 1)
+    with strategy.scope():
+        table = te.TableConfig(8, 4, name="films")
+        embedding = te.TPUEmbeddingV2(
+            te.FeatureConfig(table, output_shape=[2]), te.SGD(0.1)
+        )
+    ids = tf.constant([1, 2])
+
+    def films() -> np.ndarray:
+        return embedding.checkpoint_rows()["films"]["parameters"].numpy()
+
+    def twice(ids: tf.Tensor) -> tf.Tensor:
+        embedding(ids)
+        return embedding(ids)[0]
+
+    with pytest.raises(NotImplementedError, match="cannot look up twice"):
+        strategy.run(twice, (ids,))
+    before = films()
+    activations, preserved = strategy.run(embedding.embedding_lookup, (ids,))
+    with pytest.raises(tf.errors.FailedPreconditionError, match="in the same strategy"):
+        strategy.run(embedding.apply_gradients, (activations, preserved))
+    np.testing.assert_array_equal(films(), before)
+
+    def step(prepared: Any) -> None:
+        embedding.apply_gradients(*embedding(prepared))
+
+    # A batch that tf.data prepared is looked up as it is.
+    prepared = tf.data.Dataset.from_tensors(ids).map(embedding.preprocess_features)
+    strategy.run(step, (next(iter(prepared)),))
+    assert not np.array_equal(films(), before)
 
 
 def _first_table(embedding: Any) -> Any:

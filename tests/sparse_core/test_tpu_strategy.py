@@ -239,6 +239,25 @@ def test_the_keras_layer() -> None:
 
 
 @pytest.mark.usefixtures("strategy")
+def test_enqueue_inside_of_a_program_is_refused() -> None:
+    """TensorFlow's passes refuse a program that also dequeues."""
+    tpu = tf.distribute.TPUStrategy(Described("V2", CORES, local=True))
+    with tpu.scope():
+        table = te.TableConfig(8, 8, name="films")
+        embedding = te.TPUEmbedding(
+            te.FeatureConfig(table, output_shape=[8]), te.SGD(0.1)
+        )
+    embedding.build()
+
+    @tf.function(autograph=False)
+    def enqueue(ids: tf.Tensor) -> None:
+        tpu.run(embedding.enqueue, (ids,))
+
+    with pytest.raises(NotImplementedError, match=r"Call enqueue outside of strategy"):
+        enqueue.get_concrete_function(tf.TensorSpec([8], tf.int64))
+
+
+@pytest.mark.usefixtures("strategy")
 @pytest.mark.parametrize("minibatching", [False, True])
 def test_no_op_stays_on_the_host_without_a_kernel_there(
     minibatching: bool, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,14 @@ class HostQueues(StepQueue):
     ) -> None:
         """See `StepQueue.enqueue`."""
         del name
+        assert self._topology.tpu is not None
+        if replica is not None and not self._topology.tpu.simulated:
+            raise NotImplementedError(
+                "TPUEmbedding.enqueue was called inside of strategy.run, on "
+                "SparseCores under a TPUStrategy. TensorFlow's compiler does not "
+                "accept a TPU program that both enqueues and dequeues. Call enqueue "
+                "outside of strategy.run, with the batches of all replicas."
+            )
         if replica is None:
             self._put(range(len(batches)), self._queues, batches, training)
         else:
