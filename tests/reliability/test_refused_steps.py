@@ -316,3 +316,9 @@ def test_reset_revokes_lookups() -> None:
 def test_random_steps(seed: int, engine: str) -> None:
     """A few of the steps of `make fuzz-refusals`."""
     assert refusals.run(50 if engine == "portable" else 250, seed, (engine,))
+
+
+@pytest.mark.parametrize("tpu", ["sparse_core", "sparse_core_queue", "tpu_v2_v4"])
+def test_random_steps_of_tpus(seed: int, tpu: str) -> None:
+    """The same on software TPUs."""
+    assert refusals.run(50, seed, (tpu,))
