@@ -175,7 +175,9 @@ class Episode:
             gradient = gradients[replica]
             if kind == "shape" and replica == bad:
                 gradient = gradient[:, :1]
-            check = tf.debugging.Assert(~fails[replica], ["broken"])
+            # After the lookup: whether a step that failed looked up is then known.
+            with tf.control_dependencies([activations]):
+                check = tf.debugging.Assert(~fails[replica], ["broken"])
             with tf.control_dependencies([] if check is None else [check]):
                 self.user.update(tf.identity(gradient), looked_up)
             return activations
