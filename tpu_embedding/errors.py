@@ -100,6 +100,15 @@ def feature_kind(path: str, value: object) -> ValueError:
     )
 
 
+def string_ids(path: str) -> TypeError:
+    """Strings in the place of ids."""
+    return TypeError(
+        f"The ids of feature {path} must be int32, int64 or floating point. Received: "
+        "string. Convert them with keras.layers.StringLookup or keras.layers.Hashing, "
+        "in the model or in tf.data."
+    )
+
+
 def weights_kind(path: str, expected: str, value: object) -> ValueError:
     """Weights that are not built as their feature is."""
     return ValueError(

@@ -71,6 +71,8 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     kind = kind_of(value)
     if kind is None:
         raise errors.feature_kind(path, value)
+    if value.dtype == tf.string:
+        raise errors.string_ids(path)
     if value.dtype not in (tf.int32, tf.int64) and not value.dtype.is_floating:
         raise TypeError(
             f"The ids of feature {path} must be int32, int64 or floating point. "

@@ -187,7 +187,7 @@ BY_TYPE = [
     Bad(
         "ids_of_strings",
         ragged([b"a", b"b"], [0, 1, 2], tf.string),
-        ("feature bad", "int32, int64 or floating point", "string", "tf.cast"),
+        ("feature bad", "int32, int64 or floating point", "string", "StringLookup"),
         error=TypeError,
     ),
     Bad(

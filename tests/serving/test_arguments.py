@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -56,6 +59,76 @@ def test_a_signature_of_ones_own(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(answer["output"], [[19, 21, 23], [12, 14, 16]])
     with pytest.raises(tf.errors.InvalidArgumentError, match="sample 0 has id -1"):
         signatures["ask"](title=tf.constant(["Cube"]), more=tf.zeros([1, 1]))
+
+
+def lookup_table() -> Any:
+    keys = tf.lookup.KeyValueTensorInitializer(["Alien", "Brazil"], tf.range(2, 4))
+    return tf.lookup.StaticHashTable(keys, -1)
+
+
+GLOBAL_TABLE = lookup_table()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Holds a table in a dict, as an object that is not trackable."""
+
+    tables: dict[str, Any]
+
+    def read(self, inputs: dict[str, tf.Tensor]) -> Request:
+        return Request({"film": self.tables["title"].lookup(inputs["title"])})
+
+
+def reads() -> dict[str, Callable[[dict[str, tf.Tensor]], Request]]:
+    """Functions that use a lookup table which is an attribute of no model."""
+    table, lookup = lookup_table(), keras.layers.StringLookup(vocabulary=["Alien"])
+    in_closure = {"title": lookup_table().lookup}
+    return {
+        "closure": lambda inputs: Request({"film": table.lookup(inputs["title"])}),
+        "global": lambda inputs: Request(
+            {"film": GLOBAL_TABLE.lookup(inputs["title"])}
+        ),
+        "nested": lambda inputs: Request(
+            {"film": next(GLOBAL_TABLE.lookup(text) for text in inputs.values())}
+        ),
+        "container": lambda inputs: Request(
+            {"film": in_closure["title"](inputs["title"])}
+        ),
+        "dataclass": Reader({"title": lookup_table()}).read,
+        "keras": lambda inputs: Request({"film": lookup(inputs["title"]) + 1}),
+        "partial": functools.partial(
+            lambda found, inputs: Request({"film": found.lookup(inputs["title"])}),
+            lookup_table(),
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", list(reads()))
+def test_lookup_tables_that_a_signature_refers_to_are_saved(
+    way: str, tmp_path: pathlib.Path
+) -> None:
+    signature = Signature({"title": tf.TensorSpec([None], tf.string)}, reads()[way])
+    export(TABLE, tmp_path, feature_config=FEATURES, signatures={"by_title": signature})
+    found = load(tmp_path)["by_title"](title=tf.constant(["Alien"]))["film"]
+    np.testing.assert_array_equal(found, [[6.0, 7.0, 8.0]])
+
+
+class Hidden:
+    """Neither trackable nor a dataclass."""
+
+    def __init__(self) -> None:
+        self.table = lookup_table()
+
+
+def test_lookup_tables_that_are_not_found_are_refused(tmp_path: pathlib.Path) -> None:
+    hidden = Hidden()
+    signature = Signature(
+        {"title": tf.TensorSpec([None], tf.string)},
+        lambda inputs: Request({"film": hidden.table.lookup(inputs["title"])}),
+    )
+    with pytest.raises(ValueError, match=r"does not find. Pass a tf.Module or a Keras"):
+        export(TABLE, tmp_path, feature_config=FEATURES, signatures={"a": signature})
+    assert not list(tmp_path.iterdir())
 
 
 def test_exports_tables_that_were_restored(tmp_path: pathlib.Path) -> None:

@@ -77,7 +77,14 @@ def symbol(value: Any) -> Symbol:
     if getattr(value, "ragged", False):
         kind = InputKind.RAGGED
     dtype = keras.backend.standardize_dtype(value.dtype)
-    return Symbol(kind, tuple(value.shape), dtype, value)
+    # Results of Keras layers never say that they are sparse or ragged, as those of a
+    # StringLookup of ragged strings are.
+    history = getattr(value, "_keras_history", None)
+    computed = history is not None and not isinstance(
+        history.operation, keras.layers.InputLayer
+    )
+    shape = tuple(value.shape)
+    return Symbol(kind, shape, dtype, value, may_differ=computed and len(shape) > 1)
 
 
 def saved_argument(argument: Any) -> Any:

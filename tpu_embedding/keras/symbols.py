@@ -38,12 +38,21 @@ class Symbol:
       shape: Their static shape; None for an unknown axis.
       dtype: The name of their dtype.
       value: The object, for errors.
+      may_differ: Whether the kind may be another one when there are values.
     """
 
     kind: InputKind | None
     shape: tuple[int | None, ...]
     dtype: str
     value: Any = None
+    may_differ: bool = False
+
+    @property
+    def may_be_ragged(self) -> bool:
+        """Whether the rows may fill an output shape of several axes."""
+        return self.kind is InputKind.RAGGED or (
+            self.may_differ and len(self.shape) == 2
+        )
 
     @classmethod
     def of(cls, value: Any) -> Symbol:
@@ -72,11 +81,11 @@ def output_shapes(
     shapes = OutputShapes(plan.features)
     found = []
     for spec, symbol, weight in zip(plan.features, ids, weights, strict=True):
-        kind = _check_ids(spec.path, symbol)
+        _check_ids(spec.path, symbol)
         shape = symbol.shape
-        shapes.check_input(spec.index, shape, ragged=kind is InputKind.RAGGED)
+        shapes.check_input(spec.index, shape, ragged=symbol.may_be_ragged)
         if weight is not None:
-            _check_weights(spec.path, weight, kind, shape)
+            _check_weights(spec.path, weight, symbol)
         rows = spec.config.output_shape
         if rows is None:
             rows = from_input(spec.path, spec.config, shape)
@@ -102,25 +111,30 @@ def from_shape(path: str, shape: Any) -> Symbol:
     return Symbol(kind, sizes, "int64")
 
 
-def _check_ids(path: str, ids: Symbol) -> InputKind:
+def _check_ids(path: str, ids: Symbol) -> None:
     if ids.kind is None:
         raise errors.feature_kind(path, ids.value)
+    if ids.dtype == "string":
+        raise errors.string_ids(path)
     if ids.dtype not in ("int32", "int64"):
         raise TypeError(
             f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
             f'tensor of {ids.dtype}. Use `keras.Input(shape, dtype="int64")`, also as '
-            "the first layer of a Sequential, which otherwise assumes float32."
+            "the first layer of a Sequential, which otherwise assumes float32. For a "
+            "Keras preprocessing layer or a feature of keras.utils.FeatureSpace use "
+            '`output_mode="int"`.'
         )
     smallest, largest, allowed = _RANKS[ids.kind]
     if not smallest <= len(ids.shape) <= largest:
         raise errors.input_rank(path, ids.kind.value, len(ids.shape), allowed)
-    return ids.kind
 
 
-def _check_weights(path: str, weights: Symbol, kind: InputKind, shape: Any) -> None:
-    if weights.kind is not kind:
-        raise errors.weights_kind(path, _NAMES[kind], weights.value)
+def _check_weights(path: str, weights: Symbol, ids: Symbol) -> None:
+    certain = not (weights.may_differ or ids.may_differ)
+    if weights.kind is None or (certain and weights.kind is not ids.kind):
+        assert ids.kind is not None
+        raise errors.weights_kind(path, _NAMES[ids.kind], weights.value)
     if not tf.as_dtype(weights.dtype).is_floating:
         raise errors.weights_dtype(path, weights.dtype)
-    if not tf.TensorShape(shape).is_compatible_with(weights.shape):
-        raise errors.weights_shape(path, shape, weights.shape)
+    if not tf.TensorShape(ids.shape).is_compatible_with(weights.shape):
+        raise errors.weights_shape(path, ids.shape, weights.shape)

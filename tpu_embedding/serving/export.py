@@ -130,7 +130,8 @@ def export(
     functions = {name: served.function(signature) for name, signature in named.items()}
     functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
     stored = list(zip(exported.tables, tables, strict=True))
-    return Report(tuple(save(path, stored, model, functions)))
+    reads = [signature.read for signature in named.values()]
+    return Report(tuple(save(path, stored, model, reads, functions)))
 
 
 @dataclasses.dataclass(frozen=True)

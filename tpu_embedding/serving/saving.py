@@ -9,8 +9,11 @@ TensorFlow's files. Everything is written in a folder within the new one;
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -62,6 +65,7 @@ def save(
     path: str | os.PathLike[str],
     tables: Sequence[tuple[Source, TableReader]],
     model: Any,
+    reads: Sequence[Callable[..., Any]],
     functions: Mapping[str, Any],
 ) -> list[TableReport]:
     """Writes the SavedModel, into a folder that `require_empty` accepted.
@@ -70,6 +74,7 @@ def save(
       path: The folder.
       tables: Each table, and the form in which it is saved.
       model: The model of the user, or None.
+      reads: The functions of the user that read the inputs of signatures.
       functions: By name of the signature.
 
     Returns:
@@ -86,8 +91,17 @@ def save(
     with _scratch(os.fspath(path)) as scratch:
         saved = f"{scratch}/model"
         readers = {source.name: table for source, table in tables}
-        module = _Module(readers, model, functions)
-        tf.saved_model.save(module, saved, signatures=dict(functions))
+        module = _Module(readers, [model, *reads], functions)
+        try:
+            tf.saved_model.save(module, saved, signatures=dict(functions))
+        except AssertionError as error:
+            if "untracked" not in str(error):
+                raise
+            raise ValueError(
+                "The model, or the `read` of a Signature, uses a lookup table or a "
+                "variable that export does not find. Pass a tf.Module or a Keras model "
+                "that has it as an attribute, or a function that refers to it directly."
+            ) from error
         if conversions:
             _add_tables(scratch, saved, conversions)
         _publish(saved, os.fspath(path))
@@ -159,14 +173,15 @@ def _entries(path: str | os.PathLike[str]) -> list[str]:
 class _Module(tf.Module):
     """The tables by name, and everything else that the functions read.
 
-    The model itself may hold more, such as slots. It is saved only if its graph has
-    resources other than variables, because hash tables keep their files in the object.
+    The code of the user may hold more, such as slots. Its objects are saved only if a
+    graph has resources other than variables, because hash tables keep their files in
+    the object.
     """
 
     def __init__(
         self,
         tables: Mapping[str, TableReader],
-        model: Any,
+        users: Sequence[Any],
         functions: Mapping[str, Any],
     ) -> None:
         super().__init__()
@@ -179,7 +194,49 @@ class _Module(tf.Module):
         handles = {id(variable.handle) for variable in read}
         captured = [tensor for graph in graphs for tensor, _ in graph.captures]
         if any(t.dtype == tf.resource and id(t) not in handles for t in captured):
-            self.model = model
+            self.users = list(_trackables(users))
+
+
+def _trackables(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """The trackable objects of a value: in containers, and those functions refer to.
+
+    A tf.lookup table or a Keras layer in the closure or the globals of a function is
+    no attribute of anything that TensorFlow would save.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, tf.__internal__.tracking.Trackable):
+        yield value
+    elif isinstance(value, types.MethodType):
+        yield from _trackables([value.__self__, value.__func__], seen)
+    elif isinstance(value, functools.partial):
+        yield from _trackables([value.func, *value.args, value.keywords], seen)
+    elif isinstance(value, types.FunctionType):
+        yield from _trackables(list(_referenced(value)), seen)
+    elif isinstance(value, Mapping):
+        yield from _trackables(list(value.values()), seen)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _trackables(item, seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        yield from _trackables(fields, seen)
+
+
+def _referenced(function: types.FunctionType) -> Iterator[Any]:
+    """The objects in the closure of a function, and the globals that it names."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # Not assigned yet.
+            yield cell.cell_contents
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield function.__globals__[name]
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
 
 
 def _variables(table: Any) -> Sequence[tf.Variable]:

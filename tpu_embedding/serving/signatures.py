@@ -36,7 +36,8 @@ class Signature:
     Attributes:
       inputs: By name the tensors that a caller passes.
       read: A function from those tensors, by name, to a Request. It is traced into the
-        model, so it must consist of TensorFlow's ops.
+        model, so it must consist of TensorFlow's ops. Keras preprocessing layers and
+        tf.lookup tables that it refers to are saved with the model.
     """
 
     inputs: Mapping[str, tf.TensorSpec]
