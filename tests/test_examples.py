@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ RANKING = ROOT / "examples" / "01_movielens_ranking.py"
 SPARSE_CORE = ROOT / "examples" / "03_sparsecore_on_your_laptop.py"
 SERVE = ROOT / "examples" / "04_serve.py"
 MANY_MACHINES = ROOT / "examples" / "06_many_machines.py"
+STRINGS = ROOT / "examples" / "07_strings_to_serving.py"
 EVERYWHERE = ROOT / "examples" / "08_everywhere.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
@@ -127,6 +129,19 @@ def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.
     lines = run(MANY_MACHINES, "--kill", "--out", tmp_path).splitlines()
     assert "A process was killed. All start again from step 10." in lines
     assert lines[-1] == "2 processes and one process have the same tables."
+
+
+def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
+    lines = run(STRINGS, "--out", tmp_path).splitlines()
+    rmse, of_mean = (float(number) for number in re.findall(r"\d\.\d+", lines[0]))
+    assert 0.3 < rmse < 0.6 < 0.8 < of_mean  # The noise of a rating is 0.3.
+    rows = (tmp_path / "ratings.csv").read_text().splitlines()[1:]
+    genres = {row.split(",")[1]: row.split(",")[2].split() for row in rows}
+    assert genres["film 0"] == ["action"]
+    alike = lines[1].partition(": ")[2].split(", ")
+    assert [film for film in alike if "action" not in genres[film]] == []
+    served = [float(number) for number in re.findall(r"\d\.\d+", lines[2])]
+    assert len(served) == 3
 
 
 def test_one_training_function_trains_everywhere():
