@@ -12,6 +12,7 @@ CHECK ?=
 STRUCTURE ?=
 PYTEST ?=
 BENCH ?=
+WHEELS ?=
 # Duration of `make fuzz` and `make fuzz-clang`.
 SECONDS ?= 600
 
@@ -29,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-peers test-peers test-servers test-tensorflow fuzz fuzz-clang \
-    fuzz-refusals sanitize clean
+    fuzz-refusals sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -69,6 +70,24 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
+
+wheels: ## one wheel in dist for TensorFlow 2.18 to 2.21, with auditwheel's verdict: eight CPU minutes
+	$(PYTHON) tools/build_wheel.py $(WHEELS)
+
+# The folder of tools/build_wheel.py has an environment for each. tf_keras is installed
+# without its requirements, among which is the TensorFlow for GPUs.
+MINORS ?= 2.18 2.19 2.20 2.21
+
+test-minors: $(MINORS:%=test-minor-%) ## the tests from the wheel of `make wheels`: make test-minors MINORS=2.19 PYTEST='-k csr'
+
+test-minor-%:
+	$(PYTHON) -c '$(REQUIREMENTS)' examples test | grep -v tf_keras > build/wheel/tests.txt
+	build/wheel/tf$*/bin/python -m pip --disable-pip-version-check --quiet install \
+	    --requirement build/wheel/tests.txt
+	build/wheel/tf$*/bin/python -m pip --disable-pip-version-check --quiet install \
+	    --no-deps --force-reinstall 'tf_keras==$*.*' dist/*.whl
+	TPU_EMBEDDING_TEST_INSTALLED=1 build/wheel/tf$*/bin/pytest -n $(JOBS) \
+	    --dist worksteal tests $(PYTEST)
 
 check-tpu: $(VENV)/demo.stamp ## compile 22 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
 	PYTHONPATH=. $(BIN)/python tools/check_tpu.py $(CHECK)

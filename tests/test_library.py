@@ -75,6 +75,48 @@ def test_a_missing_library_is_named(tmp_path: pathlib.Path):
     assert MEND in problem
 
 
+@pytest.mark.parametrize("version", ["2.19.0", "2.19.1-rc0", "2.20.3", "2.9.1"])
+def test_the_running_tensorflow_chooses_among_the_libraries_of_a_wheel(
+    version: str, tmp_path: pathlib.Path
+):
+    minors = ("2.9", "2.19", "2.20")
+    for minor in minors:
+        write_library(tmp_path / f"ops.tf{minor}.so", f"{minor}.0")
+    chosen = library.choose(tmp_path / "ops.so", version)
+    (minor,) = (m for m in minors if version.startswith(f"{m}."))
+    assert chosen == tmp_path / f"ops.tf{minor}.so"
+    assert library.problem_with(chosen, version) is None
+
+
+def test_a_wheel_without_a_fitting_library_says_which_it_has_and_how_to_build_one(
+    tmp_path: pathlib.Path,
+):
+    for minor in ("2.20", "2.19"):
+        write_library(tmp_path / f"ops.tf{minor}.so", f"{minor}.0")
+    chosen = library.choose(tmp_path / "ops.so", "2.22.0")
+    problem = library.problem_with(chosen, "2.22.0")
+    assert problem is not None
+    assert problem.startswith(
+        "The installed wheel has custom-op libraries for TensorFlow 2.19, 2.20, but "
+        "this is TensorFlow 2.22.0. To fix it, "
+    )
+    assert MEND in problem
+    assert problem.endswith("or install one of these versions of TensorFlow.")
+
+
+def test_a_library_under_the_name_of_another_version_is_refused(tmp_path: pathlib.Path):
+    write_library(tmp_path / "ops.tf2.20.so", "2.19.0")
+    chosen = library.choose(tmp_path / "ops.so", "2.20.0")
+    problem = library.problem_with(chosen, "2.20.0")
+    assert problem is not None
+    assert "was built for TensorFlow 2.19.0, but this is TensorFlow 2.20.0" in problem
+
+
+def test_a_build_from_source_needs_no_version_in_its_name(tmp_path: pathlib.Path):
+    path = write_library(tmp_path / "ops.so", "2.21.0")
+    assert library.choose(path, "2.21.1") == path
+
+
 @pytest.mark.parametrize("content", [b"", b"\x7fELF without a marker"])
 def test_a_file_without_a_version_is_refused(content: bytes, tmp_path: pathlib.Path):
     path = tmp_path / "ops.so"

@@ -282,6 +282,22 @@ def test_serving_refuses_a_combiner() -> None:
         keras_layer.TPUEmbedding(feature(optimizer=OPTIMIZER), te.SGD(0.1))
 
 
+def test_a_combiner_without_its_ops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow 2.18 and 2.19 have none."""
+    op = "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput"
+    monkeypatch.delattr(tf.raw_ops, op, raising=False)
+    with (
+        strategy_of("v6e", 2).scope(),
+        pytest.raises(
+            NotImplementedError,
+            match=r"'films': a CustomCombiner on SparseCores needs TensorFlow 2\.20 or",
+        ),
+    ):
+        te.TPUEmbeddingV2(feature(combiner=COMBINER), te.SGD(0.1))
+    with strategy_of("v6e", 2).scope():
+        te.TPUEmbeddingV2(feature(optimizer=OPTIMIZER), te.SGD(0.1))
+
+
 def test_minibatches_beside_a_combiner_are_refused() -> None:
     config = te.SparseCoreEmbeddingConfig(minibatching=True)
     with (

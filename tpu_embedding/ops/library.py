@@ -1,7 +1,8 @@
 """Finds the custom-op library, checks it, and loads it once.
 
 A library belongs to one minor version of TensorFlow: its binary interface changes
-with each. The check reads the file, because loading a wrong library may crash.
+with each. A wheel has libraries for several, and the running TensorFlow chooses. The
+check reads the file, because loading a wrong library may crash.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import types
 
 import tensorflow as tf
 
-PATH = pathlib.Path(__file__).with_name("_tpu_embedding_ops.so")
-
 # cc/kernels/version.cc writes this text into the library.
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
 _FIX = (
@@ -25,6 +24,28 @@ _FIX = (
     f"tpu_embedding, run `{sys.executable} -m pip install --no-build-isolation "
     "--force-reinstall --no-deps .`"
 )
+
+
+def choose(path: pathlib.Path, tensorflow_version: str) -> pathlib.Path:
+    """Returns where the library for a TensorFlow is.
+
+    Args:
+      path: where a build from source writes it, such as `folder/ops.so`.
+      tensorflow_version: the version of the TensorFlow that would load it.
+
+    Returns:
+      `folder/ops.tf2.20.so` for TensorFlow 2.20 if there is one, as in a wheel, and
+      `path` otherwise.
+    """
+    fitting = path.with_suffix(f".tf{_minor(tensorflow_version)}.so")
+    return fitting if fitting.is_file() else path
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+PATH = choose(pathlib.Path(__file__).with_name("_tpu_embedding_ops.so"), tf.__version__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +100,14 @@ def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
         major and minor numbers count: the binary interface follows them.
     """
     if not path.is_file():
+        others = sorted(path.parent.glob(f"{path.stem}.tf*.so"))
+        if others:
+            minors = ", ".join(other.stem.partition(".tf")[2] for other in others)
+            return (
+                f"The installed wheel has custom-op libraries for TensorFlow {minors}, "
+                f"but this is TensorFlow {tensorflow_version}. {_FIX}, or install one "
+                "of these versions of TensorFlow."
+            )
         return f"The custom-op library is not installed: there is no {path}. {_FIX}"
     version = built_for(path)
     if version is None:
@@ -103,7 +132,3 @@ def _attempt() -> _Attempt:
         return _Attempt(module=tf.load_op_library(str(PATH)))
     except (OSError, RuntimeError, tf.errors.OpError) as error:
         return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_FIX}")
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]

@@ -11,7 +11,9 @@ from tensorflow.python.framework import kernels
 
 from tpu_embedding.ops import library
 
-PATH = pathlib.Path(__file__).with_name("_software_tpu.so")
+PATH = library.choose(
+    pathlib.Path(__file__).with_name("_software_tpu.so"), tf.__version__
+)
 # An op of the embedding engine of v2, v3 and v4. In tensorflow-tpu it has one kernel
 # for each dtype; the kernel of this library is for all dtypes.
 _ENGINE_OP = "EnqueueTPUEmbeddingArbitraryTensorBatch"

@@ -105,6 +105,7 @@ class SparseCoreEngine(Engine):
                 "core per replica."
             )
         check_optimizers(plan)
+        ops.check_combiners(plan)
 
     @classmethod
     def lay_out(

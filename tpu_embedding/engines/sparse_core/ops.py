@@ -16,12 +16,29 @@ from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
 )
 from tpu_embedding.layout.partitioning import PartitionedTable, Partitioning
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.optimizers import Optimizer
 
 Batch = PartitionedCsrFormatTensor | CombinedCsrFormatTensor
 MINIBATCHES = "num_minibatches_per_physical_sparse_core"
 # All numbers of a custom rule in one tensor, which the op takes one by one.
 _HYPERPARAMETERS = "hyperparameters"
+
+
+def check_combiners(plan: Plan) -> None:
+    """Checks that this TensorFlow has the ops of each combiner.
+
+    Raises:
+      NotImplementedError: If a table has a CustomCombiner, before TensorFlow 2.20.
+    """
+    op = "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput"
+    for table in plan.tables:
+        if table.config.custom_combiner is not None and not hasattr(tf.raw_ops, op):
+            raise NotImplementedError(
+                f"Table {table.name!r}: a CustomCombiner on SparseCores needs "
+                f"TensorFlow 2.20 or newer. This is TensorFlow {tf.__version__}, which "
+                f"lacks the op {op}. Use another combiner, or the host engine."
+            )
 
 
 def look_up(
