@@ -25,8 +25,9 @@ LIBRARIES = (
 )
 # TensorFlow brings these two, and loads them before.
 TENSORFLOW_LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")
-WORK = pathlib.Path("build/wheel").absolute()
-DIST = pathlib.Path("dist")
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "wheel"
+DIST = ROOT / "dist"
 
 
 def run(log: pathlib.Path, *command: str | pathlib.Path, **environment: str) -> str:
@@ -37,6 +38,7 @@ def run(log: pathlib.Path, *command: str | pathlib.Path, **environment: str) -> 
     """
     done = subprocess.run(
         list(map(str, command)),
+        cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -80,33 +82,30 @@ def build_libraries(minor: str) -> list[pathlib.Path]:
     return libraries
 
 
-def pack(python: pathlib.Path, minors: list[str]) -> pathlib.Path:
-    """Returns the path of a wheel with the package and all libraries.
+def pack(python: pathlib.Path, minors: list[str], work: pathlib.Path) -> pathlib.Path:
+    """Returns the path of a wheel with the package and the libraries of `work`.
 
     The wheel of the package without libraries is unpacked, gets them, and is packed as
     one for this system.
     """
-    parts = WORK / "parts"
+    parts, log = work / "parts", work / "pack.log"
     shutil.rmtree(parts, ignore_errors=True)
-    log = WORK / "pack.log"
     # What a former build left there would be packed, too.
-    shutil.rmtree("build/lib", ignore_errors=True)
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     pip = (python, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps")
     build = (*pip, "--no-build-isolation", "--wheel-dir", parts, ".")
     run(log, *build, TPU_EMBEDDING_BUILD_OPS="0")
     (pure,) = parts.glob("*.whl")
     run(log, python, "-m", "wheel", "unpack", "--dest", parts, pure)
-    (folder,) = (path for path in parts.iterdir() if path.is_dir())
+    pure.unlink()
+    (folder,) = parts.iterdir()
     for minor in minors:
         for name in LIBRARIES:
             target = (folder / name).with_suffix(f".tf{minor}.so")
-            shutil.copy(WORK / f"lib{minor}" / name, target)
+            shutil.copy(work / f"lib{minor}" / name, target)
     (metadata,) = folder.glob("*.dist-info/WHEEL")
-    text = metadata.read_text().replace(
-        "Root-Is-Purelib: true", "Root-Is-Purelib: false"
-    )
+    text = metadata.read_text().replace("Purelib: true", "Purelib: false")
     metadata.write_text(text.replace("py3-none-any", "py3-none-linux_x86_64"))
-    pure.unlink()
     run(log, python, "-m", "wheel", "pack", "--dest-dir", parts, folder)
     (wheel,) = parts.glob("*.whl")
     return wheel
@@ -148,8 +147,9 @@ def main() -> None:
     for minor in minors:
         build_libraries(minor)
     python = make_environment(minors[-1])
-    wheel = audit(python, pack(python, minors))
-    print(f"{wheel}: {megabytes(wheel)}, for TensorFlow {', '.join(minors)}")
+    wheel = audit(python, pack(python, minors, WORK))
+    versions = ", ".join(minors)
+    print(f"{os.path.relpath(wheel)}: {megabytes(wheel)}, for TensorFlow {versions}")
 
 
 if __name__ == "__main__":

@@ -264,7 +264,7 @@ def _convert_table(
         name=table.name,
         quantization_config=table.quantization_config,
         layout=table.layout,
-        dtype=table.dtype,
+        dtype=getattr(table, "dtype", "float32"),  # Since TensorFlow 2.20.
         invalid_ids=invalid_ids or "error",
     )
 

@@ -30,6 +30,13 @@ from tpu_embedding.layout.table_arrays import (
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
 VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # It does not see exported names.
 
+# TensorFlow 2.18 has not the numbers of samples and features, which no reader needs.
+_FIELDS = [
+    field.name
+    for field in dataclasses.fields(TableLayout)
+    if field.name in _protos.SparseCoreTableLayout.DESCRIPTOR.fields_by_name
+]
+
 LAYOUTS = "_sparse_core_table_layouts"  # The name of the record in checkpoints.
 
 
@@ -172,7 +179,7 @@ def _check_rows(path: str, rows: UnstackedRows) -> None:
 
 
 def _from_proto(proto: Any) -> TableLayout:
-    values = {f.name: getattr(proto, f.name) for f in dataclasses.fields(TableLayout)}
+    values = {name: getattr(proto, name) for name in _FIELDS}
     for shape in ("unsharded_shape", "unsharded_padded_shape"):
         values[shape] = tuple(values[shape])
     return TableLayout(**values)
@@ -181,5 +188,5 @@ def _from_proto(proto: Any) -> TableLayout:
 def _to_record(layouts: Sequence[TableLayout]) -> bytes:
     record = _protos.SparseCoreTableLayouts()
     for layout in layouts:
-        record.tables.add(**dataclasses.asdict(layout))
+        record.tables.add(**{name: getattr(layout, name) for name in _FIELDS})
     return record.SerializeToString(deterministic=True)

@@ -27,8 +27,11 @@ absl::Status Inputs(const Contexts& contexts, const char* name,
 
 SparseCoreOp::SparseCoreOp(OpKernelConstruction* context) : BarrierOp(context) {
   OP_REQUIRES_OK(context, context->GetAttr("table_name", &table_));
-  OP_REQUIRES_OK(context, context->GetAttr("num_sparsecores_per_device",
-                                           &num_sparse_cores_));
+  // The ops have it since TensorFlow 2.20.
+  if (context->HasAttr("num_sparsecores_per_device")) {
+    OP_REQUIRES_OK(context, context->GetAttr("num_sparsecores_per_device",
+                                             &num_sparse_cores_));
+  }
   if (context->HasAttr("max_ids_per_sparse_core")) {
     OP_REQUIRES_OK(context,
                    context->GetAttr("max_ids_per_sparse_core", &max_ids_));

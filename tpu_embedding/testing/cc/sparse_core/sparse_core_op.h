@@ -47,7 +47,7 @@ class SparseCoreOp : public BarrierOp {
   absl::Status NumSparseCores(const Contexts& contexts, int64_t* number) const;
 
   std::string table_;
-  int num_sparse_cores_;
+  int num_sparse_cores_ = -1;
   int max_ids_ = 0;  // 0: the op has no such limit
   int max_unique_ids_ = 0;
 };
