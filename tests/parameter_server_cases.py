@@ -6,6 +6,7 @@ is a function without arguments. Prints for each case "" or its traceback, as JS
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.engines.parameter_server import place_tables
+from tpu_embedding.layout.placement import ALL_PROCESSES, place_on_servers
 from tpu_embedding.ops import library
 
 V, D, B, H = 50, 8, 16, 3
@@ -64,7 +65,16 @@ def start_cluster(number: int = 2) -> tuple[Any, list[Any]]:
     return cluster, servers
 
 
-def features(dtype: str = "float32", **options: Any) -> dict[str, te.FeatureConfig]:
+ROWS = {"distributed_options": te.DistributedOptions(placement="rows")}
+# Of the tables of `features`: two on all servers, one on one of them.
+MIXED = ("rows", "rows", "whole")
+
+
+def features(
+    dtype: str = "float32",
+    placements: Sequence[str | None] = (None, None, None),
+    **options: Any,
+) -> dict[str, te.FeatureConfig]:
     tables = [
         te.TableConfig(
             V,
@@ -73,6 +83,7 @@ def features(dtype: str = "float32", **options: Any) -> dict[str, te.FeatureConf
             name=f"t{index}",
             combiner=combiner,
             dtype=dtype,
+            placement=placements[index],
             **options,
         )
         for index, combiner in enumerate(("sum", "mean", "sqrtn"))
@@ -166,24 +177,37 @@ def classes() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield te.TPUEmbeddingV2, {"pipeline_execution_with_tensor_core": pipelined}
 
 
+def require_bits_of_one_process(kind: Any, configs: Any, **options: Any) -> None:
+    one, served = make(kind, configs, te.Adagrad(0.1), **options)
+    step, expected = tf.function(step_of(served)), step_of(one)
+    assert schedule(step, range(3)) == [float(expected(k)) for k in range(3)]
+    for k in (3, 4):  # From the coordinator: as a function, and eagerly.
+        assert float(step(tf.constant(k))) == float(expected(k))
+    assert float(step_of(served)(5)) == float(expected(5))
+    one.flush()
+    served.flush()
+    require_same(one, served)
+
+
 @case
 def one_worker_has_the_bits_of_one_process() -> None:
     for kind, options in classes():
-        one, served = make(kind, features(), te.Adagrad(0.1), **options)
-        step, expected = tf.function(step_of(served)), step_of(one)
-        assert schedule(step, range(3)) == [float(expected(k)) for k in range(3)]
-        for k in (3, 4):  # From the coordinator: as a function, and eagerly.
-            assert float(step(tf.constant(k))) == float(expected(k))
-        assert float(step_of(served)(5)) == float(expected(5))
-        one.flush()
-        served.flush()
-        require_same(one, served)
+        require_bits_of_one_process(kind, features(), **options)
+
+
+@case
+def tables_divided_by_rows_have_the_bits_of_one_process() -> None:
+    for kind, options in classes():
+        require_bits_of_one_process(kind, features(placements=MIXED), **options)
+    quantized = te.QuantizationConfig(16, -1.0, 1.0)
+    configs = features("bfloat16", MIXED, quantization_config=quantized)
+    require_bits_of_one_process(te.TPUEmbedding, configs)
 
 
 @case
 def every_optimizer_and_dtype_has_the_bits_of_one_process() -> None:
-    for name, optimizer in OPTIMIZERS.items():
-        one, served = make(te.TPUEmbedding, features(), optimizer())
+    for (name, optimizer), options in itertools.product(OPTIMIZERS.items(), ({}, ROWS)):
+        one, served = make(te.TPUEmbedding, features(), optimizer(), **options)
         step, expected = tf.function(step_of(served)), tf.function(step_of(one))
         schedule(step, range(3))
         for k in range(3):
@@ -193,11 +217,14 @@ def every_optimizer_and_dtype_has_the_bits_of_one_process() -> None:
                 np.testing.assert_allclose(values(served)[array], value, rtol=1e-6)
         else:
             require_same(one, served)
-    one, served = make(te.TPUEmbedding, features("bfloat16"), te.Adagrad(0.1))
-    schedule(tf.function(step_of(served)), range(3))
-    for k in range(3):
-        step_of(one)(k)
-    require_same(one, served)
+    for options in ({}, ROWS):
+        one, served = make(
+            te.TPUEmbedding, features("bfloat16"), te.Adagrad(0.1), **options
+        )
+        schedule(tf.function(step_of(served)), range(3))
+        for k in range(3):
+            step_of(one)(k)
+        require_same(one, served)
 
 
 @case
@@ -205,13 +232,54 @@ def tables_are_spread_by_load() -> None:
     _, served = make(te.TPUEmbedding, features(), te.SGD(0.1))
     devices = [t.values()["parameters"].device for t in served.tables().values()]
     assert devices[0] != devices[1] == devices[2]
-    assert place_tables(served.plan, 1) == [0, 0, 0]
-    assert len(set(place_tables(served.plan, 3))) == 3
+    assert place_on_servers(served.plan, 1, "rows").owners == (0, 0, 0)
+    assert len(set(place_on_servers(served.plan, 3).owners)) == 3
+    assert place_on_servers(served.plan, 51, "rows").owners == (0, 1, 2)
+
+
+def large(*rows: int) -> Any:
+    """The plan of tables with so many rows of 4 KiB, and an accumulator."""
+    configs = [
+        te.FeatureConfig(te.TableConfig(n, 1024, name=f"t{k}"))
+        for k, n in enumerate(rows)
+    ]
+    return te.TPUEmbedding(configs, te.SGD(0.1)).plan
+
+
+@case
+def large_tables_are_divided() -> None:
+    everywhere = ALL_PROCESSES
+    assert place_on_servers(large(9000, 9000), 2).owners == (0, 1)
+    assert place_on_servers(large(9000, 3000), 2).owners == (everywhere, 0)
+    assert place_on_servers(large(900, 500), 2).owners == (0, 1)
+    assert place_on_servers(large(9000, 9000, 9000), 2).owners.count(everywhere) == 1
+    assert place_on_servers(large(9000, 500), 2, "whole").owners == (0, 1)
+
+
+@case
+def random_initial_values_are_those_of_one_process() -> None:
+    for placements in ((None, None, None), MIXED):
+        configs = features(placements=placements)
+        for config in configs.values():
+            object.__setattr__(config.table, "initializer", None)
+        tf.random.set_seed(7)
+        one = te.TPUEmbedding(configs, te.Adagrad(0.1))
+        one.build()
+        tf.random.set_seed(7)
+        with JOB.strategy.scope():
+            served = te.TPUEmbedding(configs, te.Adagrad(0.1))
+            served.build()
+        require_same(one, served)
 
 
 @case
 def a_push_that_is_repeated_is_dropped() -> None:
-    one, served = make(te.TPUEmbedding, features(), te.Adagrad(0.1))
+    for configs in (features(), features(placements=MIXED)):
+        check_repeated_pushes(configs)
+
+
+def check_repeated_pushes(configs: Any) -> None:
+    one, served = make(te.TPUEmbedding, configs, te.Adagrad(0.1))
     step, expected = tf.function(step_of(served)), step_of(one)
 
     @tf.function
@@ -234,10 +302,69 @@ def a_push_that_is_repeated_is_dropped() -> None:
 
 
 @case
-def a_refused_step_changes_no_server() -> None:
+def a_push_that_reached_one_server_is_completed() -> None:
     one, served = make(
-        te.TPUEmbedding, features(), te.Adagrad(0.1), check_numerics=True
+        te.TPUEmbedding, features(placements=("rows",) * 3), te.Adagrad(0.1)
     )
+    step = tf.function(step_of(served))
+    _, second = served._engine._divided.engines
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    served._engine._current_push = lambda: tf.constant([7, 1, 1], tf.int64)
+    second.hand_in, hand_in = fail, second.hand_in
+    with pytest.raises(ConnectionError):  # As if the worker had died here.
+        step_of(served)(0)
+    second.hand_in = hand_in
+    del served._engine._current_push
+    served.reset()
+    after = values(served)["t0/parameters"]
+    assert (after[0::2] != START[0][0::2]).any()
+    np.testing.assert_array_equal(after[1::2], START[0][1::2])
+    numbered = JOB.coordinator._with_number(step)
+    numbered(tf.constant([7, 1], tf.int64), tf.constant(0))
+    found = values(served)
+    step_of(one)(0)
+    expected = values(one)
+    for name, value in found.items():
+        np.testing.assert_array_equal(value[0::2], expected[name][0::2], err_msg=name)
+    numbered(tf.constant([7, 1], tf.int64), tf.constant(0))
+    require_unchanged(found, served)
+
+
+def require_unchanged(before: Mapping[str, np.ndarray], embedding: Any) -> None:
+    for name, value in values(embedding).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+@case
+def a_check_before_the_push_keeps_all_servers() -> None:
+    _, served = make(te.TPUEmbedding, features(placements=MIXED), te.Adagrad(0.1))
+    before = values(served)
+
+    @tf.function
+    def step(limit: Any) -> None:
+        served.enqueue(batch(0))
+        activations = served.dequeue()
+        with tf.control_dependencies([tf.debugging.assert_less(0.0, limit)]):
+            served.apply_gradients(gradients(activations))
+
+    for _ in range(5):
+        JOB.coordinator.schedule(step, args=(tf.constant(-1.0),))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="assertion failed"):
+            JOB.coordinator.join()
+    require_unchanged(before, served)
+
+
+@case
+def a_refused_step_changes_no_server() -> None:
+    for configs in (features(), features(placements=MIXED)):
+        check_refused_steps(configs)
+
+
+def check_refused_steps(configs: Any) -> None:
+    one, served = make(te.TPUEmbedding, configs, te.Adagrad(0.1), check_numerics=True)
 
     @tf.function
     def bad(ids: Any, gradient: Any) -> None:
@@ -295,6 +422,10 @@ def what_is_not_carried_is_refused_by_name() -> None:
     with JOB.strategy.scope():
         with pytest.raises(NotImplementedError, match=r"t0.*CustomOptimizer"):
             te.TPUEmbeddingV2(features(), custom)
+        narrow = te.DistributedOptions(wire_dtype="bfloat16")
+        for kind in (te.TPUEmbedding, te.TPUEmbeddingV2):
+            with pytest.raises(NotImplementedError, match="wire_dtype"):
+                kind(features(), te.SGD(0.1), distributed_options=narrow)
         table = te.TableConfig(V, D, combiner=combiner)
         with pytest.raises(NotImplementedError, match="CustomCombiner"):
             te.TPUEmbeddingV2(te.FeatureConfig(table), te.SGD(0.1))
@@ -342,8 +473,13 @@ def the_coordinator_is_ours() -> None:
 
 @case
 def checkpoints_restore_here_and_there() -> None:
+    for placements in ((None, None, None), MIXED):
+        check_checkpoints(features("bfloat16", placements))
+
+
+def check_checkpoints(configs: Any) -> None:
     optimizer = OPTIMIZERS["schedule"]
-    one, served = make(te.TPUEmbedding, features("bfloat16"), optimizer())
+    one, served = make(te.TPUEmbedding, configs, optimizer())
     schedule(tf.function(step_of(served)), range(3))
     folder = pathlib.Path(tempfile.mkdtemp())
     paths = {
@@ -351,7 +487,7 @@ def checkpoints_restore_here_and_there() -> None:
         "te": te.checkpoint.save(served, str(folder / "te")),
     }
     for name, path in paths.items():
-        fresh, again = make(te.TPUEmbedding, features("bfloat16"), optimizer())
+        fresh, again = make(te.TPUEmbedding, configs, optimizer())
         if name == "tf":
             for each in (fresh, again):
                 status = tf.train.Checkpoint(embedding=each).read(path)

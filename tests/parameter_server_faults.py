@@ -33,13 +33,24 @@ STOCK = [
 
 
 def make(strategy: Any) -> tuple[Any, Any, tf.Variable]:
-    """Two tables whose row k counts the pushes of closure k, and the closure."""
-    rows = CLOSURES + 10
+    """Tables whose row k counts the pushes of closure k, and the closure.
+
+    The rows of table c are divided over the servers: k and k + rows are on two.
+    """
+    rows = CLOSURES + 11
+    sizes = {"a": (rows, "whole"), "b": (rows, "whole"), "c": (2 * rows, "rows")}
     configs = {
         name: te.FeatureConfig(
-            te.TableConfig(rows, 4, initializer=tf.zeros_initializer(), name=name)
+            te.TableConfig(
+                size,
+                4,
+                initializer=tf.zeros_initializer(),
+                name=name,
+                combiner="sum",
+                placement=placement,
+            )
         )
-        for name in "ab"
+        for name, (size, placement) in sizes.items()
     }
     with strategy.scope():
         embedding = te.TPUEmbedding(configs, te.SGD(1.0))
@@ -54,7 +65,8 @@ def make(strategy: Any) -> tuple[Any, Any, tf.Variable]:
 
     @tf.function
     def train(ids: Any) -> tf.Tensor:
-        embedding.enqueue({"a": ids, "b": ids})
+        both = tf.stack([ids, ids + rows], 1)
+        embedding.enqueue({"a": ids, "b": ids, "c": both})
         activations = embedding.dequeue()
         gradients = {name: -tf.ones_like(value) for name, value in activations.items()}
         with tf.control_dependencies([work(3)]):
@@ -111,7 +123,8 @@ def workers() -> None:
         assert len(killed) == KILLS, killed
         pushed = finished.numpy()[:CLOSURES]
         for name, table in embedding.tables().items():
-            counts = table.values()["parameters"].numpy()[:CLOSURES, 0]
+            counts = table.values()["parameters"].numpy()[:, 0]
+            counts = counts.reshape(-1, CLOSURES + 11)[:, :CLOSURES]
             lost, twice = int((counts < 1).sum()), int((counts > 1).sum())
             print(f"table {name}: {lost} lost, {twice} applied twice")
             assert not lost

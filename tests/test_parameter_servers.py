@@ -18,9 +18,14 @@ CASES = pathlib.Path(__file__).with_name("parameter_server_cases.py")
 FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 NAMES = [
     "one_worker_has_the_bits_of_one_process",
+    "tables_divided_by_rows_have_the_bits_of_one_process",
     "every_optimizer_and_dtype_has_the_bits_of_one_process",
     "tables_are_spread_by_load",
+    "large_tables_are_divided",
+    "random_initial_values_are_those_of_one_process",
     "a_push_that_is_repeated_is_dropped",
+    "a_push_that_reached_one_server_is_completed",
+    "a_check_before_the_push_keeps_all_servers",
     "a_refused_step_changes_no_server",
     "calls_in_the_wrong_order_are_errors",
     "what_is_not_carried_is_refused_by_name",

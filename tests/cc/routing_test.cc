@@ -171,6 +171,66 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
   }
 }
 
+// What a worker asks of servers, all tables being divided by rows.
+void CheckRequests(int size, bool training, const ParallelFor& parallel_for) {
+  const Placement placement{0, size, std::vector<int>(kRows.size(), -1)};
+  PreparedBatch batch;
+  for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
+    batch.features.push_back(
+        RandomFeature(kRows[kTables.feature_tables[f]], f % 3));
+  }
+  batch.vocabulary_sizes = kRows;
+  RoutedBatch routed;
+  RouteBatch(batch, kTables, placement, training, parallel_for, &routed);
+  for (int s = 0; s < size; ++s) {
+    TableMap own = kTables;
+    for (size_t t = 0; t < kRows.size(); ++t) {
+      own.vocabulary_sizes[t] =
+          std::max<int64_t>(1, placement.RowsOf(s, t, kRows[t]));
+    }
+    std::vector<int32_t> words(MessageWords(routed, s));
+    WriteMessage(routed, s, words.data());
+    const auto read = [&](const std::vector<int32_t>& message,
+                          std::vector<Buffer<int32_t>>* rows,
+                          PreparedBatch* part) {
+      return ReadRequest({message.data(), static_cast<int64_t>(message.size())},
+                         own, training, parallel_for, rows, part);
+    };
+    std::vector<Buffer<int32_t>> rows;
+    PreparedBatch part;
+    CHECK_TRUE(!read(words, &rows, &part));
+    for (size_t t = 0; t < kRows.size(); ++t) {
+      CHECK_TRUE(rows[t].size() == routed.sent[s].rows[t].size());
+      for (int64_t i = 0; i < rows[t].size(); ++i) {
+        CHECK_TRUE(rows[t][i] == routed.sent[s].rows[t][i]);
+      }
+    }
+    CHECK_TRUE(part.tables.size() == (training ? kRows.size() : 0));
+    for (size_t f = 0; f < batch.features.size() && training; ++f) {
+      const FeatureCsr& got = part.features[f];
+      std::vector<Entry> entries;
+      for (int64_t i = 0; i < got.num_samples(); ++i) {
+        for (int64_t e = got.offsets[i]; e < got.offsets[i + 1]; ++e) {
+          entries.push_back({routed.sent[s].features[f].samples[i],
+                             got.rows[e] * size + s, got.gain(i, e)});
+        }
+      }
+      CHECK_TRUE(entries == Expected(batch.features[f], placement, s,
+                                     kTables.feature_tables[f]));
+    }
+    std::vector<int32_t> bad(words.begin(), words.end() - 1);
+    CHECK_TRUE(read(bad, &rows, &part));
+    bad = words;
+    bad.push_back(0);
+    CHECK_TRUE(read(bad, &rows, &part));
+    for (size_t i = 0; i < words.size(); ++i) {
+      bad = words;
+      bad[i] = Random(2) ? 1 << 30 : -3;
+      (void)read(bad, &rows, &part);
+    }
+  }
+}
+
 void CheckWire() {
   const std::vector<float> values = {0.0f,        1.0f,        -1.5f,
                                      1.00390625f, 1.01171875f, 3.4e38f};
@@ -202,6 +262,7 @@ int main() {
   for (int round = 0; round < 8; ++round) {
     for (const int size : {1, 2, 3, 5, 16}) {
       CheckJob(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
+      CheckRequests(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
     }
   }
   CheckWire();

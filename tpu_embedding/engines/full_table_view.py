@@ -73,9 +73,9 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
     def _refuse_graphs(self) -> None:
         if tf.inside_function():
             raise NotImplementedError(
-                f"Under a TPU strategy a table or slot of a layer, here {self.name!r}, "
-                "is not a tf.Variable: it can be read and assigned outside of "
-                "tf.function and strategy.run only. Inside, call the layer."
+                f"The table or slot {self.name!r} is stored in parts and is not a "
+                "tf.Variable: it can be read and assigned outside of tf.function and "
+                "strategy.run only. Inside, call the layer."
             )
 
     def __repr__(self) -> str:

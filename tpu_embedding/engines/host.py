@@ -237,6 +237,26 @@ class HostEngine(WholeTablesEngine):
                 check_only=check_only,
             )
 
+    def serve_rows(self, request: tf.Tensor, *, training: bool, with_rows: bool) -> Any:
+        """On a parameter server: the rows that a worker asks for.
+
+        Args:
+          request: What the worker's batch asks this server for.
+          training: Whether an update may follow.
+          with_rows: Else no rows are sent.
+
+        Returns:
+          `batch`, what `hand_in` takes, and `rows`, for the worker.
+        """
+        with tf.device(self._device):
+            return self._ops.tpu_embedding_serve_rows(
+                queue=self._handle,
+                request=request,
+                tables=self._table_handles,
+                training=training,
+                with_rows=with_rows,
+            )
+
     def apply_due(self, apply_now: tf.Tensor) -> None:
         """Applies the updates that are due, where `apply_now` holds."""
         with tf.device(self._device):

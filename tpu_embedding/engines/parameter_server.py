@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,12 +27,14 @@ from tpu_embedding.engines.base import (
     TableArrays,
 )
 from tpu_embedding.engines.cpu_base import lay_out_whole, refuse_tpu_options
+from tpu_embedding.engines.divided_tables import DividedTables
 from tpu_embedding.engines.full_table_view import copied_counter
 from tpu_embedding.engines.host import HostBatches, HostEngine
-from tpu_embedding.engines.variables import create_variables
+from tpu_embedding.engines.variables import create_divided
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import Declared, OutputShapes, Shape
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape, ShapesOfPart
+from tpu_embedding.layout.placement import part_of_plan, place_on_servers
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
@@ -41,7 +42,7 @@ from tpu_embedding.ops import library
 
 @dataclasses.dataclass(frozen=True)
 class _Server:
-    """One parameter server and what it holds.
+    """One parameter server and the whole tables that it holds.
 
     Attributes:
       engine: The engine of its tables; its features are numbered by their position
@@ -56,7 +57,10 @@ class _Server:
 
 
 class ParameterServerEngine(Engine):
-    """Each table is whole on one server, where it is looked up and updated."""
+    """Tables are looked up and updated on servers.
+
+    Each is whole on one server, or its rows are divided over all of them.
+    """
 
     name = "parameter_server"
     table_dtypes = DTYPES
@@ -72,14 +76,22 @@ class ParameterServerEngine(Engine):
         _require_library(topology.servers)
         self._ops = library.load()
         self._batches = HostBatches(options, None)
-        places = place_tables(self._plan, len(topology.servers))
+        placement = place_on_servers(
+            self._plan, len(topology.servers), options.distributed.placement
+        )
         # In plan order, as the numbers of random initializers depend on it.
-        variables = create_variables(
-            self._plan, [topology.servers[place] for place in places]
+        variables = create_divided(
+            self._plan,
+            [
+                topology.servers
+                if placement.is_divided(t)
+                else [topology.servers[placement.owners[t]]]
+                for t in range(len(self._plan.tables))
+            ],
         )
         self._servers: list[_Server] = []
         for place, device in enumerate(topology.servers):
-            tables = [t for t, at in enumerate(places) if at == place]
+            tables = [t for t, at in enumerate(placement.owners) if at == place]
             if not tables:
                 continue
             plan, features = part_of_plan(self._plan, tables)
@@ -87,7 +99,7 @@ class ParameterServerEngine(Engine):
                 options,
                 plan=plan,
                 topology=dataclasses.replace(topology, device=device),
-                output_shapes=_ShapesOfPart(options.output_shapes, features),
+                output_shapes=ShapesOfPart(options.output_shapes, features),
                 layout=options.layout
                 and lay_out_whole(
                     plan, SparseCoreEmbeddingConfig(disable_table_stacking=True)
@@ -95,12 +107,33 @@ class ParameterServerEngine(Engine):
             )
             self._servers.append(
                 _Server(
-                    HostEngine(own, [variables[table] for table in tables]),
+                    HostEngine(own, [variables[table][0] for table in tables]),
                     tuple(spec.name for spec in plan.tables),
                     features,
                 )
             )
+        divided = [t for t in range(len(variables)) if placement.is_divided(t)]
+        self._divided = (
+            DividedTables(options, divided, [variables[t] for t in divided])
+            if divided
+            else None
+        )
         self._queue = ParameterServerQueue(self)
+
+    @classmethod
+    def join(cls, options: EngineOptions) -> None:
+        """See `Engine.join`: refuses options that servers do not carry.
+
+        Raises:
+          NotImplementedError: If rows are to travel as bfloat16.
+        """
+        if options.distributed.wire_dtype != "float32":
+            raise NotImplementedError(
+                "ParameterServerStrategy does not support "
+                f"`wire_dtype={options.distributed.wire_dtype!r}` of "
+                "DistributedOptions: rows, activations and gradients travel as they "
+                'are. Leave it at "float32", or use tables of bfloat16.'
+            )
 
     @classmethod
     def check_plan(cls, plan: Plan, topology: Topology) -> None:
@@ -164,6 +197,8 @@ class ParameterServerEngine(Engine):
             refused = server.engine.batches.prepare(own, training=training)
             with tf.device(server.engine.device):
                 self._ops.tpu_embedding_check_batch(batch=refused)
+        if self._divided:
+            self._divided.check(batch)
 
     def lookup(
         self,
@@ -186,8 +221,14 @@ class ParameterServerEngine(Engine):
             )
             looked_up.append(own)
             activations.update(zip(server.features, found, strict=True))
+        divided = None
+        if self._divided:
+            found, divided = self._divided.look_up(
+                prepared, training=training, shapes=shapes
+            )
+            activations.update(zip(self._divided.features, found, strict=True))
         ordered = [activations[f] for f in range(len(self._plan.features))]
-        return ordered, prepared._replace(value=(looked_up, ordered))
+        return ordered, prepared._replace(value=(looked_up, divided, ordered))
 
     def update(
         self,
@@ -200,22 +241,36 @@ class ParameterServerEngine(Engine):
         A push that was numbered by a `ClusterCoordinator` is applied once on each
         server, however often the function runs.
         """
+        divided = None
         if looked_up.value is None:
             parts = [self._on_server(server, looked_up) for server in self._servers]
             activations: Sequence[tf.Tensor] = ()
         else:
-            parts, activations = looked_up.value
+            parts, divided, activations = looked_up.value
         push = self._current_push()
-        pushes = [
+        # No server changes before all of them have accepted batch and gradients.
+        ready: list[Any] = list(activations)
+        pushes = []
+        if self._divided:
+            engines = self._divided.engines
+            if looked_up.tensors is not None:
+                gradients = self._divided.flat_gradients(gradients)
+            if divided is None:
+                assert looked_up.tensors is not None
+                divided = self._divided.from_tensors(looked_up.tensors)
+            accepted, own = self._divided.gradients_of_servers(divided, gradients)
+            ready += accepted
+            batches = map(Prepared, divided.parts)
+            pushes += list(zip(engines, batches, own, strict=True))
+        whole = [
             (server.engine, part, [gradients[f] for f in server.features])
             for server, part in zip(self._servers, parts, strict=True)
         ]
-        # No server changes before all of them have accepted batch and gradients.
-        ready: list[Any] = list(activations)
+        pushes += whole
         if len(pushes) > 1 and self._may_refuse(activations, gradients):
             ready += [
                 engine.hand_in(part, own, replica, check_only=True)
-                for engine, part, own in pushes
+                for engine, part, own in whole
             ]
         with tf.control_dependencies(ready):
             for engine, part, own in pushes:
@@ -234,21 +289,21 @@ class ParameterServerEngine(Engine):
 
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`."""
-        found: dict[str, TableArrays] = {}
+        found = self._divided.tables() if self._divided else {}
         for server in self._servers:
             found |= server.engine.tables()
         return {spec.name: found[spec.name] for spec in self._plan.tables}
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
-        found: dict[str, tuple[tf.Variable, ...]] = {}
+        found = self._divided.stacked_tables() if self._divided else {}
         for server in self._servers:
             found |= server.engine.stacked_tables()
         return {spec.name: found[spec.name] for spec in self._plan.tables}
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
-        found: dict[str, Any] = {}
+        found = self._divided.checkpoint_variables() if self._divided else {}
         for server in self._servers:
             found |= server.engine.checkpoint_variables()
         updates = self.updates()
@@ -258,7 +313,7 @@ class ParameterServerEngine(Engine):
 
     def updates(self) -> Any:
         """See `Engine.updates`: each server counts; all get what is assigned."""
-        counters = [server.engine.updates() for server in self._servers]
+        counters = [engine.updates() for engine in self._engines()]
         known = [counter for counter in counters if counter is not None]
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)
 
@@ -267,14 +322,18 @@ class ParameterServerEngine(Engine):
 
         Also applies an update whose worker was lost after its server had taken it.
         """
-        for server in self._servers:
-            server.engine.apply_all()
+        for engine in self._engines():
+            engine.apply_all()
 
     def reset(self) -> None:
         """See `Engine.reset`."""
         self._queue.reset()
-        for server in self._servers:
-            server.engine.reset()
+        for engine in self._engines():
+            engine.reset()
+
+    def _engines(self) -> list[HostEngine]:
+        divided = self._divided.engines if self._divided else []
+        return [*(server.engine for server in self._servers), *divided]
 
     def _on_server(self, server: _Server, prepared: Prepared) -> Prepared:
         """The part of a batch that belongs to the tables of one server."""
@@ -435,90 +494,6 @@ class _Steps:
         self.queued: collections.deque[tuple[Prepared, bool]] = collections.deque()
         self.owed: Prepared | None = None
         self.was_training = True
-
-
-class _ShapesOfPart(OutputShapes):
-    """The output shapes of some features, as all features have them at the moment."""
-
-    def __init__(self, whole: OutputShapes, features: Sequence[int]) -> None:
-        self._whole, self._indices = whole, features
-
-    def all_declared(self) -> tuple[Declared | None, ...]:
-        """See `OutputShapes.all_declared`."""
-        declared = self._whole.all_declared()
-        return tuple(declared[f] for f in self._indices)
-
-    def activations(self, shapes: Sequence[Shape] | None) -> list[Shape]:
-        """See `OutputShapes.activations`."""
-        if shapes is not None:
-            return list(shapes)
-        return [self._whole.activation(feature) for feature in self._indices]
-
-    def activation(self, feature: int) -> Shape:
-        """See `OutputShapes.activation`."""
-        return self._whole.activation(self._indices[feature])
-
-
-def place_tables(plan: Plan, number: int) -> list[int]:
-    """The server of each table, by load: the largest first, each to the least loaded.
-
-    The load of a table is its share of all bytes, which a server must hold, plus its
-    share of the activations of a batch, which it must compute and send.
-    """
-    sizes = [_bytes(spec) for spec in plan.tables]
-    widths = [0] * len(plan.tables)
-    for feature in plan.features:
-        samples = max(1, feature.config.max_sequence_length)
-        shape = feature.config.output_shape or ()
-        samples *= math.prod(axis for axis in shape[1:] if axis)
-        widths[feature.table] += samples * plan.tables[feature.table].config.dim
-    shares = [
-        size / sum(sizes) + width / sum(widths)
-        for size, width in zip(sizes, widths, strict=True)
-    ]
-    loads = [0.0] * number
-    places = [0] * len(shares)
-    for table in sorted(range(len(shares)), key=lambda t: (-shares[t], t)):
-        places[table] = min(range(number), key=lambda server: (loads[server], server))
-        loads[places[table]] += shares[table]
-    return places
-
-
-def _bytes(spec: Any) -> int:
-    """The size of a table and its slots."""
-    config, optimizer = spec.config, spec.optimizer
-    width = config.dim * (2 if config.dtype == "bfloat16" else 4)
-    for slot in optimizer.slots if optimizer else ():
-        width += 4 if slot.per_row else 4 * config.dim
-    return config.vocabulary_size * width
-
-
-def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ...]]:
-    """The plan of some tables, and the indices of its features in the whole plan."""
-    numbers = {table: index for index, table in enumerate(tables)}
-    features = tuple(f.index for f in plan.features if f.table in numbers)
-    own = {feature: index for index, feature in enumerate(features)}
-    return (
-        Plan(
-            tables=tuple(
-                dataclasses.replace(
-                    plan.tables[table],
-                    index=index,
-                    features=tuple(own[f] for f in plan.tables[table].features),
-                )
-                for table, index in numbers.items()
-            ),
-            features=tuple(
-                dataclasses.replace(
-                    plan.features[f],
-                    index=index,
-                    table=numbers[plan.features[f].table],
-                )
-                for f, index in own.items()
-            ),
-        ),
-        features,
-    )
 
 
 def _require_library(servers: Sequence[str]) -> None:

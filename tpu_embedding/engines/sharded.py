@@ -27,7 +27,7 @@ from tpu_embedding.engines.variables import (
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.layout.placement import Placement, place_tables
+from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.table_arrays import (
     InitialValue,
@@ -58,7 +58,7 @@ class ShardedEngine(HostEngine):
         self._placement = _placement(options)
         self._channel: Channel = options.membership
         self._whole_plan = options.plan
-        part = _plan_of_part(options.plan, self._placement)
+        part = rows_of_plan(options.plan, self._placement)
         super().__init__(
             dataclasses.replace(options, plan=part),
             create_parts(
@@ -414,23 +414,6 @@ def _placement(options: EngineOptions) -> Placement:
 
 def _writer(rows: MutableRows) -> Any:
     return lambda value: rows.write(0, value)
-
-
-def _plan_of_part(plan: Plan, placement: Placement) -> Plan:
-    """The plan with as many rows of each table as this process has, at least one."""
-    tables = [
-        dataclasses.replace(
-            spec,
-            config=dataclasses.replace(
-                spec.config,
-                vocabulary_size=max(
-                    1, placement.count(spec.index, spec.config.vocabulary_size)
-                ),
-            ),
-        )
-        for spec in plan.tables
-    ]
-    return Plan(tuple(tables), plan.features)
 
 
 def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]:

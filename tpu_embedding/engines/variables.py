@@ -100,27 +100,95 @@ def variable_rows(spec: TableSpec, variables: TableVariables) -> dict[str, Mutab
     return rows
 
 
-def create_variables(plan: Plan, device: str | Sequence[str]) -> list[TableVariables]:
+def create_variables(plan: Plan, device: str) -> list[TableVariables]:
     """Makes the tables and slots of a plan, each one variable.
+
+    Args:
+      plan: The tables.
+      device: Where they are to be.
+    """
+    if _is_here(device):
+        require_memory(_sizes(plan))
+    return [part for (part,) in create_divided(plan, [[device]] * len(plan.tables))]
+
+
+def create_divided(
+    plan: Plan, devices: Sequence[Sequence[str]]
+) -> list[list[TableVariables]]:
+    """Makes the tables and slots of a plan, each in one or more parts.
 
     All tables come before all slots: the random numbers of a table take its size
     once more while they are made, and the slots then fill that memory.
 
     Args:
       plan: The tables.
-      device: Where they are to be: one device for all, or one for each table.
+      devices: For each table those of its n parts: row r is row r // n of part r % n.
+        A table of several parts is first made whole on the first of its devices.
+
+    Returns:
+      For each table its parts.
     """
-    devices = [device] * len(plan.tables) if isinstance(device, str) else device
-    if all(_is_here(place) for place in devices):
-        require_memory(_sizes(plan))
     tables = []
-    for spec, place in zip(plan.tables, devices, strict=True):
-        with tf.device(place):
-            tables.append(_create_parameters(spec))
+    for spec, places in zip(plan.tables, devices, strict=True):
+        if len(places) > 1:
+            tables.append(_divide(spec.name, places, lambda s=spec: _initial_table(s)))
+            continue
+        with tf.device(places[0]):
+            tables.append([_create_parameters(spec)])
     found = []
-    for spec, place, parameters in zip(plan.tables, devices, tables, strict=True):
-        with tf.device(place):
-            found.append(TableVariables(parameters, _create_slots(spec, parameters)))
+    for spec, places, parts in zip(plan.tables, devices, tables, strict=True):
+        if len(places) > 1:
+            found.append(_divide_slots(spec, places, parts))
+            continue
+        with tf.device(places[0]):
+            found.append([TableVariables(parts[0], _create_slots(spec, parts[0]))])
+    return found
+
+
+def _initial_table(spec: TableSpec) -> tf.Tensor:
+    shape = (spec.config.vocabulary_size, spec.config.dim)
+    dtype = tf.as_dtype(spec.config.dtype)
+    make = initializer_of(spec)
+    return initial_value(spec.name, shape, lambda: make(shape, dtype=dtype), dtype)
+
+
+def _divide(
+    name: str, devices: Sequence[str], make: Callable[[], tf.Tensor]
+) -> list[tf.Variable]:
+    """Makes a matrix whole, and cuts it into a variable for each device."""
+    parts = []
+    with tf.device(devices[0]):
+        whole = make()
+    for k, device in enumerate(devices):
+        with tf.device(devices[0]):
+            part = whole[k :: len(devices)]
+        with tf.device(device):
+            parts.append(create_state(variable_name(name), part))
+    return parts
+
+
+def _divide_slots(
+    spec: TableSpec, devices: Sequence[str], parameters: Sequence[tf.Variable]
+) -> list[TableVariables]:
+    found = [TableVariables(part, {}) for part in parameters]
+    whole = (spec.config.vocabulary_size, spec.config.dim)
+    for slot in spec.optimizer.slots if spec.optimizer else ():
+        name = checkpoint_name(spec.name, slot.name)
+        make = slot_initializer(slot)
+        if callable(slot.initial_value):
+            shape = _slot_shape(slot, whole)
+            variables = _divide(
+                name,
+                devices,
+                lambda n=name, s=shape, m=make: initial_value(n, s, lambda: m(s)),
+            )
+            for part, variable in zip(found, variables, strict=True):
+                part.slots[slot.name] = variable
+            continue
+        for part, device in zip(found, devices, strict=True):
+            shape = _slot_shape(slot, part.parameters.shape)
+            with tf.device(device):
+                part.slots[slot.name] = create_state(variable_name(name), make(shape))
     return found
 
 

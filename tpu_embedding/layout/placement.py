@@ -1,8 +1,9 @@
-"""Which process of a job has which rows of which table."""
+"""Which process or parameter server has which rows of which table."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
 from tpu_embedding.layout.plan import Plan, TableSpec
@@ -12,7 +13,7 @@ ALL_PROCESSES = -1  # The owner of a table that is divided by rows.
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The tables of a plan over the processes of a job.
+    """The tables of a plan over the processes of a job, or over parameter servers.
 
     Row r of a table that is divided by rows is row r // n of process r % n, with n
     processes. Any other table lives whole in one process.
@@ -89,8 +90,113 @@ def place_tables(
     return Placement(process, num_processes, tuple(owners))
 
 
+def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placement:
+    """Chooses which tables to divide by rows over servers, and where the others live.
+
+    Whole tables come one by one, the largest load first, each on the server with the
+    least. The load of a table is its share of all bytes, which a server must hold,
+    plus its share of the activations of a batch, which it must compute and send.
+    Workers combine the rows of divided tables, and these travel, so only memory
+    divides a table: a large one that is more than the n-th part of all bytes, or
+    without which the servers would be filled unequally. A table with fewer rows than
+    there are servers is always whole.
+
+    Args:
+      plan: The tables and features.
+      number: Number of servers, n.
+      placement: For tables whose `placement` is None: "auto", "rows" or "whole".
+
+    Returns:
+      The placement as server 0 has it.
+    """
+    wanted = [spec.config.placement or placement for spec in plan.tables]
+    sizes, loads = [_bytes(spec) for spec in plan.tables], _server_loads(plan)
+    can_be_divided = {
+        t
+        for t, spec in enumerate(plan.tables)
+        if 1 < number <= spec.config.vocabulary_size
+    }
+    divided = {t for t in can_be_divided if wanted[t] == "rows"}
+    free = {
+        t for t in can_be_divided if wanted[t] == "auto" and sizes[t] > _LARGE_TABLE
+    }
+    divided |= {t for t in free if sizes[t] * number > sum(sizes)}
+    while True:
+        owners, _ = _place_whole(loads, divided, number)
+        held = [
+            sum(size for size, owner in zip(sizes, owners, strict=True) if owner == k)
+            for k in range(number)
+        ]
+        shared = sum(sizes[t] for t in divided) / number
+        fullest = held.index(max(held))
+        candidates = [t for t in free - divided if owners[t] == fullest]
+        most = _MAX_IMBALANCE * sum(sizes) / number
+        if held[fullest] + shared <= most or not candidates:
+            return Placement(0, number, tuple(owners))
+        divided.add(max(candidates, key=lambda t: (sizes[t], -t)))
+
+
+def _server_loads(plan: Plan) -> list[float]:
+    sizes = [_bytes(spec) for spec in plan.tables]
+    widths = [0] * len(plan.tables)
+    for feature in plan.features:
+        samples = max(1, feature.config.max_sequence_length)
+        shape = feature.config.output_shape or ()
+        samples *= math.prod(axis for axis in shape[1:] if axis)
+        widths[feature.table] += samples * plan.tables[feature.table].config.dim
+    return [
+        size / sum(sizes) + width / sum(widths)
+        for size, width in zip(sizes, widths, strict=True)
+    ]
+
+
+def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ...]]:
+    """The plan of some tables, and the indices of its features in the whole plan."""
+    numbers = {table: index for index, table in enumerate(tables)}
+    features = tuple(f.index for f in plan.features if f.table in numbers)
+    own = {feature: index for index, feature in enumerate(features)}
+    return (
+        Plan(
+            tables=tuple(
+                dataclasses.replace(
+                    plan.tables[table],
+                    index=index,
+                    features=tuple(own[f] for f in plan.tables[table].features),
+                )
+                for table, index in numbers.items()
+            ),
+            features=tuple(
+                dataclasses.replace(
+                    plan.features[f],
+                    index=index,
+                    table=numbers[plan.features[f].table],
+                )
+                for f, index in own.items()
+            ),
+        ),
+        features,
+    )
+
+
+def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
+    """The plan with as many rows of each table as this process has, at least one."""
+    tables = [
+        dataclasses.replace(
+            spec,
+            config=dataclasses.replace(
+                spec.config,
+                vocabulary_size=max(
+                    1, placement.count(spec.index, spec.config.vocabulary_size)
+                ),
+            ),
+        )
+        for spec in plan.tables
+    ]
+    return Plan(tuple(tables), plan.features)
+
+
 def _place_whole(
-    loads: Sequence[int], divided: Collection[int], num_processes: int
+    loads: Sequence[float], divided: Collection[int], num_processes: int
 ) -> tuple[list[int], list[float]]:
     """The owner of each table, and what each process has to do."""
     owners = [ALL_PROCESSES] * len(loads)
@@ -110,9 +216,9 @@ def _load(plan: Plan, spec: TableSpec) -> int:
 
 
 def _bytes(spec: TableSpec) -> int:
-    """Of the table and its slots, roughly."""
-    slots = spec.optimizer.slots if spec.optimizer else ()
-    columns = spec.config.dim + sum(
-        1 if slot.per_row else spec.config.dim for slot in slots
-    )
-    return 4 * spec.config.vocabulary_size * columns
+    """Of the table and its slots."""
+    config = spec.config
+    width = config.dim * (2 if config.dtype == "bfloat16" else 4)
+    for slot in spec.optimizer.slots if spec.optimizer else ():
+        width += 4 if slot.per_row else 4 * config.dim
+    return config.vocabulary_size * width

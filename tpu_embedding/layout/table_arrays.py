@@ -301,6 +301,39 @@ class JoinedRows(MutableRows):
             offset += part.shape[0]
 
 
+class InterleavedRows(MutableRows):
+    """A matrix in n parts: its row r is row r // n of part r % n."""
+
+    def __init__(
+        self, parts: Sequence[MutableRows], initial_value: InitialValue = None
+    ) -> None:
+        """Joins `parts`, which have one width and dtype."""
+        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        super().__init__(shape, parts[0].dtype)
+        self._parts, self.initial_value = parts, initial_value
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        values = np.empty((stop - start, self.shape[1]), self.dtype)
+        for part, first, within in self._within(start, stop):
+            count = len(values[within])
+            values[within] = part.read(first, first + count)
+        return values
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        for part, first, within in self._within(start, start + len(values)):
+            part.write(first, values[within])
+
+    def _within(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[MutableRows, int, slice]]:
+        """Yields each part in the range, its first row, and its rows in the range."""
+        number = len(self._parts)
+        for k, part in enumerate(self._parts):
+            within = slice((k - start) % number, stop - start, number)
+            if within.start < stop - start:
+                yield part, len(range(k, start, number)), within
+
+
 def _runs(
     layout: TableLayout, stack_rows: int, start: int, stop: int
 ) -> Iterator[_Run]:

@@ -17,6 +17,7 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     stacking_options,
 )
+from tpu_embedding.layout.placement import place_on_servers
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
@@ -237,7 +238,7 @@ class _Planner:
         found = [self._synchronous(count, "rows", rows)]
         if any(place is not None for place in mixed.values()):
             found.append(self._synchronous(count, "whole tables", mixed))
-        return [*found, self._servers(count, whole)]
+        return [*found, self._servers(count)]
 
     def tpus(self, topologies: Sequence[str] | None) -> list[Placement]:
         """The given topologies, or the smallest of each generation that fits."""
@@ -318,7 +319,7 @@ class _Planner:
                 own = -(-rows // count) * size // rows
                 used = [before + own for before in used]
                 by_table[table.name] = own
-                wire += self._rows_wire(table, traffic, count)
+                wire += self._rows_wire(table, traffic, count, count - 1)
             else:
                 used[place] += size
                 by_table[table.name] = size
@@ -344,9 +345,14 @@ class _Planner:
             unsupported=self._on_processes(),
         )
 
-    def _rows_wire(self, table: TableSpec, traffic: Traffic, count: int) -> float:
-        """Distinct rows out, gradients of samples back; see docs/distributed.md."""
-        away = (count - 1) / count
+    def _rows_wire(
+        self, table: TableSpec, traffic: Traffic, count: int, others: int
+    ) -> float:
+        """Distinct rows out, gradients of samples back; see docs/distributed.md.
+
+        Of `count` owners `others` are on other machines.
+        """
+        away = others / count
         dim = table.config.dim
         found = traffic.distinct[table.index] * away * (_ROW + dim * _FLOAT)
         for f in table.features:
@@ -354,8 +360,8 @@ class _Planner:
             per_sample = entries / samples if samples else 0.0
             several = per_sample > 1
             # Owners among the others that a sample has an id of, ids spread evenly.
-            owners = (count - 1) * (1 - (1 - 1 / count) ** per_sample)
-            found += _ROW * entries * away + several * (count - 1) * samples * _ROW
+            owners = others * (1 - (1 - 1 / count) ** per_sample)
+            found += _ROW * entries * away + several * others * samples * _ROW
             found += samples * owners * dim * _FLOAT
         return found
 
@@ -367,29 +373,42 @@ class _Planner:
             for f in table.features
         )
 
-    def _servers(self, count: int, places: dict[int, int]) -> Placement:
-        sizes, used = self._bytes(), [_HOST_BYTES] * count
-        for table in self.plan.tables:
-            used[places[table.index]] += sizes[table.name]
+    def _servers(self, count: int) -> Placement:
+        sizes, used = self._bytes(), [float(_HOST_BYTES)] * count
+        places = place_on_servers(self.plan, count)
         traffic = self._traffic(1)
         buffers = self._step_bytes(traffic)
-        used = [before + buffers for before in used]
-        fullest = used.index(max(used))
-        names = {t.name: places[t.index] for t in self.plan.tables}
-        by_table = {n: sizes[n] for n, place in names.items() if place == fullest}
+        location: dict[str, Any] = {}
+        wire = 0.0
+        for table in self.plan.tables:
+            name, owner = table.name, places.owners[table.index]
+            if places.is_divided(table.index):
+                location[name] = "all"
+                sizes[name] = -(-sizes[name] // count)
+                used = [before + sizes[name] for before in used]
+                wire += self._rows_wire(table, traffic, count, count)
+            else:
+                location[name] = owner
+                used[owner] += sizes[name]
+                wire += self._whole_wire(table, traffic)
+        held = [int(before + buffers) for before in used]
+        fullest = held.index(max(held))
+        by_table = {
+            name: sizes[name]
+            for name, place in location.items()
+            if place in ("all", fullest)
+        }
         return Placement(
             name=f"{count} parameter servers",
             kind="parameter_servers",
             num_devices=count,
             capacity=self.machine_bytes,
-            device_bytes=tuple(used),
+            device_bytes=tuple(held),
             buffer_bytes=_HOST_BYTES + buffers,
             by_table=by_table,
-            location=names,
-            wire_bytes=int(
-                sum(self._whole_wire(table, traffic) for table in self.plan.tables)
-            ),
-            excesses=self._memory_excess(max(used), by_table),
+            location=location,
+            wire_bytes=int(wire),
+            excesses=self._memory_excess(max(held), by_table),
             unsupported=self._on_processes(),
         )
 

@@ -4,8 +4,10 @@
 #include <cstring>
 #include <numeric>
 #include <string>
+#include <variant>
 
 #include "core/text.h"
+#include "core/wire.h"
 
 namespace tpu_embedding {
 namespace {
@@ -501,6 +503,72 @@ Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
   }
   if (routed->training) GroupAll(tables, parallel_for, routed);
   return std::nullopt;
+}
+
+Error ReadRequest(const Message& message, const TableMap& tables, bool training,
+                  const ParallelFor& parallel_for,
+                  std::vector<Buffer<int32_t>>* rows, PreparedBatch* batch) {
+  const int64_t num_tables = tables.vocabulary_sizes.size();
+  const int64_t num_features = tables.feature_tables.size();
+  rows->resize(num_tables);
+  batch->features.resize(num_features);
+  batch->vocabulary_sizes = tables.vocabulary_sizes;
+  batch->tables.clear();
+  batch->routed = nullptr;
+  Reader reader(message);
+  bool good = true;
+  for (int64_t t = 0; t < num_tables && good; ++t) {
+    good = ReadRows(tables.vocabulary_sizes[t], &reader, &(*rows)[t]);
+  }
+  for (int64_t f = 0; f < num_features && good && training; ++f) {
+    const int t = tables.feature_tables[f];
+    good = ReadFeature(tables.vocabulary_sizes[t], &(*rows)[t], &reader,
+                       &batch->features[f]);
+  }
+  if (!good || reader.left() != 0) {
+    return "The IDs that a worker sent cannot be read. Run the same release of "
+           "tpu_embedding in the coordinator and in all workers and servers.";
+  }
+  if (training) GroupRows(tables, parallel_for, batch);
+  return std::nullopt;
+}
+
+void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
+                int64_t dim, bool narrow, int64_t begin, int64_t end,
+                char* out) {
+  constexpr int64_t kAhead = 16;
+  const auto gather = [&](const auto* data, const auto& copy, int64_t bytes) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto* ahead =
+          data + int64_t{rows[std::min(i + kAhead, rows.size() - 1)]} * dim;
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(reinterpret_cast<const char*>(ahead + dim) - 1);
+      copy(data + int64_t{rows[i]} * dim, out + i * bytes);
+    }
+  };
+  if (const auto* data = std::get_if<const BFloat16*>(&table)) {
+    const int64_t bytes = dim * sizeof(BFloat16);
+    gather(
+        *data,
+        [bytes](const BFloat16* row, char* to) { std::memcpy(to, row, bytes); },
+        bytes);
+    return;
+  }
+  const float* data = std::get<const float*>(table);
+  if (narrow) {
+    gather(
+        data,
+        [dim](const float* row, char* to) {
+          ToBFloat16(row, dim, reinterpret_cast<BFloat16*>(to));
+        },
+        dim * sizeof(BFloat16));
+    return;
+  }
+  const int64_t bytes = dim * sizeof(float);
+  gather(
+      data,
+      [bytes](const float* row, char* to) { std::memcpy(to, row, bytes); },
+      bytes);
 }
 
 }  // namespace tpu_embedding

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/buffer.h"
+#include "core/element.h"
 #include "core/feature.h"
 #include "core/parallel.h"
 #include "core/prepared_batch.h"
@@ -105,6 +106,20 @@ struct Message {
 // Nothing in a message is trusted.
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed);
+
+// Reads what a batch asks of one server: the message for it, where all tables
+// are divided by rows. `tables` has the rows of the server. Nothing in the
+// message is trusted. `rows`: by table those asked for. `batch`: for training
+// the samples with an entry there, and their groups.
+Error ReadRequest(const Message& message, const TableMap& tables, bool training,
+                  const ParallelFor& parallel_for,
+                  std::vector<Buffer<int32_t>>* rows, PreparedBatch* batch);
+
+// Copies rows [begin, end) of those asked for to where they travel from;
+// `narrow`: rows of float32 as bfloat16.
+void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
+                int64_t dim, bool narrow, int64_t begin, int64_t end,
+                char* out);
 
 }  // namespace tpu_embedding
 

@@ -129,45 +129,6 @@ MessageLayout LookupLayout(const Plan& plan, const std::vector<bool>& bfloat16,
   return layout;
 }
 
-// Rows [begin, end) of those asked for, to where they travel from.
-void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
-                int64_t dim, bool narrow, int64_t begin, int64_t end,
-                char* out) {
-  constexpr int64_t kAhead = 16;
-  const auto gather = [&](const auto* data, const auto& copy, int64_t bytes) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto* ahead =
-          data + int64_t{rows[std::min(i + kAhead, rows.size() - 1)]} * dim;
-      __builtin_prefetch(ahead);
-      __builtin_prefetch(reinterpret_cast<const char*>(ahead + dim) - 1);
-      copy(data + int64_t{rows[i]} * dim, out + i * bytes);
-    }
-  };
-  if (const auto* data = std::get_if<const BFloat16*>(&table)) {
-    const int64_t bytes = dim * sizeof(BFloat16);
-    gather(
-        *data,
-        [bytes](const BFloat16* row, char* to) { std::memcpy(to, row, bytes); },
-        bytes);
-    return;
-  }
-  const float* data = std::get<const float*>(table);
-  if (narrow) {
-    gather(
-        data,
-        [dim](const float* row, char* to) {
-          ToBFloat16(row, dim, reinterpret_cast<BFloat16*>(to));
-        },
-        dim * sizeof(BFloat16));
-    return;
-  }
-  const int64_t bytes = dim * sizeof(float);
-  gather(
-      data,
-      [bytes](const float* row, char* to) { std::memcpy(to, row, bytes); },
-      bytes);
-}
-
 class ServeOp : public tensorflow::OpKernel {
  public:
   explicit ServeOp(OpKernelConstruction* context) : OpKernel(context) {
