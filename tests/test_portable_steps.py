@@ -22,7 +22,7 @@ from engine_calls import (
 )
 
 import tpu_embedding as te
-from tpu_embedding.engines import Engine
+from tpu_embedding.engines import Engine, batch_queue
 
 
 class Calls:
@@ -362,3 +362,24 @@ def test_steps_in_a_loop_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
         steps()
         assert program.column() == [-30, -29]
+
+
+def test_a_step_interrupted_while_it_was_noted_is_given_up() -> None:
+    """Replica 0 has begun the next step when replica 1 finds the refused one.
+
+    A program that fails elsewhere stops between the notes of two replicas now and then.
+    """
+    refused = [[24, 24], [24, 24], [0, 1]]  # Enqueued, dequeued, owed.
+    begun = [[25, 25], [25, 24], [1, 1]]
+    for counts, replica in ((refused, 0), (begun, 1)):
+        matrix = tf.constant([*counts, [0, 0], [1, 1], [1, 1]], tf.int64)
+        if replica == 0:  # It has enqueued; replica 1 has not.
+            matrix += tf.constant([[1, 0], *[[0, 0]] * 5], tf.int64)
+        code, after, gave_up, training = batch_queue._dequeue(
+            matrix, tf.constant(False), replica, True
+        )
+        assert int(code) == 0
+        assert bool(training)
+        assert bool(gave_up) == (replica == 1)
+        assert after[1].numpy().tolist() == ([25, 24] if replica == 0 else [25, 25])
+        assert after[2].numpy().tolist() == [1, 1]

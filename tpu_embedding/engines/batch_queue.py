@@ -166,7 +166,7 @@ class BatchQueue:
 
     The n-th batches of all replicas make up one step. A step in which only some
     replicas went on was refused in another one; a replica that begins the next step
-    gives it up for all replicas.
+    gives it up for all that have not begun it.
     """
 
     def __init__(self, num_replicas: int, capacity: int) -> None:
@@ -394,10 +394,12 @@ def _dequeue(
         # apply_gradients was forgotten.
         alike = _equal(counts.owes) & _equal(counts.dequeued)
         gave_up = partial | (debt & ~alike)
-        latest = tf.maximum(counts.dequeued, tf.reduce_max(counts.dequeued))
+        # Replicas act in ascending order: those before have begun this step already.
+        latest = tf.reduce_max(counts.dequeued[replica:])
+        given_up = gave_up & (tf.range(counts.owes.shape[0]) >= replica)
         counts = counts._replace(
-            dequeued=tf.where(gave_up, latest, counts.dequeued),
-            owes=tf.where(gave_up, tf.zeros_like(counts.owes), counts.owes),
+            dequeued=tf.where(given_up, latest, counts.dequeued),
+            owes=tf.where(given_up, tf.zeros_like(counts.owes), counts.owes),
         )
         partial, debt = tf.constant(False), debt & ~gave_up
     is_empty = ~counts.has_batch(replica)

@@ -273,13 +273,14 @@ class PortableEngine(WholeTablesEngine):
             return tf.constant(False)
         return self._waiting[replica].size() > 0
 
-    def discard_waiting(self, condition: tf.Tensor) -> None:
-        """Gives a refused step up: discards gradients that wait, of all replicas.
+    def discard_waiting(self, condition: tf.Tensor, replica: int = 0) -> None:
+        """Gives a refused step up: discards gradients of it that wait.
 
-        Those that are still to come are refused.
+        Those that are still to come are refused. Replicas act in ascending order, so
+        that gradients of those before `replica` are of the step that has begun.
         """
         self._epoch.assign_add(tf.cast(condition, tf.int64), read_value=False)
-        for queue in self._waiting:
+        for queue in self._waiting[replica:]:
             _discard(queue, tf.where(condition, queue.size(), 0))
 
     def flush_if(self, condition: tf.Tensor) -> tf.Tensor:
@@ -343,7 +344,7 @@ class PortableEngine(WholeTablesEngine):
         partial = self.is_partial(replica)
         if self.calls.made("update"):
             return refuse(tf.cast(partial, tf.int32), ["", _PARTIAL])
-        self.discard_waiting(partial)
+        self.discard_waiting(partial, replica)
         return []
 
     def _check_turn(self, replica: int) -> list[Any]:
@@ -566,15 +567,19 @@ class _Queue(StepQueue):
             )
             engine.calls.note("dequeue")
             with tf.control_dependencies([gave_up]):
-                engine.discard_waiting(gave_up)
+                engine.discard_waiting(gave_up, replica)
                 flushed = engine.flush_if(~training)
             with tf.control_dependencies([flushed]):
                 entries = engine.unpack_entries(batch)
                 activations, _ = engine.look_up(entries, shapes)
-            if engine.is_last(replica):  # All replicas have looked up.
-                with tf.control_dependencies(activations):
-                    engine.flush_if(training)
-            return activations
+            if not engine.is_last(replica):
+                return activations
+            # All replicas have looked up. What uses the activations runs after the
+            # update, so that it cannot interrupt it when it fails.
+            with tf.control_dependencies(activations):
+                flushed = engine.flush_if(training)
+            with tf.control_dependencies([flushed]):
+                return [tf.identity(activation) for activation in activations]
 
     def apply_gradients(
         self,
