@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 
+import documented_pages
 import pytest
 from lint_report import sources
 
@@ -23,7 +25,6 @@ PAGES = [
     *sorted(path for path in DOCS.glob("*.md")),
 ]
 READMES = [*ROOT.glob("tests/golden/**/README.md"), *ROOT.glob("tpu_embedding/**/*.md")]
-PROGRAMS = ["../README.md", *sorted(p.name for p in DOCS.glob("tutorial_*.md"))]
 
 
 def links(page: pathlib.Path) -> Iterator[str]:
@@ -113,21 +114,36 @@ def test_every_layer_is_described():
         assert f"`{name}/`" in text or f"`{name}.py`" in text or f"`{name}/" in text
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
-def test_programs_run(page: str, tmp_path: pathlib.Path):
-    """In a process of its own: a tutorial creates TensorFlow's devices itself."""
-    blocks = re.findall(
-        r"^```python\n(.*?)^```",
-        (DOCS / page).read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
-    assert blocks
-    script = tmp_path / "program.py"
-    script.write_text("\n".join(blocks))
+def test_programs_run(tmp_path: pathlib.Path):
+    """All pages in one process, which imports TensorFlow once."""
+    pages = [page for page in PAGES if documented_pages.program(page)]
+    assert {DOCS / name for name in ("tutorial.md", "preprocessing.md")} <= {*pages}
     package = pathlib.Path(te.__file__).parents[1]
-    subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
+    environment = {"PYTHONPATH": str(package), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", documented_pages.__file__, *map(str, pages)],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(package), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        check=True,
+        env={**environment, "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
     )
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_lines_of_a_program_are_those_of_its_page(tmp_path: pathlib.Path):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n```python\na = 1\n```\n<!-- setup\nb = 2\n-->\n")
+    assert documented_pages.program(page).splitlines()[2:8] == [
+        "",
+        "a = 1",
+        "",
+        "",
+        "b = 2",
+        "",
+    ]
+    page.write_text("- item\n\n  ```python\n  a = 1\n  ```\n")
+    with pytest.raises(ValueError, match="indented or not closed"):
+        documented_pages.program(page)
