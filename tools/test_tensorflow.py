@@ -15,9 +15,11 @@ import collections
 import contextlib
 import importlib
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import unittest
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +57,13 @@ def main() -> int:
     for on in [arguments.on] if arguments.on else RUNS:
         command = [sys.executable, __file__, str(arguments.folder), "--in-process"]
         command += ["--on", on, "--match", arguments.match]
-        codes.append(subprocess.run(command, timeout=TIMEOUT, check=False).returncode)
+        with tempfile.TemporaryDirectory() as scratch:
+            # Where the tests write checkpoints.
+            environment = {**os.environ, "TEST_TMPDIR": scratch}
+            ended = subprocess.run(
+                command, env=environment, timeout=TIMEOUT, check=False
+            )
+        codes.append(ended.returncode)
         if codes[-1] not in (0, 1):
             print(f"{on}: the process ended with {codes[-1]}, and the rest did not run")
     return int(any(codes))
@@ -114,6 +122,7 @@ def replace(on: str) -> None:
             # The class of TensorFlow's v2 module that its API exports under this name.
             if name == "tpu_embedding_v1":
                 module.TPUEmbeddingV0 = ours.TPUEmbeddingV0
+    _lend_private_names(ours.TPUEmbedding)
     ours.install("host" if on == "host" else on)
     from tpu_embedding import drop_in
 
@@ -148,6 +157,34 @@ def replace(on: str) -> None:
             resolver = drop_in.TPUClusterResolver
             chosen = resolver if name == "TPUClusterResolver" else value or _nothing
             setattr(module, name, chosen)
+
+
+class _Array:
+    """A table or slot as TensorFlow's tests read it."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows, self.variables = rows, [self]
+
+    def numpy(self) -> Any:
+        return self._rows.numpy()
+
+
+def _lend_private_names(embedding_class: Any) -> None:
+    """Adds the private names by which the tests read tables.
+
+    TensorFlow's class moves tables between the host and the TPU when told to; ours
+    reads them from where they are.
+    """
+
+    def variables(embedding: Any) -> dict[str, dict[str, _Array]]:
+        return {
+            table: {name: _Array(rows) for name, rows in arrays.items()}
+            for table, arrays in embedding.checkpoint_rows().items()
+        }
+
+    embedding_class._variables = property(variables)
+    embedding_class._load_variables = _nothing
+    embedding_class._retrieve_variables = _nothing
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
