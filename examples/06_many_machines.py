@@ -1,6 +1,6 @@
 """Trains the MovieLens model in several processes that divide the tables.
 
-    python examples/06_many_machines.py [--processes 2] [--kill]
+    python examples/06_many_machines.py [--processes 2] [--parameter-servers] [--kill]
 
 Starts the processes of a tf.distribute.MultiWorkerMirroredStrategy on this machine, as
 a cluster would start them on several, and trains on a part of each batch in each. Then
@@ -10,6 +10,12 @@ last checkpoint and reach the same tables.
 
 `worker` is the program of one process; what it needs beyond the single-process program
 is marked.
+
+With --parameter-servers the tables are on two servers, and each process trains on
+batches of its own as fast as it can: `coordinator` is the program. The order of the
+updates is not that of one process, so the tables differ; both predict about as well.
+With --kill a worker is killed and started again; each batch is applied once all the
+same. `python -m tpu_embedding server` is all that servers and workers run.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +49,7 @@ BUILD = Path(__file__).resolve().parents[1] / "build"
 BATCH = 256  # of a process
 STEPS_PER_CHECKPOINT = 10
 KILLED_AT = 15  # The step after which --kill ends process 1.
+SERVERS = 2
 
 
 class Options(argparse.Namespace):
@@ -49,6 +58,7 @@ class Options(argparse.Namespace):
     processes: int
     steps: int
     kill: bool
+    parameter_servers: bool
     data: Path | None
     out: Path
     quick: bool
@@ -62,6 +72,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--processes", type=int, default=2, help="default: 2")
     add("--steps", type=int, default=100, help="training steps; default: 100")
     add("--kill", action="store_true", help="kill a process, then resume")
+    add("--parameter-servers", action="store_true", help="tables on two servers")
     add("--data", type=Path, help="folder with ml-100k.*; default: download them")
     add("--out", type=Path, default=BUILD / "many_machines")
     add("--quick", action="store_true", help="25 steps, to see that everything works")
@@ -86,7 +97,9 @@ class Trainer:
         with strategy.scope():
             self.embedding = te.TPUEmbedding(features, te.Adagrad(0.05))
             self.embedding.build()
-        self.dense_part = model.make_dense_part(features, ratings.mean())
+        # Servers keep the dense weights, too; else every process has them.
+        with strategy.scope() if options.parameter_servers else nullcontext():
+            self.dense_part = model.make_dense_part(features, ratings.mean())
         train = np.random.default_rng(1).permutation(ratings.split.train)
         self.rows = train[: options.processes * BATCH * (len(train) // 1024)]
         self.ratings = ratings
@@ -110,7 +123,6 @@ class Trainer:
 
     def apply(self, of_weights: Any) -> None:
         """Updates the dense weights with the sum over the parts."""
-        # Every process has these weights, and all get the same sum.
         weights = self.dense_part.trainable_variables
         for weight, gradient in zip(weights, of_weights, strict=True):
             weight.assign_sub(1e-5 * gradient)
@@ -124,6 +136,28 @@ class Trainer:
         # Beyond a single process: the sum of the dense gradients of all.
         context = tf.distribute.get_replica_context()
         self.apply(context.all_reduce(tf.distribute.ReduceOp.SUM, of_weights))
+
+    @tf.function(reduce_retracing=True)
+    def train_alone(self, batch: data.Batch) -> None:
+        """One step of one process, or of a worker with parameter servers."""
+        self.embedding.enqueue(self.catalogue.inputs(batch)[0])
+        of_activations, of_weights = self.gradients(self.embedding.dequeue(), batch)
+        self.embedding.apply_gradients(of_activations)
+        self.apply(of_weights)
+
+    @tf.function(reduce_retracing=True)
+    def errors(self, batch: data.Batch) -> tf.Tensor:
+        """Squared errors of the predictions."""
+        ids, dense = self.catalogue.inputs(batch)
+        self.embedding.enqueue(ids, training=False)
+        activations = self.embedding.dequeue()
+        predicted = self.dense_part({**activations, "numbers": dense})
+        return (predicted - batch["rating"]) ** 2
+
+    def error(self) -> float:
+        """Root of the mean squared error on the test ratings."""
+        batches = self.ratings.batches(self.ratings.split.test, 4096)
+        return float(np.sqrt(np.concatenate([self.errors(b) for b in batches]).mean()))
 
     @tf.function(reduce_retracing=True)
     def train_whole(self, parts: list[data.Batch]) -> None:
@@ -174,6 +208,62 @@ def worker(options: Options) -> None:
             te.checkpoint.save(trainer.embedding, str(options.out / f"tables-{step}"))
 
 
+def coordinator(options: Options) -> None:
+    """The program of the coordinator of parameter servers; TF_CONFIG has the others."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    workers = te.ClusterCoordinator(strategy)
+    trainer = Trainer(options, strategy)
+    for step in range(options.steps):
+        for part in range(options.processes):
+            batch = trainer.batch(step, part, options.processes)
+            workers.schedule(trainer.train_alone, args=(batch,))
+        if step == KILLED_AT:
+            (options.out / "now").touch()
+            while options.kill and (options.out / "now").exists():
+                time.sleep(0.1)
+    workers.join()
+    te.checkpoint.save(trainer.embedding, str(options.out / "tables"))
+    print(f"Test RMSE with parameter servers: {trainer.error():.4f}", flush=True)
+    os._exit(0)  # The servers do not end by themselves.
+
+
+def run_servers(options: Options, argv: Sequence[str]) -> int:
+    """Starts servers, workers and the coordinator; returns its exit code."""
+    with te.testing.LocalServers(SERVERS, options.processes) as job:
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            chief = [f"127.0.0.1:{bound.getsockname()[1]}"]
+        task = {"type": "chief", "index": 0}
+        config = {"cluster": {**job.cluster, "chief": chief}, "task": task}
+        # TensorFlow logs whatever it tells a worker that is gone.
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)}
+        process = subprocess.Popen(
+            [sys.executable, __file__, *argv, "--worker"], env={**os.environ, **quiet}
+        )
+        while options.kill and process.poll() is None:
+            time.sleep(0.1)
+            if (options.out / "now").exists():
+                job.processes["worker", 1].kill()
+                job.start("worker", 1)
+                print("A worker was killed and started again.", flush=True)
+                (options.out / "now").unlink()
+                break
+        return process.wait()
+
+
+def compare_servers(options: Options) -> None:
+    """Trains in one process on the batches that the workers had."""
+    trainer = Trainer(options, tf.distribute.get_strategy())
+    for step in range(options.steps):
+        for part in range(options.processes):
+            trainer.train_alone(trainer.batch(step, part, options.processes))
+    stored = te.checkpoint.read(str(options.out / "tables"))
+    for table, variable in trainer.embedding.embedding_tables.items():
+        own, theirs = variable.numpy(), stored[table.name].parameters.numpy()
+        print(f"{table.name}: largest difference {float(np.abs(own - theirs).max())}")
+    print(f"Test RMSE of one process: {trainer.error():.4f}")
+
+
 def dense_variables(trainer: Trainer) -> list[Any]:
     """The dense weights."""
     return list(trainer.dense_part.variables)
@@ -215,10 +305,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Grappler may write the sums of the dense model in another order.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if options.worker:
-        worker(options)
+        (coordinator if options.parameter_servers else worker)(options)
         return
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
+    if options.parameter_servers:
+        if run_servers(options, given):
+            raise SystemExit("The coordinator failed; see above.")
+        compare_servers(options)
+        return
     codes = run_job(options, given)
     if options.kill:
         step = latest_step(options.out)

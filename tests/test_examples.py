@@ -131,6 +131,15 @@ def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.
     assert lines[-1] == "2 processes and one process have the same tables."
 
 
+def test_a_worker_is_killed_and_the_servers_train_on(tmp_path: pathlib.Path):
+    printed = run(MANY_MACHINES, "--parameter-servers", "--kill", "--out", tmp_path)
+    assert "A worker was killed and started again." in printed
+    of_servers, of_one = (
+        float(line.split()[-1]) for line in printed.splitlines() if "RMSE" in line
+    )
+    assert abs(of_servers - of_one) < 0.02
+
+
 def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
     lines = run(STRINGS, "--out", tmp_path).splitlines()
     rmse, of_mean = (float(number) for number in re.findall(r"\d\.\d+", lines[0]))
