@@ -5,8 +5,10 @@
 `train` is the same for all: a queue of batches, a model, gradients. Only the strategy
 differs, and with it the engine: this package's kernels, TensorFlow's ops, two replicas
 that share their tables, or an emulated TPU of two devices (of TPU v4, with its
-embedding engine; of TPU v6e, with SparseCores). The largest difference between the
-tables after training is a few roundings of float32.
+embedding engine; of TPU v6e, with SparseCores). `parameter-servers:2`, the last of the
+places, has the tables on two servers and one worker, all within this process: a
+coordinator schedules the step. The largest difference between the tables after training
+is a few roundings of float32.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,17 +32,70 @@ import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 BATCH, FILMS, USERS, DIM = 64, 200, 100, 8
-PLACES = ["host", "portable", "mirrored:2", "v4:2", "v6e:2", "v5p:1"]
+PLACES = [
+    *("host", "portable", "mirrored:2", "v4:2", "v6e:2", "v5p:1"),
+    "parameter-servers:2",
+]
+
+
+class Place:
+    """A strategy, how its batches come, and who runs a step."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
+
+    def distribute(self, samples: tf.data.Dataset) -> Iterator[Any]:
+        """Batches of all replicas."""
+        on_host = tf.distribute.InputOptions(experimental_fetch_to_device=False)
+        return iter(self.strategy.experimental_distribute_dataset(samples, on_host))
+
+    def run(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a tf.function."""
+        return step(*arguments)
+
+
+class ParameterServers(Place):
+    """Servers and a worker, which are processes of their own in a real job."""
+
+    def __init__(self, number: int) -> None:
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number + 1)]
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        for each in sockets:
+            each.close()
+        jobs = {"ps": addresses[1:], "worker": addresses[:1]}
+        cluster = tf.train.ClusterSpec(jobs)
+        # All share the threads of this process, and each waits for others.
+        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=16)
+        self.servers = [
+            tf.distribute.Server(cluster, job, task, config=config)
+            for job, tasks in jobs.items()
+            for task in range(len(tasks))
+        ]
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            cluster, rpc_layer="grpc"
+        )
+        super().__init__(tf.distribute.ParameterServerStrategy(resolver))
+        self.coordinator = te.ClusterCoordinator(self.strategy)
+
+    def distribute(self, samples: tf.data.Dataset) -> Iterator[Any]:
+        """Batches, which travel with each step."""
+        return iter(samples)
+
+    def run(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a tf.function on the worker."""
+        result = self.coordinator.schedule(step, args=arguments)
+        self.coordinator.join()
+        return result.fetch()
 
 
 def train(
-    strategy: tf.distribute.Strategy, samples: tf.data.Dataset, steps: int
+    place: Place, samples: tf.data.Dataset, steps: int
 ) -> tuple[te.TPUEmbedding, list[float]]:
     """Trains on every engine; returns the embedding and the loss of each step."""
+    strategy = place.strategy
     with strategy.scope():
         embedding = te.TPUEmbedding(feature_config(), te.Adagrad(0.1))
-    on_host = tf.distribute.InputOptions(experimental_fetch_to_device=False)
-    batches = iter(strategy.experimental_distribute_dataset(samples, on_host))
+    batches = place.distribute(samples)
 
     def replica_step(ratings: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -55,7 +111,7 @@ def train(
         embedding.enqueue(ids)
         return strategy.reduce("SUM", strategy.run(replica_step, (ratings,)), None)
 
-    return embedding, [float(step(*next(batches))) for _ in range(steps)]
+    return embedding, [float(place.run(step, *next(batches))) for _ in range(steps)]
 
 
 def feature_config() -> dict[str, te.FeatureConfig]:
@@ -82,10 +138,10 @@ def make_samples() -> tf.data.Dataset:
 
 
 @contextlib.contextmanager
-def cpu_engine(name: str) -> Iterator[tf.distribute.Strategy]:
+def cpu_engine(name: str) -> Iterator[Place]:
     """The default strategy, and the engine that the environment asks for."""
     os.environ["TPU_EMBEDDING_ENGINE"] = name
-    yield tf.distribute.get_strategy()
+    yield Place(tf.distribute.get_strategy())
     del os.environ["TPU_EMBEDDING_ENGINE"]
 
 
@@ -94,17 +150,18 @@ def mirrored(devices: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy([f"CPU:{d}" for d in range(devices)])
 
 
-def strategy_on(place: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context whose value is the strategy of a place such as v6e:2."""
-    name, _, number = place.partition(":")
+def find_place(text: str) -> contextlib.AbstractContextManager[Place]:
+    """Returns a context whose value is a place such as v6e:2."""
+    name, _, number = text.partition(":")
     makers: dict[str, Callable[[int], Any]] = {
         "host": lambda _: cpu_engine("host"),
         "portable": lambda _: cpu_engine("portable"),
-        "mirrored": lambda n: contextlib.nullcontext(mirrored(n)),
+        "mirrored": lambda n: contextlib.nullcontext(Place(mirrored(n))),
+        "parameter-servers": lambda n: contextlib.nullcontext(ParameterServers(n)),
     }
 
     def software_tpu(devices: int) -> Any:
-        return contextlib.nullcontext(SoftwareTPUStrategy(name, devices))
+        return contextlib.nullcontext(Place(SoftwareTPUStrategy(name, devices)))
 
     return makers.get(name, software_tpu)(int(number or 1))
 
@@ -127,13 +184,11 @@ def main() -> None:
         [tf.config.LogicalDeviceConfiguration()] * 4,
     )
     found = []
-    for place in options.on:
-        with strategy_on(place) as strategy:
-            embedding, losses = train(
-                strategy, make_samples(), 3 if options.quick else 20
-            )
+    for name in sorted(options.on, key=lambda name: name.startswith("parameter-")):
+        with find_place(name) as place:
+            embedding, losses = train(place, make_samples(), 3 if options.quick else 20)
             found.append(tables_of(embedding))
-        print(f"{place:>12}: " + " ".join(f"{loss:.6f}" for loss in losses[:6]))
+        print(f"{name:>19}: " + " ".join(f"{loss:.6f}" for loss in losses[:6]))
     largest = max(
         float(np.abs(tables[name] - found[0][name]).max())
         for tables in found
