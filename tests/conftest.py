@@ -20,6 +20,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import hypothesis
 import numpy as np
+import older_tensorflow
 import pytest
 import tensorflow as tf
 
@@ -55,6 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
             f"The installed package is to be tested, but Python finds {found}. "
             "Call `pytest`, not `python -m pytest`, and unset PYTHONPATH."
         )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a newer TensorFlow, and says why."""
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        reason = older_tensorflow.reason_to_skip(item.path.as_posix(), name)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_report_header() -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
 from tpu_embedding import errors
+from tpu_embedding.checkpoint import sparse_core_format
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
     EmbeddingOptions,
@@ -22,12 +22,9 @@ from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_IDS_PER_TABLE,
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
 )
-from tpu_embedding.layout.stacking import Layout, layout_fields
+from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import convert_sparse_core
-
-# The module makes its classes when it is imported; type checkers cannot know them.
-_SparseCoreTableLayout: Any = vars(sparse_core_layout_pb2)["SparseCoreTableLayout"]
 
 
 class TPUEmbeddingV2(NestedEmbedding):
@@ -407,7 +404,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         On the host engine one shard holds the whole stack, without padding.
         """
         return {
-            table.table_name: _SparseCoreTableLayout(**layout_fields(table))
+            table.table_name: sparse_core_format.to_proto(table)
             for table in self._stacks.tables
         }
 

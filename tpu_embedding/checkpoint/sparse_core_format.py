@@ -53,6 +53,12 @@ def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
     return [_from_proto(proto) for proto in protos.tables]
 
 
+def to_proto(layout: TableLayout) -> Any:
+    """Returns a layout as TensorFlow's SparseCoreTableLayout."""
+    values = {name: getattr(layout, name) for name in _FIELDS}
+    return _protos.SparseCoreTableLayout(**values)
+
+
 def unstack(
     path: str, stacks: Mapping[str, Rows], layouts: Sequence[TableLayout]
 ) -> dict[str, LogicalTable]:
@@ -186,7 +192,5 @@ def _from_proto(proto: Any) -> TableLayout:
 
 
 def _to_record(layouts: Sequence[TableLayout]) -> bytes:
-    record = _protos.SparseCoreTableLayouts()
-    for layout in layouts:
-        record.tables.add(**{name: getattr(layout, name) for name in _FIELDS})
+    record = _protos.SparseCoreTableLayouts(tables=map(to_proto, layouts))
     return record.SerializeToString(deterministic=True)

@@ -153,7 +153,8 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
     if quantization is not None:
         limits = (quantization.lower, quantization.upper)
         quantization = [quantization.num_buckets, *limits]
-    storage, dtype = {}, tf.as_dtype(table.dtype).name
+    # TensorFlow's TableConfig has a dtype since 2.20.
+    storage, dtype = {}, tf.as_dtype(getattr(table, "dtype", "float32")).name
     if dtype != "float32":
         seed = getattr(table, "rounding_seed", None)
         storage = {"dtype": dtype, "rounding_seed": seed}

@@ -262,11 +262,6 @@ def make_layout(
     )
 
 
-def layout_fields(layout: TableLayout) -> dict[str, Any]:
-    """Returns the arguments of TensorFlow's SparseCoreTableLayout."""
-    return {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}
-
-
 def rotations(
     tables: Sequence[str],
     devices: int,
