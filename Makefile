@@ -29,8 +29,8 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-peers test-peers test-servers test-tensorflow fuzz fuzz-clang \
-    fuzz-refusals sanitize wheels test-minors clean
+    bench-measures bench-telemetry bench-peers test-peers test-servers test-tensorflow fuzz fuzz-clang \
+    fuzz-refusals fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -104,6 +104,9 @@ bench-one: ops ## one scenario: make bench-one BENCH='--optimizer sgd'
 bench-preprocessing: ops ## SparseCore preprocessing, with the peers
 	$(BIN)/python -m benchmarks.preprocessing $(BENCH)
 
+bench-telemetry: ops ## steps with and without te.Telemetry
+	$(BIN)/python -m benchmarks.telemetry $(BENCH)
+
 bench-measures: ops ## threads, odd widths, memory, import
 	$(BIN)/python -m benchmarks.measures $(BENCH)
 
@@ -135,6 +138,11 @@ STEPS ?= 20000
 
 test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## workers and parameter servers that are killed and stopped, five minutes
 	$(BIN)/python -P tests/parameter_server_faults.py
+
+BATCHES ?= 1000
+
+fuzz-telemetry: $(VENV)/dev.stamp ops ## figures of te.Telemetry beside a slow count: make fuzz-telemetry BATCHES=1000
+	TPU_EMBEDDING_TELEMETRY_BATCHES=$(BATCHES) $(BIN)/pytest tests/test_telemetry.py -k fuzzed
 
 fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)

@@ -29,6 +29,7 @@ from tpu_embedding.parameter_server import ClusterCoordinator
 from tpu_embedding.planning import plan
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
+from tpu_embedding.telemetry import Figure, Telemetry
 
 if _typing.TYPE_CHECKING:
     from tpu_embedding import (
@@ -56,6 +57,7 @@ __all__ = [
     "CustomCombiner",
     "DistributedOptions",
     "FeatureConfig",
+    "Figure",
     "PartitionedCsrFormatTensor",
     "QuantizationConfig",
     "RowIdInitializer",
@@ -65,6 +67,7 @@ __all__ = [
     "TPUEmbeddingV0",
     "TPUEmbeddingV2",
     "TableConfig",
+    "Telemetry",
     "checkpoint",
     "estimator",
     "install",

@@ -21,6 +21,7 @@ from tpu_embedding.engines import (
     TableArrays,
 )
 from tpu_embedding.engines.full_table_view import full_variables
+from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
@@ -108,6 +109,7 @@ class EmbeddingBase(TrackableTables):
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self._engine: Engine | None = None
         self._queue: StepQueue | None = None
+        self.telemetry: Any = None  # The te.Telemetry that counts.
         self._membership = None
         self._membership = self._engine_class.join(self._engine_options())
 
@@ -309,6 +311,23 @@ class EmbeddingBase(TrackableTables):
             )
         self._output_shapes.remember_ranks(shapes)
         return batches
+
+    def start_counting(self, every: int) -> None:
+        """Internal: see `Engine.start_counting`."""
+        self._create_engine().start_counting(every)
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """Internal: see `Engine.counts`."""
+        return self._create_engine().counts(num_hot_rows)
+
+    @property
+    def knows_invalid_ids(self) -> bool:
+        """Internal: whether `counts` has the invalid ids of a batch."""
+        return not self._hands_out_stacks  # A stack has valid entries only.
+
+    def counted_core(self) -> EmbeddingBase:
+        """Internal: what te.Telemetry counts; of a Keras layer a part."""
+        return self
 
     def logical_variables(self) -> dict[str, Any]:
         """Internal: see `full_variables`."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
+from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
@@ -521,6 +522,27 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def updates(self) -> tf.Variable | None:
         """The number of updates already applied, where anything asks for it."""
+
+    def start_counting(self, every: int) -> None:
+        """Forgets counts, and counts the next update applied and every n-th after it.
+
+        Args:
+          every: n; 0 counts nothing.
+
+        Raises:
+          NotImplementedError: If the engine cannot count.
+          RuntimeError: If functions were traced that do not count.
+        """
+        del every
+        raise NotImplementedError(
+            f"The {self.name} engine has no telemetry. Use it with the same tables on "
+            "the host or the portable engine: build the embedding outside of the "
+            "scope of a TPU or parameter server strategy."
+        )
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """What was counted since `start_counting`; eagerly."""
+        raise NotImplementedError(f"The {self.name} engine has no telemetry.")
 
     def require_plain_rows(self) -> None:
         """Refuses tables that have more values than their `TableArrays.rows`.

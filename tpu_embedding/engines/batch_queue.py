@@ -203,6 +203,11 @@ class BatchQueue:
     def _write(self, counts: tf.Tensor) -> Any:
         return tf.raw_ops.AssignVariableOp(resource=self._counts, value=counts)
 
+    def depth(self) -> int:
+        """Steps that some replica has enqueued and not dequeued yet; eagerly."""
+        counts = _Counts.of_matrix(self._read())
+        return int(tf.reduce_max(counts.enqueued) - tf.reduce_min(counts.dequeued))
+
     def check_room(self) -> list[Any]:
         """Control inputs for ops that must not run if a replica's ring is full.
 

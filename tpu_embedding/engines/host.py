@@ -17,6 +17,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
 )
 from tpu_embedding.engines.cpu_base import StackedBatches, WholeTablesEngine
+from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -290,6 +291,43 @@ class HostEngine(WholeTablesEngine):
         """See `Engine.reset`."""
         with tf.device(self._device):
             self._ops.tpu_embedding_reset(queue=self._handle, counters=self._counters)
+
+    def start_counting(self, every: int) -> None:
+        """See `Engine.start_counting`."""
+        with tf.device(self._device):
+            self._ops.tpu_embedding_start_telemetry(queue=self._handle, every=every)
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """See `Engine.counts`."""
+        with tf.device(self._device):
+            found = self._ops.tpu_embedding_read_telemetry(
+                queue=self._handle,
+                num_tables=len(self._plan.tables),
+                num_hot_rows=num_hot_rows,
+            )
+        steps, counted_steps, depth, pending = found.steps.numpy().tolist()
+        return Counts(
+            steps,
+            counted_steps,
+            depth,
+            pending,
+            tables={
+                spec.name: TableCounts(
+                    *found.totals[spec.index].numpy().tolist(),
+                    *(
+                        arrays[spec.index].numpy()
+                        for arrays in (
+                            found.hot_rows,
+                            found.rows,
+                            found.ids,
+                            found.gradient_norms,
+                            found.update_norms,
+                        )
+                    ),
+                )
+                for spec in self._plan.tables
+            },
+        )
 
     def _look_up(
         self,

@@ -18,6 +18,7 @@ from tpu_embedding.engines.base import (
 from tpu_embedding.engines.full_table_view import LogicalVariable
 from tpu_embedding.engines.host import HostBatches, HostEngine, HostQueue
 from tpu_embedding.engines.process_group import Channel, connect
+from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.engines.variables import (
     TableVariables,
     create_parts,
@@ -107,6 +108,29 @@ class ShardedEngine(HostEngine):
     def channel(self) -> Channel:
         """What the processes of this embedding exchange messages over."""
         return self._channel
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """See `Engine.counts`: of the rows that this process has."""
+        counts = super().counts(num_hot_rows)
+        return dataclasses.replace(
+            counts,
+            tables={
+                spec.name: self._placed(spec.index, counts.tables[spec.name])
+                for spec in self._plan.tables
+            },
+            bytes_sent={
+                phase: sent for phase, (_, sent) in self._channel.statistics().items()
+            },
+        )
+
+    def _placed(self, table: int, counts: TableCounts) -> TableCounts:
+        """Counts of the rows of this process, by their numbers in the whole table."""
+        if not self._placement.is_divided(table):
+            return counts
+        first, step = self._placement.process, self._placement.num_processes
+        hot_rows = counts.hot_rows * [step, 1] + [first, 0]
+        rows = counts.rows.astype(np.int64) * step + first
+        return dataclasses.replace(counts, hot_rows=hot_rows, rows=rows)
 
     def prepare(
         self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None

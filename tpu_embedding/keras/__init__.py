@@ -5,8 +5,9 @@ The package does not import it, to save the time that Keras takes to load.
 
 from tpu_embedding.keras.layer import TPUEmbedding
 from tpu_embedding.keras.optimizers import translate_keras_optimizer
+from tpu_embedding.keras.telemetry import TelemetryCallback
 
-__all__ = ["TPUEmbedding", "translate_keras_optimizer"]
+__all__ = ["TPUEmbedding", "TelemetryCallback", "translate_keras_optimizer"]
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from absl import logging
 from tpu_embedding import distribution
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.errors import argument_type
 from tpu_embedding.keras import serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
@@ -175,6 +176,15 @@ class EmbeddingLayer(RestoresLayouts):
             for spec, leaf in zip(plan.features, leaves, strict=True)
         ]
         return structure.pack(symbols.output_shapes(plan, ids, [None] * len(ids)))
+
+    def counted_core(self) -> EmbeddingBase:
+        """Internal: see `EmbeddingBase.counted_core`.
+
+        Raises:
+          NotImplementedError: With `trainable_tables=True`.
+        """
+        self._ensure_built()
+        return self._parts.tables.core()
 
     def _convert_serving(self, serving_config: Any) -> Features:
         """Converts a `serving_config`, also one that was encoded for a file."""

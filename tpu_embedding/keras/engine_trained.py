@@ -157,6 +157,10 @@ class EngineTrainedTables:
         """See `RestoresLayouts.load_checkpoint_rows`."""
         self._core.load_checkpoint_rows()
 
+    def core(self) -> EmbeddingBase:
+        """The embedding of the tables, after `build`."""
+        return self._core
+
     def stored(self) -> list[Any]:
         """The up-to-date tf.Variables that store the tables, for exported graphs."""
         self._core.retrieve()

@@ -18,6 +18,7 @@ from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import PLACEHOLDER, Symbol
 
 Model = tf_keras.Model
+Callback = tf_keras.callbacks.Callback
 Optimizer = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
 LossScaleOptimizer = tf_keras.mixed_precision.LossScaleOptimizer
 

@@ -15,6 +15,7 @@ from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import Symbol
 
 Model = keras.Model
+Callback = keras.callbacks.Callback
 Optimizer = keras.optimizers.Optimizer
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 

@@ -85,6 +85,18 @@ class KerasTrainedTables:
     def load_checkpoint_rows(self) -> None:
         """See `RestoresLayouts.load_checkpoint_rows`."""
 
+    def core(self) -> Any:
+        """See `EngineTrainedTables.core`.
+
+        Raises:
+          NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "Telemetry counts the updates of the tables' own optimizers. With "
+            "`trainable_tables=True` the optimizer of the model trains the tables: "
+            "leave it at False."
+        )
+
     def stored(self) -> list[Any]:
         """See `EngineTrainedTables.stored`."""
         return [keras_api.value_of(weight) for weight in self._variables.values()]

@@ -12,11 +12,13 @@ on malformed input.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tpu_embedding.config import TableConfig
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.lookup.graph_checks import (
     Bound,
@@ -51,12 +53,14 @@ class Entries:
       samples: int64 [n], ascending.
       gains: float32 [n].
       shape: int64 [k], the output shape without the embedding axis.
+      num_invalid: int64 scalar, ids that were dropped or taken modulo V.
     """
 
     rows: tf.Tensor
     samples: tf.Tensor
     gains: tf.Tensor
     shape: tf.Tensor
+    num_invalid: tf.Tensor
 
     @property
     def num_samples(self) -> tf.Tensor:
@@ -76,6 +80,7 @@ class Selection:
       axes: int64 scalars, the output shape without the embedding axis.
       combiner: "sum", "mean" or "sqrtn".
       one_each: Whether entry i is the only entry of sample i, for n samples.
+      count_invalid: Returns `Entries.num_invalid`.
     """
 
     rows: tf.Tensor
@@ -84,6 +89,7 @@ class Selection:
     axes: list[tf.Tensor]
     combiner: str
     one_each: bool
+    count_invalid: Callable[[], tf.Tensor]
 
     @property
     def samples(self) -> tf.Tensor:
@@ -108,7 +114,7 @@ class Selection:
         count = tf.maximum(self.num_samples, 0)
         samples = self.samples
         gains = _gains(self.combiner, samples, weights, count)
-        return Entries(self.rows, samples, gains, shape)
+        return Entries(self.rows, samples, gains, shape, self.count_invalid())
 
 
 def build_entries(
@@ -247,6 +253,7 @@ def _draft(feature: FeatureInput) -> _Draft:
             axes=axes,
             combiner=config.entry_combiner,
             one_each=rows.one_each and not kept,
+            count_invalid=functools.partial(_count_invalid, config, ids),
         )
 
     def checks() -> list[Check | Bound]:
@@ -255,6 +262,12 @@ def _draft(feature: FeatureInput) -> _Draft:
         return [*structure, *_check_entries(feature, rows.row, ids, weights)]
 
     return _Draft(feature, rows, ids, checks, finish)
+
+
+def _count_invalid(config: TableConfig, ids: tf.Tensor) -> tf.Tensor:
+    if config.invalid_ids == "error":
+        return tf.zeros([], tf.int64)  # A batch with one is refused.
+    return tf.math.count_nonzero(~ids_in_range(ids, config.vocabulary_size))
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:

@@ -27,10 +27,13 @@ from tpu_embedding.engines.portable.combiners import (
 )
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable.tables import (
+    CountedUpdate,
+    count_samples,
     entry_gradients,
     sum_by_row,
     update_table,
 )
+from tpu_embedding.engines.telemetry import Counts, Recorder
 from tpu_embedding.engines.variables import create_state
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -112,7 +115,10 @@ class PortableEngine(WholeTablesEngine):
         self._is_trained = all(table.optimizer for table in self._plan.tables)
         with tf.device(self._device):
             self._combiners = Combiners(self._plan, options.layout)
-        dtypes = [tf.float32] + [tf.int64, tf.float32] * len(self._plan.tables)
+        self._recorder: Recorder | None = None
+        self._traced = False  # Whether a function hands in gradients.
+        dtypes = [tf.float32, tf.int64]
+        dtypes += [tf.int64, tf.float32, tf.int64] * len(self._plan.tables)
         with tf.device(self.host):
             self._waiting = [
                 tf.queue.FIFOQueue(_MAX_UPDATES, dtypes)
@@ -258,6 +264,26 @@ class PortableEngine(WholeTablesEngine):
                 self._rates.updates.assign_sub(tf.cast(size, tf.int64))
             _discard(self._pending, size)
 
+    def start_counting(self, every: int) -> None:
+        """See `Engine.start_counting`."""
+        if every and self._traced:
+            raise RuntimeError(
+                "A tf.function that trains was traced before telemetry began, and the "
+                "portable engine counts only what functions were traced to count. "
+                "Create the Telemetry before the first training step."
+            )
+        if self._recorder is not None:
+            self._recorder.stop()
+        self._recorder = Recorder(self._plan, every) if every else None
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """See `Engine.counts`."""
+        assert self._recorder is not None
+        steps, counted_steps, tables = self._recorder.read(num_hot_rows)
+        pending = 0 if self._pending is None else int(self._pending.size())
+        depth = self._batches.depth()
+        return Counts(steps, counted_steps, depth, pending, tables)
+
     def is_outside(self) -> bool:
         """Whether the caller is outside of strategy.run, among several replicas."""
         topology = self._options.topology
@@ -320,6 +346,7 @@ class PortableEngine(WholeTablesEngine):
           Control inputs for ops that must not run if the call is refused.
         """
         self.calls.note("update")
+        self._traced |= not tf.executing_eagerly()
         # Before anything changes: a learning rate that fails changes nothing.
         rates = self._rates.evaluate() if self.is_last(replica) else tf.zeros([0])
         with tf.control_dependencies(self._check_gradients(entries, gradients)):
@@ -332,7 +359,8 @@ class PortableEngine(WholeTablesEngine):
         with tf.control_dependencies(accepted):
             if self.is_last(replica):
                 parts = [self._with_shapes(queue.dequeue()) for queue in self._waiting]
-                self._complete(rates, _merged([*parts, sums]))
+                counted = self._recorder is not None
+                self._complete(rates, _merged([*parts, sums], counted=counted))
             else:
                 self._waiting[replica].enqueue(sums)
         return accepted
@@ -395,18 +423,27 @@ class PortableEngine(WholeTablesEngine):
           rates: What `Rates.evaluate` returned for it.
           sums: As of `_row_sums`, of all replicas.
         """
-        of_weights, *by_table = sums
+        of_weights, totals, *by_table = sums
         numbers = [self._rates.of_table(rates, t.index) for t in self._plan.tables]
         with tf.device(self._device):
             self._combiners.update(
                 of_weights, lambda table: numbers[table].combiner_rate
             )
-            for spec in self._plan.tables:
-                rows, gradient = by_table[2 * spec.index : 2 * spec.index + 2]
+            touched = [by_table[i : i + 3] for i in range(0, len(by_table), 3)]
+            counting = None
+            if self._recorder is not None:
+                counting = CountedUpdate(
+                    self._recorder, self._plan, self._variables, touched, totals
+                )
+            for spec, (rows, gradient, _) in zip(
+                self._plan.tables, touched, strict=True
+            ):
                 variables = self._variables[spec.index]
                 update_table(
                     spec, variables, numbers[spec.index], number, rows, gradient
                 )
+            if counting is not None:
+                counting.finish()
 
     def _read_stacks(self, tables: Any, shapes: Sequence[tf.Tensor]) -> list[Entries]:
         entries = read_stacks(self._plan, self._stacks.layout, tables, shapes)
@@ -418,9 +455,10 @@ class PortableEngine(WholeTablesEngine):
         for feature in self._plan.features:
             shape = self._options.output_shapes.activation(feature.index)
             ids, gains = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None])
-            specs += [ids, ids, gains, tf.TensorSpec([len(shape)], tf.int64)]
+            axes, number = (tf.TensorSpec(s, tf.int64) for s in ([len(shape)], []))
+            specs += [ids, ids, gains, axes, number]
         tensors = unpack(batch, specs)
-        return [Entries(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+        return [Entries(*tensors[i : i + 5]) for i in range(0, len(tensors), 5)]
 
     def check_shapes(
         self, entries: Sequence[Entries], shapes: Sequence[Shape] | None
@@ -481,27 +519,32 @@ class PortableEngine(WholeTablesEngine):
         """The sums of one replica's gradients.
 
         Returns:
-          [Gradients of the weights of all custom combiners, then for each table the
-          rows, each once, and the sums of their gradients].
+          [Gradients of the weights of all custom combiners; int64 [tables, 3], invalid
+          ids, samples and samples without ids; then for each table the rows, each once,
+          the sums of their gradients, and int64 the number of ids for each]. What is
+          counted is empty without telemetry.
         """
         with tf.device(self._device):
             gradients, of_weights = self._combiners.backward(found, gradients)
             positions = self._combiners.positions(entries)
-            sums = [of_weights]
+            counted = self._recorder is not None
+            sums = [of_weights, count_samples(self._plan, entries, counted=counted)]
             for table in self._plan.tables:
-                rows = [entries[f].rows for f in table.features]
+                rows = tf.concat([entries[f].rows for f in table.features], 0)
                 values = [
                     entry_gradients(gradients[f], positions[f], table.config.dim)
                     for f in table.features
                 ]
-                sums += sum_by_row(tf.concat(rows, 0), tf.concat(values, 0))
+                sums += sum_by_row(rows, tf.concat(values, 0))
+                ids = tf.ones_like(rows) if counted else tf.zeros([0], tf.int64)
+                sums.append(sum_by_row(rows, ids)[1] if counted else ids)
         return sums
 
     def _with_shapes(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums that come out of a queue, with their static shapes."""
-        shapes: list[Any] = [[self._combiners.num_weights]]
+        shapes: list[Any] = [[self._combiners.num_weights], [None, 3]]
         for table in self._plan.tables:
-            shapes += [[None], [None, table.config.dim]]
+            shapes += [[None], [None, table.config.dim], [None]]
         for tensor, shape in zip(sums, shapes, strict=True):
             tensor.set_shape(shape)
         return list(sums)
@@ -601,17 +644,27 @@ class _Queue(StepQueue):
 
 def _pack_entries(entries: Sequence[Entries]) -> tf.Tensor:
     """The entries of all features as one scalar variant."""
-    return pack([x for e in entries for x in (e.rows, e.samples, e.gains, e.shape)])
+    return pack(
+        [
+            x
+            for e in entries
+            for x in (e.rows, e.samples, e.gains, e.shape, e.num_invalid)
+        ]
+    )
 
 
-def _merged(replicas: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+def _merged(
+    replicas: Sequence[Sequence[tf.Tensor]], *, counted: bool
+) -> list[tf.Tensor]:
     """The sums of all replicas, as of `PortableEngine._row_sums`, in replica order."""
     if len(replicas) == 1:
         return list(replicas[0])
-    of_weights, *by_table = zip(*replicas, strict=True)
-    merged = [tf.add_n(of_weights)]
-    for rows, sums in zip(by_table[::2], by_table[1::2], strict=True):
-        merged += sum_by_row(tf.concat(rows, 0), tf.concat(sums, 0))
+    of_weights, totals, *by_table = zip(*replicas, strict=True)
+    merged = [tf.add_n(of_weights), tf.add_n(totals)]
+    for i in range(0, len(by_table), 3):
+        rows, sums, ids = (tf.concat(parts, 0) for parts in by_table[i : i + 3])
+        merged += sum_by_row(rows, sums)
+        merged.append(sum_by_row(rows, ids)[1] if counted else ids)
     return merged
 
 

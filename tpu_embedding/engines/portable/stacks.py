@@ -86,6 +86,7 @@ def read_stacks(
                 samples=tf.identity(entries[f].samples),
                 gains=tf.identity(entries[f].gains),
                 shape=tf.identity(entries[f].shape),
+                num_invalid=entries[f].num_invalid,
             )
             for f in range(len(shapes))
         ]
@@ -103,6 +104,7 @@ def _read_feature(
         samples=tf.repeat(tf.range(samples), pointers[1:] - pointers[:-1]),
         gains=tf.cast(table.sorted_gains, tf.float32)[begin:end],
         shape=shape,
+        num_invalid=tf.zeros([], tf.int64),  # Stacks do not say.
     )
 
 

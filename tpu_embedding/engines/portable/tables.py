@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.rates import TableNumbers
+from tpu_embedding.engines.telemetry import Recorder
 from tpu_embedding.engines.variables import TableVariables
-from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers.base import ArrayOps, apply_rule
 
@@ -53,6 +54,80 @@ def sum_by_row(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
     """
     unique = tf.unique(rows, out_idx=tf.int64)
     return unique.y, tf.math.unsorted_segment_sum(values, unique.idx, tf.size(unique.y))
+
+
+def count_samples(
+    plan: Plan, entries: Sequence[Entries], *, counted: bool
+) -> tf.Tensor:
+    """int64 [tables, 3], invalid ids, samples and samples without ids; or [0, 3]."""
+    if not counted:
+        return tf.zeros([0, 3], tf.int64)
+
+    def of_feature(entry: Entries) -> tf.Tensor:
+        found = tf.size(tf.unique(entry.samples).y, tf.int64)
+        samples = entry.num_samples
+        return tf.stack([entry.num_invalid, samples, samples - found])
+
+    return tf.stack(
+        [tf.add_n([of_feature(entries[f]) for f in t.features]) for t in plan.tables]
+    )
+
+
+class CountedUpdate:
+    """One update of all tables, which `recorder` may count."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        plan: Plan,
+        variables: Sequence[TableVariables],
+        touched: Sequence[Sequence[tf.Tensor]],
+        totals: tf.Tensor,
+    ) -> None:
+        """Asks whether it counts, and copies what the update changes.
+
+        Args:
+          recorder: Receives the counts.
+          plan: The tables.
+          variables: Of each table.
+          touched: For each table the rows [k], each once, their summed gradients
+            [k, D], and the number of ids for each.
+          totals: As of `count_samples`.
+        """
+        self._recorder, self._plan = recorder, plan
+        self._variables, self._touched, self._totals = variables, touched, totals
+        self._counts = tf.numpy_function(recorder.next, [], tf.bool)
+        self._counts.set_shape([])
+        self._before = tf.cond(
+            self._counts,
+            self._values,
+            lambda: [tf.zeros([0, t.config.dim]) for t in plan.tables],
+        )
+
+    def _values(self) -> list[tf.Tensor]:
+        values = []
+        for spec, (rows, _, _) in zip(self._plan.tables, self._touched, strict=True):
+            assert spec.optimizer is not None
+            table = self._variables[spec.index].parameters
+            every = spec.optimizer.touches_all_rows
+            found = table.read_value() if every else tf.gather(table, rows)
+            values.append(tf.cast(found, tf.float32))
+        return values
+
+    def finish(self) -> None:
+        """Counts the update, after it."""
+
+        def add() -> tf.Tensor:
+            arrays = []
+            for (rows, gradient, ids), before, after in zip(
+                self._touched, self._before, self._values(), strict=True
+            ):
+                arrays += [rows, ids, gradient, after - before]
+            added = tf.numpy_function(self._recorder.add, [self._totals, *arrays], [])
+            del added
+            return tf.constant(True)
+
+        tf.cond(self._counts, add, lambda: False)
 
 
 def update_table(

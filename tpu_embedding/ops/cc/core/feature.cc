@@ -157,6 +157,7 @@ class CsrWriter {
         return;
       }
       if (id < 0 || id >= vocabulary_size) {
+        ++csr_->num_invalid;
         if (spec_.invalid_ids == InvalidIds::kDrop) continue;
         if (spec_.invalid_ids == InvalidIds::kError) {
           error_ = InvalidId(spec_, row, id);
@@ -195,6 +196,7 @@ Error BuildCsr(const FeatureSpec& spec, const FeatureInput& input,
   FeatureRows rows;
   if (Error error = ReadRows(spec, input, &rows)) return error;
   csr->output_shape = rows.output_shape;
+  csr->num_invalid = 0;
   if (input.ids32) {
     return CsrWriter<int32_t>(spec, input, input.ids32, rows, csr).Write(rows);
   }

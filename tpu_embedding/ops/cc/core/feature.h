@@ -82,6 +82,7 @@ struct FeatureCsr {
   // have one. At most one of both has elements; without any all gains are 1.
   Buffer<float> gains;         // [num_entries], or empty
   Buffer<float> sample_gains;  // [num_samples], or empty
+  int64_t num_invalid = 0;     // IDs that were dropped or taken modulo V
 
   int64_t num_samples() const { return offsets.size() - 1; }
   float gain(int64_t sample, int64_t entry) const {

@@ -316,6 +316,22 @@ class StepQueue {
     return forgotten;
   }
 
+  // Steps that some replica has enqueued and not dequeued yet.
+  int64_t Depth() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::count_if(steps_.begin(), steps_.end(), [](const Step& step) {
+      return std::any_of(
+          step.replicas.begin(), step.replicas.end(),
+          [](const StepPart& part) { return part.state == State::kQueued; });
+    });
+  }
+
+  // Complete updates that are not applied yet.
+  int64_t Pending() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return updates_.size();
+  }
+
   // Takes out the oldest update that is due, if there is one.
   std::optional<Update> TakeDue() {
     std::lock_guard<std::mutex> lock(mutex_);

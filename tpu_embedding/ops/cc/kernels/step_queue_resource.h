@@ -11,6 +11,7 @@
 
 #include "core/push_ledger.h"
 #include "core/step_queue.h"
+#include "core/telemetry.h"
 #include "kernels/batch_variant.h"
 #include "kernels/huge_pages.h"
 #include "kernels/plan.h"
@@ -55,6 +56,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
   BatchQueue queue;
   PushLedger pushes;     // on a parameter server
   HugePages huge_pages;  // under the tables, then the slots
+  Telemetry telemetry;   // off until TpuEmbeddingStartTelemetry
 };
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;

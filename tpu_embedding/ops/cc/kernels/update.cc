@@ -15,6 +15,7 @@
 #include "core/prepared_batch.h"
 #include "core/push_ledger.h"
 #include "core/rules.h"
+#include "core/telemetry.h"
 #include "kernels/batch_variant.h"
 #include "kernels/gradients.h"
 #include "kernels/kernel_util.h"
@@ -228,14 +229,23 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                resource->queue.TakeDue()) {
       std::vector<TableWork> work(views.size());
       for (size_t t = 0; t < views.size(); ++t) work[t].view = &views[t];
-      Apply(plan, *update, WorkerPool(context), &work);
+      if (!resource->telemetry.Next()) {
+        Apply(plan, *update, WorkerPool(context), &work, nullptr);
+        continue;
+      }
+      std::vector<CountedUpdate> counted(views.size());
+      Apply(plan, *update, WorkerPool(context), &work, &counted);
+      CountSamples(*update, plan, &counted);
+      resource->telemetry.Add(std::move(counted));
     }
   }
 
  private:
+  // `counted`: receives what telemetry counts, or null.
   static void Apply(const Plan& plan, const BatchQueue::Update& update,
                     const ParallelFor& parallel_for,
-                    std::vector<TableWork>* work) {
+                    std::vector<TableWork>* work,
+                    std::vector<CountedUpdate>* counted) {
     for (size_t t = 0; t < plan.tables.size(); ++t) {
       const TablePlan& table = plan.tables[t];
       (*work)[t].arguments = {
@@ -252,7 +262,20 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     if (update.replicas.size() > 1) {
       MergeReplicas(plan, update, parallel_for, work);
     }
-    Run(plan, parallel_for, *work);
+    Run(plan, parallel_for, *work, counted);
+  }
+
+  // Of a routed batch the senders know them.
+  static void CountSamples(const BatchQueue::Update& update, const Plan& plan,
+                           std::vector<CountedUpdate>* counted) {
+    for (const BatchQueue::Part& part : update.replicas) {
+      if (part.batch->routed) continue;
+      for (size_t t = 0; t < plan.tables.size(); ++t) {
+        for (const int f : plan.tables[t].features) {
+          (*counted)[t].AddSamples(part.batch->features[f]);
+        }
+      }
+    }
   }
 
   // All replicas but one hand in zeros.
@@ -381,7 +404,8 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   }
 
   static void Run(const Plan& plan, const ParallelFor& parallel_for,
-                  const std::vector<TableWork>& work) {
+                  const std::vector<TableWork>& work,
+                  std::vector<CountedUpdate>* counted) {
     std::vector<Work> works;
     for (size_t t = 0; t < work.size(); ++t) {
       const TablePlan& table = plan.tables[t];
@@ -389,13 +413,21 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                                ? table.rows
                                : work[t].gradients.groups->num_rows();
       works.push_back({rows, Cycles(*table.rule, work[t], rows)});
+      if (counted) {
+        (*counted)[t].Resize(work[t].gradients.groups->num_rows(), rows);
+      }
     }
     ForEachPiece(parallel_for, works, [&](const Piece& piece) {
       const int64_t t = piece.owner;
       const TablePlan& table = plan.tables[t];
-      table.rule->UpdateOf(work[t].view->parameters)(
-          work[t].arguments, table.options, work[t].gradients, *work[t].view,
-          piece.begin, piece.end);
+      const auto update = [&] {
+        table.rule->UpdateOf(work[t].view->parameters)(
+            work[t].arguments, table.options, work[t].gradients, *work[t].view,
+            piece.begin, piece.end);
+      };
+      if (!counted) return update();
+      CountPiece(work[t].gradients, *work[t].view, table.options.all_rows,
+                 piece.begin, piece.end, update, &(*counted)[t]);
     });
   }
 };

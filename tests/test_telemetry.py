@@ -1,0 +1,486 @@
+"""te.Telemetry against counts made entry by entry in Python."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from reference.lookup import gains as reference_gains
+from reference.lookup import samples_of
+
+import tpu_embedding as te
+import tpu_embedding.keras
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+# Random batches of each engine; 1,000 by `make fuzz-telemetry`.
+BATCHES = {"host": 50, "portable": 8}
+if wanted := os.environ.get("TPU_EMBEDDING_TELEMETRY_BATCHES"):
+    BATCHES = dict.fromkeys(BATCHES, int(wanted))
+CLASSES = ("queue", "lookup", "layer")
+
+
+@pytest.fixture(params=["host", "portable"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
+    return request.param
+
+
+def make_configs(dtype: str = "float32") -> dict[str, te.FeatureConfig]:
+    films = te.TableConfig(
+        40, 3, te.RowIdInitializer(), te.Adagrad(0.3), "sum", "films",
+        invalid_ids="drop", dtype=dtype,
+    )  # fmt: skip
+    users = te.TableConfig(
+        15, 4, te.RowIdInitializer(), te.SGD(0.2), "mean", "users", invalid_ids="mod"
+    )
+    days = te.TableConfig(
+        7, 2, te.RowIdInitializer(), te.Adam(0.1, lazy_adam=False), "sqrtn", "days"
+    )
+    return {
+        "film": te.FeatureConfig(films, name="film"),
+        "seen": te.FeatureConfig(films, max_sequence_length=3, name="seen"),
+        "user": te.FeatureConfig(users, name="user"),
+        "day": te.FeatureConfig(days, name="day"),
+    }
+
+
+def make_batch(random: np.random.Generator, invalid: bool = True) -> Any:
+    """Random features of three kinds, and weights for one of them."""
+    size = int(random.integers(1, 6))
+    low, high = (-2, 44) if invalid else (0, 40)
+    lengths = random.integers(0, 5, [2, size])
+    seen, film = (
+        tf.RaggedTensor.from_row_lengths(
+            tf.constant(random.integers(low, high, n.sum()), tf.int64), n
+        )
+        for n in lengths
+    )
+    users = random.integers(0, 30 if invalid else 15, [size, 2])
+    features = {
+        "film": film.to_sparse(),
+        "seen": seen,
+        "user": tf.constant(users, tf.int64),
+        "day": tf.constant(random.integers(0, 7, [size]), tf.int32),
+    }
+    weights = dict.fromkeys(features)
+    weights["user"] = tf.constant(random.uniform(0.5, 2, [size, 2]), tf.float32)
+    return features, weights
+
+
+class Counted:
+    """The figures of all batches so far, counted entry by entry."""
+
+    def __init__(self, configs: dict[str, te.FeatureConfig]) -> None:
+        self.configs = configs
+        self.totals: Any = collections.defaultdict(collections.Counter)
+        self.row_ids: Any = collections.defaultdict(collections.Counter)
+        self.last_rows: dict[str, dict[int, np.ndarray]] = {}
+
+    def add(self, replicas: list[tuple[Any, Any, Any]]) -> None:
+        """Counts one step: features, weights and gradients of each replica."""
+        rows: Any = collections.defaultdict(dict)
+        for features, weights, gradients in replicas:
+            for name, config in self.configs.items():
+                self._add_feature(
+                    config, features[name], weights[name], gradients[name], rows
+                )
+        self.last_rows = rows
+        for table, touched in rows.items():
+            self.totals[table]["distinct_ids"] += len(touched)
+
+    def _add_feature(
+        self, config: Any, ids: Any, weights: Any, gradient: Any, rows: Any
+    ) -> None:
+        table, total = config.table, self.totals[config.table.name]
+        found = samples_of(ids, weights, config.max_sequence_length)
+        size = table.vocabulary_size
+        for sample in [*found.entries, found.cut]:
+            total["invalid_ids"] += sum(not 0 <= i < size for i, _ in sample)
+        gradient = np.reshape(gradient, [-1, table.dim])
+        for at, sample in enumerate(found.entries):
+            kept = [
+                (i % size, weight)
+                for i, weight in sample
+                if table.invalid_ids == "mod" or 0 <= i < size
+            ]
+            total["samples"] += 1
+            total["samples_without_ids"] += not kept
+            gains = reference_gains([w for _, w in kept], table.combiner)
+            for (row, _), gain in zip(kept, gains, strict=True):
+                total["ids"] += 1
+                self.row_ids[table.name][row] += 1
+                summed = rows[table.name].setdefault(row, np.zeros(table.dim))
+                summed += gain * gradient[at]
+
+    def check(self, read: Any, before: Any, after: Any, *, invalid: bool) -> None:
+        """Compares all figures; `before` and `after` are tables around the step."""
+        assert list(read) == ["*", *before]
+        for table in before:
+            figures = read[table]
+            for name in ("ids", "samples", "samples_without_ids", "distinct_ids"):
+                assert figures[name] == (self.totals[table][name], True), (table, name)
+            if invalid:
+                assert figures["invalid_ids"].value == self.totals[table]["invalid_ids"]
+            else:
+                assert "invalid_ids" not in figures
+            counts = self.row_ids[table]
+            assert figures["rows_touched"].value == len(counts)
+            hottest = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+            assert figures["hottest_rows"].value == hottest[:4]
+            squares = sum(np.square(g).sum() for g in self.last_rows[table].values())
+            assert figures["gradient_norm"].value == pytest.approx(squares**0.5, 1e-5)
+            change = np.linalg.norm(after[table] - before[table])
+            assert figures["update_norm"].value == pytest.approx(change, 1e-5, 1e-6)
+
+
+class Trained:
+    """One of the three classes, trained with random gradients."""
+
+    def __init__(self, kind: str, configs: Any, **options: Any) -> None:
+        self.kind = kind
+        make: Any = {
+            "queue": te.TPUEmbedding,
+            "lookup": te.TPUEmbeddingV2,
+            "layer": te.keras.TPUEmbedding,
+        }[kind]
+        self.embedding = make(configs, None, **options)
+
+    def tables(self) -> dict[str, np.ndarray]:
+        tables = self.embedding.embedding_tables
+        return {
+            key.name: tf.cast(table, tf.float64).numpy()
+            for key, table in tables.items()
+        }
+
+    def step(self, features: Any, weights: Any, random: Any) -> dict[str, np.ndarray]:
+        """Trains one step; the gradients."""
+
+        def draw(activations: Any) -> Any:
+            return {
+                name: tf.constant(random.normal(size=a.shape), tf.float32)
+                for name, a in activations.items()
+            }
+
+        if self.kind == "queue":
+            self.embedding.enqueue(features, weights)
+            gradients = draw(self.embedding.dequeue())
+            self.embedding.apply_gradients(gradients)
+        elif self.kind == "lookup":
+            activations, preserved = self.embedding(features, weights)
+            gradients = draw(activations)
+            self.embedding.apply_gradients(gradients, preserved)
+        else:
+            with tf.GradientTape() as tape:
+                activations = self.embedding(features, weights)
+                gradients = draw(activations)
+                loss = tf.add_n(
+                    [tf.reduce_sum(activations[n] * gradients[n]) for n in gradients]
+                )
+            tape.gradient(loss, self.embedding.trainable_variables)
+        return {name: g.numpy().astype(np.float64) for name, g in gradients.items()}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_figure_of_fuzzed_batches(engine: str, kind: str):
+    random = np.random.default_rng([BATCHES[engine], CLASSES.index(kind)])
+    configs = make_configs()
+    trained, counted = Trained(kind, configs), Counted(configs)
+    telemetry = te.Telemetry(trained.embedding, every=1, hottest=4)
+    for step in range(BATCHES[engine]):
+        features, weights = make_batch(random)
+        before = trained.tables()
+        gradients = trained.step(features, weights, random)
+        counted.add([(features, weights, gradients)])
+        read = telemetry.read()
+        after = trained.tables()
+        counted.check(read, before, after, invalid=kind != "lookup")
+        assert read["*"]["steps"] == (step + 1, True)
+
+
+def test_bfloat16_tables(engine: str):
+    random = np.random.default_rng(5)
+    configs = make_configs("bfloat16")
+    trained, counted = Trained("queue", configs), Counted(configs)
+    telemetry = te.Telemetry(trained.embedding, every=1, hottest=4)
+    for _ in range(5):
+        features, weights = make_batch(random)
+        before = trained.tables()
+        gradients = trained.step(features, weights, random)
+        counted.add([(features, weights, gradients)])
+        counted.check(telemetry.read(), before, trained.tables(), invalid=True)
+
+
+def test_only_every_nth_update_is_counted(engine: str):
+    random = np.random.default_rng(0)
+    trained = Trained("queue", make_configs())
+    counted = Counted(make_configs())
+    telemetry = te.Telemetry(trained.embedding, every=3, hottest=4)
+    for step in range(7):
+        features, weights = make_batch(random)
+        gradients = trained.step(features, weights, random)
+        if step % 3 == 0:
+            counted.add([(features, weights, gradients)])
+    read = telemetry.read()
+    assert read["*"]["steps"] == (7, True)
+    assert read["*"]["counted_steps"] == (3, True)
+    for table, totals in counted.totals.items():
+        assert read[table]["ids"] == (totals["ids"], False)
+        assert read[table]["rows_touched"] == (len(counted.row_ids[table]), False)
+
+
+def spread(strategy: Any, values: list[Any]) -> Any:
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+
+
+def test_replicas_count_as_one_batch(engine: str):
+    random = np.random.default_rng(3)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    configs = make_configs()
+    with strategy.scope():
+        embedding = te.TPUEmbedding(configs, None)
+        embedding.build()
+    telemetry = te.Telemetry(embedding, every=1, hottest=4)
+    counted = Counted(configs)
+    for _ in range(3):
+        batches = [make_batch(random) for _ in range(2)]
+        features = {
+            name: spread(strategy, [b[0][name] for b in batches]) for name in configs
+        }
+        weights = dict.fromkeys(configs)
+        weights["user"] = spread(strategy, [b[1]["user"] for b in batches])
+        tables = embedding.embedding_tables
+        before = {c.name: tf.cast(t, tf.float64).numpy() for c, t in tables.items()}
+        given: list[Any] = []
+
+        def step(features: Any, weights: Any, given: list[Any] = given):
+            embedding.enqueue(features, weights)
+            gradients = {
+                name: tf.constant(random.normal(size=a.shape), tf.float32)
+                for name, a in embedding.dequeue().items()
+            }
+            given.append({n: g.numpy() for n, g in gradients.items()})
+            embedding.apply_gradients(gradients)
+
+        strategy.run(step, args=(features, weights))
+        counted.add([(f, w, g) for (f, w), g in zip(batches, given, strict=True)])
+        after = {c.name: tf.cast(t, tf.float64).numpy() for c, t in tables.items()}
+        counted.check(telemetry.read(), before, after, invalid=True)
+
+
+def simple(**options: Any) -> te.TPUEmbedding:
+    films = te.TableConfig(8, 2, te.RowIdInitializer(), name="films")
+    return te.TPUEmbedding(te.FeatureConfig(films, name="f"), te.SGD(0.5), **options)
+
+
+def train(embedding: te.TPUEmbedding, ids: list[int]) -> None:
+    embedding.enqueue(tf.constant(ids))
+    embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+
+def test_a_pending_update_is_counted_when_it_is_applied(engine: str):
+    embedding = simple(pipeline_execution_with_tensor_core=True)
+    telemetry = te.Telemetry(embedding, every=1)
+    train(embedding, [1, 2])
+    read = telemetry.read()
+    assert (read["*"]["steps"].value, read["*"]["pending_updates"].value) == (0, 1)
+    train(embedding, [3, 3])
+    assert telemetry.read()["films"]["hottest_rows"].value == [(1, 1), (2, 1)]
+    embedding.flush()
+    read = telemetry.read()
+    assert (read["*"]["steps"].value, read["*"]["pending_updates"].value) == (2, 0)
+    assert read["films"]["ids"].value == 4
+    train(embedding, [4, 4])
+    embedding.reset()
+    assert telemetry.read()["films"]["ids"].value == 4
+
+
+def test_refused_steps_and_evaluation_are_not_counted(engine: str):
+    embedding = simple(check_numerics=True)
+    telemetry = te.Telemetry(embedding, every=1)
+    train(embedding, [1, 2])
+    before = telemetry.read()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="id 8"):
+        embedding.enqueue(tf.constant([8]))
+    embedding.enqueue(tf.constant([3, 4, 4]), training=False)
+    embedding.dequeue()
+    embedding.enqueue(tf.constant([3]))
+    embedding.dequeue()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+        embedding.apply_gradients(tf.constant([[np.nan, 0.0]]))
+    assert telemetry.read() == before
+    embedding.apply_gradients(tf.ones([1, 2]))
+    assert telemetry.read()["films"]["ids"].value == 3
+
+
+def test_queue_depth(engine: str):
+    embedding = simple()
+    telemetry = te.Telemetry(embedding)
+    for depth in (1, 2):
+        embedding.enqueue(tf.constant([1]))
+        assert telemetry.read()["*"]["queue_depth"] == (depth, True)
+    embedding.dequeue()
+    assert telemetry.read()["*"]["queue_depth"].value == 1
+
+
+def test_counting_in_a_function_and_stopping(engine: str):
+    embedding = simple()
+    telemetry = te.Telemetry(embedding, every=1)
+
+    @tf.function
+    def steps(count: tf.Tensor):
+        for i in tf.range(count):
+            embedding.enqueue(tf.stack([i % 8, 1]))
+            embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+    steps(tf.constant(3))
+    read = telemetry.read()
+    assert read["*"]["steps"].value == 3
+    assert read["films"]["hottest_rows"].value == [(1, 4), (0, 1), (2, 1)]
+    telemetry.stop()
+    steps(tf.constant(2))
+    with pytest.raises(RuntimeError, match="does not count any more"):
+        telemetry.read()
+    refused = engine == "portable"
+    expected = pytest.raises(RuntimeError, match="was traced before telemetry")
+    with expected if refused else contextlib.nullcontext():
+        again = te.Telemetry(embedding, every=1)
+        steps(tf.constant(2))
+        assert again.read()["*"]["steps"].value == 2
+
+
+def test_another_telemetry_takes_over(engine: str):
+    embedding = simple()
+    first = te.Telemetry(embedding, every=1)
+    train(embedding, [1])
+    second = te.Telemetry(embedding, every=1)
+    train(embedding, [2])
+    assert second.read()["films"]["hottest_rows"].value == [(2, 1)]
+    for call in (first.read, first.stop, lambda: first.write(1)):
+        with pytest.raises(RuntimeError, match="another one was made"):
+            call()
+
+    @tf.function
+    def read():
+        second.read()
+
+    with pytest.raises(RuntimeError, match="outside of tf"):
+        read()
+
+
+def test_nothing_of_it_is_in_checkpoints(engine: str, tmp_path: pathlib.Path):
+    embedding, counted = simple(), simple()
+    telemetry = te.Telemetry(counted, every=1)
+    paths = []
+    for each in (embedding, counted):
+        train(each, [1, 5])
+        name = str(tmp_path / str(len(paths)))
+        paths.append(tf.train.Checkpoint(embedding=each).write(name))
+    names = [sorted(n for n, _ in tf.train.list_variables(p)) for p in paths]
+    assert names[0] == names[1]
+    before = telemetry.read()
+    tf.train.Checkpoint(embedding=counted).read(paths[0]).assert_consumed()
+    assert telemetry.read() == before
+
+
+def summaries(folder: pathlib.Path) -> dict[str, Any]:
+    found = {}
+    for file in sorted(folder.glob("*.tfevents.*")):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                found[value.tag, event.step] = (
+                    tf.make_ndarray(value.tensor),
+                    value.metadata.summary_description,
+                )
+    return found
+
+
+def test_summaries(engine: str, tmp_path: pathlib.Path):
+    embedding = simple()
+    telemetry = te.Telemetry(embedding, every=2)
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    with writer.as_default():
+        for step, ids in enumerate([[1], [7, 7], [2, 2, 3]]):
+            train(embedding, ids)
+            telemetry.write(step)
+    writer.close()
+    found = summaries(tmp_path)
+    assert found["embedding/films/ids", 0] == (1, "Mean of an update. Exact.")
+    assert found["embedding/films/ids", 1][0] == 0
+    ids = found["embedding/films/ids", 2]
+    assert ids == (3, "Mean of an update. Sampled: every update number n * 2.")
+    assert found["embedding/films/rows_touched", 2][0] == 3
+    assert found["embedding/films/gradient_norm", 2][0] == pytest.approx(10**0.5)
+    assert found["embedding/films/update_norm", 2][0] == pytest.approx(2.5**0.5)
+    assert found["embedding/steps", 2] == (3, "Exact.")
+    (text,) = [v for (tag, s), (v, _) in found.items() if "hottest" in tag and s == 2]
+    assert text.item().decode().splitlines()[2:] == [
+        "| 2 | 2 |",
+        "| 1 | 1 |",
+        "| 3 | 1 |",
+    ]
+    buckets = found["embedding/films/ids_by_row", 2][0]
+    assert buckets[:, 2].sum() == 2
+    assert ("embedding/films/ids_by_row", 1) not in found  # No update was counted.
+
+
+def test_callback(engine: str, tmp_path: pathlib.Path):
+    import keras
+
+    films = te.TableConfig(8, 2, name="films")
+    layer = te.keras.TPUEmbedding(te.FeatureConfig(films), te.SGD(0.5), name="tables")
+    ids = keras.Input((), dtype="int64")
+    model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = te.keras.TelemetryCallback(str(tmp_path), every=1)
+    for _ in range(2):
+        model.fit(
+            tf.constant([1, 2, 2, 3]), tf.ones([4, 1]), batch_size=2, verbose=0,
+            shuffle=False, callbacks=[callback],
+            validation_data=(tf.constant([7]), tf.ones([1, 1])),
+        )  # fmt: skip
+    read = callback.read()["tables"]
+    assert read["*"]["steps"] == (4, True)
+    assert read["films"]["hottest_rows"].value == [(2, 4), (1, 2), (3, 2)]
+    found = summaries(tmp_path)
+    assert found["tables/films/ids", 2][0] == 2
+    assert found["tables/films/ids", 4][0] == 2
+
+    other = keras.Sequential([keras.layers.Dense(1)])
+    other.compile("sgd", "mse")
+    fresh = te.keras.TelemetryCallback(str(tmp_path), write_every=2)
+    with pytest.raises(ValueError, match="found no layer"):
+        other.fit(tf.ones([1, 1]), tf.ones([1, 1]), verbose=0, callbacks=[fresh])
+    with pytest.raises(ValueError, match="`write_every` must be at least 1"):
+        te.keras.TelemetryCallback(str(tmp_path), write_every=0)
+
+
+@pytest.mark.parametrize("generation", ["v4", "v6e"])
+def test_tpus_refuse_by_name(generation: str):
+    with SoftwareTPUStrategy(generation, num_devices=1).scope():
+        embedding = te.TPUEmbedding(
+            te.FeatureConfig(te.TableConfig(8, 2, name="films"), output_shape=[2]),
+            te.SGD(0.5),
+        )
+        with pytest.raises(NotImplementedError, match="engine has no telemetry"):
+            te.Telemetry(embedding)
+
+
+def test_wrong_arguments():
+    config = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
+    with pytest.raises(ValueError, match="`every` must be at least 1"):
+        te.Telemetry(simple(), every=0)
+    with pytest.raises(TypeError, match="hottest"):
+        te.Telemetry(simple(), hottest=2.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="embedding"):
+        te.Telemetry(config)
+    layer = te.keras.TPUEmbedding(config, None, trainable_tables=True)
+    with pytest.raises(NotImplementedError, match="trainable_tables=True"):
+        te.Telemetry(layer)

@@ -1,0 +1,106 @@
+"""Telemetry of the layers of a model while Keras fits it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.errors import argument_type
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.layer import TPUEmbedding
+from tpu_embedding.telemetry import Telemetry
+
+
+class TelemetryCallback(keras_api.Callback):
+    """Writes the telemetry of each TPUEmbedding layer of a model for TensorBoard.
+
+    >>> import tempfile
+    >>> import keras
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> import tpu_embedding.keras
+    >>> films = te.TableConfig(8, 2, name="films")
+    >>> layer = te.keras.TPUEmbedding(te.FeatureConfig(films), te.SGD(0.5))
+    >>> ids = keras.Input((), dtype="int64")
+    >>> model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> callback = te.keras.TelemetryCallback(tempfile.mkdtemp(), every=1)
+    >>> history = model.fit(tf.constant([3, 5]), tf.ones([2, 1]), verbose=0,
+    ...                     callbacks=[callback])
+    >>> callback.read()[layer.name]["films"]["rows_touched"]
+    Figure(value=2, exact=True)
+    """
+
+    def __init__(
+        self, log_dir: str, *, every: int = 100, write_every: int | None = None
+    ) -> None:
+        """Counts from the first step of `fit` on.
+
+        Args:
+          log_dir: The directory of the logs.
+          every: See Telemetry.
+          write_every: Write after so many batches; None: at the end of each epoch.
+
+        Raises:
+          TypeError, ValueError: If `write_every` is neither None nor an int of at least
+            1.
+        """
+        super().__init__()
+        if write_every is not None:
+            if not isinstance(write_every, int) or isinstance(write_every, bool):
+                raise argument_type("write_every", write_every, "an int or None")
+            if write_every < 1:
+                raise ValueError(
+                    f"`write_every` must be at least 1. Received: {write_every}."
+                )
+        self._log_dir = log_dir
+        self._every, self._write_every = every, write_every
+        self._telemetry: dict[str, Telemetry] = {}
+        self._writer: Any = None
+        self._batches = 0
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """By name of the layer what its `Telemetry.read` returns."""
+        return {name: each.read() for name, each in self._telemetry.items()}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to count, once for all calls of `fit`.
+
+        Raises:
+          ValueError: If the model has no TPUEmbedding layer.
+          NotImplementedError, RuntimeError: As Telemetry.
+        """
+        del logs
+        if self._telemetry:
+            return
+        model: Any = self.model
+        layers = model._flatten_layers(include_self=False)
+        found = [layer for layer in layers if isinstance(layer, TPUEmbedding)]
+        if not found:
+            raise ValueError(
+                "TelemetryCallback found no layer of tpu_embedding.keras.TPUEmbedding "
+                "in the model. Make the layer an attribute of the model."
+            )
+        for layer in found:
+            self._telemetry[layer.name] = Telemetry(layer, every=self._every)
+        self._writer = tf.summary.create_file_writer(self._log_dir)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes after every `write_every` batches."""
+        del batch, logs
+        self._batches += 1
+        if self._write_every and self._batches % self._write_every == 0:
+            self._write()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes, unless `write_every` is set."""
+        del epoch, logs
+        if not self._write_every:
+            self._write()
+
+    def _write(self) -> None:
+        with self._writer.as_default():
+            for name, telemetry in self._telemetry.items():
+                telemetry.write(self._batches, name=name)
+        self._writer.flush()

@@ -1,0 +1,258 @@
+"""What happens inside of the tables while they train.
+
+>>> import tensorflow as tf
+>>> import tpu_embedding as te
+>>> films = te.TableConfig(8, 2, initializer=te.RowIdInitializer(), name="films")
+>>> embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+>>> telemetry = te.Telemetry(embedding, every=1)
+>>> embedding.enqueue({"film": tf.constant([3, 5, 3])})
+>>> _ = embedding.dequeue()
+>>> embedding.apply_gradients({"film": tf.ones([3, 2])})
+>>> figures = telemetry.read()["films"]
+>>> figures["distinct_ids"]
+Figure(value=2, exact=True)
+>>> figures["hottest_rows"].value
+[(3, 2), (5, 1)]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding import errors
+from tpu_embedding.embedding_base import EmbeddingBase
+from tpu_embedding.engines.telemetry import Counts, TableCounts
+
+ALL_TABLES = "*"  # The key of figures that belong to no single table.
+
+# Figures of a table that add up, and what TensorBoard shows of them for each step.
+_TOTALS = ("ids", "distinct_ids", "invalid_ids", "samples", "samples_without_ids")
+
+
+class Figure(NamedTuple):
+    """One figure of a table.
+
+    Attributes:
+      value: An int, a float, or for "hottest_rows" a list of (row, ids).
+      exact: Whether it covers every update since telemetry began. If not, it covers
+        the counted ones, every n-th.
+    """
+
+    value: Any
+    exact: bool
+
+
+class Telemetry:
+    """Counts the ids, rows, gradients and updates of each table.
+
+    Every n-th update is counted, while it is applied. So a step that was refused or
+    given up is not counted, nor are evaluation batches; with pipelining an update is
+    counted one step later, and the replicas of a strategy count as one batch. Nothing
+    is counted before this object is made, and nothing of it is saved in checkpoints.
+    docs/telemetry.md explains each figure.
+
+    Works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
+    MirroredStrategy and MultiWorkerMirroredStrategy. Under the latter each process
+    counts the rows that it holds.
+    """
+
+    def __init__(self, embedding: Any, *, every: int = 100, hottest: int = 10) -> None:
+        """Begins to count; builds the embedding if that has not happened.
+
+        Args:
+          embedding: A TPUEmbedding, a TPUEmbeddingV2 or a Keras layer of this package.
+          every: Count the next update and every n-th after it. Counting takes about as
+            long as the update itself and 4 bytes for each row of the tables. With 1
+            every figure is exact.
+          hottest: The number of rows in the figure "hottest_rows".
+
+        Raises:
+          TypeError: If an argument is of the wrong type.
+          ValueError: If `every` is below 1 or `hottest` is below 0.
+          NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
+            on parameter servers, and in a Keras layer with `trainable_tables=True`.
+          RuntimeError: On the portable engine, if a tf.function that trains was traced
+            before.
+        """
+        _check_count("every", every, 1)
+        _check_count("hottest", hottest, 0)
+        core = getattr(embedding, "counted_core", None)
+        if core is None:
+            raise errors.argument_type(
+                "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"
+            )
+        self._core: EmbeddingBase = core()
+        self._every, self._hottest = every, hottest
+        with tf.init_scope():
+            self._core.start_counting(every)
+        self._core.telemetry = self
+        self._written: Counts | None = None
+
+    def read(self) -> dict[str, dict[str, Figure]]:
+        """The figures, by name of the table and name of the figure.
+
+        Those that belong to no single table are under "*". Call it eagerly.
+
+        Raises:
+          RuntimeError: In a tf.function, after `stop`, or if a later Telemetry counts
+            for the same embedding.
+        """
+        counts = self._counts()
+        exact = counts.counted_steps == counts.steps
+        figures = {ALL_TABLES: _figures_of_all(counts)}
+        for name, table in counts.tables.items():
+            figures[name] = {
+                figure: Figure(value, exact)
+                for figure, value in self._table_values(table).items()
+            }
+        return figures
+
+    def write(self, step: int, *, name: str = "embedding") -> None:
+        """Writes the figures for TensorBoard, to the default writer of tf.summary.
+
+        Scalars: counts as the mean of an update, over those counted since the last
+        `write`; other figures as `read` gives them. Histograms over the rows of the
+        last counted update: ids, norms of gradients and of updates. A text lists the
+        hottest rows. The description of each says whether it is exact or sampled.
+        Nothing is written unless a default writer is set.
+
+        Args:
+          step: The step that TensorBoard shows.
+          name: The first part of the tags.
+
+        Raises:
+          RuntimeError: As `read`.
+        """
+        counts = self._counts()
+        before, self._written = self._written, counts
+        note = "Exact."
+        if counts.counted_steps != counts.steps:
+            note = f"Sampled: every update number n * {self._every}."
+        counted = counts.counted_steps - (before.counted_steps if before else 0)
+        for figure, (value, _) in _figures_of_all(counts).items():
+            _write(f"{name}/{figure}", "scalars", value, step, "Exact.")
+        for table_name, table in counts.tables.items():
+            tag = f"{name}/{table_name}"
+            for figure, value in self._table_values(table).items():
+                if figure in _TOTALS:
+                    old = getattr(before.tables[table_name], figure) if before else 0
+                    mean = (value - old) / max(counted, 1)
+                    described = f"Mean of an update. {note}"
+                    _write(f"{tag}/{figure}", "scalars", mean, step, described)
+                elif figure != "hottest_rows":
+                    _write(f"{tag}/{figure}", "scalars", value, step, note)
+            if counted:
+                _write_rows(tag, table, step, note)
+
+    def stop(self) -> None:
+        """Counts nothing any more, and frees the memory of the counts.
+
+        Raises:
+          RuntimeError: As `read`.
+        """
+        self._require_counting()
+        self._core.start_counting(0)
+        self._core.telemetry = None
+
+    def _counts(self) -> Counts:
+        self._require_counting()
+        return self._core.counts(self._hottest)
+
+    def _require_counting(self) -> None:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "Telemetry is read outside of tf.function. Call read, write and stop "
+                "between steps."
+            )
+        if self._core.telemetry is not self:
+            raise RuntimeError(
+                "This Telemetry does not count any more: it was stopped, or another "
+                "one was made for the embedding. Use that one, or make a new one."
+            )
+
+    def _table_values(self, table: TableCounts) -> dict[str, Any]:
+        values: dict[str, Any] = {figure: getattr(table, figure) for figure in _TOTALS}
+        if not self._core.knows_invalid_ids:
+            del values["invalid_ids"]
+        return {
+            **values,
+            "rows_touched": table.rows_touched,
+            "gradient_norm": _norm(table.gradient_norms),
+            "update_norm": _norm(table.update_norms),
+            "hottest_rows": [(int(row), int(ids)) for row, ids in table.hot_rows],
+        }
+
+
+def _figures_of_all(counts: Counts) -> dict[str, Figure]:
+    values = {
+        "steps": counts.steps,
+        "counted_steps": counts.counted_steps,
+        "queue_depth": counts.queue_depth,
+        "pending_updates": counts.pending_updates,
+    }
+    if counts.bytes_sent is not None:
+        values |= {f"bytes_sent/{p}": sent for p, sent in counts.bytes_sent.items()}
+    return {figure: Figure(value, True) for figure, value in values.items()}
+
+
+def _write_rows(tag: str, table: TableCounts, step: int, note: str) -> None:
+    """Writes what is known of single rows."""
+    described = f"Of the rows of the last counted update. {note}"
+    for figure, values in (
+        ("ids_by_row", table.row_ids),
+        ("gradient_norms_by_row", table.gradient_norms),
+        ("update_norms_by_row", table.update_norms),
+    ):
+        if len(values):
+            _write(f"{tag}/{figure}", "histograms", _buckets(values), step, described)
+    lines = ["| row | ids |", "|---|---|"]
+    lines += [f"| {row} | {ids} |" for row, ids in table.hot_rows]
+    _write(f"{tag}/hottest_rows", "text", "\n".join(lines), step, note)
+
+
+def _write(tag: str, plugin: str, value: Any, step: int, description: str) -> None:
+    """Writes a summary as tf.summary does, which needs TensorBoard to be installed.
+
+    Args:
+      tag: Its name.
+      plugin: The part of TensorBoard that shows it.
+      value: A number; for "histograms" [buckets, 3], left, right and count; for "text"
+        Markdown.
+      step: The step.
+      description: Shown beside it, Markdown.
+    """
+    metadata = tf.compat.v1.SummaryMetadata(summary_description=description)
+    metadata.plugin_data.plugin_name = plugin
+    # DATA_CLASS_SCALAR or DATA_CLASS_TENSOR of TensorFlow's summary.proto.
+    metadata.data_class = 1 if plugin == "scalars" else 2
+    if plugin == "scalars":
+        value = tf.constant(value, tf.float32)
+    elif plugin == "histograms":
+        value = tf.constant(value, tf.float64)
+    tf.summary.write(tag, value, step, metadata)
+
+
+def _buckets(values: np.ndarray, count: int = 30) -> np.ndarray:
+    """float64 [n, 3]: the left and right edge and the size of equally wide buckets."""
+    values = values.astype(np.float64)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return np.zeros([0, 3])
+    if values.min() == values.max():
+        return np.array([[values.min() - 0.5, values.max() + 0.5, len(values)]])
+    sizes, edges = np.histogram(values, count)
+    return np.stack([edges[:-1], edges[1:], sizes], 1)
+
+
+def _norm(norms: np.ndarray) -> float:
+    return float(np.sqrt(np.square(norms.astype(np.float64)).sum()))
+
+
+def _check_count(argument: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise errors.argument_type(argument, value, "an int")
+    if value < least:
+        raise ValueError(f"`{argument}` must be at least {least}. Received: {value}.")
