@@ -71,7 +71,7 @@ def main(pages: list[str]) -> int:
     failed = 0
     for page in pages:
         before = os.times()
-        passed = run(pathlib.Path(page))
+        passed = run(pathlib.Path(page).resolve())
         after = os.times()
         seconds = after.children_user + after.children_system
         seconds -= before.children_user + before.children_system

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.testing import SoftwareTPUStrategy
 
 # Keras's own: of files, dicts in another order than sorted, and FeatureSpace.
 pytestmark = [
@@ -219,6 +220,34 @@ def test_layers_in_tf_data_feed_a_loop(make: Any):
         )
         for key in ids:
             np.testing.assert_array_equal(activations[key], expected[key], key)
+
+
+@pytest.mark.parametrize("generation", ["v4", "v6e"])
+def test_layers_in_tf_data_feed_tpus(generation: str):
+    lookup = CASES["string_lookup"].make()
+    words = tf.constant([["a", "zz"], ["b", "a"], ["c", "c"], ["b", "b"]])
+    ids = tf.data.Dataset.from_tensor_slices({"word": lookup(words)})
+    rows = tf.data.Dataset.from_tensor_slices({"word": words})
+    rows = rows.map(lambda row: {"word": lookup(row["word"])})
+    labels = tf.data.Dataset.from_tensor_slices(tf.range(4.0)[:, None])
+    table = te.TableConfig(4, 8, te.RowIdInitializer(), combiner="mean", name="t")
+    found = []
+    for strategy, features in (
+        (tf.distribute.get_strategy(), ids),
+        (SoftwareTPUStrategy(generation, 2), rows),
+    ):
+        with strategy.scope():
+            word = keras.Input((2,), 2, "int64", name="word")
+            layer = TPUEmbedding(
+                {"word": te.FeatureConfig(table)}, te.Adagrad(0.1), batch_size=4
+            )
+            dense = keras.layers.Dense(1, kernel_initializer="ones")
+            model = keras.Model({"word": word}, dense(layer({"word": word})["word"]))
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        data = tf.data.Dataset.zip(features, labels).batch(4, drop_remainder=True)
+        model.fit(data.repeat(2), shuffle=False, verbose=0)
+        found.append(np.asarray(layer.embedding_tables[table].read_value()))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 def look_up(embedding: Any, features: Any) -> Any:
