@@ -29,7 +29,7 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-telemetry bench-peers test-peers test-servers test-tensorflow fuzz fuzz-clang \
+    bench-measures bench-telemetry bench-peers test-peers test-servers test-distributed test-tensorflow fuzz fuzz-clang \
     fuzz-refusals fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -143,6 +143,12 @@ BATCHES ?= 1000
 
 fuzz-telemetry: $(VENV)/dev.stamp ops ## figures of te.Telemetry beside a slow count: make fuzz-telemetry BATCHES=1000
 	TPU_EMBEDDING_TELEMETRY_BATCHES=$(BATCHES) $(BIN)/pytest tests/test_telemetry.py -k fuzzed
+
+# One or more of fuzz, faults, checkpoints, steps; --quick; --seed 2.
+DISTRIBUTED ?=
+
+test-distributed: $(VENV)/dev.stamp $(VENV)/package.stamp ## jobs of 1 to 4 processes, an hour: make test-distributed DISTRIBUTED=faults
+	PYTHONPATH=tests $(BIN)/python -P -m multi_process.long_run $(DISTRIBUTED)
 
 fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)

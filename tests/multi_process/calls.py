@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pathlib
 import signal
+import sys
 import time
 from typing import Any
 
@@ -202,48 +205,111 @@ def statistics(
     return {phase: (sent[phase], number) for phase, number in expected.items()}
 
 
-def train_with_fault(
-    strategy: Any, culprit: int, kind: str, place: str, timeout_seconds: int
-) -> tuple[str, str]:
-    """Trains for ever; the culprit has a fault in its third step.
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens to a process in the third step.
 
-    Args:
-      strategy: That of the job.
-      culprit: The process with the fault.
-      kind: "kill", "stop", "exception", "exit" or "stuck".
-      place: Before which call: "enqueue", "dequeue", "update", or "between" steps.
-      timeout_seconds: See DistributedOptions.
+    Attributes:
+      culprit: The process.
+      kind: "kill", "stop", "exception", "exit", "stuck", or "none".
+      place: The call before which it happens: "enqueue", "dequeue", "update" or
+        "save".
+      step: In which step.
     """
-    table = te.TableConfig(1000, 16, name="films")
-    with strategy.scope():
-        embedding = te.TPUEmbedding(
-            {"film": te.FeatureConfig(table)},
-            te.Adagrad(0.1),
-            distributed_options=te.DistributedOptions(timeout_seconds=timeout_seconds),
-        )
-    step = 0
 
-    def at(here: str) -> None:
-        if (rank(strategy), place, step) != (culprit, here, 2):
-            return
-        if kind == "exception":
-            raise KeyError("A fault of this program.")
-        if kind == "exit":
-            os._exit(0)
-        if kind == "stuck":
+    culprit: int
+    kind: str
+    place: str
+    step: int = 2
+
+    def happen(self) -> None:
+        if self.kind == "exception":
+            raise UncaughtError
+        if self.kind == "exit":
+            sys.exit(0)
+        if self.kind == "stuck":
             time.sleep(3600)
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+        os.kill(
+            os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind]
+        )
+
+
+class UncaughtError(BaseException):
+    """Ends a process; `failure` does not catch it."""
+
+
+def train_with_fault(
+    strategy: Any, case: Case, fault: Fault, folder: str = ""
+) -> tuple[str, str, float]:
+    """Trains for ever, and saves after each step if there is a folder.
+
+    The culprit writes the time of its fault into a file "fault" of the folder.
+
+    Returns:
+      The type and text of the error, and the time at which it was raised.
+    """
+    own = rank(strategy)
+    embedding = training.create(strategy, case)
+    embedding.build()
+    number = 0
+
+    def at(place: str) -> None:
+        if (own, place, number) == (fault.culprit, fault.place, fault.step):
+            if folder:
+                pathlib.Path(folder, "fault").write_text(str(time.monotonic()))
+            fault.happen()
 
     def train() -> None:
-        nonlocal step
+        nonlocal number
         while True:
             at("enqueue")
-            embedding.enqueue({"film": tf.range(8) + step})
+            features, weights = training.batch(case, number, own)
+            embedding.enqueue(features, weights if case.weights else None)
             at("dequeue")
             activations = embedding.dequeue()
             at("update")
-            embedding.apply_gradients(activations)
-            step += 1
-            at("between")
+            embedding.apply_gradients(training.gradients(activations))
+            at("save")
+            if folder:
+                te.checkpoint.save(embedding, f"{folder}/{number}")
+            number += 1
 
-    return failure(train)
+    return *failure(train), time.monotonic()
+
+
+def resume(strategy: Any, case: Case, path: str, first: int) -> dict[str, np.ndarray]:
+    """Restores and trains `case.steps` steps; whole tables and slots."""
+    embedding = training.create(strategy, case)
+    te.checkpoint.restore(embedding, path)
+    batches = own_batches(strategy, case)
+    training.train(strategy, case, embedding, first, batches)
+    return training.tables_of(embedding)
+
+
+def save_again(strategy: Any, case: Case, source: str, path: str) -> Any:
+    """Restores and saves; whole tables and slots, and the number of updates."""
+    embedding = training.create(strategy, case)
+    te.checkpoint.restore(embedding, source)
+    te.checkpoint.save(embedding, path)
+    updates = embedding.checkpoint_updates()
+    return training.tables_of(embedding), None if updates is None else int(updates)
+
+
+def train_long(strategy: Any, case: Case, samples: int) -> list[tuple[int, int, float]]:
+    """Trains many steps; (step, threads, MiB of this process) some times."""
+    embedding = training.create(strategy, case)
+    batches = [training.batch(case, n, rank(strategy)) for n in range(20)]
+    one = training.runner(
+        strategy, case, lambda f, w: training.step(case, embedding, f, w)
+    )
+    found = []
+    for number in range(case.steps + 1):
+        if number % (case.steps // samples) == 0:
+            status = dict(
+                line.split(":", 1)
+                for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+            )
+            mib = int(status["VmRSS"].split()[0]) / 1024
+            found.append((number, int(status["Threads"]), mib))
+        one(*batches[number % len(batches)])
+    return found

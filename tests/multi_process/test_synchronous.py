@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from multi_process import training
+from multi_process.calls import Fault
 from multi_process.jobs import Failure, Job
 from multi_process.training import Case
 
@@ -195,8 +196,9 @@ def test_bfloat16_on_the_wire_halves_the_bytes_and_rounds_once(two: Job) -> None
 
 def test_a_killed_process_fails_the_others_in_seconds() -> None:
     with Job(2) as job:
-        found = job.attempt("train_with_fault", 1, "kill", "update", 60)
+        fault = Fault(1, "kill", "update")
+        found = job.attempt("train_with_fault", Case("adagrad"), fault)
     assert isinstance(found[1], Failure)
-    kind, text = found[0]
+    kind, text, _ = found[0]
     assert kind == "UnavailableError"
     assert "Process 1" in text

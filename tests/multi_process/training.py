@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,12 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         0.1, clipvalue=0.05, weight_decay_factor=0.01, clip_weight_max=1.0
     ),
     "scheduled": lambda: te.SGD(lambda step: 0.1 / (1.0 + tf.cast(step, tf.float32))),
+    "scheduled_adagrad": lambda: te.Adagrad(
+        lambda step: 0.1 / (1.0 + tf.cast(step, tf.float32))
+    ),
 }
+
+FEATURES = ("ragged", "dense", "many", "sparse", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,14 @@ class Case:
       placement: Of the tables, see DistributedOptions.
       wire: The dtype of float32 values that travel.
       rows: Of the tables; the third has fewer rows than a job has processes.
+      dims: Of the tables.
+      combiners: Of the tables.
+      choices: For each table its own placement, or None.
+      tables: For each of `FEATURES` the index of its table.
+      features: Which of `FEATURES` there are.
+      length: Of the sequences.
+      output_shape: See FeatureConfig.
+      timeout_seconds: See DistributedOptions.
       seed: Of the batches.
     """
 
@@ -60,6 +73,14 @@ class Case:
     placement: str = "auto"
     wire: str = "float32"
     rows: tuple[int, int, int] = (101, 37, 2)
+    dims: tuple[int, int, int] = (8, 5, 16)
+    combiners: tuple[str, str, str] = ("mean", "sum", "sqrtn")
+    choices: tuple[str | None, str | None, str | None] = (None, None, None)
+    tables: tuple[int, int, int, int, int] = (0, 1, 0, 2, 1)
+    features: tuple[str, ...] = FEATURES
+    length: int = 3
+    output_shape: Sequence[int] | None = None
+    timeout_seconds: int = 60
     seed: int = 0
 
 
@@ -81,17 +102,20 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
             name=f"table{index}",
             dtype=case.dtype,
             invalid_ids=case.invalid_ids,
+            placement=choice,
         )
-        for index, (rows, dim, combiner) in enumerate(
-            zip(case.rows, (8, 5, 16), ("mean", "sum", "sqrtn"), strict=True)
+        for index, (rows, dim, combiner, choice) in enumerate(
+            zip(case.rows, case.dims, case.combiners, case.choices, strict=True)
         )
     ]
     features = {
-        "ragged": te.FeatureConfig(tables[0]),
-        "dense": te.FeatureConfig(tables[1]),
-        "many": te.FeatureConfig(tables[0]),
-        "sparse": te.FeatureConfig(tables[2]),
-        "sequence": te.FeatureConfig(tables[1], max_sequence_length=3),
+        name: te.FeatureConfig(
+            tables[table],
+            max_sequence_length=case.length if name == "sequence" else 0,
+            output_shape=case.output_shape,
+        )
+        for name, table in zip(FEATURES, case.tables, strict=True)
+        if name in case.features
     }
     kind: Any = te.TPUEmbedding if case.version == 1 else te.TPUEmbeddingV2
     with strategy.scope():
@@ -99,11 +123,13 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
             features,
             OPTIMIZERS[case.optimizer](),
             case.pipelined,
-            distributed_options=te.DistributedOptions(case.placement, case.wire, 60),
+            distributed_options=te.DistributedOptions(
+                case.placement, case.wire, case.timeout_seconds
+            ),
         )
 
 
-def batch(case: Case, step: int, process: int) -> tuple[Any, Any]:
+def batch(case: Case, step: int, process: int) -> tuple[Any, ...]:
     """Features and weights of one process, of its own size."""
     random = np.random.default_rng((case.seed, step, process))
     size = int(random.integers(0 if case.empty else 1, 9))
@@ -125,13 +151,13 @@ def batch(case: Case, step: int, process: int) -> tuple[Any, Any]:
     def sparsely(values: Any) -> Any:
         return tf.SparseTensor(indices, values, [size, 3])
 
-    a, b, c = case.rows
+    of = dict(zip(FEATURES, (case.rows[t] for t in case.tables), strict=True))
     features = {
-        "ragged": ragged(tf.constant(ids(a, total), tf.int32)),
-        "dense": tf.constant(ids(b, size), tf.int64),
-        "many": tf.constant(ids(a, (size, 3)), tf.int64),
-        "sparse": sparsely(tf.constant(ids(c, len(sparse)), tf.int64)),
-        "sequence": ragged(tf.constant(ids(b, total), tf.int64)),
+        "ragged": ragged(tf.constant(ids(of["ragged"], total), tf.int32)),
+        "dense": tf.constant(ids(of["dense"], size), tf.int64),
+        "many": tf.constant(ids(of["many"], (size, 3)), tf.int64),
+        "sparse": sparsely(tf.constant(ids(of["sparse"], len(sparse)), tf.int64)),
+        "sequence": ragged(tf.constant(ids(of["sequence"], total), tf.int64)),
     }
     weights = {
         "ragged": ragged(tf.constant(random.uniform(0.1, 2, total), tf.float32)),
@@ -140,13 +166,15 @@ def batch(case: Case, step: int, process: int) -> tuple[Any, Any]:
         "sparse": sparsely(tf.constant(random.uniform(1, 2, len(sparse)), tf.float32)),
         "sequence": None,
     }
-    return features, weights
+    return tuple(
+        {name: values[name] for name in case.features} for values in (features, weights)
+    )
 
 
 def gradients(activations: Any) -> Any:
     """Some function of the activations; one feature has none."""
     found = {name: tf.sin(3 * value) for name, value in activations.items()}
-    return {**found, "many": None}
+    return found | {name: None for name in ("many",) if name in found}
 
 
 def step(case: Case, embedding: Any, features: Any, weights: Any) -> Any:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -465,14 +466,41 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (absl::StrContains(status.message(), "tpu_embedding: ")) {
       return status;  // Another process has explained it.
     }
+    const int lost = Lost(status.message(), peer);
     const std::string who =
-        peer < 0 ? "A process" : absl::StrCat("Process ", peer);
+        lost < 0 ? "A process" : absl::StrCat("Process ", lost);
     return absl::UnavailableError(absl::StrCat(
         "tpu_embedding: ", who, " was lost during ", phase_name(),
         " in process ", channel_->rank,
         ". Nothing of this step was applied. "
         "Restart all processes from the last checkpoint. TensorFlow says: ",
         status.message()));
+  }
+
+  // Which process a failure is about, or -1. Once TensorFlow's coordination
+  // service has noticed a lost process, every message fails, also that to
+  // another `peer`; its text names the lost one.
+  int Lost(absl::string_view message, int peer) const {
+    int lost = peer;
+    size_t first = absl::string_view::npos;
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank) continue;
+      const std::string& device = channel_->devices[p];
+      const std::string task = device.substr(0, device.find("/device:"));
+      const size_t at = message.find(task);
+      const size_t end = at + task.size();
+      // npos is the largest size_t.
+      if (at < first && !(end < message.size() && isdigit(message[end]))) {
+        first = at;
+        lost = p;
+      }
+    }
+    // The service itself does not answer, and process 0 runs it.
+    if (first == absl::string_view::npos && channel_->rank != 0 &&
+        absl::StrContains(message, "CoordinationService")) {
+      return 0;
+    }
+    return lost;
   }
 
   void Expire() {
