@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding import drop_in, parameter_server
 from tpu_embedding.checkpoint import command_line as checkpoint
+from tpu_embedding.checkpoint import page
 from tpu_embedding.planning import command_line as planning
 from tpu_embedding.testing import compilation
 
@@ -25,6 +26,11 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "checkpoint",
         "inspect and convert checkpoints",
         checkpoint.add_arguments,
+    ),
+    (
+        "report",
+        "draw a page of the tables of a checkpoint",
+        page.add_arguments,
     ),
     (
         "run",

@@ -23,7 +23,7 @@ from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
 from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
 
-_PATH_HELP = (
+PATH_HELP = (
     "a TensorFlow checkpoint or its folder, weights of Keras, a .npy or .npz file or a "
     "folder of .npy files"
 )
@@ -47,14 +47,14 @@ def _add_inspect(commands: Any) -> argparse.ArgumentParser:
     command = commands.add_parser(
         "inspect", help="list tables and slots with shapes, dtypes and norms"
     )
-    command.add_argument("path", help=_PATH_HELP)
+    command.add_argument("path", help=PATH_HELP)
     command.set_defaults(run=_inspect)
     return command
 
 
 def _add_convert(commands: Any) -> argparse.ArgumentParser:
     command = commands.add_parser("convert", help="write a checkpoint as another kind")
-    command.add_argument("path", help=_PATH_HELP)
+    command.add_argument("path", help=PATH_HELP)
     command.add_argument("destination", help="the new checkpoint")
     command.add_argument("--to", choices=_KINDS, default="tensorflow")
     command.add_argument(

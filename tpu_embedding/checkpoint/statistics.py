@@ -1,0 +1,313 @@
+"""What the rows of a checkpoint's tables look like, read once in slices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
+from tpu_embedding.checkpoint.writing import Progress
+from tpu_embedding.layout.table_arrays import Rows
+from tpu_embedding.optimizers import OPTIMIZERS
+from tpu_embedding.optimizers.base import Optimizer
+
+_PER_OCTAVE = 8  # Buckets of norms from a power of two to the next.
+_MAX_HASHES = 1 << 20  # Hashes of rows that are held in memory.
+_NUM_ROWS = 10  # Rows and groups of rows that are listed.
+
+
+@dataclasses.dataclass(frozen=True)
+class DeadRows:
+    """Rows that no gradient has changed, as far as the slots say.
+
+    Attributes:
+      count: The number of rows whose slots all have their initial value; None if that
+        cannot be decided.
+      reason: How it was decided, or why not: a sentence.
+    """
+
+    count: int | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualRows:
+    """Rows that have the same values as another row, other than zeros.
+
+    Attributes:
+      count: The number of rows that are equal to another one.
+      groups: The largest groups, as (number of rows, the first rows).
+      sampled: 1 if all rows were compared; else 1 of so many was, chosen by its values
+        so that equal rows are chosen together, and `count` is an estimate.
+    """
+
+    count: int
+    groups: list[tuple[int, list[int]]]
+    sampled: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableReport:
+    """One table.
+
+    Attributes:
+      name: Its name.
+      rows: V.
+      dim: D.
+      dtype: Of the parameters.
+      bytes: By "parameters" and slot name the size.
+      optimizers: Names of the optimizers that have such slots.
+      norms: (lower bound, upper bound, rows) of buckets of equal ratio, ascending.
+      zero_rows: Rows of zeros.
+      not_finite_rows: Rows with a NaN or an infinity.
+      mean_norm: Of the rows that are finite.
+      largest: (row, norm) of the largest finite norms.
+      dead: Rows that no gradient has changed.
+      equal: Rows that are equal to another row.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    dtype: str
+    bytes: dict[str, int]
+    optimizers: list[str]
+    norms: list[tuple[float, float, int]]
+    zero_rows: int
+    not_finite_rows: int
+    mean_norm: float
+    largest: list[tuple[int, float]]
+    dead: DeadRows
+    equal: EqualRows
+
+
+def table_reports(
+    checkpoint: LogicalCheckpoint, progress: Progress
+) -> list[TableReport]:
+    """Reads all of a checkpoint once, a slice of each array of a table at a time.
+
+    Args:
+      checkpoint: The tables.
+      progress: Receives the number of bytes read.
+
+    Raises:
+      tf.errors.DataLossError: If a file is truncated or damaged.
+    """
+    arrays = [a for table in checkpoint.values() for a in table.arrays.values()]
+    for rows in arrays:
+        rows.verify()
+    progress.start("Reading", sum(rows.nbytes for rows in arrays))
+    return [_report(table, progress) for table in checkpoint.values()]
+
+
+def _report(table: LogicalTable, progress: Progress) -> TableReport:
+    matching = _optimizers_with(table)
+    norms, equal, dead = _Norms(), _Equal(table.parameters.shape[0]), _Dead(table)
+    for start, slices in _slices(list(table.arrays.values()), progress):
+        values, *slots = slices
+        norms.add(start, values)
+        equal.add(start, values)
+        dead.add(slots)
+    return TableReport(
+        name=table.name,
+        rows=table.parameters.shape[0],
+        dim=table.parameters.shape[1],
+        dtype=table.parameters.dtype.name,
+        bytes={name: rows.nbytes for name, rows in table.arrays.items()},
+        optimizers=[type(optimizer).__name__ for optimizer in matching],
+        norms=norms.buckets(),
+        zero_rows=norms.zeros,
+        not_finite_rows=norms.not_finite,
+        mean_norm=norms.mean(),
+        largest=norms.largest,
+        dead=dead.result(),
+        equal=equal.result(),
+    )
+
+
+def _slices(
+    arrays: Sequence[Rows], progress: Progress
+) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yields the same rows of all arrays, and the first of them."""
+    size = min(rows.slice_rows for rows in arrays)
+    total = arrays[0].shape[0]
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        yield start, [rows.read(start, stop) for rows in arrays]
+        progress.advance(sum((stop - start) * rows.row_bytes for rows in arrays))
+    for rows in arrays:
+        rows.release()
+
+
+class _Norms:
+    """The Euclidean norms of rows."""
+
+    def __init__(self) -> None:
+        self.zeros = self.not_finite = 0
+        self.largest: list[tuple[int, float]] = []
+        self._sum, self._finite = 0.0, 0
+        self._buckets: dict[int, int] = {}
+
+    def add(self, start: int, values: np.ndarray) -> None:
+        # float64 holds the square of every float32.
+        norms = np.sqrt(np.square(values.astype(np.float64)).sum(axis=1))
+        finite = np.isfinite(norms)
+        self.not_finite += int((~finite).sum())
+        self._finite += int(finite.sum())
+        self._sum += float(norms[finite].sum())
+        positive = norms[finite & (norms > 0)]
+        self.zeros += int((norms == 0).sum())
+        numbers = np.floor(np.log2(positive) * _PER_OCTAVE).astype(np.int64)
+        for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+            self._buckets[int(number)] = self._buckets.get(int(number), 0) + int(count)
+        norms[~finite] = -1.0
+        first = np.argsort(-norms, kind="stable")[:_NUM_ROWS]
+        found = [(start + int(i), float(norms[i])) for i in first if norms[i] >= 0]
+        merged = sorted(self.largest + found, key=lambda pair: (-pair[1], pair[0]))
+        self.largest = merged[:_NUM_ROWS]
+
+    def mean(self) -> float:
+        return self._sum / max(self._finite, 1)
+
+    def buckets(self, most: int = 32) -> list[tuple[float, float, int]]:
+        """At most `most` buckets, each as wide as the others on a logarithmic scale."""
+        if not self._buckets:
+            return []
+        first, last = min(self._buckets), max(self._buckets)
+        width = math.ceil((last - first + 1) / most)
+        counts = [0] * math.ceil((last - first + 1) / width)
+        for number, count in self._buckets.items():
+            counts[(number - first) // width] += count
+
+        def bound(index: int) -> float:
+            return 2.0 ** ((first + index * width) / _PER_OCTAVE)
+
+        return [(bound(i), bound(i + 1), count) for i, count in enumerate(counts)]
+
+
+class _Equal:
+    """Rows with the same bytes, found by their hashes."""
+
+    def __init__(self, num_rows: int) -> None:
+        # A power of two: the lower bits of a hash choose.
+        excess = max(0, math.ceil(math.log2(max(num_rows, 1) / _MAX_HASHES)))
+        self._one_of = 1 << excess
+        self._hashes: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
+
+    def add(self, start: int, values: np.ndarray) -> None:
+        hashes = _row_hashes(values)
+        chosen = (hashes % np.uint64(self._one_of) == 0) & (values != 0).any(axis=1)
+        self._hashes.append(hashes[chosen])
+        self._rows.append(start + np.flatnonzero(chosen))
+
+    def result(self) -> EqualRows:
+        hashes, rows = np.concatenate(self._hashes), np.concatenate(self._rows)
+        order = np.argsort(hashes, kind="stable")
+        hashes, rows = hashes[order], rows[order]
+        _, starts, counts = np.unique(hashes, return_index=True, return_counts=True)
+        several = counts > 1
+        starts, counts = starts[several], counts[several]
+        groups = []
+        for i in np.argsort(-counts, kind="stable")[:_NUM_ROWS]:
+            first = rows[starts[i] : starts[i] + min(int(counts[i]), 5)]
+            groups.append((int(counts[i]), [int(row) for row in first]))
+        return EqualRows(int(counts.sum()) * self._one_of, groups, self._one_of)
+
+
+def _row_hashes(values: np.ndarray) -> np.ndarray:
+    """uint64 [n], a hash of the bytes of each row."""
+    values = np.ascontiguousarray(values)
+    data = values.view(np.uint8).reshape(len(values), -1)
+    padding = -data.shape[1] % 4
+    words = np.pad(data, ((0, 0), (0, padding))).view(np.uint32).astype(np.uint64)
+    factors = np.random.default_rng(20260731).integers(
+        0, 2**64, words.shape[1], np.uint64
+    )
+    with np.errstate(over="ignore"):
+        mixed = (words * (factors | np.uint64(1))).sum(axis=1, dtype=np.uint64)
+        mixed ^= mixed >> np.uint64(31)
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+class _Dead:
+    """Rows whose slots all have their initial value."""
+
+    def __init__(self, table: LogicalTable) -> None:
+        self._slots = list(table.slots)
+        self._matching = _optimizers_with(table)
+        # The initial value of each slot; of one that only grows the smallest so far.
+        self._initial: list[float] = []
+        self._grows: list[bool] = []
+        for name in self._slots:
+            values = {_initial_value(o, name) for o in self._matching}
+            zero = values == {0.0}
+            self._initial.append(0.0 if zero else math.inf)
+            self._grows.append(not zero)
+        self._count = 0
+
+    def add(self, slots: Sequence[np.ndarray]) -> None:
+        if not self._matching or not slots:
+            return
+        for i, values in enumerate(slots):
+            smallest = float(np.nanmin(values)) if values.size else math.inf
+            if self._grows[i] and smallest < self._initial[i]:
+                # All rows so far have grown since.
+                self._initial[i], self._count = smallest, 0
+        at_start = [
+            (values == initial).all(axis=1)
+            for values, initial in zip(slots, self._initial, strict=True)
+        ]
+        self._count += int(np.logical_and.reduce(at_start).sum())
+
+    def result(self) -> DeadRows:
+        if not self._slots:
+            return DeadRows(
+                None,
+                "Not known: without slots nothing tells a row that was never updated.",
+            )
+        if not self._matching:
+            return DeadRows(None, "Not known: no optimizer has these slots.")
+        conditions = [
+            f"{name} are {initial:g}" + (", the smallest value there," if grows else "")
+            for name, initial, grows in zip(
+                self._slots, self._initial, self._grows, strict=True
+            )
+        ]
+        estimate = (
+            "An estimate: checkpoints do not store the initial value."
+            if any(self._grows)
+            else "Exact, but a row whose gradients were all 0 counts, too."
+        )
+        rows = f"Rows whose {' and '.join(conditions)} have had no update."
+        return DeadRows(self._count, f"{rows} {estimate}")
+
+
+def _optimizers_with(table: LogicalTable) -> list[Optimizer]:
+    """An optimizer of each class that has the slots of a table."""
+    found = []
+    for kind in OPTIMIZERS.values():
+        required = {
+            field.name: 0.5
+            for field in dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+            if field.init
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        }
+        optimizer = kind(**required)
+        shapes = {
+            slot.name: 1 if slot.per_row else table.parameters.shape[1]
+            for slot in optimizer.slots
+        }
+        if shapes == {name: rows.shape[1] for name, rows in table.slots.items()}:
+            found.append(optimizer)
+    return found
+
+
+def _initial_value(optimizer: Optimizer, name: str) -> float:
+    (slot,) = [slot for slot in optimizer.slots if slot.name == name]
+    return float(slot.initial_value)
