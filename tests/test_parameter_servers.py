@@ -32,6 +32,9 @@ NAMES = [
     "the_keras_layer_trains_in_a_loop_of_ones_own",
     "the_coordinator_is_ours",
     "checkpoints_restore_here_and_there",
+    "a_checkpoint_of_servers_is_that_of_one_machine",
+    "tpus_restore_checkpoints_of_servers_and_servers_theirs",
+    "the_coordinator_exports",
 ]
 
 

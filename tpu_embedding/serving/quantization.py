@@ -237,9 +237,23 @@ def decode(
     return values, step / 2
 
 
+class _UnsavedVariable(UninitializedVariable):
+    """A variable that TensorFlow's saver leaves out.
+
+    Without this it does so only if all variables are on one machine: those of the
+    user's model may be on parameter servers.
+    """
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {
+            key: type(value)(lambda: None, dtype=value.dtype, device=value.device)
+            for key, value in super()._serialize_to_tensors().items()
+        }
+
+
 def _unfilled(shape: list[int], dtype: tf.DType) -> Any:
     """A variable whose value exists only in the files of the exported model."""
-    return UninitializedVariable(shape=shape, dtype=dtype, trainable=False)
+    return _UnsavedVariable(shape=shape, dtype=dtype, trainable=False)
 
 
 _STORAGES: dict[str, Callable[[int, int], ConvertedTable]] = {
@@ -261,6 +275,16 @@ def stored_form(source: Source, storage: str) -> WholeTable | ConvertedTable:
     dim = source.shape[1]
     if chosen.row_bytes(dim) > Float32Table.row_bytes(dim):
         chosen = Float32Table
-    if chosen is Float32Table and source.variable is not None:
-        return WholeTable(source.variable)
+    variable = source.variable
+    if chosen is Float32Table and variable is not None and _is_here(variable):
+        return WholeTable(variable)
     return chosen(*source.shape)
+
+
+def _is_here(variable: Any) -> bool:
+    """Whether a variable is of this process, and not of a parameter server."""
+    place, here = (
+        tf.DeviceSpec.from_string(device)
+        for device in (variable.device, tf.constant(0).device)
+    )
+    return (place.job, place.task) == (here.job, here.task)
