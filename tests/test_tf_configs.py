@@ -178,6 +178,13 @@ def test_invalid_ids_is_for_tensorflow_s_tables(
     assert [f.table.invalid_ids for f in converted.features] == [expected, "error"]
 
 
+def test_invalid_ids_without_effect_is_refused() -> None:
+    ours = FeatureConfig(TableConfig(8, 4, name="films"))
+    for config in (ours, {"a": ours}):
+        with pytest.raises(ValueError, match=r"embedding, and `feature_config` has no"):
+            tf_configs.convert_features(config, invalid_ids="drop")
+
+
 def test_a_wrong_invalid_ids_is_refused_even_if_no_table_needs_it() -> None:
     with pytest.raises(ValueError, match="invalid_ids"):
         tf_configs.convert_features(

@@ -197,7 +197,8 @@ def convert_features(
 
     Raises:
       ValueError: If it holds no feature or an object that is not a feature, or an
-        option is wrong; the message names the path.
+        option is wrong; the message names the path. If `invalid_ids` would have no
+        effect.
       NotImplementedError: If it holds an option that is not supported.
     """
     if invalid_ids is not None:
@@ -223,6 +224,12 @@ def convert_features(
         raise ValueError(
             "`feature_config` holds no FeatureConfig. Pass one, or a dict, list or "
             "tuple of them."
+        )
+    if invalid_ids is not None and all(isinstance(t, TableConfig) for t in tables):
+        raise ValueError(
+            f"`invalid_ids={invalid_ids!r}` is for tables of "
+            "tf.tpu.experimental.embedding, and `feature_config` has none. Leave it "
+            f"out, and set tpu_embedding.TableConfig(invalid_ids={invalid_ids!r})."
         )
     keys = {ours: passed for passed, ours in tables.items()}
     return ConvertedFeatures(tuple(paths), tuple(features), keys)

@@ -256,6 +256,7 @@ class EmbeddingLayer(RestoresLayouts):
                 arguments.sparse_core_embedding_config
             ),
             "loss_scale": encode_loss_scale(arguments.loss_scale),
+            "invalid_ids": None,  # In the tables of `feature_config`.
         }
 
     @classmethod
@@ -265,6 +266,7 @@ class EmbeddingLayer(RestoresLayouts):
         arguments["feature_config"] = serialization.decode_features(
             config["feature_config"]
         )
+        arguments["invalid_ids"] = None  # Old files have it beside the tables.
         arguments["optimizer"] = serialization.decode_optimizer(config["optimizer"])
         arguments["loss_scale"] = serialization.decode_object(config["loss_scale"])
         hint = config["embedding_feature"]
