@@ -212,8 +212,9 @@ FAULTS = ["", "id", "nan", "assertion"]
 class Program:
     """Steps of R replicas that a fault may refuse, and the table that they leave.
 
-    All rows have the same gradient, 1 for each replica, and the n-th update the
-    learning rate 2^n, so that the table tells which updates were made, and as which.
+    All rows have the same gradient, 1 for each replica (5 in steps with a fault), and
+    the n-th update the learning rate 2^n, so that the table tells which updates were
+    made, and as which.
     """
 
     def __init__(
@@ -263,7 +264,9 @@ class Program:
             activations = self.embedding.dequeue()
         broken = here & tf.equal(fault, 3)
         with tf.control_dependencies([tf.debugging.Assert(~broken, ["broken"])]):
-            gradients = tf.ones_like(activations)
+            # Gradients of a refused step that are applied later show.
+            size = tf.where(tf.equal(fault, 0), np.float32(1), np.float32(5))
+            gradients = tf.fill(tf.shape(activations), size)
         gradients = tf.where(here & tf.equal(fault, 2), np.float32("nan"), gradients)
         if self.kind == "V2":
             self.embedding.apply_gradients(gradients, preserved)
