@@ -53,6 +53,7 @@ class Process:
         self._replies, replies = os.pipe()
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it.
         module = "multi_process.worker"
+        self._number = 0  # Of the last request.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, f"{requests}", f"{replies}"],
             env={**os.environ, **environment},
@@ -65,7 +66,8 @@ class Process:
         os.close(replies)
 
     def send(self, function: str, arguments: tuple[Any, ...]) -> None:
-        content = pickle.dumps((function, arguments))
+        self._number += 1
+        content = pickle.dumps((self._number, function, arguments))
         os.write(self._requests, struct.pack("q", len(content)))
         with contextlib.suppress(BrokenPipeError):
             written = 0
@@ -75,10 +77,17 @@ class Process:
     def receive(self, timeout: float) -> Any:
         """What the function returned, or a Failure; also of a process that ended."""
         deadline = time.monotonic() + timeout
+        while True:
+            number, result = self._receive(deadline)
+            if number == self._number:
+                return result  # Others answer requests that nobody waits for.
+
+    def _receive(self, deadline: float) -> tuple[int, Any]:
         size = struct.unpack("q", self._read(8, deadline) or b"\xff" * 8)[0]
         if size < 0:
             self._process.wait(10)
-            return Failure("Ended", f"exit code {self._process.returncode}", 0.0)
+            code = self._process.returncode
+            return self._number, Failure("Ended", f"exit code {code}", 0.0)
         content = self._read(size, deadline)
         assert content is not None
         return pickle.loads(content)

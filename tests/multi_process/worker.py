@@ -21,7 +21,9 @@ def main() -> None:
     from multi_process import calls  # After the strategy: it may start TensorFlow.
 
     while head := requests.read(8):
-        function, arguments = pickle.loads(requests.read(*struct.unpack("q", head)))
+        number, function, arguments = pickle.loads(
+            requests.read(*struct.unpack("q", head))
+        )
         begin = time.monotonic()
         result: Any
         try:
@@ -32,7 +34,7 @@ def main() -> None:
             seconds = time.monotonic() - begin
             text = getattr(error, "message", None) or str(error)
             result = Failure(type(error).__name__, text, seconds)
-        content = pickle.dumps(result)
+        content = pickle.dumps((number, result))
         replies.write(struct.pack("q", len(content)) + content)
         replies.flush()
 
