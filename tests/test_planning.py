@@ -147,10 +147,21 @@ def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
     own = ids[:1024]
     away = own % 2 != 0
     exact = len(np.unique(own[away])) * (4 + 64)  # Distinct rows and their numbers.
-    exact += 4 * away.sum() + 1024 * 4  # Entries, and where samples begin.
+    # Entries, and the lengths and the weights of their mean of samples.
+    exact += 4 * (away.sum() + 2 * away.any(1).sum())
     exact += away.any(1).sum() * 64  # Gradients of the samples.
     found = placement(report, "2 processes, synchronous, rows").wire_bytes
     assert abs(found - exact) < 0.02 * exact
+    # Ids and gradients to the owner of the table, activations from it, each half.
+    whole = te.plan(
+        [feature, te.FeatureConfig(table(100_000, 16, "u"), name="g")],
+        te.SGD(0.1),
+        sample=[[ids, ids]],
+        processes=[2],
+        topologies=[],
+    )
+    found = placement(whole, "2 processes, synchronous, whole tables").wire_bytes
+    assert found == 4 * own.size + (4 + 2 * 64) * 1024
 
 
 def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> None:

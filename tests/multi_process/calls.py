@@ -16,6 +16,7 @@ from multi_process import training
 from multi_process.training import Case
 
 import tpu_embedding as te
+from tpu_embedding.layout import placement
 
 
 def rank(strategy: Any) -> int:
@@ -153,7 +154,11 @@ def own_batches(strategy: Any, case: Case) -> Any:
 
 
 def statistics(
-    strategy: Any, rows: int, sizes: tuple[int, int, int], wire: str = "float32"
+    strategy: Any,
+    rows: int,
+    sizes: tuple[int, int, int],
+    wire: str = "float32",
+    combiner: str = "sum",
 ) -> Any:
     """Bytes that one step sent, and those of the formula of docs/distributed.md.
 
@@ -162,15 +167,17 @@ def statistics(
       rows: Of each table.
       sizes: Samples of a process, IDs of a sample, columns of a table.
       wire: The dtype of the rows, activations and gradients that travel.
+      combiner: Of the tables.
     """
     samples, length, dim = sizes
     row_bytes = tf.as_dtype(wire).size * dim
+    weighted = combiner != "sum" and length > 1
     number, own = strategy.num_replicas_in_sync, rank(strategy)
     placements = ("rows", "whole", "whole")
     with strategy.scope():
         tables = [
-            te.TableConfig(rows, dim, combiner="sum", name=str(t), placement=placement)
-            for t, placement in enumerate(placements)
+            te.TableConfig(rows, dim, combiner=combiner, name=str(t), placement=place)
+            for t, place in enumerate(placements)
         ]
         features = [te.FeatureConfig(table) for table in tables]
         options = te.DistributedOptions(wire_dtype=wire)
@@ -182,25 +189,35 @@ def statistics(
     embedding.apply_gradients(activations)
     engine = embedding._create_engine()
     owners = engine._placement.owners
-    expected = {"enqueue": 0, "lookup": 0, "update": 0}
+    expected = {"enqueue": 0.0, "lookup": 0.0, "update": 0.0}
     for other in set(range(number)) - {own}:
         theirs = np.random.default_rng(other)
         asked = [theirs.integers(0, rows, (samples, length)) for _ in tables]
         for table, owner in enumerate(owners):
             if owner < 0:
                 there = ids[table] % number == other
-                distinct = len(np.unique(ids[table][there]))
-                with_entry = int(there.any(axis=1).sum())
-                lengths = with_entry if length > 1 else 0
-                expected["enqueue"] += 4 * (distinct + int(there.sum()) + lengths)
                 served = asked[table][asked[table] % number == own]
-                expected["lookup"] += row_bytes * len(np.unique(served))
-                expected["update"] += row_bytes * with_entry
-            if owner == other:
-                expected["enqueue"] += 4 * samples * length
-                expected["update"] += row_bytes * samples
-            if owner == own:
-                expected["lookup"] += row_bytes * samples
+                with_entry = int(there.any(axis=1).sum())
+                found = placement.divided_table_bytes(
+                    rows=len(np.unique(ids[table][there])),
+                    rows_served=len(np.unique(served)),
+                    entries=int(there.sum()),
+                    samples=with_entry,
+                    lengths=with_entry if length > 1 else 0,
+                    gains=with_entry if weighted else 0,
+                    row_bytes=row_bytes,
+                    gradient_bytes=row_bytes,
+                )
+            else:
+                found = placement.whole_table_bytes(
+                    entries=samples * length * (owner == other),
+                    samples=samples * (owner == other),
+                    samples_served=samples * (owner == own),
+                    lengths=0,
+                    gains=samples * (owner == other) if weighted else 0,
+                    activation_bytes=row_bytes,
+                )
+            expected = {phase: expected[phase] + found[phase] for phase in expected}
     sent = {phase: numbers[1] for phase, numbers in engine.channel.statistics().items()}
     return {phase: (sent[phase], number) for phase, number in expected.items()}
 

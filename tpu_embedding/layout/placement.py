@@ -43,6 +43,82 @@ class Placement:
         return len(range(*self.rows_of(table).indices(vocabulary_size)))
 
 
+_WORD = 4  # Bytes of a row's number, a length, a weight.
+
+
+def divided_table_bytes(
+    *,
+    rows: float,
+    rows_served: float,
+    entries: float,
+    samples: float,
+    lengths: float,
+    gains: float,
+    row_bytes: int,
+    gradient_bytes: int,
+) -> dict[str, float]:
+    """Bytes of a step to other processes, for a table that is divided by rows.
+
+    This and `whole_table_bytes` are the formula of docs/distributed.md. The messages
+    have a few words more for each feature, and end at multiples of 64 bytes. Numbers
+    of several features and receivers are added up.
+
+    >>> divided_table_bytes(
+    ...     rows=10, rows_served=12, entries=20, samples=5, lengths=5, gains=0,
+    ...     row_bytes=32, gradient_bytes=32,
+    ... )
+    {'enqueue': 140, 'lookup': 384, 'update': 160}
+
+    Args:
+      rows: Distinct rows that this process asks for.
+      rows_served: Distinct rows that others ask this process for.
+      entries: IDs among `rows`.
+      samples: Samples with such an ID.
+      lengths: The same, or 0 where each sample has one ID.
+      gains: Weights: one for each entry, or one for each sample if only the combiner
+        needs one, or 0.
+      row_bytes: Of one row on the wire.
+      gradient_bytes: Of the gradient of one sample on the wire.
+    """
+    return {
+        "enqueue": _WORD * (rows + entries + lengths + gains),
+        "lookup": rows_served * row_bytes,
+        "update": samples * gradient_bytes,
+    }
+
+
+def whole_table_bytes(
+    *,
+    entries: float,
+    samples: float,
+    samples_served: float,
+    lengths: float,
+    gains: float,
+    activation_bytes: int,
+) -> dict[str, float]:
+    """Bytes of a step to other processes, for a table that lives whole in one.
+
+    >>> whole_table_bytes(
+    ...     entries=20, samples=10, samples_served=0, lengths=0, gains=0,
+    ...     activation_bytes=32,
+    ... )
+    {'enqueue': 80, 'lookup': 0, 'update': 320}
+
+    Args:
+      entries: IDs that this process sends to the owner.
+      samples: Samples that this process sends to the owner.
+      samples_served: Samples of others, of the owner; 0 of the others.
+      lengths: Samples, or 0 where all have the same number of IDs.
+      gains: As for `divided_table_bytes`.
+      activation_bytes: Of an activation, and of a gradient, on the wire.
+    """
+    return {
+        "enqueue": _WORD * (entries + lengths + gains),
+        "lookup": samples_served * activation_bytes,
+        "update": samples * activation_bytes,
+    }
+
+
 # No process has more than this part of the mean load, if dividing tables avoids it.
 _MAX_IMBALANCE = 1.25
 # Memory decides only for tables of at least so many bytes.

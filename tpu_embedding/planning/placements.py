@@ -17,7 +17,11 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     stacking_options,
 )
-from tpu_embedding.layout.placement import place_on_servers
+from tpu_embedding.layout.placement import (
+    divided_table_bytes,
+    place_on_servers,
+    whole_table_bytes,
+)
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
@@ -44,7 +48,7 @@ _LADDERS = {
 }
 # What the host engine needs beside tables: kernels, threads' stacks, a queue.
 _HOST_BYTES = 40 * 2**20
-_FLOAT, _ID, _ROW = 4, 8, 4  # Bytes of a value, of an id, and of a row's number.
+_FLOAT, _ID = 4, 8  # Bytes of a value and of an id.
 _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
 
 
@@ -319,11 +323,11 @@ class _Planner:
                 own = -(-rows // count) * size // rows
                 used = [before + own for before in used]
                 by_table[table.name] = own
-                wire += self._rows_wire(table, traffic, count, count - 1)
+                wire += self._divided_bytes(table, traffic, count, count - 1)
             else:
                 used[place] += size
                 by_table[table.name] = size
-                wire += self._whole_wire(table, traffic) * (count - 1) / count
+                wire += self._whole_bytes(table, traffic, count)
         used = [before + buffers for before in used]
         fullest = used.index(max(used))
         by_table = {
@@ -345,28 +349,63 @@ class _Planner:
             unsupported=self._on_processes(),
         )
 
-    def _rows_wire(
+    def _divided_bytes(
         self, table: TableSpec, traffic: Traffic, count: int, others: int
     ) -> float:
-        """Distinct rows out, gradients of samples back; see docs/distributed.md.
+        """Bytes of a step for a table that is divided by rows, without weights.
 
-        Of `count` owners `others` are on other machines.
+        IDs are spread evenly over `count` owners, of which `others` are on other
+        machines.
         """
-        away = others / count
-        dim = table.config.dim
-        found = traffic.distinct[table.index] * away * (_ROW + dim * _FLOAT)
+        config, away = table.config, others / count
+        value = 2 if config.dtype == "bfloat16" else _FLOAT
+        rows = traffic.distinct[table.index] * away
+        entries = samples = lengths = gains = 0.0
         for f in table.features:
-            samples, entries = traffic.samples[f], traffic.entries[f]
-            per_sample = entries / samples if samples else 0.0
-            several = per_sample > 1
-            # Owners among the others that a sample has an id of, ids spread evenly.
-            owners = others * (1 - (1 - 1 / count) ** per_sample)
-            found += _ROW * entries * away + several * others * samples * _ROW
-            found += samples * owners * dim * _FLOAT
-        return found
+            number = traffic.samples[f]
+            per_sample = traffic.entries[f] / number if number else 0.0
+            entries += traffic.entries[f] * away
+            # Owners among the others that a sample has an id of.
+            sent = number * others * (1 - (1 - 1 / count) ** per_sample)
+            samples += sent
+            if per_sample > 1:
+                lengths += sent
+                gains += sent * (config.combiner != "sum")
+        found = divided_table_bytes(
+            rows=rows,
+            rows_served=rows,
+            entries=entries,
+            samples=samples,
+            lengths=lengths,
+            gains=gains,
+            row_bytes=value * config.dim,
+            gradient_bytes=_FLOAT * config.dim,
+        )
+        return sum(found.values())
 
-    def _whole_wire(self, table: TableSpec, traffic: Traffic) -> float:
-        """Ids out, activations back, gradients out."""
+    def _whole_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
+        """Bytes of a step for a table in one process, the mean over all processes."""
+        config = table.config
+        entries = samples = lengths = gains = 0.0
+        for f in table.features:
+            number = traffic.samples[f]
+            per_sample = traffic.entries[f] / number if number else 0.0
+            entries += traffic.entries[f]
+            samples += number
+            lengths += number * (not per_sample.is_integer())
+            gains += number * (config.combiner != "sum" and per_sample > 1)
+        found = whole_table_bytes(
+            entries=entries,
+            samples=samples,
+            samples_served=samples,
+            lengths=lengths,
+            gains=gains,
+            activation_bytes=_FLOAT * config.dim,
+        )
+        return sum(found.values()) * (count - 1) / count
+
+    def _server_bytes(self, table: TableSpec, traffic: Traffic) -> float:
+        """Ids as the user gives them, activations back, gradients out."""
         return sum(
             traffic.entries[f] * _ID
             + 2 * traffic.samples[f] * table.config.dim * _FLOAT
@@ -386,11 +425,11 @@ class _Planner:
                 location[name] = "all"
                 sizes[name] = -(-sizes[name] // count)
                 used = [before + sizes[name] for before in used]
-                wire += self._rows_wire(table, traffic, count, count)
+                wire += self._divided_bytes(table, traffic, count, count)
             else:
                 location[name] = owner
                 used[owner] += sizes[name]
-                wire += self._whole_wire(table, traffic)
+                wire += self._server_bytes(table, traffic)
         held = [int(before + buffers) for before in used]
         fullest = held.index(max(held))
         by_table = {
