@@ -48,8 +48,13 @@ def our_step(options: argparse.Namespace, strategy: Any) -> Callable[[Any], tf.T
         )
         for index in range(options.tables)
     )
+    placement = te.DistributedOptions(placement=options.placement)
     with strategy.scope():
-        embedding = te.TPUEmbedding(features, optimizers[options.optimizer](0.01))
+        embedding = te.TPUEmbedding(
+            features,
+            optimizers[options.optimizer](0.01),
+            distributed_options=placement,
+        )
     embedding.build()
 
     @tf.function
@@ -142,6 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
         "--optimizer", choices=("adagrad", "rowwise_adagrad"), default="adagrad"
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("auto", "rows", "whole"),
+        default="auto",
+        help="of our tables; TensorFlow's are always divided over the servers",
     )
     options = parser.parse_args(arguments)
     with te.testing.LocalServers(options.servers, options.workers) as job:

@@ -48,9 +48,10 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def start_cluster(number: int = 2) -> tuple[Any, list[Any]]:
+def start_cluster(number: int = 2, workers: int = 2) -> tuple[Any, list[Any]]:
     """A cluster within this process, and its servers, which must be kept."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * number)]
+    tasks = number + workers
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(tasks)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
         each.close()
@@ -203,6 +204,100 @@ def tables_divided_by_rows_have_the_bits_of_one_process() -> None:
     quantized = te.QuantizationConfig(16, -1.0, 1.0)
     configs = features("bfloat16", MIXED, quantization_config=quantized)
     require_bits_of_one_process(te.TPUEmbedding, configs)
+
+
+@case
+def random_batches_have_the_bits_of_one_process() -> None:
+    rng = np.random.default_rng(11)
+    for round_ in range(8):
+        policy = rng.choice(["drop", "mod"])
+        tables = [
+            te.TableConfig(
+                int(rows),
+                D,
+                initializer=tf.constant_initializer(START[0][: int(rows)]),
+                combiner=str(rng.choice(["sum", "mean", "sqrtn"])),
+                dtype=str(rng.choice(["float32", "bfloat16"])),
+                placement=str(rng.choice(["rows", "rows", "whole"])),
+                invalid_ids=str(policy),
+                optimizer=OPTIMIZERS[str(rng.choice(["SGD", "Adagrad", "FTRL"]))](),
+                name=f"t{k}",
+            )
+            for k, rows in enumerate(rng.choice([1, 2, 3, V], 2))
+        ]
+        configs = {
+            name: te.FeatureConfig(tables[k // 2], max_sequence_length=length)
+            for k, (name, length) in enumerate(zip(FEATURES, (0, 0, 0, 3), strict=True))
+        }
+        kind = te.TPUEmbeddingV2 if round_ % 2 else te.TPUEmbedding
+        if kind is te.TPUEmbeddingV2:
+            configs = {name: te.FeatureConfig(c.table) for name, c in configs.items()}
+        one, served = make(kind, configs, None)
+        for _ in range(3):
+            ids, weights = random_ids(rng)
+            gradient = rng.standard_normal(D).astype(np.float32)
+            without = rng.choice([*FEATURES, ""])
+            for embedding in (one, served):
+                push(embedding, ids, weights, gradient, str(without))
+        require_same(one, served)
+
+
+def random_ids(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ragged ids of any number of samples, some out of range, and weights."""
+    ids, weights = {}, {}
+    for name in FEATURES:
+        lengths = rng.integers(0, 4, rng.choice([0, 1, B]))
+        number = int(lengths.sum())
+        values = rng.integers(-2, V + 2, number)
+        ids[name] = tf.RaggedTensor.from_row_lengths(values, lengths)
+        weights[name] = None
+        if rng.random() < 0.5 and name != "d":
+            weights[name] = ids[name].with_values(
+                tf.constant(rng.random(number), tf.float32)
+            )
+    return ids, weights
+
+
+def push(
+    embedding: Any, ids: Any, weights: Any, gradient: np.ndarray, without: str
+) -> None:
+    """One step; the feature `without` has no gradient."""
+
+    def of(activations: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+        return {
+            name: None if name == without else tf.sin(3 * value) * gradient
+            for name, value in activations.items()
+        }
+
+    if isinstance(embedding, te.TPUEmbeddingV2):
+        activations, preserved = embedding(ids, weights)
+        embedding.apply_gradients(of(activations), preserved)
+    else:
+        embedding.enqueue(ids, weights)
+        embedding.apply_gradients(of(embedding.dequeue()))
+
+
+@case
+def tables_without_an_optimizer_are_looked_up() -> None:
+    one, served = make(te.TPUEmbedding, features(placements=MIXED), None)
+    for embedding in (one, served):
+        embedding.enqueue(batch(0), training=False)
+    expected, found = one.dequeue(), served.dequeue()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+@case
+def fit_of_keras_3_is_an_error_of_tensorflow() -> None:
+    with JOB.strategy.scope():
+        layer = te.keras.TPUEmbedding(features()["b"], te.Adagrad(0.1))
+        ids = tf.keras.Input([H], dtype="int64")
+        model = tf.keras.Model(ids, tf.keras.layers.Dense(1)(layer(ids)))
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="create_per_worker_dataset"):
+        model.fit(tf.zeros([B, H], tf.int64), tf.zeros([B, 1]), verbose=0)
+    (table,) = layer.embedding_tables.values()
+    np.testing.assert_array_equal(table.numpy(), START[1])
 
 
 @case

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -170,6 +171,36 @@ def lost(task: tuple[str, int], how: int, seconds: float) -> None:
         assert took < seconds
 
 
+def restart_server() -> None:
+    """A server that was started again has lost its tables; join names it."""
+    with te.testing.LocalServers(2, 2) as job:
+        strategy = tf.distribute.ParameterServerStrategy(job.resolver())
+        coordinator = te.ClusterCoordinator(strategy)
+        _, closure, _ = make(strategy)
+        coordinator.schedule(closure, args=(tf.constant(0),))
+        coordinator.join()
+        job.processes["ps", 1].kill()
+        job.processes["ps", 1].wait()
+        job.start("ps", 1)
+        address = job.cluster["ps"][1].split(":")
+        while True:  # Until it listens.
+            try:
+                socket.create_connection((address[0], int(address[1]))).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        time.sleep(3)
+
+        def run() -> None:
+            coordinator.schedule(closure, args=(tf.constant(1),))
+            coordinator.join()
+
+        with pytest.raises(tf.errors.UnavailableError) as caught:
+            run()
+        print(caught.value.message[:200])
+        assert caught.value.message.startswith("/job:ps/replica:0/task:1")
+
+
 def no_library() -> None:
     """Servers and workers without the library are named."""
     for which in ("ps", "worker"):
@@ -192,6 +223,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "workers": workers,
     "kill_server": lambda: lost(("ps", 1), signal.SIGKILL, 30),
     "stop_server": lambda: lost(("ps", 0), signal.SIGSTOP, 30),
+    "restart_server": restart_server,
     "stop_worker": lambda: lost(("worker", 1), signal.SIGSTOP, 30),
     "no_library": no_library,
 }

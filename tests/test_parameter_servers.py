@@ -19,6 +19,9 @@ FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 NAMES = [
     "one_worker_has_the_bits_of_one_process",
     "tables_divided_by_rows_have_the_bits_of_one_process",
+    "random_batches_have_the_bits_of_one_process",
+    "tables_without_an_optimizer_are_looked_up",
+    "fit_of_keras_3_is_an_error_of_tensorflow",
     "every_optimizer_and_dtype_has_the_bits_of_one_process",
     "tables_are_spread_by_load",
     "large_tables_are_divided",

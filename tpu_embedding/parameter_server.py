@@ -192,8 +192,8 @@ def _named(error: tf.errors.OpError) -> tf.errors.OpError:
             None,
             None,
             f"{_task_of(text, 'worker')} has not loaded the library of tpu_embedding. "
-            "Start every server and worker by `python -m tpu_embedding server`. "
-            f"TensorFlow says: {text}",
+            "Start every server and worker by `python -m tpu_embedding server`, of the "
+            f"same release. TensorFlow says: {text}",
         )
     server = _task_of(text, "ps")
     if isinstance(error, tf.errors.UnavailableError) and server.startswith("/"):
@@ -202,6 +202,15 @@ def _named(error: tf.errors.OpError) -> tf.errors.OpError:
             None,
             f"{server}, a parameter server, is lost, and with it the tables that it "
             f"held. {_RESTART} TensorFlow says: {text}",
+        )
+    # A server that was started again at its address does not know this job.
+    restarted = isinstance(error, tf.errors.AbortedError) and "context_id" in text
+    if restarted and server.startswith("/"):
+        return tf.errors.UnavailableError(
+            None,
+            None,
+            f"{server}, a parameter server, was started again: the tables that it "
+            f"held are lost. {_RESTART} TensorFlow says: {text}",
         )
     return error
 
