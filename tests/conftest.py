@@ -61,8 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a newer TensorFlow, and says why."""
     for item in items:
-        name = getattr(item, "originalname", item.name)
-        reason = older_tensorflow.reason_to_skip(item.path.as_posix(), name)
+        reason = older_tensorflow.reason_to_skip(item.path.as_posix(), item.name)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -6,15 +6,19 @@ import inspect
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.tpu import _pywrap_sparse_core_layout
 
 _raw_ops: Any = tf.raw_ops
+_stock: Any = tf.tpu.experimental.embedding
+_layouts: Any = _pywrap_sparse_core_layout
 
 
 def _takes(function: Any, argument: str) -> bool:
     return argument in inspect.signature(function).parameters
 
 
-# The reason, whether this TensorFlow has it, and files with the names of functions.
+# The reason, whether this TensorFlow has it, and files with the names of tests, with or
+# without their parameters.
 _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
     (
         "TensorFlow before 2.20 lacks the ops of a CustomCombiner",
@@ -30,11 +34,13 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
                 "test_an_op_that_has_a_kernel_keeps_it",
                 "test_each_op_has_one_kernel",
             },
+            "checkpoint/test_golden.py": {"test_files_of_36ee9cc[combiner-v6e]"},
             "sparse_core/test_custom.py": {
                 "test_a_sample_with_too_many_ids",
                 "test_minibatches_beside_a_combiner_are_refused",
                 "test_pipelining_does_not_divide_by_weights_that_are_not_there",
-                "test_steps",
+                "test_steps[pipelined]",
+                "test_steps[sparse_core]",
                 "test_the_limits_of_functions_are_those_that_a_tpu_compiles",
             },
             "sparse_core/test_custom_errors.py": {
@@ -63,18 +69,71 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
             },
         },
     ),
+    (
+        "TableConfig before TensorFlow 2.20 lacks dtype",
+        _takes(_stock.TableConfig, "dtype"),
+        {
+            "test_config.py": {
+                "test_arguments_are_those_of_tensorflow[TableConfig]",
+                "test_bad_table_arguments_raise_as_in_tensorflow[dtype-value11]",
+                "test_bad_table_arguments_raise_as_in_tensorflow[dtype-value12]",
+            },
+            "test_tf_configs.py": {
+                "test_every_option_of_a_table_is_carried[dtype]",
+                "test_what_this_release_lacks_is_refused_by_name[dtype-value0]",
+            },
+        },
+    ),
+    (
+        "CustomOptimizer before TensorFlow 2.21 lacks slot_dims",
+        _takes(_stock.CustomOptimizer, "slot_dims"),
+        {"sparse_core/test_custom.py": {"test_steps[host]"}},
+    ),
+    (
+        "TensorFlow's builder of layouts before 2.21 counts no features",
+        "num_features" in (_layouts.SparseCoreLayoutStacker.AddTable.__doc__ or ""),
+        {
+            "checkpoint/test_command_line.py": {"test_convert_to_sparse_core"},
+            "checkpoint/test_sparse_core.py": {
+                "test_plain_to_sharded",
+                "test_records_that_do_not_fit",
+                "test_refusals",
+                "test_resharding",
+                "test_sharded_to_plain",
+                "test_slots_of_one_column",
+                "test_stacks_in_use",
+                "test_tables_with_other_slots_in_one_stack",
+            },
+            "test_stacking.py": {
+                "test_layouts_are_those_of_tensorflow",
+                "test_limits_of_tensorflow_by_default",
+                "test_stock_feature_counts_are_those_of_the_stock_caller",
+            },
+        },
+    ),
 ]
 
 
-def reason_to_skip(path: str, function: str) -> str | None:
+def reason_to_skip(path: str, name: str) -> str | None:
     """Why a test cannot run under this TensorFlow, or None if it can.
 
     Args:
       path: its file, such as ".../tests/sparse_core/test_custom.py".
-      function: the name of its function.
+      name: its name, with its parameters.
     """
+    listed = {name, name.partition("[")[0]}
     for reason, is_there, tests in _NEEDED:
         for file, names in tests.items():
-            if not is_there and path.endswith(f"tests/{file}") and function in names:
+            if not is_there and path.endswith(f"tests/{file}") and listed & names:
                 return reason
     return None
+
+
+def names() -> list[tuple[str, str]]:
+    """The file below tests and the name of the function of each test of the list."""
+    return [
+        (file, name.partition("[")[0])
+        for *_, tests in _NEEDED
+        for file, names in tests.items()
+        for name in sorted(names)
+    ]

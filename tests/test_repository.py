@@ -16,6 +16,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import older_tensorflow
+import pytest
 from lint_report import sources
 
 import tpu_embedding
@@ -43,6 +45,11 @@ def test_what_is_used_of_private_tensorflow_is_listed():
     names = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     listed = [name for row in names for name in re.findall(r"`([\w.]+)`", row)]
     assert sorted(used) == [f"tensorflow.python.{name}" for name in listed]
+
+
+@pytest.mark.parametrize(("file", "name"), older_tensorflow.names())
+def test_what_needs_a_newer_tensorflow_exists(file: str, name: str):
+    assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text()
 
 
 def test_the_facade_exports_what_it_imports():

@@ -118,7 +118,7 @@ def test_frozen_layers_and_tables_that_are_set(generation: str):
     with pytest.raises(ValueError, match=r"'t' has shape \(8, 2\)\. Received"):
         layer.update_embedding_table(table, tf.zeros([8, 3]))
     assert repr(variable) == "<LogicalVariable 't' shape=(8, 2) dtype=float32>"
-    with pytest.raises(NotImplementedError, match="here 't', is no"):
+    with pytest.raises(NotImplementedError, match="'t' is stored in parts and is not"):
         tf.function(variable.read_value)()
 
     def step(ids: Any) -> Any:

@@ -69,3 +69,24 @@ def test_fit(name: str, seed: int):
     np.testing.assert_allclose(other_losses, losses, rtol=1e-4)
     np.testing.assert_allclose(other_evaluated, evaluated, rtol=1e-4)
     assert_close(model, host)
+
+
+class CountingModel(tf_keras.Model):
+    """A step of its own, as in tfrs.Model, with a metric that is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = tf_keras.metrics.Mean("seen")
+
+    def train_step(self, data: tf.Tensor) -> dict[str, tf.Tensor]:
+        self.seen.update_state(data)
+        return {"seen": self.seen.result()}
+
+
+@each_strategy
+def test_metrics_of_a_step_of_ones_own(name: str):
+    with STRATEGIES[name]().scope():
+        model = CountingModel()
+        model.compile()
+    data = tf.data.Dataset.from_tensor_slices(tf.range(8.0)).batch(4)
+    assert model.fit(data, verbose=0).history["seen"] == [3.5]
