@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import subprocess
 from typing import Any
 
 import build_docs
@@ -76,4 +77,20 @@ def test_public_names_have_docstrings(package: str):
 def test_the_reference_has_a_page_for_each_public_package():
     navigation = (pathlib.Path(build_docs.ROOT) / "mkdocs.yml").read_text()
     for package in build_docs.PUBLIC_PACKAGES:
-        assert f"{package}: api/{package}.md" in navigation
+        assert f": api/{package}.md\n" in navigation
+
+
+def test_warnings_of_the_site_are_counted(monkeypatch: pytest.MonkeyPatch):
+    """With --quiet, mkdocs --strict accepts links that lead nowhere."""
+    commands = []
+    monkeypatch.setattr(build_docs, "write_sources", lambda: None)
+    monkeypatch.setattr(
+        build_docs.subprocess,
+        "run",
+        lambda command, **_: (
+            commands.append(command) or subprocess.CompletedProcess([], 3)
+        ),
+    )
+    assert build_docs.main() == 3
+    assert "--strict" in commands[0]
+    assert not {"--quiet", "-q"} & {*commands[0]}

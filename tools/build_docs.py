@@ -92,7 +92,8 @@ def write_sources() -> None:
 def main() -> int:
     """Builds the site; returns the exit status of mkdocs."""
     write_sources()
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    # With --quiet, mkdocs does not count warnings.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     # The theme advertises its successor otherwise.
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

@@ -186,7 +186,8 @@ class TPUEmbeddingV2(NestedEmbedding):
           What embedding_lookup, enqueue and dequeue take.
 
         Raises:
-          The errors of embedding_lookup that concern features and weights.
+          ValueError: As embedding_lookup, and so for its other errors that concern
+            features and weights.
         """
         return self._preprocess(features, weights, None)[0]
 
@@ -203,8 +204,8 @@ class TPUEmbeddingV2(NestedEmbedding):
             is, by name: a TPU, or the device of a replica of a MirroredStrategy.
 
         Raises:
-          The errors of embedding_lookup that concern features and weights.
-          ValueError: If `device` is not one of the strategy.
+          ValueError: If `device` is not one of the strategy; else as embedding_lookup,
+            and so for its other errors that concern features and weights.
         """
         place = None if device is None else self._topology.find(device)
         if self._topology.tpu is None:
@@ -320,7 +321,8 @@ class TPUEmbeddingV2(NestedEmbedding):
           SparseCore asks another for, and the most different ones.
 
         Raises:
-          The errors of the constructor and of preprocess_features.
+          ValueError: As the constructor and preprocess_features, and so for their other
+            errors.
         """
         found = cls.compute_sparse_core_requirements(
             features,

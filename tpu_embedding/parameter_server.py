@@ -92,7 +92,7 @@ class ClusterCoordinator(_Base):
 
         Raises:
           TypeError: If `fn` is no tf.function.
-          The errors of functions that were scheduled before.
+          Exception: One that a function raised which was scheduled before.
         """
         kinds = tf.types.experimental
         if isinstance(fn, (kinds.PolymorphicFunction, kinds.ConcreteFunction)):
@@ -109,7 +109,7 @@ class ClusterCoordinator(_Base):
         Raises:
           tf.errors.UnavailableError: If a parameter server is lost, or a server or
             worker has not answered for `task_timeout`. The text names the task.
-          The errors of functions that were scheduled.
+          Exception: One that a scheduled function raised.
         """
         self._watch()
         try:

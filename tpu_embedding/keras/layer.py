@@ -170,8 +170,8 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
           layer's compute dtype.
 
         Raises:
-          TypeError, ValueError, RuntimeError, NotImplementedError,
-          tf.errors.InvalidArgumentError: As TPUEmbedding.enqueue.
+          ValueError: As TPUEmbedding.enqueue, and so for TypeError, RuntimeError,
+            NotImplementedError and tf.errors.InvalidArgumentError.
           NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
         if keras_api.is_stateless() and not self._parts.arguments.trainable_tables:

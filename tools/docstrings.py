@@ -1,0 +1,48 @@
+"""Extensions of griffe: docstrings as the API reference shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe  # pyright: ignore[reportMissingImports] - an extra, docs.
+
+MARK = "Internal: "
+
+
+class HideInternal(griffe.Extension):
+    """Removes the internal members of each class after it is loaded.
+
+    A method or property of a public class is internal, and may change without notice,
+    if its docstring begins with "Internal: ". Other modules need it, and users do not.
+    """
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Removes members whose docstring begins with the mark."""
+        for name, member in list(cls.members.items()):
+            docstring = None if member.is_alias else member.docstring
+            if docstring is not None and docstring.value.startswith(MARK):
+                cls.del_member(name)
+
+
+class FenceExamples(griffe.Extension):
+    """Makes code blocks of doctests, which Markdown takes for quotations."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Changes the docstring of each object."""
+        if obj.docstring is not None:
+            obj.docstring.value = fenced(obj.docstring.value)
+
+
+def fenced(text: str) -> str:
+    """A docstring whose doctests, up to an empty line, are in fences."""
+    lines: list[str] = []
+    indent = None  # Of the doctest that the line is in.
+    for line in [*text.splitlines(), ""]:
+        if indent is None and line.lstrip().startswith(">>> "):
+            indent = line[: len(line) - len(line.lstrip())]
+            lines.append(f"{indent}```pycon")
+        elif indent is not None and not line.strip():
+            lines.append(f"{indent}```")
+            indent = None
+        lines.append(line)
+    return "\n".join(lines[:-1])
