@@ -197,7 +197,8 @@ class TPUEmbedding(NestedEmbedding):
             in any mix. Outside of strategy.run, distributed values or one value
             for all replicas.
           weights: None, or the same structure with floating point weights of each
-            feature's own layout, or None for features without.
+            feature's own layout, or None for features without. `weight_gradients`
+            returns their gradients.
           training: Whether gradients will be applied for this batch.
           name: A name for the ops.
           device: Outside of strategy.run the device of the strategy whose batch this
@@ -234,6 +235,8 @@ class TPUEmbedding(NestedEmbedding):
             topology.require_arguments(self._plan.paths, values)
             topology.require_on_host(self._plan.paths, values)
         cores = 1 if place is None else self._cores_per_replica()
+        if not self._engine_class.differentiates_weights:
+            self.require_weight_gradients(self._structure.flatten_weights(weights))
         with self._output_shapes.forgets_refused():
             with self._refusing("enqueue"):
                 batches = topology.on_host(self._read, values, weights, replica, cores)
@@ -306,6 +309,89 @@ class TPUEmbedding(NestedEmbedding):
         with tf.name_scope(name or "embedding_apply_gradients"):
             queue = self._queue or self._engine_queue(engine)
             queue.apply_gradients(checked, replica, name=name)
+
+    @do_not_convert
+    def weight_gradients(self, gradients: Any, features: Any, weights: Any) -> Any:
+        """The gradients of the weights of the batch dequeued last.
+
+        A batch passes through the queue without its gradients, so it is given again.
+        Call this after dequeue and before apply_gradients: it reads the tables as they
+        are now.
+
+        >>> import tensorflow as tf
+        >>> import tpu_embedding as te
+        >>> films = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum")
+        >>> embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+        >>> features = {"film": tf.constant([[3, 5]])}
+        >>> weights = {"film": tf.constant([[1.0, 0.5]])}
+        >>> embedding.enqueue(features, weights)
+        >>> gradients = {"film": tf.ones_like(embedding.dequeue()["film"])}
+        >>> found = embedding.weight_gradients(gradients, features, weights)
+        >>> found["film"].numpy().tolist()
+        [[6.0, 10.0]]
+        >>> embedding.apply_gradients(gradients)
+
+        Args:
+          gradients: As for apply_gradients.
+          features: What was passed to enqueue; inside of strategy.run the replica's.
+          weights: Of the same.
+
+        Returns:
+          In the structure of `feature_config` for each feature the gradient of its
+          weights, in their form, or None for features without weights.
+
+        Raises:
+          TypeError, ValueError, tf.errors.InvalidArgumentError: As enqueue and
+            apply_gradients.
+          RuntimeError: If called before build, or outside of strategy.run where there
+            are several replicas.
+          NotImplementedError: On TPUs, on several machines, with a CustomCombiner, and
+            with `pipeline_execution_with_tensor_core=True`, where the tables have
+            changed since the lookup.
+        """
+        self._in_replica("weight_gradients")
+        if self._options.pipelined:
+            raise NotImplementedError(
+                "weight_gradients reads the tables as they were at the lookup, but "
+                "`pipeline_execution_with_tensor_core=True` has updated them since. "
+                "Leave it at False."
+            )
+        checked = self._check_gradients(self._structure.flatten("gradients", gradients))
+        values = self._structure.flatten("features", features)
+        flat_weights = self._structure.flatten_weights(weights)
+        given = [w for w in flat_weights if w is not None]
+        # Of sparse and ragged weights the values are differentiated.
+        sources = [w if isinstance(w, tf.Tensor) else w.values for w in given]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            activations = self.with_weight_gradients(
+                [
+                    tf.zeros([]) if gradient is None else tf.zeros_like(gradient)
+                    for gradient in checked
+                ],
+                values,
+                flat_weights,
+            )
+            loss = tf.add_n(
+                [
+                    tf.reduce_sum(activation * gradient)
+                    for activation, gradient in zip(activations, checked, strict=True)
+                    if gradient is not None
+                ]
+                or [tf.zeros([])]
+            )
+        found = iter(
+            tape.gradient(
+                loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            )
+        )
+        results: list[Any] = []
+        for weight in flat_weights:
+            of_weight = None if weight is None else next(found)
+            if isinstance(weight, (tf.SparseTensor, tf.RaggedTensor)):
+                of_weight = weight.with_values(of_weight)
+            results.append(of_weight)
+        return self._structure.pack(results)
 
     def _put(
         self,

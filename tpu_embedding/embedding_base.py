@@ -27,6 +27,7 @@ from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
+from tpu_embedding.lookup.weight_gradients import watched, with_weight_gradients
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tf_configs import (
     check_batch_size,
@@ -311,6 +312,56 @@ class EmbeddingBase(TrackableTables):
             )
         self._output_shapes.remember_ranks(shapes)
         return batches
+
+    def require_weight_gradients(self, weights: Sequence[Any]) -> list[int]:
+        """Internal: the features whose weights a tf.GradientTape watches.
+
+        Args:
+          weights: For each feature its weights or None.
+
+        Raises:
+          NotImplementedError: If there are any, and the engine or a CustomCombiner has
+            no gradients for them.
+        """
+        features = watched(weights)
+        for i in features:
+            spec = self._plan.features[i]
+            table = self._plan.tables[spec.table]
+            reason = None
+            if not self._engine_class.differentiates_weights:
+                reason = f"the {self._engine_class.name} engine"
+            elif table.config.custom_combiner is not None:
+                reason = f"the CustomCombiner of table {table.name!r}"
+            if reason:
+                raise NotImplementedError(
+                    f"The weights of feature {spec.path} depend on a value that a "
+                    f"tf.GradientTape watches, and {reason} has no gradients of "
+                    "weights. Pass tf.stop_gradient(weights) to train without it, or "
+                    "multiply the activations instead."
+                )
+        return features
+
+    def with_weight_gradients(
+        self,
+        activations: Sequence[tf.Tensor],
+        values: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> list[tf.Tensor]:
+        """Internal: the activations; their gradient also reaches watched weights.
+
+        Raises:
+          NotImplementedError: See `require_weight_gradients`.
+        """
+        features = self.require_weight_gradients(weights)
+        if not features:
+            return list(activations)
+        engine = self._create_engine()
+        tables = engine.tables()
+        readers = {s.index: tables[s.name].reader for s in self._plan.tables}
+        with tf.device(engine.device):
+            return with_weight_gradients(
+                activations, features, (self._plan, readers), values, weights
+            )
 
     def start_counting(self, every: int) -> None:
         """Internal: see `Engine.start_counting`."""

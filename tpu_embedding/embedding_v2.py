@@ -23,6 +23,7 @@ from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
 )
 from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.lookup.weight_gradients import watched
 from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import convert_sparse_core
 
@@ -145,7 +146,8 @@ class TPUEmbeddingV2(NestedEmbedding):
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix; or what `preprocess_features` gave.
           weights: None, or the same structure with floating point weights of each
-            feature's own layout, or None for features without.
+            feature's own layout, or None for features without. On CPUs a
+            tf.GradientTape finds their gradient through the activations.
 
         Returns:
           The activations in the structure of `feature_config`, float32
@@ -162,11 +164,21 @@ class TPUEmbeddingV2(NestedEmbedding):
             self.build()
             return self.dequeue(self.enqueue(features, weights))
         replica = self._require_replica("embedding_lookup")
+        flat_weights = self._structure.flatten_weights(weights)
+        self.require_weight_gradients(flat_weights)
         with self._output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
             with self._refusing("enqueue"):
                 batch = self._read_features(features, weights)
             activations, preserved = self._engine_for(batch).lookup_tensors(
                 batch, replica, shapes=self._static_shapes_of(batch)
+            )
+            activations = self.with_weight_gradients(
+                # Those of the portable engine have gradients already.
+                [tf.stop_gradient(a) for a in activations]
+                if watched(flat_weights)
+                else activations,
+                self._structure.flatten("features", features),
+                flat_weights,
             )
         return self._structure.pack(activations), preserved.tables
 
@@ -426,6 +438,12 @@ class TPUEmbeddingV2(NestedEmbedding):
         self, features: Any, weights: Any, place: str | None
     ) -> tuple[PreprocessedFeatures, list[Any] | None]:
         """The batch as plain tensors, and in a graph its static output shapes."""
+        if watched(self._structure.flatten_weights(weights)):
+            raise NotImplementedError(
+                "A preprocessed batch has no gradients of weights, and a "
+                "tf.GradientTape watches a value that they depend on. Pass features "
+                "and weights to embedding_lookup, or tf.stop_gradient(weights)."
+            )
         with self._output_shapes.forgets_refused():
             batch = self._read_features(features, weights)
             engine = self._engine_for(batch)

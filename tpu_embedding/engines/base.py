@@ -225,6 +225,8 @@ class Engine(abc.ABC):
     table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     # True: all output shapes must be known before the engine is created.
     needs_shapes: ClassVar[bool] = False
+    # True: the tables can be read in every graph, for the gradients of weights.
+    differentiates_weights: ClassVar[bool] = False
     # The engine that stands in where a table has a function of the user's, or None.
     for_custom: ClassVar[str | None] = None
 

@@ -35,6 +35,7 @@ class WholeTablesEngine(Engine):
     """Each table and slot is one variable on one device; abstract."""
 
     table_dtypes = DTYPES
+    differentiates_weights = True
 
     def __init__(
         self,

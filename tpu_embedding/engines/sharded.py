@@ -52,6 +52,7 @@ class ShardedEngine(HostEngine):
     """
 
     name = "sharded"
+    differentiates_weights = False
     for_custom = None
 
     def __init__(self, options: EngineOptions) -> None:

@@ -189,6 +189,21 @@ class EngineTrainedTables:
         if not (recording or in_program) and (exportable or not in_replica):
             plan = self._features.plan
             return self.serve(plan, values, weights, trainable=trainable)
+        self._core.require_weight_gradients(weights)
+        activations = self._look_up(
+            values, weights, trainable=trainable, recording=recording
+        )
+        return self._core.with_weight_gradients(activations, values, weights)
+
+    def _look_up(
+        self,
+        values: Sequence[Any],
+        weights: Sequence[Any],
+        *,
+        trainable: bool,
+        recording: bool,
+    ) -> list[tf.Tensor]:
+        """Looks up by the engine; the gradient of the placeholder variable updates."""
         activations, looked_up = self._core.look_up(
             values, weights, training=trainable and recording
         )
@@ -201,6 +216,7 @@ class EngineTrainedTables:
             return activations
         check_scale_is_known(self._loss_scale)
         # A TPU program is traced as a whole, so `looked_up` tells calls apart.
+        in_program = self._topology.program() is not None
         numbered = not (tf.executing_eagerly() or in_program)
         number = self._numbers.take_next() if numbered else None
         call = _Call(values, weights, activations[0], looked_up, number)

@@ -161,7 +161,8 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
             tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64 (or whole
             numbers of a floating point dtype).
           weights: None, or the same structure with floating point weights, each in
-            the layout of its feature, or None for features without weights.
+            the layout of its feature, or None for features without weights. On CPUs a
+            tf.GradientTape finds their gradient, as of any input.
           serving_config: Other FeatureConfigs over the layer's tables, for serving.
             Such a lookup consists of TensorFlow ops and updates nothing.
 

@@ -1,0 +1,70 @@
+"""Gradients of the weights of ids: which are wanted, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from tpu_embedding.layout.plan import Plan
+from tpu_embedding.lookup.combine import TableReader
+from tpu_embedding.lookup.features import FeatureLookup
+
+
+def is_watched(value: Any) -> bool:
+    """Whether a tf.GradientTape watches a tensor, sparse or ragged tensors too.
+
+    In a tf.function it knows the tapes that are opened in it, and of other tapes the
+    variables that are read in it. TensorFlow has no public function for this.
+    """
+    leaves = tf.nest.flatten(value, expand_composites=True)
+    floats = [x for x in leaves if isinstance(x, tf.Tensor) and x.dtype.is_floating]
+    return bool(floats) and record.should_record_backprop(floats)
+
+
+def watched(weights: Sequence[Any]) -> list[int]:
+    """The features whose weights a tape watches."""
+    return [i for i, w in enumerate(weights) if w is not None and is_watched(w)]
+
+
+def with_weight_gradients(
+    activations: Sequence[tf.Tensor],
+    features: Sequence[int],
+    lookup: tuple[Plan, Mapping[int, TableReader]],
+    values: Sequence[Any],
+    weights: Sequence[Any],
+) -> list[tf.Tensor]:
+    """The same activations; their gradient also reaches the weights of `features`.
+
+    The gradients are those of TensorFlow's ops, of a second lookup of these features.
+    It reads the rows now, so later updates do not change the gradients.
+
+    Args:
+      activations: Of each feature.
+      features: Indices of the features.
+      lookup: The plan, and the reader of each table by index.
+      values: The ids of each feature.
+      weights: The weights of each feature, or None.
+    """
+    plan, readers = lookup
+    specs = [plan.features[i] for i in features]
+    found = FeatureLookup(plan, readers)(
+        specs, [values[i] for i in features], [weights[i] for i in features]
+    )
+    results = list(activations)
+    for i, of_weights in zip(features, found, strict=True):
+        results[i] = _join(results[i], of_weights)
+    return results
+
+
+@tf.custom_gradient
+def _join(activation: tf.Tensor, of_weights: tf.Tensor) -> Any:
+    """The activation; both arguments get its gradient."""
+    shape = tf.shape(of_weights)
+
+    def gradient(upstream: tf.Tensor) -> Any:
+        return upstream, tf.reshape(upstream, shape)
+
+    return tf.identity(activation), gradient
