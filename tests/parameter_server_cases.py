@@ -489,6 +489,53 @@ def check_refused_steps(configs: Any) -> None:
 
 
 @case
+def what_servers_refuse_of_divided_tables_changes_none() -> None:
+    configs = features(placements=MIXED)
+    _, served = make(te.TPUEmbedding, configs, te.Adagrad(0.1))
+    before = values(served)
+    served.enqueue(batch(0))
+    found = gradients(served.dequeue())
+    found["b"] = found["b"][1:]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"b.*shape \[15,8\]"):
+        served.apply_gradients(found)
+    require_unchanged(before, served)
+    del configs["d"]
+    _, served = make(te.TPUEmbeddingV2, configs, te.Adagrad(0.1))
+    before = values(served)
+    activations, preserved = served({n: batch(0)[n] for n in configs})
+    ids = preserved["t0"].sorted_token_ids
+    preserved["t0"] = preserved["t0"]._replace(sorted_token_ids=ids + 1000)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has token id 1"):
+        served.apply_gradients(gradients(activations), preserved)
+    require_unchanged(before, served)
+
+
+@case
+def workers_preprocess_in_their_data_sets() -> None:
+    configs = features(placements=MIXED)
+    del configs["d"]
+    one, served = make(te.TPUEmbeddingV2, configs, te.Adagrad(0.1))
+
+    def batches(embedding: Any) -> tf.data.Dataset:
+        made = tf.data.Dataset.range(1)
+        made = made.map(lambda k: {n: batch(tf.cast(k, tf.int32))[n] for n in configs})
+        return made.map(embedding.preprocess_features)
+
+    @tf.function
+    def step(iterator: Any) -> None:
+        activations, preserved = served(next(iterator))
+        served.apply_gradients(gradients(activations), preserved)
+
+    made = JOB.coordinator.create_per_worker_dataset(lambda: batches(served))
+    JOB.coordinator.schedule(step, args=(iter(made),))
+    JOB.coordinator.join()
+    for features_ in batches(one):
+        activations, preserved = one(features_)
+        one.apply_gradients(gradients(activations), preserved)
+    require_same(one, served)
+
+
+@case
 def calls_in_the_wrong_order_are_errors() -> None:
     _, served = make(te.TPUEmbedding, features(), te.SGD(0.1))
     order = tf.errors.FailedPreconditionError

@@ -30,6 +30,8 @@ NAMES = [
     "a_push_that_reached_one_server_is_completed",
     "a_check_before_the_push_keeps_all_servers",
     "a_refused_step_changes_no_server",
+    "what_servers_refuse_of_divided_tables_changes_none",
+    "workers_preprocess_in_their_data_sets",
     "calls_in_the_wrong_order_are_errors",
     "what_is_not_carried_is_refused_by_name",
     "the_keras_layer_trains_in_a_loop_of_ones_own",
