@@ -565,10 +565,13 @@ def what_is_not_carried_is_refused_by_name() -> None:
     with JOB.strategy.scope():
         with pytest.raises(NotImplementedError, match=r"t0.*CustomOptimizer"):
             te.TPUEmbeddingV2(features(), custom)
-        narrow = te.DistributedOptions(wire_dtype="bfloat16")
-        for kind in (te.TPUEmbedding, te.TPUEmbeddingV2):
-            with pytest.raises(NotImplementedError, match="wire_dtype"):
-                kind(features(), te.SGD(0.1), distributed_options=narrow)
+        for kind, (option, value) in itertools.product(
+            (te.TPUEmbedding, te.TPUEmbeddingV2),
+            (("wire_dtype", "bfloat16"), ("timeout_seconds", 9)),
+        ):
+            given = te.DistributedOptions(**{option: value})
+            with pytest.raises(NotImplementedError, match=option):
+                kind(features(), te.SGD(0.1), distributed_options=given)
         table = te.TableConfig(V, D, combiner=combiner)
         with pytest.raises(NotImplementedError, match="CustomCombiner"):
             te.TPUEmbeddingV2(te.FeatureConfig(table), te.SGD(0.1))

@@ -247,7 +247,8 @@ class DistributedOptions:
     """How the processes of a MultiWorkerMirroredStrategy share tables.
 
     Options of one process alone, in which nothing travels, have no effect. Under
-    ParameterServerStrategy only `placement` has one, over the servers.
+    ParameterServerStrategy, `placement` is that over the servers, and other values of
+    the rest raise NotImplementedError.
 
     >>> DistributedOptions(wire_dtype="bfloat16").placement
     'auto'
@@ -260,7 +261,7 @@ class DistributedOptions:
         travel as bfloat16, rounded to the nearest. It halves the bytes; the numbers
         that arrive have 8 significant bits, so training is no longer that of one
         process. What stays in its process is not rounded. Rows of bfloat16 tables
-        travel as they are. ParameterServerStrategy does not support it.
+        travel as they are.
       timeout_seconds: How long a process waits in a call for the same call of another
         process that lives, at least 1. Include what only one of them does in between,
         as tracing a function or writing a file.

@@ -16,7 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
+from tpu_embedding.config import (
+    DTYPES,
+    DistributedOptions,
+    SparseCoreEmbeddingConfig,
+)
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
     QUEUE_CAPACITY,
@@ -125,8 +129,16 @@ class ParameterServerEngine(Engine):
         """See `Engine.join`: refuses options that servers do not carry.
 
         Raises:
-          NotImplementedError: If rows are to travel as bfloat16.
+          NotImplementedError: If rows are to travel as bfloat16, or calls to wait for
+            another time.
         """
+        timeout = options.distributed.timeout_seconds
+        if timeout != DistributedOptions().timeout_seconds:
+            raise NotImplementedError(
+                f"ParameterServerStrategy does not support `timeout_seconds={timeout}` "
+                "of DistributedOptions: no process waits for another. Pass "
+                "`task_timeout` to te.ClusterCoordinator."
+            )
         if options.distributed.wire_dtype != "float32":
             raise NotImplementedError(
                 "ParameterServerStrategy does not support "
