@@ -29,7 +29,7 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-telemetry bench-peers test-peers test-servers test-distributed test-tensorflow fuzz fuzz-clang \
+    bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-tensorflow fuzz fuzz-clang \
     fuzz-refusals fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -110,7 +110,11 @@ bench-telemetry: ops ## steps with and without te.Telemetry
 bench-measures: ops ## threads, odd widths, memory, import
 	$(BIN)/python -m benchmarks.measures $(BENCH)
 
+bench-distributed: ops ## several processes, beside TorchRec and TensorFlow; after make bench-peers
+	$(BIN)/python -m benchmarks.distributed $(BENCH)
+
 # A venv for each peer, as their requirements exclude each other.
+NO_DEPS := benchmarks/peers/requirements/no_deps
 PEERS := $(basename $(notdir $(wildcard benchmarks/peers/requirements/*.txt)))
 
 bench-peers: $(PEERS:%=build/peers/%/installed.stamp) ## install the peers of bench
@@ -119,6 +123,10 @@ build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 	$(PYTHON) -m venv --clear build/peers/$*
 	build/peers/$*/bin/python -m pip --disable-pip-version-check --quiet install \
 	    --requirement $<
+	@# A peer that requires the CUDA build of a library is installed beside the CPU one.
+	test ! -f $(NO_DEPS)/$*.txt || build/peers/$*/bin/python -m pip \
+	    --disable-pip-version-check --quiet install --no-deps \
+	    --requirement $(NO_DEPS)/$*.txt
 	@touch $@
 
 PEER_TESTS := build/peers/tests

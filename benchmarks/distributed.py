@@ -1,52 +1,123 @@
-"""CPU time of a step in several processes that divide the tables.
+"""CPU time of a training step of several processes, ours beside other systems.
 
-    python -m benchmarks.distributed [--processes 2] [--wire bfloat16]
+    python -m benchmarks.distributed [--processes 2] [--systems SYSTEM ...] [--rounds 3]
+    python -m benchmarks.distributed --vocabularies 10000 10000000 --tables 1
 
-26 tables of 80,000 x 64; each process trains on 2,048 samples of 10 IDs for each table.
-Prints a line of JSON: CPU microseconds of all processes per sample, wall milliseconds
-of a step, and the megabytes that a process sends in a step. There is no dense model:
-the gradients are the activations.
+26 tables of 80,000 x 64; each process trains on 2,048 samples of 10 Zipf-distributed
+IDs for each table. There is no dense model: all gradients are 1. In each round each
+system runs once, as a job of its own; the figures are medians over the rounds of CPU
+microseconds of all processes per sample, of wall milliseconds of a step, and of the
+megabytes that a process sends in a step, where the system counts them. The table is
+printed and written to build/bench/distributed.md.
+
+`--vocabularies` compares tables of these numbers of rows instead. Their batches name
+equally many distinct rows, spread over the whole table.
+
+Systems are written SYSTEM:OPTIMIZER[:WIRE]. SYSTEM is `ours`, `torchrec` (over gloo,
+table-wise, optimizer fused into the backward pass; install it by `make bench-peers`) or
+`mirrored`: tf.Variable, tf.nn.embedding_lookup and tf.compat.v1.train optimizers
+under MultiWorkerMirroredStrategy, which gathers all gradients.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib
 import json
 import os
+import pathlib
 import resource
 import socket
 import statistics
 import subprocess
-import sys
+import tempfile
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-TABLES, DIM, SAMPLES, IDS = 26, 64, 2048, 10
+from benchmarks import options, run
+from benchmarks.peers.job import Job
+from benchmarks.scenarios import Scenario
+
+SYSTEMS = ("ours", "torchrec", "mirrored")
+DEFAULT = (
+    *("ours:adagrad", "torchrec:adagrad", "ours:rowwise_adagrad"),
+    *("torchrec:rowwise_adagrad", "ours:adagrad:bfloat16"),
+    *("ours:rowwise_adagrad:bfloat16", "mirrored:adagrad"),
+)
+# CPU microseconds of all processes per sample, two processes, the default workload.
+AIMS = {
+    "ours:adagrad": 54.0,
+    "ours:rowwise_adagrad": 48.0,
+    "ours:adagrad:bfloat16": 41.0,
+    "ours:rowwise_adagrad:bfloat16": 35.0,
+}
+VOCABULARY_AIM = 1.3  # Times the cost with the fewest rows.
+_LIMIT_SECONDS = 900
 
 
-class Options(argparse.Namespace):
-    """The command line."""
+class Figures(NamedTuple):
+    """What a system needs in one round.
 
-    processes: int
-    optimizer: str
-    wire: str
-    placement: str
-    rows: int
-    steps: int
+    Attributes:
+      cpu: Microseconds of all processes per sample.
+      wall: Milliseconds of a step.
+      sent: Megabytes of a step, of the process that sends most, or None.
+    """
+
+    cpu: float
+    wall: float
+    sent: float | None
 
 
-def parse_options() -> Options:
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--processes", type=int, default=2)
-    add("--optimizer", choices=["adagrad", "rowwise", "sgd"], default="adagrad")
-    add("--wire", choices=["float32", "bfloat16"], default="float32")
+    add("--worker", help=argparse.SUPPRESS)  # A process of a job: JSON of its `Job`.
+    add("--systems", nargs="+", default=list(DEFAULT))
+    add("--vocabularies", nargs="+", type=options.positive, default=[])
     add("--placement", choices=["auto", "rows", "whole"], default="auto")
-    add("--rows", type=int, default=80_000)
-    add("--steps", type=int, default=20)
-    return parser.parse_args(namespace=Options())
+    for name, default in (
+        ("processes", 2),
+        ("tables", 26),
+        ("rows", 80_000),
+        ("dim", 64),
+        ("batch", 2048),
+        ("ids", 10),
+        ("steps", 10),
+    ):
+        add(f"--{name}", type=options.positive, default=default)
+    options.add_rounds(parser, 3)
+    options.add_out(parser)
+    flags = parser.parse_args(arguments)
+    for system in flags.systems:
+        if system.split(":")[0] not in SYSTEMS:
+            parser.error(f"--systems: {system!r} is not one of {', '.join(SYSTEMS)}")
+    return flags
+
+
+def work(job: Job) -> None:
+    """One process of a job: trains, and prints what the timed steps took."""
+    module = {"ours": "job_tpu_embedding"}.get(job.system, f"job_{job.system}")
+    running = importlib.import_module(f"benchmarks.peers.{module}").start(job)
+    for number in range(3):
+        running.step(number)
+    running.barrier()
+    sent = running.bytes_sent()
+    walls, begin = [], cpu_seconds()
+    for number in range(job.steps):
+        start = time.perf_counter()
+        running.step(number)
+        walls.append(time.perf_counter() - start)
+    running.barrier()
+    found = {"cpu": cpu_seconds() - begin, "wall": statistics.median(walls)}
+    if sent is not None:
+        found["sent"] = (running.bytes_sent() - sent) / job.steps
+    print("RESULT", json.dumps(found), flush=True)
+    os._exit(0)  # Leaving a job in order may wait for the others.
 
 
 def cpu_seconds() -> float:
@@ -55,105 +126,164 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def train(options: Options) -> dict[str, Any]:
-    """Trains in this process; what its steps took."""
-    import numpy as np
-    import tensorflow as tf
+def measure(job: Job) -> Figures:
+    """Runs all processes of a job.
 
-    import tpu_embedding as te
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    rank = strategy.cluster_resolver.task_id or 0
-    optimizers = {"adagrad": te.Adagrad, "rowwise": te.RowwiseAdagrad, "sgd": te.SGD}
-    zeros = tf.zeros_initializer()
-    features = [
-        te.FeatureConfig(
-            te.TableConfig(options.rows, DIM, zeros, combiner="sum", name=f"table{t}")
-        )
-        for t in range(TABLES)
-    ]
-    with strategy.scope():
-        embedding = te.TPUEmbedding(
-            features,
-            optimizers[options.optimizer](0.01),
-            distributed_options=te.DistributedOptions(options.placement, options.wire),
-        )
-
-    @tf.function
-    def step(ids: list[tf.Tensor]) -> None:
-        embedding.enqueue(ids)
-        embedding.apply_gradients(embedding.dequeue())
-
-    random = np.random.default_rng(rank)
-    batches = [
-        [
-            tf.constant(random.integers(0, options.rows, (SAMPLES, IDS)), tf.int32)
-            for _ in range(TABLES)
-        ]
-        for _ in range(3)
-    ]
-    for number in range(5):
-        step(batches[number % 3])
-    walls, begin = [], cpu_seconds()
-    for number in range(options.steps):
-        start = time.perf_counter()
-        step(batches[number % 3])
-        walls.append(time.perf_counter() - start)
-    cpu = cpu_seconds() - begin
-    sent = 0
-    if options.processes > 1:
-        engine: Any = embedding._create_engine()
-        numbers = engine.channel.statistics().values()
-        sent = sum(count for _, count in numbers) / (options.steps + 5)
-    return {"cpu": cpu, "wall": statistics.median(walls), "sent": sent}
-
-
-def main() -> None:
-    """Starts the processes and prints their sum."""
-    options = parse_options()
-    if "TF_CONFIG" in os.environ or options.processes == 1:
-        found = train(options)
-        print("RESULT", json.dumps(found), flush=True)
-        if "TF_CONFIG" in os.environ:
-            os._exit(0)
-        return
+    Raises:
+      RuntimeError: If one fails; with the last line that it printed.
+    """
+    number = len(job.addresses)
     with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.socket()) for _ in range(options.processes)
+        outputs = [
+            stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(number)
         ]
+        running = [
+            subprocess.Popen(
+                [
+                    run.python_of(job.system),
+                    *("-m", "benchmarks.distributed", "--worker"),
+                    json.dumps(dataclasses.asdict(dataclasses.replace(job, rank=rank))),
+                ],
+                env={
+                    **os.environ,
+                    "TF_CPP_MIN_LOG_LEVEL": "2",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        deadline = time.monotonic() + _LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in running]
+            if None not in codes or any(codes):
+                break
+            time.sleep(0.1)
+        results = []
+        for process, output in zip(running, outputs, strict=True):
+            process.kill()
+            process.wait()
+            output.seek(0)
+            results.append(_result(output.read(), process.returncode))
+    errors = [found["error"] for found in results if "error" in found]
+    if errors:
+        raise RuntimeError(max(errors, key=len))
+    samples = number * job.scenario.batch_size * job.steps
+    return Figures(
+        1e6 * sum(found["cpu"] for found in results) / samples,
+        1e3 * max(found["wall"] for found in results),
+        max(found["sent"] for found in results) / 1e6 if "sent" in results[0] else None,
+    )
+
+
+def _result(printed: str, code: int) -> dict[str, Any]:
+    for line in reversed(printed.strip().splitlines()):
+        if line.startswith("RESULT"):
+            return json.loads(line.removeprefix("RESULT"))
+        if not line.startswith((" ", "  ")):
+            return {"error": line}
+    return {"error": f"exit code {code}"}
+
+
+def free_addresses(number: int) -> list[str]:
+    """Free ports of this machine."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.distributed", *sys.argv[1:]],
-            env={
-                **os.environ,
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                "TF_CONFIG": json.dumps(
-                    {
-                        "cluster": {"worker": addresses},
-                        "task": {"type": "worker", "index": index},
-                    }
-                ),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(options.processes)
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+
+
+def make_job(flags: argparse.Namespace, system: str, rows: int, drawn: int) -> Job:
+    """A job on tables of `rows` rows, of which batches name the first `drawn`."""
+    name, optimizer, wire = (*system.split(":"), "float32")[:3]
+    workload = Scenario(
+        "distributed",
+        flags.batch,
+        flags.dim,
+        (drawn,) * flags.tables,
+        (flags.ids,) * flags.tables,
+    )
+    return Job(
+        system=name,
+        optimizer=optimizer,
+        wire=wire,
+        placement=flags.placement,
+        scenario=workload,
+        spread=rows // drawn,
+        addresses=free_addresses(flags.processes),
+        steps=flags.steps,
+    )
+
+
+def table(found: dict[str, list[Figures]], aims: dict[str, float]) -> str:
+    """Medians of all rounds, with the lowest and the highest CPU time."""
+    lines = [
+        "| | CPU us per sample | aim | wall ms per step | MB sent per step |",
+        "|---|---|---|---|---|",
     ]
-    results = []
-    for process in running:
-        printed, _ = process.communicate()
-        line = next(line for line in printed.splitlines() if line.startswith("RESULT"))
-        results.append(json.loads(line.removeprefix("RESULT")))
-    samples = options.processes * SAMPLES * options.steps
-    report = {
-        "cpu_us_per_sample": round(1e6 * sum(r["cpu"] for r in results) / samples, 1),
-        "wall_ms_per_step": round(1e3 * max(r["wall"] for r in results), 1),
-        "sent_mb_per_step": round(max(r["sent"] for r in results) / 1e6, 2),
-    }
-    print(json.dumps({**vars(options), **report}))
+    for name, rounds in found.items():
+        cpu, wall, _ = (list(column) for column in zip(*rounds, strict=True))
+        sent = "-" if rounds[0].sent is None else f"{rounds[0].sent:.2f}"
+        median = statistics.median(cpu)
+        aim = ""
+        if name in aims:
+            aim = f"{aims[name]:.1f}" + (" **missed**" if median > aims[name] else "")
+        lines.append(
+            f"| {name} | {median:.1f} ({min(cpu):.1f} to {max(cpu):.1f}) | {aim} | "
+            f"{statistics.median(wall):.0f} | {sent} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs all systems in turns, and prints and writes the table."""
+    flags = parse_options(arguments)
+    if flags.worker:
+        work(Job.from_json(json.loads(flags.worker)))
+    most, drawn = flags.rows, flags.rows
+    kinds = {system: (system, most, drawn) for system in flags.systems}
+    if flags.vocabularies:
+        drawn = min(flags.vocabularies)
+        kinds = {
+            f"{rows} rows": (flags.systems[0], rows, drawn)
+            for rows in sorted(flags.vocabularies)
+        }
+    found: dict[str, list[Figures]] = {name: [] for name in kinds}
+    failed: dict[str, str] = {}
+    for number in range(flags.rounds):
+        for name, kind in kinds.items():
+            if name in failed:
+                continue
+            try:
+                figures = measure(make_job(flags, *kind))
+            except RuntimeError as error:
+                failed[name] = str(error)
+                print(f"{name}: {error}", flush=True)
+                continue
+            found[name].append(figures)
+            print(f"[{number + 1}/{flags.rounds}] {name}: {figures}", flush=True)
+    found = {name: rounds for name, rounds in found.items() if rounds}
+    aims: dict[str, Any] = AIMS
+    if flags.vocabularies and found:
+        first = statistics.median(figures.cpu for figures in next(iter(found.values())))
+        aims = dict.fromkeys(list(found)[1:], VOCABULARY_AIM * first)
+    title = f"# {flags.processes} processes, {flags.tables} tables, dim {flags.dim}\n\n"
+    text = title + table(found, aims)
+    text += "".join(f"\n{name}: not measured, {why}\n" for name, why in failed.items())
+    print(text)
+    out = pathlib.Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+    what = "distributed_vocabulary" if flags.vocabularies else "distributed"
+    (out / f"{what}.md").write_text(text)
+    ours = [
+        why
+        for name, why in failed.items()
+        if name not in flags.systems or name.startswith("ours")
+    ]
+    if ours:
+        raise RuntimeError(f"Failed: {ours}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from benchmarks import measures, options, overview, preprocessing, run, vocabulary
+from benchmarks import (
+    distributed,
+    measures,
+    options,
+    overview,
+    preprocessing,
+    run,
+    vocabulary,
+)
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 # Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
@@ -45,6 +53,10 @@ def commands(*, quick: bool) -> list[tuple[str, list[str]]]:
             result.append(("run", [*what, *rounds, "--peers", *peers]))
     most_rows = ["--most-rows", "1000000"] if quick else []
     result.append(("vocabulary", [*rounds, *most_rows]))
+    result.append(("distributed", rounds))
+    rows = ["--vocabularies", "10000", most_rows[-1] if quick else "10000000"]
+    one_table = ["--tables", "1", "--dim", "16"]
+    result.append(("distributed", [*rounds, *rows, *one_table]))
     result.append(("preprocessing", rounds))
     result.append(("measures", ["--steps", "500"] if quick else []))
     result.append(("serving", ["--rounds", "50"] if quick else []))
@@ -61,6 +73,7 @@ MAINS = {
     "run": run.main,
     "vocabulary": vocabulary.main,
     "preprocessing": preprocessing.main,
+    "distributed": distributed.main,
     "measures": measures.main,
     "serving": _serving,
 }

@@ -180,6 +180,23 @@ def test_everything_goes_on_after_a_part_that_failed(
     assert (tmp_path / "everything.md").read_text() == "done\n"
 
 
+def test_jobs_of_several_processes_are_measured(
+    root: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = importlib.import_module("benchmarks.distributed")
+    package = str(pathlib.Path(tpu_embedding.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), package]))
+    monkeypatch.setattr(distributed.run, "python_of", lambda peer: sys.executable)
+    small = ["--tables", "2", "--rows", "99", "--batch", "8", "--steps", "2"]
+    small += ["--systems", "ours:sgd", "torchrec:sgd", "--rounds", "1"]
+    small += ["--out", str(root / "out")]
+    distributed.main(small)
+    printed = capsys.readouterr().out
+    assert "| ours:sgd | " in printed
+    assert "torchrec:sgd: not measured, ImportError: TorchRec cannot be" in printed
+    assert "Run `make bench-peers`" in printed
+
+
 def test_what_comes_right_after_another_process_does_not_count() -> None:
     burst = importlib.import_module("benchmarks.timing").burst
     seconds = iter([0.9, 0.8, 0.1, 0.2, 0.3, 0.4, 5.0])

@@ -39,7 +39,7 @@ SIZES = (1, 2, 3, 4)
 EXACT = ("sgd", "adagrad", "rowwise", "ftrl", "clipped", "scheduled_adagrad")
 KINDS = ("kill", "stop", "exception", "exit", "stuck")
 PLACES = ("enqueue", "dequeue", "update", "save")
-TIMEOUT_SECONDS = 15  # of the processes that a stuck one keeps waiting
+TIMEOUT_SECONDS = 30  # of the processes that a stuck one keeps waiting
 LIMIT_SECONDS = 60.0  # for an error in each process
 
 
