@@ -364,16 +364,40 @@ def test_a_rule_gets_scalars_where_a_tpu_passes_rows() -> None:
         seen.append([number.shape.as_list() for number in (rate, *hyperparameters)])
         return table - tf.fill([1, 3], rate) * hyperparameters[0] * gradient
 
-    table = te.TableConfig(
-        4, 3, optimizer=te.CustomOptimizer(rule, 0.1, None, None, [2])
-    )
-    plan = make_plan(
-        ["f"], [te.FeatureConfig(table)], {table: table}, None, custom=True
-    )
-    stack: Any = types.SimpleNamespace(tables=[0], width=8)
-    traced = functions_of(plan, stack).rule
+    traced = trace_rule(rule, [2])
     assert seen == [[[], []]]
     ones = tf.ones([1, 8])
     for number in (tf.constant, lambda x: tf.fill([1, 8], x)):
         (row,) = traced(ones, ones, number(0.25), number(2.0))
         assert row.numpy().tolist() == [[0.5] * 3 + [1.0] * 5]
+
+
+def trace_rule(rule: Any, hyperparameters: Any = None) -> Any:
+    """The rule of a table of 3 columns in a stack of 8."""
+    optimizer = te.CustomOptimizer(rule, 0.1, None, None, hyperparameters)
+    table = te.TableConfig(4, 3, optimizer=optimizer)
+    plan = make_plan(
+        ["f"], [te.FeatureConfig(table)], {table: table}, None, custom=True
+    )
+    stack: Any = types.SimpleNamespace(tables=[0], width=8)
+    return functions_of(plan, stack).rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "cuts"),
+    [
+        (lambda g, t, *_: t - tf.sign(g) * tf.sqrt(tf.ones_like(t)), False),
+        (lambda g, t, *_: t - g / g.shape[1] * 3.0, True),
+        (lambda g, t, *_: t - g * [[1.0, 2.0, 3.0]] / [[1.0, 2.0, 3.0]], True),
+        (lambda g, t, *_: t - tf.reduce_mean(g, 1, keepdims=True), True),
+    ],
+    ids=["elementwise", "width", "columns", "mean"],
+)
+def test_columns_are_cut_off_only_where_a_rule_sees_them(rule: Any, cuts: bool) -> None:
+    """The slices are what libtpu does not compile."""
+    traced = trace_rule(rule)
+    (joined,) = [op for op in traced.graph.get_operations() if op.type == "ConcatV2"]
+    assert joined.inputs[1].shape == [1, 5 if cuts else 0]
+    gradient = tf.constant([[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    (row,) = traced(gradient, tf.ones([1, 8]), tf.constant(0.1))
+    np.testing.assert_array_equal(row[:, :3], [[0.0] * 3])

@@ -51,7 +51,8 @@ class CombinedCsrFormatTensor(NamedTuple):
       num_minibatches_per_physical_sparse_core: 1.
       sorted_pos_ids: int32 [entries], the position of each entry in its sample.
       valencies: int32 [samples], the number of entries of each sample.
-      vectors: float32 [samples, max_valency, width], the rows of the entries.
+      vectors: float32 [samples, max_valency, width], the rows of the entries;
+        max_valency is rounded up to a multiple of 8.
       weights: float32 [num_weights], the combiner's weights at the lookup.
     """
 

@@ -1,17 +1,23 @@
 """The user's functions in the form in which TensorFlow's ops call them.
 
 A stack is wider than its tables. The values from the ops are cut to the width of the
-table before the user's function gets them, and padded afterwards. The ops call a
-combiner once for all samples of a replica, and the user's function is for one sample,
-so it is vectorized here.
+table before the user's function gets them, and padded afterwards. A rule that computes
+each column from that column alone gets the padding, too: libtpu calls a rule for all
+touched rows at once, by replacing each leading dimension of 1, and does not compile
+what cuts columns off.
+
+The ops call a combiner once for all samples of a replica, and the user's function is
+for one sample, so it is vectorized here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
@@ -23,6 +29,16 @@ from tpu_embedding.optimizers import CustomOptimizer
 # TPUs pass the rate and hyperparameters as [1, D], the software TPU as scalars.
 _ANY_SHAPE: Any = None
 _NUMBER = tf.TensorSpec(_ANY_SHAPE, tf.float32)
+# libtpu refuses others.
+_VALENCY_MULTIPLE = 8
+# Types of ops that compute each column from the same column of their inputs.
+_ELEMENTWISE = re.compile(
+    "Abs|Add(N|V2)?|Cast|ClipByValue|Const|Cosh?|Div(NoNan)?|Elu|Equal|Erf|Exp(m1)?|"
+    "Floor|Greater(Equal)?|Identity|Is(Finite|Inf|Nan)|LeakyRelu|Less(Equal)?|Log(1p)?|"
+    "Logical(And|Not|Or)|Maximum|Minimum|Mul(NoNan)?|Neg|NotEqual|OnesLike|Pow|RealDiv|"
+    "Reciprocal|Relu6?|Rsqrt|Select(V2)?|Sigmoid|Sign|Sinh?|Softplus|Softsign|Sqrt|"
+    "Square|SquaredDifference|StopGradient|Sub|Tanh?|Xdivy|Xlogy|ZerosLike"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +47,7 @@ class CombinerFunctions:
 
     Attributes:
       config: The user's configuration.
+      max_valency: That of the op: libtpu compiles multiples of 8.
       combine: (valencies [S], vectors [S, max_valency, width][, weights [S,
         num_weights]]) -> activations [S, width].
       table_vjp: The same arguments and gradients [S, width] -> gradients of the
@@ -39,6 +56,7 @@ class CombinerFunctions:
     """
 
     config: CustomCombiner
+    max_valency: int
     combine: Any
     table_vjp: Any
     weights_vjp: Any
@@ -79,31 +97,65 @@ def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
 
 
 def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
+    """Traces the rule for rows of `width` columns, of which the table has `dim`."""
     row = tf.TensorSpec([1, width], tf.float32)
-    count = 1 + len(optimizer.slots)
+    rows = [row] * (2 + len(optimizer.slots))
+    inputs = [*rows, *[_NUMBER] * (1 + len(optimizer.hyperparameters))]
 
-    def rule(gradient: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        state, numbers = values[:count], values[count:]
-        cut = [value[:, :dim] for value in state]
-        scalars = [tf.reshape(number, [-1])[0] for number in numbers]
-        new = optimizer.compute(
-            gradient[:, :dim], cut[0], cut[1:], *scalars, table=table
-        )
-        return tuple(
-            tf.concat([value, old[:, dim:]], 1)
-            for value, old in zip(new, state, strict=True)
-        )
+    def trace(columns: int) -> tuple[Any, list[tf.Operation]]:
+        """The rule for some columns, and the ops of the user's function."""
+        own: list[tf.Operation] = []
 
-    rows = [row] * (1 + count)
-    numbers = [_NUMBER] * (1 + len(optimizer.hyperparameters))
-    return _trace(table, "CustomOptimizer", rule, [*rows, *numbers])
+        def rule(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            state, numbers = values[1 : len(rows)], values[len(rows) :]
+            gradient, *cut = [value[:, :columns] for value in values[: len(rows)]]
+            # All elements are equal, and libtpu compiles no slice of one of them.
+            scalars = [tf.reduce_max(number) for number in numbers]
+            before = len(_operations())
+            new = optimizer.compute(gradient, cut[0], cut[1:], *scalars, table=table)
+            own[:] = _operations()[before:]
+            return tuple(
+                tf.concat([value, old[:, columns:]], 1)
+                for value, old in zip(new, state, strict=True)
+            )
+
+        return _trace(table, "CustomOptimizer", rule, inputs), own
+
+    traced, ops = trace(dim)
+    if dim == width or not all(_ELEMENTWISE.fullmatch(op.type) for op in ops):
+        return traced
+    try:
+        padded, padded_ops = trace(width)
+    except (ValueError, TypeError, tf.errors.OpError):
+        return traced  # It has `dim` in it.
+    return padded if _compute_alike(ops, padded_ops) else traced
+
+
+def _operations() -> list[tf.Operation]:
+    return tf.compat.v1.get_default_graph().get_operations()
+
+
+def _compute_alike(first: list[tf.Operation], second: list[tf.Operation]) -> bool:
+    """Whether ops for rows of different widths compute the same in each column."""
+    if [op.type for op in first] != [op.type for op in second]:
+        return False
+    for one, other in zip(first, second, strict=True):
+        if one.type == "Const":
+            values = [tf.get_static_value(op.outputs[0]) for op in (one, other)]
+            different = {
+                value.tobytes() for array in values for value in np.ravel(array)
+            }
+            if not np.array_equal(*values) and len(different) > 1:
+                return False
+    return True
 
 
 def _combiner(
     table: str, combiner: CustomCombiner, dim: int, stack: Stack
 ) -> CombinerFunctions:
     samples, width = stack.samples, stack.width
-    vectors = tf.TensorSpec([samples, combiner.max_valency, width], tf.float32)
+    max_valency = -(-combiner.max_valency // _VALENCY_MULTIPLE) * _VALENCY_MULTIPLE
+    vectors = tf.TensorSpec([samples, max_valency, width], tf.float32)
     weights = tf.TensorSpec([samples, combiner.num_weights], tf.float32)
     own = [weights] if combiner.num_weights else []
     inputs = [tf.TensorSpec([samples], tf.int32), vectors, *own]
@@ -111,7 +163,8 @@ def _combiner(
 
     def one_sample(arguments: Sequence[tf.Tensor]) -> tf.Tensor:
         valency, vectors, *weights = arguments
-        found = combiner.compute(valency, vectors[:, :dim], *weights, table=table)
+        cut = vectors[: combiner.max_valency, :dim]
+        found = combiner.compute(valency, cut, *weights, table=table)
         return tf.pad(found, [[0, width - dim]])
 
     def combine(*arguments: tf.Tensor) -> tf.Tensor:
@@ -142,6 +195,7 @@ def _combiner(
 
     return CombinerFunctions(
         combiner,
+        max_valency,
         trace(combine, inputs),
         trace(vjp(1), [*inputs, gradients]),
         trace(vjp(2) if own else no_weights, [*inputs, gradients]),

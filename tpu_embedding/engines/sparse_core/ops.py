@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.sparse_core.custom import CombinerFunctions, CustomFunctions
@@ -92,7 +91,7 @@ def look_up_combined(
         weights=weights,
         combiner_computation=_in_graph(functions.combine),
         **_lookup_attributes(table, quantization),
-        **_combiner_attributes(functions.config),
+        **_combiner_attributes(functions),
         table_name=table.name,
     )
     return found.activations, batch._replace(
@@ -134,7 +133,7 @@ def update(
             "weights": state[-1],
             "combiner_table_vjp_computation": _in_graph(combiner.table_vjp),
             "combiner_weights_vjp_computation": _in_graph(combiner.weights_vjp),
-            **_combiner_attributes(combiner.config),
+            **_combiner_attributes(combiner),
         }
     elif functions.optimizer is not None:
         form, extra = f"Grad{rule.name}CsrInput", {}
@@ -203,7 +202,7 @@ def update_input_specs(
     if functions.combiner is None:
         return {**specs, MINIBATCHES: tf.TensorSpec([], tf.int32)}
     config = functions.combiner.config
-    vectors = [table.samples, config.max_valency, width]
+    vectors = [table.samples, functions.combiner.max_valency, width]
     return {
         **specs,
         "sorted_pos_ids": tf.TensorSpec([ids], tf.int32),
@@ -290,8 +289,11 @@ def _lookup_attributes(
     }
 
 
-def _combiner_attributes(config: CustomCombiner) -> dict[str, int]:
-    return {"max_valency": config.max_valency, "num_weights": config.num_weights}
+def _combiner_attributes(combiner: CombinerFunctions) -> dict[str, int]:
+    return {
+        "max_valency": combiner.max_valency,
+        "num_weights": combiner.config.num_weights,
+    }
 
 
 def _limits(table: PartitionedTable) -> dict[str, Any]:
