@@ -1,30 +1,221 @@
 """Compiles the options of the SparseCore engine by libtpu: `make check-tpu`.
 
-Runs with the Python of an environment with the extra `tpu-check`, one process for each
-topology, and prints a line for each program.
+Runs with the Python of an environment with the extra `tpu-check`, for which it builds
+this package's library into build/tpu_check. One process for each topology prints a line
+for each program: whether it compiles, and the plan's bytes of a device over those of
+the compiler.
+
+    make check-tpu CHECK='"custom optimizer" pipelined'   some programs
+    make check-tpu CHECK='--limits 40'   random plans around the limits of a TPU
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2", "7x:2x2x1")
 SAMPLES = 64
+PLAN_LIMIT = 0.05
+BUILD = "build/tpu_check"
+# As in a checkout, so that objects of the core are compiled once.
+OBJECTS = f"build/temp.linux-x86_64-cpython-{sys.version_info[0]}{sys.version_info[1]}"
 
 
 def table(optimizer: Any = None, name: str = "t", **options: Any) -> Any:
     """A table of 10,000 rows of 16 columns."""
     import tpu_embedding as te
 
-    options = {"combiner": "mean", **options}
-    return te.TableConfig(
-        10_000, 16, optimizer=optimizer or te.Adagrad(0.1), name=name, **options
+    options = {"combiner": "mean", "dim": 16, "vocabulary_size": 10_000, **options}
+    return te.TableConfig(**options, optimizer=optimizer or te.Adagrad(0.1), name=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training step of tables.
+
+    Attributes:
+      tables: Each has a feature.
+      kind: "dense", "ragged" or "sparse", of each feature.
+      shape: `output_shape` of each feature.
+      queued: Whether TPUEmbedding's queue feeds it.
+      config: Arguments of SparseCoreEmbeddingConfig.
+      options: More arguments of the class.
+    """
+
+    tables: Sequence[Any]
+    kind: str = "dense"
+    shape: tuple[int, ...] = (SAMPLES,)
+    queued: bool = False
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def features(self) -> dict[str, Any]:
+        """The feature configuration."""
+        import tpu_embedding as te
+
+        return {
+            f"f{i}": te.FeatureConfig(own, output_shape=self.shape, name=f"f{i}")
+            for i, own in enumerate(self.tables)
+        }
+
+    def build(self, strategy: Any) -> Any:
+        """The step and the specs of its arguments, as `compile_step` takes them."""
+        import tensorflow as tf
+
+        import tpu_embedding as te
+
+        cls: Any = te.TPUEmbedding if self.queued else te.TPUEmbeddingV2
+        features = self.features()
+        with strategy.scope():
+            embedding = cls(
+                features,
+                te.SGD(0.1),
+                sparse_core_embedding_config=self.sparse_core(),
+                **self.options,
+            )
+        embedding.build()
+
+        def step(*ids: Any) -> Any:
+            found = embedding.dequeue() if self.queued else embedding(*ids)
+            activations, *kept = (found,) if self.queued else found
+            embedding.apply_gradients(
+                {name: tf.tanh(a) for name, a in activations.items()}, *kept
+            )
+            return tf.add_n([tf.reduce_sum(a) for a in activations.values()])
+
+        make: Any = {
+            "dense": tf.TensorSpec,
+            "ragged": tf.RaggedTensorSpec,
+            "sparse": tf.SparseTensorSpec,
+        }[self.kind]
+        shape = [SAMPLES] if self.kind == "dense" else [SAMPLES, None]
+        specs = [dict.fromkeys(features, make(shape, tf.int64))]
+        return step, [] if self.queued else specs
+
+    def sparse_core(self) -> Any:
+        """The limits."""
+        import tpu_embedding as te
+
+        return te.SparseCoreEmbeddingConfig(**self.config)
+
+    def planned(self, topology: str) -> Any:
+        """The placement that `te.plan` gives."""
+        import tpu_embedding as te
+
+        option = "pipeline_execution_with_tensor_core"
+        (place,) = [
+            place
+            for place in te.plan(
+                self.features(),
+                te.SGD(0.1),
+                topologies=[topology],
+                processes=[],
+                sparse_core_embedding_config=self.sparse_core(),
+                pipeline_execution_with_tensor_core=self.options.get(option, False),
+            ).placements
+            if place.kind == "tpu"
+        ]
+        return place
+
+
+def option_cases() -> dict[str, Case]:
+    """16 options of the engine."""
+    import tpu_embedding as te
+
+    ftrl = te.FTRL(
+        0.1,
+        l1_regularization_strength=0.1,
+        l2_regularization_strength=0.1,
+        beta=0.5,
+        multiply_linear_by_learning_rate=True,
     )
+    nesterov = te.AdagradMomentum(
+        0.1, momentum=0.9, use_nesterov=True, exponent=3, beta2=0.9
+    )
+    clipped = te.Adagrad(0.1, clip_weight_min=-1.0, clip_weight_max=1.0)
+    shared = table()
+    quantized = table(quantization_config=te.QuantizationConfig(16, -1.0, 1.0))
+    separate = [table(name=name) for name in "abc"]
+    return {
+        "minibatching": Case([table()], config={"minibatching": True}),
+        "id dropping": Case(
+            [table()],
+            config={"allow_id_dropping": True, "max_ids_per_chip_per_sample": 8},
+        ),
+        "check_numerics": Case([table()], options={"check_numerics": True}),
+        "callable rate": Case([table(te.Adam(constant_rate))]),
+        "clipping": Case([table(clipped)]),
+        "Nesterov, exponent, beta2": Case([table(nesterov)]),
+        "FTRL options": Case([table(ftrl)]),
+        "Adam, other root": Case([table(te.Adam(0.1, sum_inside_sqrt=False))]),
+        "sequence": Case([table()], kind="ragged", shape=(SAMPLES, 5)),
+        "ragged": Case([table()], kind="ragged"),
+        "sparse": Case([table()], kind="sparse"),
+        "shared table": Case([shared, shared]),
+        "no stacking": Case(separate, config={"disable_table_stacking": True}),
+        "quantization": Case([quantized]),
+        "pipelined": Case([table()], options=PIPELINED),
+        "invalid_ids mod": Case([table(invalid_ids="mod")]),
+    }
+
+
+PIPELINED = {"pipeline_execution_with_tensor_core": True}
+
+
+def constant_rate() -> Any:
+    """A learning rate that the step computes."""
+    import tensorflow as tf
+
+    return tf.constant(0.1)
+
+
+def custom_cases() -> dict[str, Case]:
+    """Custom optimizers and combiners, also of a width that SparseCores pad."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
+
+    def rule(gradient: Any, row: Any, slots: Any, rate: Any, numbers: Any) -> Any:
+        square = numbers[0] * slots[0] + gradient * gradient
+        return row - rate * numbers[1] * gradient / tf.sqrt(square), square
+
+    def scalar_rule(gradient: Any, row: Any, _: Any, rate: Any, numbers: Any) -> Any:
+        return row - tf.fill([1, 16], rate * numbers[0]) * gradient
+
+    def combine(valency: Any, vectors: Any, weights: Any) -> Any:
+        count = tf.maximum(tf.cast(valency, tf.float32), 1.0)
+        return tf.linalg.matvec(vectors[:3], weights, transpose_a=True) / count
+
+    custom = te.CustomOptimizer(rule, 0.1, ["a"], [0.1], [0.9, 2.0])
+    scalars = te.CustomOptimizer(scalar_rule, 0.1, None, None, [2.0])
+    combiner = te.CustomCombiner(combine, 4, 3, tf.ones_initializer(), 0.1)
+    plain = te.CustomCombiner(lambda _, vectors: tf.reduce_sum(vectors, 0), 4)
+    return {
+        "custom optimizer": Case([table(custom)]),
+        "custom optimizer, dim 12": Case([table(custom, dim=12)]),
+        "custom scalars": Case([table(scalars)]),
+        "custom combiner": Case([table(combiner=combiner)]),
+        "combiner without weights": Case([table(combiner=plain, dim=12)]),
+        "both custom": Case([table(custom, combiner=combiner)]),
+        "both custom, dim 100": Case([table(custom, combiner=combiner, dim=100)]),
+    }
+
+
+def queued_cases() -> dict[str, Case]:
+    """TPUEmbedding: a queue on the host feeds the step."""
+    import tpu_embedding as te
+
+    tables = [table(te.Adam(0.1)), table(te.FTRL(0.1), "u", dim=40)]
+    return {
+        "TPUEmbedding": Case(tables, queued=True),
+        "TPUEmbedding, pipelined": Case(tables, queued=True, options=PIPELINED),
+    }
 
 
 def keras_step(strategy: Any) -> Any:
@@ -82,138 +273,48 @@ def v0(strategy: Any) -> Any:
     return step, [tf.TensorSpec([SAMPLES], tf.int64)]
 
 
-def sparse_core_cases() -> dict[str, Callable[..., Any]]:
-    """The options of the SparseCore engine: name -> builder of a step."""
-    import tensorflow as tf
+def cases_of(topology: str) -> dict[str, Any]:
+    """The programs for a topology: name -> a Case, or a builder of a step."""
+    from tpu_embedding import tpu_generations
 
-    import tpu_embedding as te
-
-    dense = tf.TensorSpec([SAMPLES], tf.int64)
-    ragged = tf.RaggedTensorSpec([SAMPLES, None], tf.int64)
-    sparse = tf.SparseTensorSpec([SAMPLES, None], tf.int64)
-
-    def embed(
-        tables: Any = None, spec: Any = dense, shape: Any = (SAMPLES,), **options: Any
-    ) -> Callable[..., Any]:
-        tables = [tables or table()] if not isinstance(tables, list) else tables
-        config = te.SparseCoreEmbeddingConfig(**options.pop("config", {}))
-
-        def build(strategy: Any) -> Any:
-            features = {
-                f"f{i}": te.FeatureConfig(own, output_shape=shape, name=f"f{i}")
-                for i, own in enumerate(tables)
-            }
-            with strategy.scope():
-                embedding = te.TPUEmbeddingV2(
-                    features,
-                    te.SGD(0.1),
-                    sparse_core_embedding_config=config,
-                    **options,
-                )
-            embedding.build()
-
-            def step(ids: Any) -> Any:
-                activations, kept = embedding(ids)
-                embedding.apply_gradients(
-                    {name: tf.tanh(a) for name, a in activations.items()}, kept
-                )
-                return tf.add_n([tf.reduce_sum(a) for a in activations.values()])
-
-            return step, [dict.fromkeys(features, spec)]
-
-        return build
-
-    def rule(gradient: Any, row: Any, slots: Any, rate: Any, numbers: Any) -> Any:
-        square = numbers[0] * slots[0] + gradient * gradient
-        return row - rate * numbers[1] * gradient / tf.sqrt(square), square
-
-    def scalar_rule(gradient: Any, row: Any, _: Any, rate: Any, numbers: Any) -> Any:
-        return row - tf.fill([1, 16], rate * numbers[0]) * gradient
-
-    def combine(valency: Any, vectors: Any, weights: Any) -> Any:
-        count = tf.maximum(tf.cast(valency, tf.float32), 1.0)
-        return tf.linalg.matvec(vectors[:3], weights, transpose_a=True) / count
-
-    custom = te.CustomOptimizer(rule, 0.1, ["a"], [0.1], [0.9, 2.0])
-    combiner = te.CustomCombiner(combine, 4, 3, tf.ones_initializer(), 0.1)
-    plain_combiner = te.CustomCombiner(lambda _, vectors: tf.reduce_sum(vectors, 0), 4)
-
-    ftrl = te.FTRL(
-        0.1,
-        l1_regularization_strength=0.1,
-        l2_regularization_strength=0.1,
-        beta=0.5,
-        multiply_linear_by_learning_rate=True,
-    )
-    nesterov = te.AdagradMomentum(
-        0.1, momentum=0.9, use_nesterov=True, exponent=3, beta2=0.9
-    )
-    clipped = te.Adagrad(0.1, clip_weight_min=-1.0, clip_weight_max=1.0)
-    shared = table()
+    generation, _ = tpu_generations.topology(topology)
+    if generation.embedding == "none":
+        return {"TPUEmbeddingV0": v0}
     return {
-        "minibatching": embed(config={"minibatching": True}),
-        "id dropping": embed(
-            config={"allow_id_dropping": True, "max_ids_per_chip_per_sample": 8}
-        ),
-        "check_numerics": embed(check_numerics=True),
-        "callable rate": embed(table(te.Adam(lambda: tf.constant(0.1)))),
-        "clipping": embed(table(clipped)),
-        "Nesterov, exponent, beta2": embed(table(nesterov)),
-        "FTRL options": embed(table(ftrl)),
-        "Adam, other root": embed(table(te.Adam(0.1, sum_inside_sqrt=False))),
-        "sequence": embed(spec=ragged, shape=(SAMPLES, 5)),
-        "ragged": embed(spec=ragged),
-        "sparse": embed(spec=sparse),
-        "shared table": embed([shared, shared]),
-        "no stacking": embed(
-            [table(name=name) for name in "abc"],
-            config={"disable_table_stacking": True},
-        ),
-        "quantization": embed(
-            table(quantization_config=te.QuantizationConfig(16, -1.0, 1.0))
-        ),
-        "pipelined": embed(pipeline_execution_with_tensor_core=True),
-        "invalid_ids mod": embed(table(invalid_ids="mod")),
-        "custom optimizer": embed(table(custom)),
-        "custom scalars": embed(
-            table(te.CustomOptimizer(scalar_rule, 0.1, None, None, [2.0]))
-        ),
-        "custom combiner": embed(table(combiner=combiner)),
-        "combiner, no weights": embed(table(combiner=plain_combiner)),
-        "both custom": embed(table(custom, combiner=combiner)),
+        **option_cases(),
+        **custom_cases(),
+        **queued_cases(),
         "Keras train step": keras_step,
     }
 
 
-def run_topology(topology: str, names: list[str]) -> int:
+def run_topology(topology: str, names: Sequence[str]) -> int:
     """Compiles the cases for one topology; returns how many failed."""
-    from tpu_embedding import tpu_generations
     from tpu_embedding.testing import tpu_compiler
 
-    cases = sparse_core_cases()
-    generation, _ = tpu_generations.topology(topology)
-    if generation.embedding == "none":
-        cases = {"TPUEmbeddingV0": v0}
-    failed = 0
-    for name, build in cases.items():
+    failed = done = 0
+    for name, case in cases_of(topology).items():
         if names and name not in names:
             continue
         start = time.process_time()
+        build = case.build if isinstance(case, Case) else case
         facts = tpu_compiler.check(build, topology)
         seconds = time.process_time() - start
-        expected = sum(
-            s["array_bytes"] * s["arrays"] + s["buffer_bytes"] for s in facts["stacks"]
-        )
-        found = facts.get("argument_bytes", 0)
-        failed += "error" in facts
-        print(
-            f"{topology:<10} {name:<26} "
-            + (facts.get("error", "")[:1500] or f"compiles, {seconds:5.1f} s of CPU")
-            + f"; arguments {found} bytes, planned {expected}; limits "
-            + f"{facts.get('compiled_limits')}, preprocessor "
-            + f"{[(s['max_ids'], s['max_unique_ids']) for s in facts['stacks']]}",
-            flush=True,
-        )
+        line, bad = facts.get("error", "")[:1500], "error" in facts
+        if not bad:
+            line = f"compiles, {seconds:4.1f} s of CPU"
+            if isinstance(case, Case):
+                planned = case.planned(topology).device_bytes[0]
+                ratio = planned / facts["argument_bytes"]
+                bad |= abs(ratio - 1) > PLAN_LIMIT
+                line += f", planned / arguments {ratio:.3f}"
+            own = [(s["max_ids"], s["max_unique_ids"]) for s in facts["stacks"]]
+            bad |= {tuple(pair) for pair in facts["compiled_limits"]} != set(own)
+            line += f", limits {facts['compiled_limits']}, preprocessor {own}"
+        failed += bad
+        done += 1
+        print(f"{topology:<10} {name:<26} {'FAILED ' * bad}{line}", flush=True)
+    print(f"{topology:<10} {done - failed} of {done} programs", flush=True)
     return failed
 
 
@@ -224,12 +325,24 @@ def main() -> int:
     from tpu_embedding.testing.compilation import ENVIRONMENT, PYTHON_VARIABLE
 
     python = os.environ.get(PYTHON_VARIABLE, sys.executable)
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, **ENVIRONMENT}
+    build_library(python, environment)
+    environment["PYTHONPATH"] = os.path.abspath(BUILD)
     failed = 0
     for topology in (*TOPOLOGIES, "v5e:2x2"):
         command = [python, __file__, "--one", topology, *sys.argv[1:]]
         failed += subprocess.run(command, env=environment, check=False).returncode != 0
     return int(failed > 0)
+
+
+def build_library(python: str, environment: Mapping[str, str]) -> None:
+    """Builds this package for the TensorFlow of that Python."""
+    options = ["--build-lib", BUILD, "--build-temp", OBJECTS]
+    subprocess.run(
+        [python, "setup.py", "--quiet", "build", *options],
+        env={**environment, "TPU_EMBEDDING_BUILD_SOFTWARE_TPU": "0"},
+        check=True,
+    )
 
 
 if __name__ == "__main__":

@@ -50,15 +50,30 @@ def num_arrays(spec: TableSpec) -> int:
     return 1 + (0 if spec.optimizer is None else len(spec.optimizer.slots))
 
 
-def buffer_bytes(partitioning: Partitioning, stack: Stack) -> int:
-    """Returns the bytes of the preprocessed batch of a stack on one device."""
+def buffer_bytes(
+    partitioning: Partitioning, stack: Stack, *, pipelined: bool = False
+) -> int:
+    """Returns the bytes of the preprocessed batch of a stack on one device.
+
+    Args:
+      partitioning: The limits of each stack.
+      stack: The stack.
+      pipelined: Add those of the pending update: another batch, and its gradients.
+    """
     ids = stack.samples * partitioning.max_ids_per_chip_per_sample
     positions = any(t.positions for t in partitioning.tables if t.name == stack.name)
-    return _BYTES * (ids * (4 if positions else 3) + partitioning.num_row_pointers)
+    batch = ids * (4 if positions else 3) + partitioning.num_row_pointers
+    pending = batch + stack.samples * stack.width if pipelined else 0
+    return _BYTES * (batch + pending)
 
 
 def sparse_core_excesses(
-    plan: Plan, layout: Layout, partitioning: Partitioning, generation: Generation
+    plan: Plan,
+    layout: Layout,
+    partitioning: Partitioning,
+    generation: Generation,
+    *,
+    pipelined: bool = False,
 ) -> list[Excess]:
     """Returns the limits of SparseCores that a plan exceeds.
 
@@ -67,6 +82,7 @@ def sparse_core_excesses(
       layout: Their stacks.
       partitioning: The limits of each stack.
       generation: The TPU, whose numbers are those of one device.
+      pipelined: Whether an update is pending between steps.
     """
     found: list[Excess] = []
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
@@ -80,7 +96,7 @@ def sparse_core_excesses(
         (
             ", ".join(plan.tables[index].name for index in stack.tables),
             array_bytes(stack) * num_arrays(plan.tables[stack.tables[0]])
-            + buffer_bytes(partitioning, stack),
+            + buffer_bytes(partitioning, stack, pipelined=pipelined),
         )
         for stack in layout.stacks
     ]

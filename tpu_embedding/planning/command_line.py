@@ -67,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine-gib", type=float, help="memory of one machine (this one's)"
     )
+    parser.add_argument(
+        "--pipelined",
+        action="store_true",
+        help="with pipeline_execution_with_tensor_core, on SparseCores",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.set_defaults(run=_run)
@@ -86,6 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
         topologies=arguments.topology,
         processes=arguments.processes or (2, 4, 8),
         machine_bytes=None if memory is None else int(memory * 2**30),
+        pipeline_execution_with_tensor_core=arguments.pipelined,
         sample=sample,
         sample_batches=arguments.sample_batches,
     )

@@ -61,6 +61,7 @@ def plan(
     processes: Sequence[int] = (2, 4, 8),
     machine_bytes: int | None = None,
     sparse_core_embedding_config: Any = None,
+    pipeline_execution_with_tensor_core: bool = False,
     sample: Iterable[Any] | None = None,
     sample_batches: int = 16,
 ) -> PlanReport:
@@ -86,6 +87,8 @@ def plan(
       processes: Numbers of processes, for synchronous training and for servers.
       machine_bytes: Memory of one machine; None: of this one.
       sparse_core_embedding_config: The limits that the user intends.
+      pipeline_execution_with_tensor_core: As for TPUEmbeddingV2: a batch and its
+        gradients wait on each device for the next step.
       sample: Batches of features in the structure of `feature_config`, each the global
         batch of one step, for example a batched tf.data.Dataset; dense, ragged or
         sparse.
@@ -136,6 +139,7 @@ def plan(
         batch_size,
         counts,
         convert_sparse_core(sparse_core_embedding_config),
+        pipeline_execution_with_tensor_core,
         machine_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
     placements = [
@@ -200,6 +204,7 @@ class _Planner:
       batch_size: Of all devices, or None if each feature has an output shape.
       sample: The sample, or None.
       config: The user's limits.
+      pipelined: Whether a step leaves its update to the next one.
       machine_bytes: Memory of one machine.
     """
 
@@ -207,6 +212,7 @@ class _Planner:
     batch_size: int | None
     sample: Sample | None
     config: SparseCoreEmbeddingConfig
+    pipelined: bool
     machine_bytes: int
 
     def host(self) -> Placement:
@@ -542,7 +548,9 @@ class _Planner:
         by_table: dict[str, int] = {}
         buffers = 0
         for stack in layout.stacks:
-            buffers += limits.buffer_bytes(partitioning, stack)
+            buffers += limits.buffer_bytes(
+                partitioning, stack, pipelined=self.pipelined
+            )
             spec = own.tables[stack.tables[0]]
             size = limits.array_bytes(stack) * limits.num_arrays(spec)
             heights = [
@@ -570,7 +578,9 @@ class _Planner:
             limits=tuple(needs),
             max_ids_per_chip_per_sample=per_sample,
             excesses=tuple(
-                limits.sparse_core_excesses(own, layout, partitioning, generation)
+                limits.sparse_core_excesses(
+                    own, layout, partitioning, generation, pipelined=self.pipelined
+                )
             ),
         )
 

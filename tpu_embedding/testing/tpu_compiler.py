@@ -424,7 +424,9 @@ def _stacks(options: Any) -> list[dict[str, Any]]:
             "samples": stack.samples // generation.sparse_cores_per_device,
             "array_bytes": limits.array_bytes(stack),
             "arrays": limits.num_arrays(plan.tables[stack.tables[0]]),
-            "buffer_bytes": limits.buffer_bytes(partitioning, stack),
+            "buffer_bytes": limits.buffer_bytes(
+                partitioning, stack, pipelined=options.pipelined
+            ),
             "max_ids": table.max_ids_per_partition,
             "max_unique_ids": table.max_unique_ids_per_partition,
         }

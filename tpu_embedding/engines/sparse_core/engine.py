@@ -71,6 +71,17 @@ class SparseCoreEngine(Engine):
             _stacking_options(topology, options.sparse_core),
             options.sparse_core,
         )
+        if options.pipelined:  # `lay_out` has checked what all need.
+            assert topology.tpu is not None
+            limits.raise_first(
+                limits.sparse_core_excesses(
+                    plan,
+                    layout,
+                    self._partitioning,
+                    topology.tpu.generation,
+                    pipelined=True,
+                )
+            )
         self._samples = host_to_device.StackedSamples(
             plan, layout, self._partitioning.sparse_cores_per_device
         )
