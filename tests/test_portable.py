@@ -12,22 +12,34 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpu_embedding.engines.batch_queue import _Cells, pack, unpack
+from tpu_embedding.engines.batch_queue import (
+    HashTableStore,
+    VariableStore,
+    pack,
+    unpack,
+)
 from tpu_embedding.engines.portable.engine import _host_of
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 
 
-def test_cells_hold_any_tensors() -> None:
-    variable = _Cells.variable("cells", 3)
-    cells = _Cells(variable.handle)
+@pytest.mark.parametrize(
+    "make",
+    [lambda counts: VariableStore(3, counts), HashTableStore],
+    ids=["variables", "hash table"],
+)
+def test_stores_hold_any_tensors(make: Any) -> None:
+    store = make(tf.zeros([2, 2], tf.int64))
+    assert store.counts().numpy().tolist() == [[0, 0], [0, 0]]
+    store.write_counts(tf.ones([2, 2], tf.int64))
+    assert store.with_handles(store.handles).counts().numpy().tolist() == [[1, 1]] * 2
     tensors = [tf.constant([1, 2], tf.int64), tf.zeros([0, 4])]
     specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 4])]
 
     @tf.function
     def through() -> list[tf.Tensor]:
-        cells.put(2, pack(tensors))
-        variant = cells.get(2)
-        cells.clear(2)
+        store.put(2, pack(tensors))
+        variant = store.get(2)
+        store.put(2, pack([tf.zeros([0])]))
         return unpack(variant, specs)
 
     for tensor, result in zip(tensors, through(), strict=True):

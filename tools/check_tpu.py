@@ -44,6 +44,7 @@ class Case:
       kind: "dense", "ragged" or "sparse", of each feature.
       shape: `output_shape` of each feature.
       queued: Whether TPUEmbedding's queue feeds it.
+      enqueues: Whether the step enqueues, too.
       config: Arguments of SparseCoreEmbeddingConfig.
       options: More arguments of the class.
     """
@@ -52,6 +53,7 @@ class Case:
     kind: str = "dense"
     shape: tuple[int, ...] = (SAMPLES,)
     queued: bool = False
+    enqueues: bool = False
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -82,6 +84,8 @@ class Case:
         embedding.build()
 
         def step(*ids: Any) -> Any:
+            if self.enqueues:
+                embedding.enqueue(*ids)
             found = embedding.dequeue() if self.queued else embedding(*ids)
             activations, *kept = (found,) if self.queued else found
             embedding.apply_gradients(
@@ -96,7 +100,7 @@ class Case:
         }[self.kind]
         shape = [SAMPLES] if self.kind == "dense" else [SAMPLES, None]
         specs = [dict.fromkeys(features, make(shape, tf.int64))]
-        return step, [] if self.queued else specs
+        return step, [] if self.queued and not self.enqueues else specs
 
     def sparse_core(self) -> Any:
         """The limits."""
@@ -215,6 +219,7 @@ def queued_cases() -> dict[str, Case]:
     return {
         "TPUEmbedding": Case(tables, queued=True),
         "TPUEmbedding, pipelined": Case(tables, queued=True, options=PIPELINED),
+        "TPUEmbedding, enqueue inside": Case(tables, queued=True, enqueues=True),
     }
 
 
@@ -313,7 +318,7 @@ def run_topology(topology: str, names: Sequence[str]) -> int:
             line += f", limits {facts['compiled_limits']}, preprocessor {own}"
         failed += bad
         done += 1
-        print(f"{topology:<10} {name:<26} {'FAILED ' * bad}{line}", flush=True)
+        print(f"{topology:<10} {name:<28} {'FAILED ' * bad}{line}", flush=True)
     print(f"{topology:<10} {done - failed} of {done} programs", flush=True)
     return failed
 

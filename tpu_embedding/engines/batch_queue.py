@@ -1,7 +1,7 @@
-"""Batches in order, in variables: a queue made of TensorFlow's ops.
+"""Batches in order, in variables or a hash table: a queue made of TensorFlow's ops.
 
-Each replica has a ring of batches in a variable of variants; one int64 variable counts
-what is where. Unlike a tf.queue.FIFOQueue a ring never blocks, can be read without
+Each replica has a ring of batches, which are variants; an int64 matrix counts what is
+where. Unlike a tf.queue.FIFOQueue a ring never blocks, can be read without
 taking, and discards the batches of a refused step by a change of counts alone. A batch
 is first written into its ring and then counted, so a call that is interrupted in
 between changes nothing. Calls must not overlap.
@@ -13,7 +13,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -67,31 +67,112 @@ def unpack(variant: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor
     return tensors
 
 
-class _Cells:
-    """A variable of scalar variants, by its handle, read and written one by one."""
+class Store(Protocol):
+    """Where a queue keeps its batches and its counts; cells are numbered from 0."""
 
-    def __init__(self, handle: tf.Tensor) -> None:
-        self._handle = handle
+    handles: list[tf.Tensor]
 
-    @staticmethod
-    def variable(name: str, size: int) -> tf.Variable:
-        """Makes a variable, on the device that is current."""
-        return create_state(name, tf.fill([size], pack([tf.zeros([0])])))
+    def with_handles(self, handles: Sequence[tf.Tensor]) -> Store:
+        """The store of the same kind whose resources have these handles."""
+        ...
 
-    def get(self, index: tf.Tensor | int) -> tf.Tensor:
+    def counts(self) -> tf.Tensor:
+        """Reads the matrix of counts, int64."""
+        ...
+
+    def write_counts(self, matrix: tf.Tensor) -> Any:
+        """Replaces it; returns a control input."""
+        ...
+
+    def get(self, cell: tf.Tensor | int) -> tf.Tensor:
+        """Reads a variant."""
+        ...
+
+    def put(self, cell: tf.Tensor | int, variant: tf.Tensor) -> Any:
+        """Replaces a variant; returns a control input."""
+        ...
+
+
+class VariableStore:
+    """A variable of counts and a variable of variants."""
+
+    def __init__(self, cells: int, counts: tf.Tensor) -> None:
+        """Creates them, on the device that is current."""
+        self._variables = [
+            create_state("counts", counts),
+            create_state("cells", tf.fill([cells], pack([tf.zeros([0])]))),
+        ]
+        self.handles = [variable.handle for variable in self._variables]
+
+    def with_handles(self, handles: Sequence[tf.Tensor]) -> VariableStore:
+        other = copy.copy(self)
+        other.handles = list(handles)
+        return other
+
+    def counts(self) -> tf.Tensor:
+        return tf.raw_ops.ReadVariableOp(resource=self.handles[0], dtype=tf.int64)
+
+    def write_counts(self, matrix: tf.Tensor) -> Any:
+        return tf.raw_ops.AssignVariableOp(resource=self.handles[0], value=matrix)
+
+    def get(self, cell: tf.Tensor | int) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(
-            resource=self._handle, indices=index, dtype=tf.variant
+            resource=self.handles[1], indices=cell, dtype=tf.variant
         )
 
-    def put(self, index: tf.Tensor | int, variant: tf.Tensor) -> Any:
+    def put(self, cell: tf.Tensor | int, variant: tf.Tensor) -> Any:
         return tf.raw_ops.ResourceScatterUpdate(
-            resource=self._handle,
-            indices=tf.reshape(index, [1]),
+            resource=self.handles[1],
+            indices=tf.reshape(cell, [1]),
             updates=tf.reshape(variant, [1]),
         )
 
-    def clear(self, index: tf.Tensor | int) -> Any:
-        return self.put(index, pack([tf.zeros([0])]))
+
+class HashTableStore:
+    """A hash table of variants, for what runs on the host of a TPU's program.
+
+    TensorFlow reads all variables of such a program before it starts and writes them
+    at its end, also those that only the host uses, so that a call would not see what
+    the call before it has written.
+    """
+
+    _COUNTS = -1
+
+    def __init__(self, counts: tf.Tensor) -> None:
+        """Creates it, on the device that is current."""
+        self.handles = [
+            tf.raw_ops.AnonymousMutableHashTable(
+                key_dtype=tf.int64, value_dtype=tf.variant
+            )
+        ]
+        self.write_counts(counts)
+
+    def with_handles(self, handles: Sequence[tf.Tensor]) -> HashTableStore:
+        other = copy.copy(self)
+        other.handles = list(handles)
+        return other
+
+    def counts(self) -> tf.Tensor:
+        spec = tf.TensorSpec([None, None], tf.int64)
+        return unpack(self.get(self._COUNTS), [spec])[0]
+
+    def write_counts(self, matrix: tf.Tensor) -> Any:
+        return self.put(self._COUNTS, pack([matrix]))
+
+    def get(self, cell: tf.Tensor | int) -> tf.Tensor:
+        found = tf.raw_ops.LookupTableFindV2(
+            table_handle=self.handles[0],
+            keys=tf.reshape(tf.cast(cell, tf.int64), [1]),
+            default_value=pack([tf.zeros([0])]),
+        )
+        return tf.reshape(found, [])
+
+    def put(self, cell: tf.Tensor | int, variant: tf.Tensor) -> Any:
+        return tf.raw_ops.LookupTableInsertV2(
+            table_handle=self.handles[0],
+            keys=tf.reshape(tf.cast(cell, tf.int64), [1]),
+            values=tf.reshape(variant, [1]),
+        )
 
 
 _HEAD = 4  # Rows of counts before those of `training`.
@@ -169,39 +250,42 @@ class BatchQueue:
     gives it up for all that have not begun it.
     """
 
-    def __init__(self, num_replicas: int, capacity: int) -> None:
-        """Makes the variables, on the device that is current."""
+    def __init__(
+        self, num_replicas: int, capacity: int, *, in_hash_table: bool = False
+    ) -> None:
+        """Makes the store, on the device that is current."""
         self._num_replicas, self._capacity = num_replicas, capacity
         zeros = tf.zeros([_HEAD + capacity, num_replicas], tf.int64)
-        self._variables = [
-            create_state("counts", zeros),
-            _Cells.variable("queued", num_replicas * capacity),
-            _Cells.variable("owed", num_replicas),
-        ]
-        self._use(self.handles)
+        # The rings of all replicas, then for each the batch that owes gradients.
+        cells = num_replicas * (capacity + 1)
+        self._store: Store = (
+            HashTableStore(zeros) if in_hash_table else VariableStore(cells, zeros)
+        )
 
     @property
     def handles(self) -> list[tf.Tensor]:
-        """Of the variables that are the queue."""
-        return [variable.handle for variable in self._variables]
+        """Of the resources that are the queue."""
+        return self._store.handles
 
     def with_handles(self, handles: Sequence[tf.Tensor]) -> BatchQueue:
-        """The queue of the same size whose variables have these handles."""
+        """The queue of the same size whose resources have these handles."""
         other = copy.copy(self)
-        other._use(handles)
+        other._store = self._store.with_handles(handles)
         return other
 
-    def _use(self, handles: Sequence[tf.Tensor]) -> None:
-        self._counts, batches, owed = handles
-        self._batches, self._owed = _Cells(batches), _Cells(owed)
-
     def _read(self) -> tf.Tensor:
-        counts = tf.raw_ops.ReadVariableOp(resource=self._counts, dtype=tf.int64)
+        counts = self._store.counts()
         counts.set_shape([_HEAD + self._capacity, self._num_replicas])
         return counts
 
     def _write(self, counts: tf.Tensor) -> Any:
-        return tf.raw_ops.AssignVariableOp(resource=self._counts, value=counts)
+        return self._store.write_counts(counts)
+
+    def _clear(self, cell: tf.Tensor | int) -> Any:
+        return self._store.put(cell, pack([tf.zeros([0])]))
+
+    def _owed(self, replica: int) -> int:
+        return self._num_replicas * self._capacity + replica
 
     def depth(self) -> int:
         """Steps that some replica has enqueued and not dequeued yet; eagerly."""
@@ -250,7 +334,7 @@ class BatchQueue:
         replicas = range(self._num_replicas) if replica is None else [replica]
         with tf.control_dependencies(refuse(code, ["", self._full(), _DISAGREE])):
             puts = [
-                self._batches.put(self._cell(r, matrix[0, r] - 1), batch)
+                self._store.put(self._cell(r, matrix[0, r] - 1), batch)
                 for r, batch in zip(replicas, batches, strict=True)
             ]
         with tf.control_dependencies(puts):
@@ -290,11 +374,11 @@ class BatchQueue:
         messages = ["", _OTHERS_OWE, _EMPTY, _OWES]
         with tf.control_dependencies(refuse(code, messages)):
             cell = self._cell(replica, matrix[1, replica] - 1)
-            batch = self._batches.get(cell)
+            batch = self._store.get(cell)
             checked = check(batch)
 
         def owe() -> tf.Tensor:
-            with tf.control_dependencies([self._owed.put(replica, batch)]):
+            with tf.control_dependencies([self._store.put(self._owed(replica), batch)]):
                 return tf.constant(True)
 
         with tf.control_dependencies(checked):
@@ -302,7 +386,7 @@ class BatchQueue:
         with tf.control_dependencies([owed]):
             done = self._write(matrix)
         with tf.control_dependencies([done]):
-            cleared = self._batches.clear(cell)
+            cleared = self._clear(cell)
         with tf.control_dependencies([cleared]):
             return batch, training, tf.identity(gave_up)
 
@@ -318,7 +402,7 @@ class BatchQueue:
         code = tf.where(counts.owes[replica] > 0, 0, code)
         messages = ["", _NO_TRAINING, _NOT_DEQUEUED, _NOTHING_OWED]
         with tf.control_dependencies(refuse(code, messages)):
-            return self._owed.get(replica)
+            return self._store.get(self._owed(replica))
 
     def settle(self, replica: int) -> None:
         """Notes that `replica` has handed in the gradients that it owed."""
@@ -327,7 +411,7 @@ class BatchQueue:
             1 - tf.one_hot(replica, self._num_replicas, dtype=tf.int64)
         )
         self._write(counts._replace(owes=owes).to_matrix())
-        self._owed.clear(replica)
+        self._clear(self._owed(replica))
 
     def reset(self) -> None:
         """Discards all batches; the cells are overwritten later."""

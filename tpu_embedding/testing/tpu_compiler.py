@@ -294,14 +294,35 @@ def _function(
     return traced.get_concrete_function(*specs)
 
 
-def cut_step(strategy: Any, step: Callable[..., Any], specs: Any) -> Program:
-    """Returns the TPU's part of strategy.run(step, specs)."""
+def trace(strategy: Any, step: Callable[..., Any], specs: Any) -> Any:
+    """Returns the ConcreteFunction of strategy.run(step, specs)."""
 
     def train(*arguments: Any) -> Any:
         return strategy.run(step, arguments)
 
-    traced = tf.function(train, autograph=False).get_concrete_function(*specs)
-    return _Cut(traced.graph).program()
+    return tf.function(train, autograph=False).get_concrete_function(*specs)
+
+
+def bridge(traced: Any, num_devices: int) -> str:
+    """Returns the text of a traced step after TensorFlow's passes for TPUs.
+
+    They divide it into what runs on hosts and on TPUs.
+    """
+    text = tf.mlir.experimental.convert_function(
+        traced, pass_pipeline="func.func(tf-executor-graph-pruning)"
+    )
+    (entry, *_) = re.findall(r"func\.func @(\w+)\(", text)
+    text = text.replace(f"@{entry}(", "@main(", 1)
+    host = _DEVICE.replace("TPU:", "")
+    devices = [f"{host}CPU:0", f"{host}TPU_SYSTEM:0"]
+    devices += [f"{_DEVICE}{i}" for i in range(num_devices)]
+    listed = ", ".join(f'"{device}"' for device in devices)
+    head = "module attributes {"
+    return tf.mlir.experimental.run_pass_pipeline(
+        text.replace(head, f"{head}tf.devices = {{{listed}}}, ", 1),
+        "tf-replicated-clustering-bridge-v2,"
+        "func.func(tf-extract-tpu-copy-with-dynamic-shape-op)",
+    )
 
 
 def lower(program: Program) -> bytes:
@@ -452,8 +473,11 @@ def check(build: str | Callable[..., Any], topology: str) -> dict[str, Any]:
         with state.tracing_only() as engines:
             function = _load(build) if isinstance(build, str) else build
             step, specs = function(strategy)
-            program = cut_step(strategy, step, specs)
+            traced = trace(strategy, step, specs)
+            program = _Cut(traced.graph).program()
             facts["stacks"] = [s for options in engines for s in _stacks(options)]
+        facts["stage"] = "bridge"
+        bridge(traced, num_devices)
         facts["stage"] = "lower"
         hlo = lower(program)
         facts["compiled_limits"] = compiled_limits(hlo)

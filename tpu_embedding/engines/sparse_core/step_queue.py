@@ -7,7 +7,7 @@ together, so that a step that fails in one replica leaves all queues equally lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -76,6 +76,8 @@ class HostQueues(StepQueue):
         ]
         self._queues: list[BatchQueue] = outside_of_replicas(self._create)
         self._calls = CallsOfRun(topology)
+        # A program, and the handles of the replica's queue in it.
+        self._of_program: tuple[Any, list[tf.Tensor]] | None = None
         # The last lookup, with the graph in which its tensors can be used.
         self._last: tuple[Any, Prepared] | None = None
 
@@ -89,18 +91,15 @@ class HostQueues(StepQueue):
     ) -> None:
         """See `StepQueue.enqueue`."""
         del name
-        assert self._topology.tpu is not None
-        if replica is not None and not self._topology.tpu.simulated:
-            raise NotImplementedError(
-                "TPUEmbedding.enqueue was called inside of strategy.run, on "
-                "SparseCores under a TPUStrategy. TensorFlow's compiler does not "
-                "accept a TPU program that both enqueues and dequeues. Call enqueue "
-                "outside of strategy.run, with the batches of all replicas."
-            )
+        tensors = [_queued(batch) for batch in batches]
         if replica is None:
-            self._put(range(len(batches)), self._queues, batches, training)
+            self._put(range(len(batches)), self._queues, tensors, training)
         else:
-            self._topology.on_host(self._put_own, batches[0], replica, training)
+            self._on_host(
+                replica,
+                lambda queue, *own: self._put([replica], [queue], [own], training),
+                *tensors[0],
+            )
         if not training:
             self._engine.flush()
 
@@ -117,7 +116,7 @@ class HostQueues(StepQueue):
         checked = errors.check_device(self._topology, device)
 
         def put(replica: int) -> tf.Tensor:
-            self._put([replica], [self._queues[replica]], [batch], training)
+            self._put([replica], [self._queues[replica]], [_queued(batch)], training)
             return tf.constant(True)
 
         if isinstance(device, str):
@@ -146,7 +145,9 @@ class HostQueues(StepQueue):
         several = self._topology.num_replicas > 1
         begins = several and not self._calls.made("dequeue", "apply_gradients")
         self._calls.note("dequeue")
-        tensors, training = self._topology.on_host(self._take, replica, begins)
+        tensors, training = self._on_host(
+            replica, lambda queue: self._take(queue, begins)
+        )
         activations, looked_up = self._look_up(tensors, replica)
         self._last = tf.compat.v1.get_default_graph(), looked_up
         return self._engine.flush_after_lookup(looked_up, activations, training)
@@ -163,19 +164,20 @@ class HostQueues(StepQueue):
         self._calls.note("apply_gradients")
         last, self._last = self._last, None
         if last is not None and last[0] is tf.compat.v1.get_default_graph():
-            looked_up, owed = last[1], self._topology.on_host(self._owed, replica)[0]
+            looked_up, owed = last[1], self._on_host(replica, self._owed)[0]
         else:
             # Another program has dequeued the batch: it is copied to the TPU again.
-            owed, tensors = self._topology.on_host(self._owed, replica)
+            owed, tensors = self._on_host(replica, self._owed)
             _, looked_up = self._look_up(tensors, replica)
         done = self._engine.apply(looked_up, gradients, after=[owed], flushed=True)
-        self._topology.on_host(self._settle, replica, done)
+        with tf.control_dependencies(done):
+            self._on_host(replica, lambda queue: queue.settle(0))
 
     def reset(self) -> None:
         """Discards all batches; inside strategy.run those of the calling replica."""
         replica = self._topology.replica()
         if replica is not None:
-            self._topology.on_host(lambda: self._own(replica).reset())
+            self._on_host(replica, BatchQueue.reset)
             return
         for host, queue in zip(self._hosts, self._queues, strict=True):
             with tf.device(host):
@@ -185,23 +187,45 @@ class HostQueues(StepQueue):
         queues = []
         for host in self._hosts:
             with tf.device(host):
-                queues.append(BatchQueue(1, QUEUE_CAPACITY))
+                queues.append(BatchQueue(1, QUEUE_CAPACITY, in_hash_table=True))
         return queues
 
-    def _own(self, replica: int) -> BatchQueue:
-        """The queue of the calling replica; call it on the host."""
-        of_replica = self._topology.of_replica
-        handles = zip(*(queue.handles for queue in self._queues), strict=True)
-        return self._queues[replica].with_handles([of_replica(h) for h in handles])
+    def _on_host(
+        self, replica: int, function: Callable[..., Any], *tensors: tf.Tensor
+    ) -> Any:
+        """Calls function(queue of the calling replica, *tensors) on the host."""
+        assert self._topology.tpu is not None
+        call = _as_function
+        if self._topology.tpu.simulated:
+            call = _call
 
-    def _put_own(self, batch: Prepared, replica: int, training: bool) -> None:
-        self._put([replica], [self._own(replica)], [batch], training)
+        def part(*tensors: tf.Tensor) -> Any:
+            def body(handles: list[tf.Tensor], tensors: list[tf.Tensor]) -> Any:
+                queue = self._queues[replica].with_handles(handles)
+                found = function(queue, *tensors)
+                return tf.constant(True) if found is None else found
+
+            return call(body, self._handles(), list(tensors))
+
+        return self._topology.on_host(part, *tensors)
+
+    def _handles(self) -> list[tf.Tensor]:
+        """Of the queue of the calling replica; the same ones in a whole program.
+
+        TensorFlow orders what uses the same tensor.
+        """
+        program = self._topology.program()
+        if self._of_program is None or self._of_program[0] is not program:
+            of_replica = self._topology.of_replica
+            handles = zip(*(queue.handles for queue in self._queues), strict=True)
+            self._of_program = program, [of_replica(h) for h in handles]
+        return self._of_program[1]
 
     def _put(
         self,
         replicas: Sequence[int],
         queues: Sequence[BatchQueue],
-        batches: Sequence[Prepared],
+        batches: Sequence[Sequence[tf.Tensor]],
         training: bool,
     ) -> None:
         """Queues a batch in each of some queues, or none at all."""
@@ -209,10 +233,8 @@ class HostQueues(StepQueue):
         places = [None if inside else self._hosts[r] for r in replicas]
         packed, room = [], []
         for place, queue, batch in zip(places, queues, batches, strict=True):
-            assert batch.tensors is not None
-            kept = batch.tensors._replace(output_shapes=(), dropped_ids={})
             with tf.device(place):
-                packed.append(pack(tf.nest.flatten(kept)))
+                packed.append(pack(batch))
                 room += queue.check_room()
         done = []
         with tf.control_dependencies([*self._topology.barrier(packed), *room]):
@@ -225,10 +247,12 @@ class HostQueues(StepQueue):
                     )
         self._topology.barrier(done)
 
-    def _take(self, replica: int, begins: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _take(
+        self, queue: BatchQueue, begins: bool
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The tensors of the next batch, and whether it is for training."""
         with tf.control_dependencies(self._topology.barrier([])):
-            batch, training, _ = self._own(replica).dequeue(
+            batch, training, _ = queue.dequeue(
                 0,
                 partial=tf.constant(False),
                 begins=begins,
@@ -237,15 +261,11 @@ class HostQueues(StepQueue):
         with tf.control_dependencies(self._topology.barrier([batch, training])):
             return self._unpack(batch), tf.identity(training)
 
-    def _owed(self, replica: int) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def _owed(self, queue: BatchQueue) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """A control input, and the tensors of the batch that owes gradients."""
-        batch = self._own(replica).owed(0)
+        batch = queue.owed(0)
         with tf.control_dependencies([batch]):
             return tf.constant(True), self._unpack(batch)
-
-    def _settle(self, replica: int, done: Sequence[Any]) -> None:
-        with tf.control_dependencies(done):
-            self._own(replica).settle(0)
 
     def _unpack(self, batch: tf.Tensor) -> list[tf.Tensor]:
         return unpack(batch, tf.nest.flatten(self._specs))
@@ -255,3 +275,25 @@ class HostQueues(StepQueue):
     ) -> tuple[list[tf.Tensor], Prepared]:
         batch = Prepared(tensors=tf.nest.pack_sequence_as(self._specs, tensors))
         return self._engine.lookup(batch, replica, training=True)
+
+
+def _queued(batch: Prepared) -> list[tf.Tensor]:
+    """The tensors of a batch that wait in a queue."""
+    assert batch.tensors is not None
+    return tf.nest.flatten(batch.tensors._replace(output_shapes=(), dropped_ids={}))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _as_function(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a part of a TPU's program as a function that is not inlined.
+
+    TensorFlow's compiler of such programs otherwise merges equal constants of all parts
+    on the host, and cannot cut the parts out.
+    """
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)(
+        *arguments
+    )
