@@ -75,6 +75,16 @@ def test_a_missing_library_is_named(tmp_path: pathlib.Path):
     assert MEND in problem
 
 
+def test_a_source_tree_that_is_not_built_is_named(tmp_path: pathlib.Path):
+    """As in a checkout after `make install`, which builds an installed copy."""
+    (tmp_path / "setup.py").touch()
+    path = tmp_path / "tpu_embedding" / "ops" / "ops.so"
+    problem = library.problem_with(path, tf.__version__)
+    assert problem is not None
+    assert f"not built: there is no {path}. To fix it, run `make ops` in " in problem
+    assert f"{tmp_path}; or, if tpu_embedding is installed, start Python in" in problem
+
+
 @pytest.mark.parametrize("version", ["2.19.0", "2.19.1-rc0", "2.20.3", "2.9.1"])
 def test_the_running_tensorflow_chooses_among_the_libraries_of_a_wheel(
     version: str, tmp_path: pathlib.Path

@@ -108,6 +108,14 @@ def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
                 f"but this is TensorFlow {tensorflow_version}. {_FIX}, or install one "
                 "of these versions of TensorFlow."
             )
+        tree = path.parents[2]
+        if (tree / "setup.py").is_file():
+            return (
+                "Python has imported tpu_embedding from its source tree, where the "
+                f"custom-op library is not built: there is no {path}. To fix it, run "
+                f"`make ops` in {tree}; or, if tpu_embedding is installed, start "
+                "Python in another folder."
+            )
         return f"The custom-op library is not installed: there is no {path}. {_FIX}"
     version = built_for(path)
     if version is None:
