@@ -163,7 +163,7 @@ class _Array:
     """A table or slot as TensorFlow's tests read it."""
 
     def __init__(self, rows: Any) -> None:
-        self._rows, self.variables = rows, [self]
+        self._rows, self.shape, self.variables = rows, rows.shape, [self]
 
     def numpy(self) -> Any:
         return self._rows.numpy()
