@@ -401,3 +401,16 @@ def test_several_embeddings_live_side_by_side() -> None:
     before = state(first)
     train_once(second)
     assert state(first) == before == state(second)
+
+
+def test_build_takes_the_shape_of_a_sequence_with_its_length() -> None:
+    """As TensorFlow's class does: (batch, ids) or (batch, length, ids)."""
+    for shape in ([2, 5], [2, 3, 5]):
+        films = te.TableConfig(8, 2, name="films")
+        feature = te.FeatureConfig(films, max_sequence_length=3)
+        embedding = te.TPUEmbedding({"film": feature}, te.SGD(0.1))
+        embedding.build({"film": tf.TensorShape(shape)})
+        embedding.enqueue({"film": tf.ragged.constant([[1], [2, 3]])}, training=False)
+        assert embedding.dequeue()["film"].shape == [2, 3, 2]
+    with pytest.raises(ValueError, match="rank 2"):
+        te.TPUEmbedding({"film": feature}, te.SGD(0.1)).build({"film": [2, 4, 5]})

@@ -68,16 +68,21 @@ class OutputShapes:
         """Declares the input shapes passed to build(), all or none.
 
         Args:
-          shapes: For each feature (batch, ..., last).
+          shapes: For each feature (batch, ..., last). As in TensorFlow, that of a
+            sequence may also be (batch, max_sequence_length, last).
           source: Source of the shapes, for error messages.
 
         Raises:
           ValueError: If a shape contradicts a declared one.
         """
-        self._declared = [
-            self._merge(spec, from_input(spec.path, spec.config, shape), source)
-            for spec, shape in zip(self._features, shapes, strict=True)
-        ]
+        declared = []
+        for spec, given in zip(self._features, shapes, strict=True):
+            length = spec.config.max_sequence_length
+            has_length = length and len(given) == 3 and given[1] == length
+            shape = (given[0], given[2]) if has_length else given
+            incoming = from_input(spec.path, spec.config, shape)
+            declared.append(self._merge(spec, incoming, source))
+        self._declared = declared
 
     def set_batch_size(self, batch_size: int) -> None:
         """Declares the rows per replica of every input without an output shape.
