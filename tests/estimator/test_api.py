@@ -155,6 +155,20 @@ def _examples() -> tf.Tensor:
 _CLASSIC = ("regress", "classify")
 
 
+def test_the_context_of_the_params_on_tpus(tmp_path: pathlib.Path):
+    deployments = []
+
+    def input_fn(params: dict[str, Any]) -> Any:
+        context = params["context"]
+        deployments.append(context.current_input_fn_deployment())
+        with pytest.raises(NotImplementedError, match="device_assignment` is not"):
+            _ = context.device_assignment
+        return batches(FEATURES)()
+
+    make(tmp_path, linear_model, use_tpu=True).evaluate(input_fn, steps=1)
+    assert deployments == [("/device:CPU:0", 0, 1, 1)]
+
+
 def test_a_use_tpu_of_the_params_gives_way(tmp_path: pathlib.Path):
     """Old models hand all of their flags over as params, this one among them."""
     seen = []

@@ -31,6 +31,31 @@ _RESERVED = ("batch_size", "context")
 _PER_HOST = (InputPipelineConfig.PER_HOST_V1, InputPipelineConfig.PER_HOST_V2)
 
 
+class TPUContext:
+    """`params["context"]` of a TPUEstimator on TPUs: here one host with one replica.
+
+    >>> TPUContext().current_input_fn_deployment()
+    ('/device:CPU:0', 0, 1, 1)
+    """
+
+    num_hosts = num_replicas = num_of_replicas_per_host = 1
+    current_host = 0
+
+    def current_input_fn_deployment(self) -> tuple[str, int, int, int]:
+        """The device, the call of the input_fn and their number, and the replicas."""
+        return "/device:CPU:0", self.current_host, self.num_hosts, self.num_replicas
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuses other attributes of TensorFlow's TPUContext by name."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            f"`params['context'].{name}` is not supported: the estimator has one host "
+            "with one replica. Use num_hosts, num_replicas, num_of_replicas_per_host, "
+            "current_host or current_input_fn_deployment()."
+        )
+
+
 class TPUEstimator:
     """A model_fn with its checkpoints, as in TensorFlow 1.
 
@@ -67,7 +92,8 @@ class TPUEstimator:
             temporary folder.
           config: A RunConfig.
           params: For the input_fn and model_fn, which get "batch_size" and "use_tpu"
-            besides; a "use_tpu" of their own is overwritten, as in TensorFlow.
+            besides, and with use_tpu=True "context", a TPUContext of one host; a
+            "use_tpu" of their own is overwritten, as in TensorFlow.
           use_tpu: Whether the spec's tables are TPU embedding tables.
           train_batch_size: For params["batch_size"] in training.
           eval_batch_size: The same in evaluation.
@@ -332,6 +358,8 @@ class TPUEstimator:
 
     def _mode(self, key: str, *, on_tpu: bool) -> Mode:
         params = {**self._params, "use_tpu": on_tpu}
+        if on_tpu:
+            params["context"] = TPUContext()
         if self._batch_sizes[key] is not None:
             params["batch_size"] = self._batch_sizes[key]
         spec = self._embedding_spec

@@ -24,6 +24,8 @@ from tpu_embedding.estimator.spec import (
 from tpu_embedding.estimator.tables import DUMMY_PREFIX, EmbeddingTables
 
 _v1 = tf.compat.v1
+# What the params have besides the user's own.
+_GIVEN = ("batch_size", "context", "use_tpu")
 # Options that have an effect only if the tables are TPU embedding tables.
 _TPU_OPTIONS = (
     "optimization_parameters",
@@ -208,7 +210,7 @@ def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) ->
                 f"{name} must take `{argument}`, because the TPUEstimator has one to "
                 "pass."
             )
-    own = [key for key in mode.params if key not in ("batch_size", "use_tpu")]
+    own = [key for key in mode.params if key not in _GIVEN]
     if own and "params" not in taken and not everything and given:
         raise ValueError(
             f"{name} must take `params`, because the TPUEstimator has one to pass."
