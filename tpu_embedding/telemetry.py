@@ -174,9 +174,10 @@ class Telemetry:
             )
 
     def _table_values(self, table: TableCounts) -> dict[str, Any]:
-        values: dict[str, Any] = {figure: getattr(table, figure) for figure in _TOTALS}
+        found = {figure: getattr(table, figure) for figure in _TOTALS}
+        values: dict[str, Any] = {f: v for f, v in found.items() if v is not None}
         if not self._core.knows_invalid_ids:
-            del values["invalid_ids"]
+            values.pop("invalid_ids", None)
         return {
             **values,
             "rows_touched": table.rows_touched,

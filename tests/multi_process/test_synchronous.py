@@ -96,6 +96,26 @@ def test_three_processes_train_the_bits_of_one(three: Job) -> None:
         compare(three, CASES[name])
 
 
+def test_telemetry_counts_the_rows_of_each_process(two: Job) -> None:
+    case = Case("adagrad", placement="rows", rows=(101, 37, 20))
+    whole = training.count_replicas(case, 2)
+    parts = two.run("telemetry", case)
+    for table in ("table0", "table1", "table2"):
+        expected, found = whole[table], [part[table] for part in parts]
+        for figure in ("ids", "distinct_ids", "rows_touched"):
+            assert sum(f[figure].value for f in found) == expected[figure].value
+            assert all(f[figure].exact for f in found)
+        hottest = [pair for f in found for pair in f["hottest_rows"].value]
+        assert sorted(hottest) == sorted(expected["hottest_rows"].value)
+        for figure in ("gradient_norm", "update_norm"):
+            total = sum(f[figure].value ** 2 for f in found) ** 0.5
+            assert total == pytest.approx(expected[figure].value, rel=1e-5)
+        assert "samples" not in found[0]  # In several processes.
+    for part in parts:
+        assert part["*"]["steps"].value == case.steps
+        assert part["*"]["bytes_sent/update"].value > 0
+
+
 def test_a_bad_batch_in_one_process_is_refused_in_all(two: Job) -> None:
     case = Case("adagrad", pipelined=True, steps=2)
     refuse(two, case, "id", "InvalidArgumentError", "dense")

@@ -246,10 +246,10 @@ def tables_of(embedding: Any) -> dict[str, np.ndarray]:
     }
 
 
-def train_replicas(case: Case, number: int) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The same in one process, with as many replicas."""
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
-    embedding = create(strategy, case)
+def _of_replicas(
+    strategy: tf.distribute.Strategy, case: Case, number: int
+) -> Callable[[int], Any]:
+    """From the number of a step the batches of all replicas."""
 
     def value(number_of_step: int) -> Any:
         parts = [batch(case, number_of_step, r) for r in range(number)]
@@ -266,5 +266,22 @@ def train_replicas(case: Case, number: int) -> tuple[list[Any], dict[str, np.nda
             for index in range(2)
         )
 
+    return value
+
+
+def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
+    """What te.Telemetry counts in one process, with as many replicas."""
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
+    embedding = create(strategy, case)
+    telemetry = te.Telemetry(embedding, every=1, hottest=1000)
+    train(strategy, case, embedding, 0, _of_replicas(strategy, case, number))
+    return telemetry.read()
+
+
+def train_replicas(case: Case, number: int) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The same in one process, with as many replicas."""
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
+    embedding = create(strategy, case)
+    value = _of_replicas(strategy, case, number)
     activations = train(strategy, case, embedding, 0, value)
     return activations, tables_of(embedding)

@@ -125,7 +125,13 @@ class ShardedEngine(HostEngine):
         )
 
     def _placed(self, table: int, counts: TableCounts) -> TableCounts:
-        """Counts of the rows of this process, by their numbers in the whole table."""
+        """Counts of the rows of this process, by their numbers in the whole table.
+
+        The rows of a sample are in several processes, so no one counts samples.
+        """
+        counts = dataclasses.replace(
+            counts, invalid_ids=None, samples=None, samples_without_ids=None
+        )
         if not self._placement.is_divided(table):
             return counts
         first, step = self._placement.process, self._placement.num_processes

@@ -17,9 +17,9 @@ class TableCounts:
 
     Attributes:
       ids: Ids that were looked up.
-      invalid_ids: Ids that were dropped or taken modulo V.
-      samples: Samples of all features.
-      samples_without_ids: Those that no id is looked up for.
+      invalid_ids: Ids that were dropped or taken modulo V; None: not known.
+      samples: Samples of all features; None: not known.
+      samples_without_ids: Those that no id is looked up for; None: not known.
       distinct_ids: Rows that an update touched, summed over updates.
       rows_touched: Rows that any counted update touched.
       hot_rows: int64 [n, 2], the rows named most often, and by how many ids.
@@ -31,9 +31,9 @@ class TableCounts:
     """
 
     ids: int = 0
-    invalid_ids: int = 0
-    samples: int = 0
-    samples_without_ids: int = 0
+    invalid_ids: int | None = 0
+    samples: int | None = 0
+    samples_without_ids: int | None = 0
     distinct_ids: int = 0
     rows_touched: int = 0
     hot_rows: np.ndarray = dataclasses.field(default_factory=lambda: _empty([0, 2]))
@@ -114,6 +114,9 @@ class Recorder:
         order = np.argsort(rows)
         changed = _norms(changes)
         before = self._tables[table]
+        assert before.invalid_ids is not None
+        assert before.samples is not None
+        assert before.samples_without_ids is not None
         self._row_ids[table][rows] += ids
         invalid, samples, without = (int(total) for total in totals)
         self._tables[table] = TableCounts(
