@@ -203,6 +203,18 @@ def test_every_figure_of_fuzzed_batches(engine: str, kind: str):
         assert read["*"]["steps"] == (step + 1, True)
 
 
+def test_counting_changes_no_bit(engine: str):
+    trained = [Trained("queue", make_configs("bfloat16")) for _ in range(2)]
+    te.Telemetry(trained[0].embedding, every=2)
+    for seed in range(4):
+        for each in trained:
+            random = np.random.default_rng(seed)
+            each.step(*make_batch(random), random)
+    tables = [each.tables() for each in trained]
+    for name, values in tables[0].items():
+        assert (values == tables[1][name]).all(), name
+
+
 def test_bfloat16_tables(engine: str):
     random = np.random.default_rng(5)
     configs = make_configs("bfloat16")
