@@ -8,9 +8,11 @@ time: a page may create TensorFlow's devices.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -42,7 +44,11 @@ def run(page: pathlib.Path) -> bool:
     sys.stdout.flush()
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # Servers of a page that failed.
+        return status == 0
+    os.setsid()
     status = 1
     try:
         with tempfile.TemporaryDirectory() as folder:
