@@ -6,7 +6,8 @@ for each program: whether it compiles, and the plan's bytes of a device over tho
 the compiler.
 
     make check-tpu CHECK='"custom optimizer" pipelined'   some programs
-    make check-tpu CHECK='--limits 40'   random plans around the limits of a TPU
+
+Without names check_rules.py runs at the end.
 """
 
 from __future__ import annotations
@@ -336,6 +337,9 @@ def main() -> int:
     failed = 0
     for topology in (*TOPOLOGIES, "v5e:2x2"):
         command = [python, __file__, "--one", topology, *sys.argv[1:]]
+        failed += subprocess.run(command, env=environment, check=False).returncode != 0
+    if len(sys.argv) == 1:
+        command = [python, os.path.join(os.path.dirname(__file__), "check_rules.py")]
         failed += subprocess.run(command, env=environment, check=False).returncode != 0
     return int(failed > 0)
 
