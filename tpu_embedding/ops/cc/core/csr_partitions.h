@@ -38,7 +38,7 @@ struct Partitions {
   }
 };
 
-// Room for a sort; whoever sorts often keeps it.
+// Room for a sort; a caller that sorts often keeps it.
 struct SortScratch {
   Buffer<uint32_t> narrow_words;
   Buffer<uint64_t> wide_words;

@@ -235,7 +235,7 @@ absl::Status LookUpCounters(OpKernelContext* context,
 int64_t AddTo(Var* counter, int64_t number) {
   const tensorflow::mutex_lock lock(*counter->mu());
   const int64_t before = counter->tensor()->scalar<int64_t>()();
-  // A new buffer: whoever has read the counter may share the old one.
+  // A new buffer: readers of the counter may share the old one.
   Tensor after(tensorflow::DT_INT64, {});
   after.scalar<int64_t>()() = before + number;
   *counter->tensor() = after;

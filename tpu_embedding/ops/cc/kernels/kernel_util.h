@@ -18,7 +18,7 @@
 
 namespace tpu_embedding {
 
-// TensorFlow's own CPU worker pool. What a worker throws is thrown again to the
+// TensorFlow's CPU worker pool. What a worker throws is thrown again to the
 // caller, once all workers are done.
 ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 
@@ -30,7 +30,7 @@ absl::Status FailedPrecondition(const Error& error);
 // threads would end the process. `body` must have changed nothing by then.
 absl::Status WithinMemory(const std::function<absl::Status()>& body);
 
-// Whoever edits a graph by hand can give an op lists that do not fit together.
+// In a graph that was edited by hand, the lists of an op may not fit together.
 // Fails unless `length`, that of the list `name`, is `expected`.
 absl::Status CheckLength(const char* name, int64_t length, int64_t expected);
 

@@ -1,4 +1,4 @@
-// Kernels for TensorFlow's own ops, where it has none.
+// Kernels for ops of TensorFlow that have none on the CPU.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_REGISTRATION_H_
 #define TPU_EMBEDDING_TESTING_CC_RUNTIME_REGISTRATION_H_

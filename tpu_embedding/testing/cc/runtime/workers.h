@@ -1,4 +1,4 @@
-// TensorFlow's own CPU worker pool, as the core asks for threads.
+// TensorFlow's CPU worker pool, as the core asks for threads.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_WORKERS_H_
 #define TPU_EMBEDDING_TESTING_CC_RUNTIME_WORKERS_H_

@@ -1,4 +1,4 @@
-// Reads a serialised TPUEmbeddingConfiguration.
+// Reads a serialized TPUEmbeddingConfiguration.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_CONFIGURATION_H_
 #define TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_CONFIGURATION_H_
