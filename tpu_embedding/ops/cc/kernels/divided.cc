@@ -3,6 +3,8 @@
 // TpuEmbeddingDivideGradients. On a server: TpuEmbeddingServeRows,
 // TpuEmbeddingSplitGradients.
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
