@@ -237,7 +237,8 @@ def test_finite_differences(engine: str, combiner: str):
     step = 2e-3
     for name, weight in weights.items():
         slopes = np.zeros(weight.size)
-        for i in range(weight.size):
+        moves = range(0, weight.size, 1 if engine == "host" else 3)
+        for i in moves:
             ends = []
             for sign in (1, -1):
                 moved = weight.reshape(-1).astype(np.float64)
@@ -246,7 +247,7 @@ def test_finite_differences(engine: str, combiner: str):
                 ends.append(loss({**weights, name: moved}))
             slopes[i] = (ends[0] - ends[1]) / (2 * step)
         largest = max(np.abs(slopes).max(), 1e-2)
-        difference = np.abs(slopes - found[name].reshape(-1)).max()
+        difference = np.abs(slopes - found[name].reshape(-1))[list(moves)].max()
         assert difference <= 1e-3 * largest, (name, slopes, found[name])
 
 
