@@ -6,10 +6,12 @@ import inspect
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import _pywrap_sparse_core_layout
 
 _raw_ops: Any = tf.raw_ops
 _stock: Any = tf.tpu.experimental.embedding
+_protos: Any = sparse_core_layout_pb2
 _layouts: Any = _pywrap_sparse_core_layout
 
 
@@ -83,6 +85,11 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
                 "test_what_this_release_lacks_is_refused_by_name[dtype-value0]",
             },
         },
+    ),
+    (
+        "SparseCoreTableLayout of TensorFlow 2.18 lacks num_features",
+        "num_features" in _protos.SparseCoreTableLayout.DESCRIPTOR.fields_by_name,
+        {"test_stacking.py": {"test_a_layout_of_the_user_is_kept"}},
     ),
     (
         "CustomOptimizer before TensorFlow 2.21 lacks slot_dims",

@@ -394,13 +394,14 @@ def _padded(spec: TableSpec, options: StackingOptions) -> tuple[int, int]:
 def _given_layout(spec: TableSpec, options: StackingOptions) -> TableLayout:
     """Checks the user's layout: a TableLayout, or TensorFlow's proto of its fields."""
     given = spec.config.layout
-    names = [field.name for field in dataclasses.fields(TableLayout)]
-    if not all(hasattr(given, name) for name in names):
+    fields = dataclasses.fields(TableLayout)
+    # The proto of TensorFlow 2.18 lacks the fields that have defaults.
+    if not all(hasattr(given, f.name) or f.default == 0 for f in fields):
         raise ValueError(
             f"Table {spec.name!r}: layout must be None, a TableLayout or a "
             f"SparseCoreTableLayout proto, got {given!r}."
         )
-    values = {name: getattr(given, name) for name in names}
+    values = {f.name: getattr(given, f.name) for f in fields if hasattr(given, f.name)}
     for shape in ("unsharded_shape", "unsharded_padded_shape"):
         values[shape] = tuple(values[shape])
     expected = {
