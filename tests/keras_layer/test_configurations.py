@@ -32,6 +32,7 @@ def tables_of_all_kinds() -> list[Any]:
             "a",
             te.QuantizationConfig(4, -1.0, 1.0),
             invalid_ids="mod",
+            placement="whole",
         ),
         te.TableConfig(5, 2, te.RowIdInitializer(3), "adam", name="b"),
         te.TableConfig(5, 2, tf.constant_initializer(2.0), name="c"),
@@ -95,7 +96,7 @@ def test_tables_and_optimizers_survive_json():
     for before, after in zip(ours, theirs, strict=True):
         assert before.name == after.name
         assert before.features == after.features
-        for field in ("vocabulary_size", "dim", "combiner", "invalid_ids"):
+        for field in ("vocabulary_size", "dim", "combiner", "invalid_ids", "placement"):
             assert getattr(before.config, field) == getattr(after.config, field)
         quantization = before.config.quantization_config
         assert after.config.quantization_config == quantization

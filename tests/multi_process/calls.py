@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -85,18 +86,52 @@ def refuse_batches(strategy: Any, case: Case, bad: str) -> Any:
     return raised, training.tables_of(embedding)
 
 
-def differ(strategy: Any, what: str) -> tuple[str, str]:
+# By what differs: where the argument belongs, a value, and another one.
+DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
+    "vocabulary_size": ("table", 8, 9),
+    "dim": ("table", 2, 4),
+    "combiner": ("table", "sum", "mean"),
+    "dtype": ("table", "float32", "bfloat16"),
+    "invalid_ids": ("table", "error", "drop"),
+    "quantization_config": ("table", None, te.QuantizationConfig(4, 0.0, 1.0)),
+    "placement": ("table", "rows", "whole"),
+    "names of the tables": ("name", "films", "other"),
+    "optimizer": ("optimizer", te.Adagrad(0.1), te.SGD(0.1)),
+    "learning_rate": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.2)),
+    "clipvalue": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.1, clipvalue=1.0)),
+    "max_sequence_length": ("feature", 0, 3),
+    "paths": ("path", "film", "movie"),
+    "pipeline_execution_with_tensor_core": ("pipelined", False, True),
+    "check_numerics": ("numerics", False, True),
+    "wire_dtype": ("distributed", "float32", "bfloat16"),
+    "timeout_seconds": ("distributed", 60, 61),
+}
+
+
+def differ(strategy: Any) -> dict[str, tuple[str, str]]:
     """What the constructor raises where the last process has another argument."""
-    other = rank(strategy) == strategy.num_replicas_in_sync - 1
-    table = te.TableConfig(8, 4 if other and what == "dim" else 2, name="films")
-    optimizer = te.Adagrad(0.2 if other and what == "rate" else 0.1)
-    pipelined = other and what == "pipelined"
+    last = rank(strategy) == strategy.num_replicas_in_sync - 1
 
-    def construct() -> None:
+    def construct(name: str) -> None:
+        kind, value, other = DIFFERENCES[name]
+        chosen = {kind: other if last else value}
+        table_name = chosen.get("name", "films")
+        arguments = {"vocabulary_size": 8, "dim": 2, "name": table_name}
+        table = te.TableConfig(
+            **arguments | ({name: chosen[kind]} if kind == "table" else {})
+        )
+        feature = te.FeatureConfig(table, chosen.get("feature", 0))
+        options = {name: chosen[kind]} if kind == "distributed" else {}
         with strategy.scope():
-            te.TPUEmbedding({"film": te.FeatureConfig(table)}, optimizer, pipelined)
+            te.TPUEmbedding(
+                {chosen.get("path", "film"): feature},
+                chosen.get("optimizer", te.Adagrad(0.1)),
+                chosen.get("pipelined", False),
+                check_numerics=chosen.get("numerics", False),
+                distributed_options=te.DistributedOptions(**options),
+            )
 
-    return failure(construct)
+    return {name: failure(functools.partial(construct, name)) for name in DIFFERENCES}
 
 
 def unsupported(strategy: Any) -> list[tuple[str, str]]:

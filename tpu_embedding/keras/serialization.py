@@ -158,6 +158,8 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
     if dtype != "float32":
         seed = getattr(table, "rounding_seed", None)
         storage = {"dtype": dtype, "rounding_seed": seed}
+    if getattr(table, "placement", None) is not None:
+        storage["placement"] = table.placement
     return {
         "vocabulary_size": table.vocabulary_size,
         "dim": table.dim,
