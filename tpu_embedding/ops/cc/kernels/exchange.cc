@@ -513,7 +513,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         "tpu_embedding: process ", channel_->rank, " waited ",
         channel_->timeout_seconds, " s in ", phase_name(), " for process ",
         missing,
-        ", which lives but did not make the same call: it is stuck, has "
+        ", which did not make the same call: it is stuck, is ending, has "
         "stopped after an error, or has no more batches. Nothing of this step "
         "was applied. Give every process the same number of steps (an empty "
         "batch counts), and restart all processes from the last checkpoint."));
