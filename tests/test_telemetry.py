@@ -209,7 +209,8 @@ def test_counting_changes_no_bit(engine: str):
     for seed in range(4):
         for each in trained:
             random = np.random.default_rng(seed)
-            each.step(*make_batch(random), random)
+            features, weights = make_batch(random)
+            each.step(features, weights, random)
     tables = [each.tables() for each in trained]
     for name, values in tables[0].items():
         assert (values == tables[1][name]).all(), name
