@@ -326,7 +326,7 @@ def bridge(traced: Any, num_devices: int) -> str:
 
 
 def lower(program: Program) -> bytes:
-    """Returns serialized HLO, by TensorFlow's own kernels for TPUs."""
+    """Returns serialized HLO, by TensorFlow's kernels for TPUs."""
     specs: Any = [argument.spec for argument in program.arguments]
     return compiler_ir.from_concrete_function(program.function, specs)(
         stage="hlo_serialized", platform_name="TPU"

@@ -15,7 +15,7 @@
 
 namespace tpu_embedding {
 
-// TensorFlow's own timeouts of collectives keep two threads asleep for each
+// TensorFlow's timeouts of collectives keep two threads asleep for each
 // call until its time is over. This is one thread for the whole process.
 class Watchdog {
  public:
