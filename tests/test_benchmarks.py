@@ -186,6 +186,7 @@ def test_jobs_of_several_processes_are_measured(
     distributed = importlib.import_module("benchmarks.distributed")
     package = str(pathlib.Path(tpu_embedding.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), package]))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # Not the package of the checkout.
     monkeypatch.setattr(distributed.run, "python_of", lambda peer: sys.executable)
     small = ["--tables", "2", "--rows", "99", "--batch", "8", "--steps", "2"]
     small += ["--systems", "ours:sgd", "torchrec:sgd", "--rounds", "1"]
