@@ -471,7 +471,7 @@ def test_callback(engine: str, tmp_path: pathlib.Path):
     fresh = te.keras.TelemetryCallback(str(tmp_path), write_every=2)
     with pytest.raises(ValueError, match="found no layer"):
         other.fit(tf.ones([1, 1]), tf.ones([1, 1]), verbose=0, callbacks=[fresh])
-    with pytest.raises(ValueError, match="`write_every` must be at least 1"):
+    with pytest.raises(ValueError, match="`write_every` must be an int >= 1"):
         te.keras.TelemetryCallback(str(tmp_path), write_every=0)
 
 
@@ -488,9 +488,9 @@ def test_tpus_refuse_by_name(generation: str):
 
 def test_wrong_arguments():
     config = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
-    with pytest.raises(ValueError, match="`every` must be at least 1"):
+    with pytest.raises(ValueError, match="`every` must be an int >= 1"):
         te.Telemetry(simple(), every=0)
-    with pytest.raises(TypeError, match="hottest"):
+    with pytest.raises(ValueError, match="`hottest` must be an int >= 0"):
         te.Telemetry(simple(), hottest=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="embedding"):
         te.Telemetry(config)

@@ -198,8 +198,8 @@ class TPUEmbeddingV2(NestedEmbedding):
           What embedding_lookup, enqueue and dequeue take.
 
         Raises:
-          ValueError: As embedding_lookup, and so for its other errors that concern
-            features and weights.
+          ValueError: If features or weights are refused; embedding_lookup lists all
+            errors of both.
         """
         return self._preprocess(features, weights, None)[0]
 
@@ -216,8 +216,8 @@ class TPUEmbeddingV2(NestedEmbedding):
             is, by name: a TPU, or the device of a replica of a MirroredStrategy.
 
         Raises:
-          ValueError: If `device` is not one of the strategy; else as embedding_lookup,
-            and so for its other errors that concern features and weights.
+          ValueError: If `device` is not one of the strategy, or features or weights are
+            refused; embedding_lookup lists all errors of both.
         """
         place = None if device is None else self._topology.find(device)
         if self._topology.tpu is None:
@@ -333,8 +333,8 @@ class TPUEmbeddingV2(NestedEmbedding):
           SparseCore asks another for, and the most different ones.
 
         Raises:
-          ValueError: As the constructor and preprocess_features, and so for their other
-            errors.
+          ValueError: If the configuration or the batch is refused; the constructor and
+            embedding_lookup list all errors.
         """
         found = cls.compute_sparse_core_requirements(
             features,

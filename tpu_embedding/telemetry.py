@@ -70,15 +70,16 @@ class Telemetry:
           hottest: The number of rows in the figure "hottest_rows".
 
         Raises:
-          TypeError: If an argument is of the wrong type.
-          ValueError: If `every` is below 1 or `hottest` is below 0.
+          TypeError: If `embedding` is of another class.
+          ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0.
           NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
             on parameter servers, and in a Keras layer with `trainable_tables=True`.
           RuntimeError: On the portable engine, if a tf.function that trains was traced
             before.
         """
-        _check_count("every", every, 1)
-        _check_count("hottest", hottest, 0)
+        for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
+            if type(value) is not int or value < smallest:
+                raise errors.argument_int(argument, value, smallest)
         core = getattr(embedding, "counted_core", None)
         if core is None:
             raise errors.argument_type(
@@ -250,10 +251,3 @@ def _buckets(values: np.ndarray, count: int = 30) -> np.ndarray:
 
 def _norm(norms: np.ndarray) -> float:
     return float(np.sqrt(np.square(norms.astype(np.float64)).sum()))
-
-
-def _check_count(argument: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise errors.argument_type(argument, value, "an int")
-    if value < least:
-        raise ValueError(f"`{argument}` must be at least {least}. Received: {value}.")

@@ -171,8 +171,8 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
           layer's compute dtype.
 
         Raises:
-          ValueError: As TPUEmbedding.enqueue, and so for TypeError, RuntimeError,
-            NotImplementedError and tf.errors.InvalidArgumentError.
+          ValueError: If features or weights are refused; TPUEmbedding.enqueue lists all
+            errors.
           NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
         if keras_api.is_stateless() and not self._parts.arguments.trainable_tables:

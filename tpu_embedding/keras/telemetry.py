@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.errors import argument_type
+from tpu_embedding.errors import argument_int
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.layer import TPUEmbedding
 from tpu_embedding.telemetry import Telemetry
@@ -43,17 +43,13 @@ class TelemetryCallback(keras_api.Callback):
           write_every: Write after so many batches; None: at the end of each epoch.
 
         Raises:
-          TypeError, ValueError: If `write_every` is neither None nor an int of at least
-            1.
+          ValueError: If `write_every` is neither None nor an int >= 1.
         """
         super().__init__()
-        if write_every is not None:
-            if not isinstance(write_every, int) or isinstance(write_every, bool):
-                raise argument_type("write_every", write_every, "an int or None")
-            if write_every < 1:
-                raise ValueError(
-                    f"`write_every` must be at least 1. Received: {write_every}."
-                )
+        if write_every is not None and (
+            type(write_every) is not int or write_every < 1
+        ):
+            raise argument_int("write_every", write_every, 1)
         self._log_dir = log_dir
         self._every, self._write_every = every, write_every
         self._telemetry: dict[str, Telemetry] = {}

@@ -265,8 +265,8 @@ class StackedRows(Rows):
         return values
 
 
-class JoinedRows(MutableRows):
-    """Parts of a matrix, one below the other, e.g. the parts of all devices."""
+class _RowsOfParts(MutableRows):
+    """A matrix whose rows are those of other matrices."""
 
     def __init__(
         self, parts: Sequence[MutableRows], initial_value: InitialValue = None
@@ -275,6 +275,10 @@ class JoinedRows(MutableRows):
         shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
         super().__init__(shape, parts[0].dtype)
         self._parts, self.initial_value = parts, initial_value
+
+
+class JoinedRows(_RowsOfParts):
+    """Parts of a matrix, one below the other, e.g. the parts of all devices."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.concatenate(
@@ -301,16 +305,8 @@ class JoinedRows(MutableRows):
             offset += part.shape[0]
 
 
-class InterleavedRows(MutableRows):
+class InterleavedRows(_RowsOfParts):
     """A matrix in n parts: its row r is row r // n of part r % n."""
-
-    def __init__(
-        self, parts: Sequence[MutableRows], initial_value: InitialValue = None
-    ) -> None:
-        """Joins `parts`, which have one width and dtype."""
-        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-        super().__init__(shape, parts[0].dtype)
-        self._parts, self.initial_value = parts, initial_value
 
     def read(self, start: int, stop: int) -> np.ndarray:
         values = np.empty((stop - start, self.shape[1]), self.dtype)

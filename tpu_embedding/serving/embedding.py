@@ -132,8 +132,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
           Activations in the structure of `features`, float32 [output shape..., dim].
 
         Raises:
-          ValueError: As `serving_embedding_lookup`, and so for its other errors that
-            concern features.
+          ValueError: If features or weights are refused; `serving_embedding_lookup`
+            lists all errors.
         """
         lookup = self._built().lookup
         paths = [path for path, _ in flatten_with_paths(features)]
