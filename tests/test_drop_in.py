@@ -60,9 +60,19 @@ assert isinstance(strategy, tf.distribute.TPUStrategy)
 assert strategy is tf.distribute.experimental.TPUStrategy(None)
 resolver = tf.distribute.cluster_resolver.TPUClusterResolver("grpc://10.0.0.1")
 assert resolver.num_accelerators() == {"TPU": 2}
+topology = tf.tpu.experimental.initialize_tpu_system(resolver)
+def assigned(replicas):
+    assignment = tf.tpu.experimental.DeviceAssignment.build(
+        topology, num_replicas=replicas
+    )
+    return tf.distribute.TPUStrategy(
+        resolver, experimental_device_assignment=assignment
+    )
+assert assigned(2) is strategy
 for refused in (
     lambda: tf.distribute.TPUStrategy(experimental_spmd_xla_partitioning=True),
-    lambda: tf.tpu.experimental.initialize_tpu_system(resolver).mesh_shape,
+    lambda: assigned(1),
+    lambda: tf.distribute.TPUStrategy(resolver, steps_per_run=3),
     lambda: tf.estimator.Estimator,
     lambda: te.install("v4:2"),
 ):
@@ -78,11 +88,64 @@ def test_what_is_not_carried_is_refused_by_name(tmp_path: pathlib.Path):
     done = run(str(tmp_path / "program.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 4
-    assert "TPUStrategy(experimental_spmd_xla_partitioning=...)" in lines[0]
-    assert "`mesh_shape` of a TPU topology" in lines[1]
-    assert "tensorflow.estimator.Estimator: TensorFlow has removed" in lines[2]
-    assert "names were installed for 'mirrored:2'" in lines[3]
+    assert len(lines) == 5
+    for line in lines[:2]:
+        assert "only if each replica is one device and each device a" in line
+    assert "TPUStrategy(steps_per_run=3) is not supported on mirrored:2" in lines[2]
+    assert "tensorflow.estimator.Estimator: TensorFlow has removed" in lines[3]
+    assert "names were installed for 'mirrored:2'" in lines[4]
+
+
+# Two cores of a chip for a replica, whose program they share on a TPU.
+ASSIGNED = """
+import tensorflow as tf
+import tpu_embedding as te
+te.install("v3:4")
+embeddings = tf.tpu.experimental.embedding
+resolver = tf.distribute.cluster_resolver.TPUClusterResolver("")
+topology = tf.tpu.experimental.initialize_tpu_system(resolver)
+assert topology.mesh_shape.tolist() == [2, 1, 1, 2]
+assignment = tf.tpu.experimental.DeviceAssignment.build(
+    topology, computation_shape=[1, 1, 1, 2], num_replicas=2
+)
+strategy = tf.distribute.TPUStrategy(
+    resolver, assignment, experimental_spmd_xla_partitioning=True
+)
+assert strategy.num_replicas_in_sync == 2
+feature = strategy.extended.tpu_hardware_feature.embedding_feature
+assert feature == tf.tpu.experimental.HardwareFeature.EmbeddingFeature.V1
+with strategy.scope():
+    table = embeddings.TableConfig(8, 4, tf.zeros_initializer(), combiner="sum")
+    embedding = embeddings.TPUEmbedding(
+        embeddings.FeatureConfig(table), embeddings.SGD(0.5)
+    )
+def replica_step():
+    rows = embedding.dequeue()
+    embedding.apply_gradients(tf.ones_like(rows))
+    return rows
+@tf.function
+def step():
+    embedding.enqueue(tf.constant([1, 1, 2, 3]))
+    return strategy.run(replica_step)
+step()
+print(strategy.experimental_local_results(step())[0][:, 0].numpy().tolist())
+try:
+    tf.distribute.TPUStrategy(
+        resolver, tf.tpu.experimental.DeviceAssignment.build(topology, num_replicas=4)
+    )
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_device_assignment_and_spmd(tmp_path: pathlib.Path):
+    (tmp_path / "program.py").write_text(ASSIGNED)
+    done = run(str(tmp_path / "program.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows, refused = done.stdout.splitlines()
+    # Both replicas look up the same ids, so each row has twice its gradients.
+    assert rows == "[-2.0, -2.0, -1.0, -1.0]"
+    assert "with another `experimental_device_assignment`, or without" in refused
 
 
 @pytest.mark.parametrize("on", ["", "tpu", "v4", "mirrored:0", "v9:2", "host:2"])

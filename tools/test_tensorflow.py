@@ -25,9 +25,12 @@ from collections.abc import Iterator
 from typing import Any
 
 TPU = pathlib.Path("tensorflow/python/tpu")
+SPMD = "tests/tpu_embedding_v2_mp_strategy_test.py"
 # Engine and number of devices, and the files for it.
 RUNS = {
     "v4:2": ("tests/*_test.py",),
+    # Several cores of a chip for one replica: a chip of v4 is one device.
+    "v3:2": (SPMD,),
     "v5p:1": ("tpu_embedding_v3_*test.py",),
     "host": ("tpu_embedding_for_serving_test.py", "tpu_embedding_v2_utils_test.py"),
 }
@@ -84,6 +87,8 @@ def run(folder: pathlib.Path, on: str, match: str) -> int:
     for path in paths:
         if path.name in BASES or match not in path.name:
             continue
+        if path.match(SPMD) and SPMD not in RUNS[on]:
+            continue
         parts = path.relative_to(folder).with_suffix("").parts
         try:
             module = importlib.import_module(".".join(parts))
@@ -111,6 +116,8 @@ def run(folder: pathlib.Path, on: str, match: str) -> int:
 
 def replace(on: str) -> None:
     """Puts the names of this package into TensorFlow's modules."""
+    import tensorflow as tf
+
     import tpu_embedding as ours
 
     for name in REPLACED:
@@ -138,25 +145,33 @@ def replace(on: str) -> None:
         return SoftwareTPUStrategy(kind, int(devices), *args, **kwargs)
 
     python = "tensorflow.python"
-    for module_name, names, value in (
-        (
-            f"{python}.distribute.tpu_strategy",
-            ("TPUStrategy", "TPUStrategyV2"),
-            strategy,
-        ),
-        (
-            f"{python}.distribute.cluster_resolver.tpu_cluster_resolver",
-            ("TPUClusterResolver", "initialize_tpu_system"),
-            None,
-        ),
-        (f"{python}.eager.remote", ("connect_to_cluster",), _nothing),
-        (f"{python}.tpu.tpu_strategy_util", ("initialize_tpu_system",), _nothing),
-    ):
+
+    def function(*args: Any, jit_compile: Any = None, **kwargs: Any) -> Any:
+        """A TPU compiles its programs itself; XLA for CPUs has no TPU ops."""
+        del jit_compile
+        return tf.function(*args, **kwargs)
+
+    resolver = f"{python}.distribute.cluster_resolver.tpu_cluster_resolver"
+    system = tf.tpu.experimental
+    for module_name, values in {
+        f"{python}.distribute.tpu_strategy": {
+            "TPUStrategy": strategy,
+            "TPUStrategyV2": strategy,
+        },
+        resolver: {
+            "TPUClusterResolver": drop_in.TPUClusterResolver,
+            "initialize_tpu_system": system.initialize_tpu_system,
+            "shutdown_tpu_system": system.shutdown_tpu_system,
+        },
+        f"{python}.eager.def_function": {"function": function},
+        f"{python}.eager.remote": {"connect_to_cluster": _nothing},
+        f"{python}.tpu.tpu_strategy_util": {
+            "initialize_tpu_system": system.initialize_tpu_system
+        },
+    }.items():
         module = importlib.import_module(module_name)
-        for name in names:
-            resolver = drop_in.TPUClusterResolver
-            chosen = resolver if name == "TPUClusterResolver" else value or _nothing
-            setattr(module, name, chosen)
+        for name, value in values.items():
+            setattr(module, name, value)
 
 
 class _Array:

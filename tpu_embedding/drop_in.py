@@ -26,6 +26,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding import tpu_generations
+
 _TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
 _NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
 _PLACES = re.compile(r"host|(mirrored|v[234]|v5e|v5p|v6e|7x):([1-9]\d*)")
@@ -53,10 +55,12 @@ class _Process:
     Attributes:
       on: The argument of `install`, or "".
       strategy: What `TPUStrategy` gives, once it was created.
+      cores: The devices of each replica, if a program assigned them.
     """
 
     on: str = ""
     strategy: Any = None
+    cores: list[list[int]] | None = None
 
 
 _process = _Process()
@@ -72,7 +76,8 @@ def install(on: str = "host") -> None:
     - `tf.distribute.TPUStrategy` gives the strategy of `on`;
       `tf.distribute.cluster_resolver.TPUClusterResolver`,
       `tf.tpu.experimental.initialize_tpu_system` and
-      `tf.config.experimental_connect_to_cluster` accept any address, and do nothing.
+      `tf.config.experimental_connect_to_cluster` accept any address, and connect to
+      nothing.
     - `tf.estimator` and `tf.compat.v1.estimator`, where TensorFlow has none, with
       TPUEstimator; the `*Parameters` of `tf.compat.v1.tpu.experimental`.
     - TFRS's layer `tensorflow_recommenders.layers.embedding.TPUEmbedding`.
@@ -163,17 +168,6 @@ class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         )
 
 
-class _Topology:
-    """What `initialize_tpu_system` returns."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(
-            f"`{name}` of a TPU topology: this process has no TPU, because "
-            f"tpu_embedding runs the program on {_process.on}. Use a TPU, or leave the "
-            "device assignment to the strategy."
-        )
-
-
 class _Instances(type):
     def __instancecheck__(cls, value: Any) -> bool:
         return value is not None and value is _process.strategy
@@ -196,35 +190,73 @@ class TPUStrategy(metaclass=_Instances):
           NotImplementedError: For an option that only TPUs have.
         """
         del tpu_cluster_resolver
-        options = {
-            "experimental_device_assignment": experimental_device_assignment,
-            "experimental_spmd_xla_partitioning": experimental_spmd_xla_partitioning,
-            "steps_per_run": steps_per_run,
-            "device_assignment": device_assignment,
-        }
-        for name, value in options.items():
-            if value:
+        if steps_per_run not in (None, 1):
+            raise NotImplementedError(
+                f"TPUStrategy(steps_per_run={steps_per_run!r}) is not supported on "
+                f"{_process.on}. Leave it out."
+            )
+        assignment = experimental_device_assignment or device_assignment
+        cores = None if assignment is None else _cores_of(assignment)
+        if not _is_software_tpu():
+            whole = [[device] for device in range(_devices())]
+            if experimental_spmd_xla_partitioning or cores not in (None, whole):
                 raise NotImplementedError(
-                    f"TPUStrategy({name}=...) is not supported on {_process.on}. Leave "
-                    "it out, or create a strategy of tpu_embedding.testing."
+                    "TPUStrategy(experimental_device_assignment=..., "
+                    "experimental_spmd_xla_partitioning=...) is supported on "
+                    f"{_process.on} only if each replica is one device and each device "
+                    'a replica. Use a software TPU, for example "v3:2".'
                 )
+            assignment = cores = None
         if _process.strategy is None:
-            _process.strategy = _create_strategy()
+            _process.strategy = _create_strategy(assignment)
+            _process.cores = cores
+        elif cores not in (None, _process.cores):
+            raise RuntimeError(
+                "TPUStrategy was created in this process with another "
+                "`experimental_device_assignment`, or without: tpu_embedding gives one "
+                "strategy to the whole program. Pass the assignment each time."
+            )
         return _process.strategy
+
+
+def _cores_of(assignment: Any) -> list[list[int]]:
+    """Returns the numbers of the devices of each replica."""
+    return [
+        [assignment.tpu_ordinal(replica, core) for core in range(cores)]
+        for cores in [assignment.num_cores_per_replica]
+        for replica in range(assignment.num_replicas)
+    ]
+
+
+def _is_software_tpu() -> bool:
+    return _process.on.partition(":")[0] not in ("host", "mirrored")
+
+
+def _topology() -> Any:
+    """The devices of `install`, as `initialize_tpu_system` describes a TPU's."""
+    from tpu_embedding.testing.strategy import create_topology
+
+    devices_per_chip = 1
+    if _is_software_tpu():
+        kind = _process.on.partition(":")[0]
+        devices_per_chip = tpu_generations.generation(kind).devices_per_chip
+    return create_topology(_devices(), devices_per_chip)
 
 
 def _devices() -> int:
     return int(_process.on.partition(":")[2] or 1)
 
 
-def _create_strategy() -> Any:
+def _create_strategy(assignment: Any) -> Any:
     kind = _process.on.partition(":")[0]
     if kind == "host":
         return tf.distribute.OneDeviceStrategy("/cpu:0")
     from tpu_embedding.testing import strategy
 
     if kind != "mirrored":
-        return strategy.SoftwareTPUStrategy(kind, _devices())
+        return strategy.SoftwareTPUStrategy(
+            kind, _devices(), experimental_device_assignment=assignment
+        )
     strategy.create_devices(_devices(), "--on mirrored")
     devices = [f"/cpu:{i}" for i in range(_devices())]
     reduction = tf.distribute.ReductionToOneDevice()
@@ -234,7 +266,7 @@ def _create_strategy() -> Any:
 def _replace_tpu_system() -> Iterator[str]:
     def initialize_tpu_system(cluster_resolver: Any = None) -> Any:
         del cluster_resolver
-        return _Topology()
+        return _topology()
 
     def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
         del cluster_resolver

@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf.tpu import topology_pb2
 from tensorflow.python.distribute import mirrored_strategy, values
 
 from tpu_embedding import tpu_generations
@@ -141,13 +143,18 @@ class _Extended(mirrored_strategy.MirroredExtended):
             cross_device_ops=tf.distribute.ReductionToOneDevice(),
         )
         self.tpu_hardware = generation
+        # By this name programs ask a TPUStrategy which embedding hardware it has.
+        self.tpu_hardware_feature = tf.tpu.experimental.HardwareFeature(
+            describe_hardware(generation)
+        )
         # For each replica the full names of its cores, as in `worker_devices`.
         name = tf.DeviceSpec.from_string(self.worker_devices[0])
         self.replica_devices = tuple(
             tuple(name.replace(device_index=core).to_string() for core in own)
             for own in cores
         )
-        self._tpu_devices = self.replica_devices  # The name in TPUStrategy.
+        # The name in TPUStrategy, where it is an array, too.
+        self._tpu_devices = np.array(self.replica_devices)
         self.assigned = assigned
         self.meeting_timeout = meeting_timeout
         self._programs = weakref.WeakKeyDictionary()
@@ -277,6 +284,44 @@ def _assigned_cores(assignment: Any, num_devices: int) -> list[list[int]]:
             f"host, out of 0 to {num_devices - 1}. Received: {cores}."
         )
     return cores
+
+
+def describe_hardware(generation: tpu_generations.Generation) -> Any:
+    """Returns what a TPU system reports of its hardware, a TPUHardwareFeature proto.
+
+    >>> feature = describe_hardware(tpu_generations.generation("v6e"))
+    >>> tf.tpu.experimental.HardwareFeature(feature).embedding_feature.value
+    'V2'
+    """
+    proto: Any = vars(topology_pb2)["TPUHardwareFeature"]
+    feature = {"v1": "V1", "sparse_core": "V2", "none": "UNSUPPORTED"}
+    return proto(
+        embedding_feature=proto.EmbeddingFeature.Value(feature[generation.embedding]),
+        num_embedding_devices_per_chip=generation.sparse_cores_per_device,
+    )
+
+
+def create_topology(num_devices: int, devices_per_chip: int = 1) -> Any:
+    """Describes the devices of a software TPU, for device assignments.
+
+    >>> topology = create_topology(4, devices_per_chip=2)
+    >>> topology.mesh_shape.tolist()
+    [2, 1, 1, 2]
+
+    Args:
+      num_devices: Number of devices, each of which is a core.
+      devices_per_chip: Number of devices of a chip.
+
+    Returns:
+      A tf.tpu.experimental.Topology of one host, whose chips are in a row.
+    """
+    if num_devices % devices_per_chip:  # Not whole chips: each device is one.
+        devices_per_chip = 1
+    devices = [divmod(device, devices_per_chip) for device in range(num_devices)]
+    return tf.tpu.experimental.Topology(
+        mesh_shape=np.array([num_devices // devices_per_chip, 1, 1, devices_per_chip]),
+        device_coordinates=np.array([[[chip, 0, 0, core] for chip, core in devices]]),
+    )
 
 
 def create_devices(count: int, what: str) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.protobuf.tpu import topology_pb2
 from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.ops import resource_variable_ops
 
@@ -32,6 +31,7 @@ from tpu_embedding.engines.sparse_core import engine as sparse_core_engine
 from tpu_embedding.engines.sparse_core import state
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.partitioning import make_partitioning
+from tpu_embedding.testing.strategy import create_topology, describe_hardware
 
 _DEVICE = "/job:localhost/replica:0/task:0/device:TPU:"
 # Row by row, as SparseCores read tables.
@@ -48,12 +48,7 @@ class _DescribedTPUs:
     def __init__(
         self, generation: tpu_generations.Generation, num_devices: int
     ) -> None:
-        proto: Any = vars(topology_pb2)["TPUHardwareFeature"]
-        feature = {"sparse_core": "V2", "none": "UNSUPPORTED"}[generation.embedding]
-        self.tpu_hardware_feature = proto(
-            embedding_feature=proto.EmbeddingFeature.Value(feature),
-            num_embedding_devices_per_chip=generation.sparse_cores_per_device,
-        )
+        self.tpu_hardware_feature = describe_hardware(generation)
         self._num_devices = num_devices
 
     def get_tpu_system_metadata(self) -> Any:
@@ -66,10 +61,7 @@ class _DescribedTPUs:
             num_cores=count,
             num_hosts=1,
             num_of_cores_per_host=count,
-            topology=tf.tpu.experimental.Topology(
-                mesh_shape=[count, 1, 1, 1],
-                device_coordinates=[[[x, 0, 0, 0] for x in range(count)]],
-            ),
+            topology=create_topology(count),
             devices=[Device(f"{_DEVICE}{i}") for i in range(count)],
         )
 
