@@ -61,8 +61,9 @@ CORE_FLAGS = ("-O3", "-fvisibility=hidden")
 OP_FLAGS = ("-O2",)
 # -z defs: a symbol that TensorFlow lacks is an error here, not when loading.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
-# Most of the time of compiling an op goes into these headers, so they are precompiled
-# where that pays.
+# Most of the time of compiling an op goes into TensorFlow's headers. So an installation
+# compiles all ops of a library as one file. A build into the checkout compiles each by
+# itself, and an edit only one; it precompiles the headers where that pays.
 PRECOMPILED = "".join(
     f'#include "tensorflow/core/framework/{name}.h"\n'
     for name in ("op", "op_kernel", "resource_mgr", "resource_var", "shape_inference")
@@ -146,10 +147,14 @@ class BuildOps(build_ext.build_ext):
         ]
         self.core_objects = self.folder_of_objects(self.core_flags)
         self.objects = self.folder_of_objects(self.op_flags)
+        self.objects.mkdir(parents=True, exist_ok=True)
+        if not self.inplace:
+            for ext in self.extensions:
+                ext.sources = self.with_one_file_of_ops(ext)
         sources = {source: None for ext in self.extensions for source in ext.sources}
         stale = [source for source in sources if self.is_stale(source)]
-        # rules.cc takes the longest, so it must not start last.
-        stale.sort(key=lambda source: not source.endswith("core/rules.cc"))
+        # The ops and rules.cc take the longest, so they must not start last.
+        stale.sort(key=lambda source: is_core(source) and "rules" not in source)
         jobs = self.parallel if type(self.parallel) is int else os.cpu_count()
         with (
             self.precompiled_headers(stale) as self.include_headers,
@@ -158,6 +163,15 @@ class BuildOps(build_ext.build_ext):
             list(pool.map(self.compile, stale))
         for ext in self.extensions:
             self.build_extension(ext)
+
+    def with_one_file_of_ops(self, ext: setuptools.Extension) -> list[str]:
+        """Returns the sources of `ext`, with one that includes those of all ops."""
+        ops = [source for source in ext.sources if not is_core(source)]
+        text = "".join(f'#include "{pathlib.Path(op).resolve()}"\n' for op in ops)
+        file = self.objects.resolve() / f"{ext.name}.cc"
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        return [*filter(is_core, ext.sources), str(file)]
 
     def build_extension(self, ext: setuptools.Extension) -> None:
         """Links the library."""
@@ -208,7 +222,6 @@ class BuildOps(build_ext.build_ext):
         if sum(not is_core(source) for source in sources) <= FEW_OPS:
             yield []
             return
-        self.objects.mkdir(parents=True, exist_ok=True)
         # The file has hundreds of megabytes, so it is not kept.
         with tempfile.TemporaryDirectory(dir=self.objects) as folder:
             header = pathlib.Path(folder, "tensorflow.h")

@@ -24,6 +24,12 @@ void Lookup(const FeatureCsr& csr, const ConstTableData& table, int64_t dim,
             const Quantization& quantization, int64_t begin, int64_t end,
             float* out);
 
+// Rough cycles of the lookup of one feature of a batch: for each id and each
+// sample a fixed part, and one for the width.
+inline int64_t LookupCycles(const FeatureCsr& csr, int64_t dim) {
+  return (csr.rows.size() + csr.num_samples()) * (20 + dim / 2);
+}
+
 }  // namespace tpu_embedding
 
 #endif  // TPU_EMBEDDING_OPS_CC_CORE_LOOKUP_H_

@@ -56,12 +56,6 @@ apply_now: whether updates are due, the queue's next step being looked up in all
 output_shapes: what is known of the activations' shapes.
 )doc");
 
-// Rough cycles for one feature of a batch: for each id and each sample a fixed
-// part, and one for the width.
-int64_t Cycles(const FeatureCsr& csr, int64_t dim) {
-  return (csr.rows.size() + csr.num_samples()) * (20 + dim / 2);
-}
-
 class LookupOp : public tensorflow::OpKernel {
  public:
   explicit LookupOp(OpKernelConstruction* context) : OpKernel(context) {
@@ -147,7 +141,7 @@ class LookupOp : public tensorflow::OpKernel {
     std::vector<Work> works;
     for (size_t f = 0; f < batch.features.size(); ++f) {
       works.push_back({batch.features[f].num_samples(),
-                       Cycles(batch.features[f], plan.dim(f))});
+                       LookupCycles(batch.features[f], plan.dim(f))});
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int64_t f = piece.owner;

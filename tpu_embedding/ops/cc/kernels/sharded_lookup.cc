@@ -91,10 +91,6 @@ struct ServedVariant {
   bool Decode(const tensorflow::VariantTensorData&) { return false; }
 };
 
-int64_t Cycles(const FeatureCsr& csr, int64_t dim) {
-  return (csr.rows.size() + csr.num_samples()) * (20 + dim / 2);
-}
-
 bool IsBFloat16(const Tensor& table) {
   return table.dtype() == tensorflow::DT_BFLOAT16;
 }
@@ -263,7 +259,7 @@ class ServeOp : public tensorflow::OpKernel {
         const FeatureCsr& csr = routed.asked[p].features[f];
         const bool whole = routed.IsWhole(placement.rank, f);
         works.push_back({whole ? csr.num_samples() : 0,
-                         whole ? Cycles(csr, plan.dim(f)) : 0});
+                         whole ? LookupCycles(csr, plan.dim(f)) : 0});
       }
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
@@ -386,7 +382,7 @@ class CombineOp : public tensorflow::OpKernel {
           SetOutput(context, plan, served, received, layouts, f, &outputs[f]));
       const FeatureCsr& csr = batch.features[f];
       works.push_back({outputs[f] ? csr.num_samples() : 0,
-                       outputs[f] ? Cycles(csr, plan.dim(f)) : 0});
+                       outputs[f] ? LookupCycles(csr, plan.dim(f)) : 0});
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int64_t f = piece.owner;

@@ -6,7 +6,7 @@
 
 #include "runtime/registration.h"
 #include "sparse_core/combiner.h"
-#include "sparse_core/rounding.h"
+#include "sparse_core/simulated_quantization.h"
 #include "sparse_core/sparse_core_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
@@ -21,7 +21,7 @@ class CombinerLookupOp : public SparseCoreOp {
  public:
   explicit CombinerLookupOp(OpKernelConstruction* context)
       : SparseCoreOp(context),
-        rounding_(context),
+        quantization_(context),
         combiner_(context, "combiner_computation") {
     OP_REQUIRES_OK(context, context->GetAttr("input_size", &input_size_));
     OP_REQUIRES_OK(context, context->GetAttr("max_valency", &max_valency_));
@@ -87,7 +87,7 @@ class CombinerLookupOp : public SparseCoreOp {
         const float* const row = table + csr.Row(partition, i) * dim;
         float* const vector = to + csr.Place(partition, i) * dim;
         for (int64_t d = 0; d < dim; ++d) {
-          vector[d] += csr.Gain(i) * rounding_(row[d]);
+          vector[d] += csr.Gain(i) * quantization_(row[d]);
         }
       }
     }
@@ -96,7 +96,7 @@ class CombinerLookupOp : public SparseCoreOp {
   int input_size_ = 0;
   int max_valency_ = 0;
   int num_weights_ = 0;
-  const Rounding rounding_;
+  const SimulatedQuantization quantization_;
   const InlineFunction combiner_;
 };
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "runtime/registration.h"
-#include "sparse_core/rounding.h"
+#include "sparse_core/simulated_quantization.h"
 #include "sparse_core/sparse_core_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
@@ -22,7 +22,7 @@ constexpr int64_t kCyclesPerEntry = 100;
 class LookupOp : public SparseCoreOp {
  public:
   explicit LookupOp(OpKernelConstruction* context)
-      : SparseCoreOp(context), rounding_(context) {
+      : SparseCoreOp(context), quantization_(context) {
     OP_REQUIRES_OK(context, context->GetAttr("input_size", &input_size_));
   }
 
@@ -70,14 +70,14 @@ class LookupOp : public SparseCoreOp {
         float* const sum = activations + csr.Sample(partition, i) * dim;
         const float gain = csr.Gain(i);
         for (int64_t d = 0; d < dim; ++d) {
-          sum[d] += gain * rounding_(row[d]);
+          sum[d] += gain * quantization_(row[d]);
         }
       }
     }
   }
 
   int input_size_;
-  const Rounding rounding_;
+  const SimulatedQuantization quantization_;
 };
 
 SOFTWARE_TPU_KERNEL(XlaSparseDenseMatmulWithStaticBufferSize, LookupOp);

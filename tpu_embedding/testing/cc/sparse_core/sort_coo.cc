@@ -267,11 +267,9 @@ class StatsOp : public ListOp {
   }
 };
 
-[[maybe_unused]] const bool registered[] = {
-    RegisterWhereMissing<ConvertOp>("ConvertToListOfSparseCoreCooTensors"),
-    RegisterWhereMissing<SortOp>("SortListOfSparseCoreCooTensors"),
-    RegisterWhereMissing<StatsOp>("GetStatsFromListOfSparseCoreCooTensors"),
-};
+SOFTWARE_TPU_KERNEL(ConvertToListOfSparseCoreCooTensors, ConvertOp);
+SOFTWARE_TPU_KERNEL(SortListOfSparseCoreCooTensors, SortOp);
+SOFTWARE_TPU_KERNEL(GetStatsFromListOfSparseCoreCooTensors, StatsOp);
 
 }  // namespace
 }  // namespace tpu_embedding

@@ -26,7 +26,7 @@ constexpr char kCombinerPrefix[] =
 constexpr const char* kSuffixes[] = {"AndStaticBufferSize", "AndCsrInput"};
 
 // Rough cycles of one row.
-constexpr int64_t kCyclesPerRow = 400;
+constexpr int64_t kUpdateCyclesPerRow = 400;
 
 class UpdateOp : public SparseCoreOp {
  public:
@@ -104,10 +104,11 @@ class UpdateOp : public SparseCoreOp {
     const RuleArguments arguments = {hyperparameters_, rate->flat<float>()(0)};
     const RowGroups groups = sums.RowsOf(device, view.num_rows);
     const TableGradients gradients = {&groups, sums.samples()};
-    Workers(context)(
-        groups.num_rows(), kCyclesPerRow, [&](int64_t begin, int64_t end) {
-          rule_->update(arguments, options_, gradients, view, begin, end);
-        });
+    Workers(context)(groups.num_rows(), kUpdateCyclesPerRow,
+                     [&](int64_t begin, int64_t end) {
+                       rule_->update(arguments, options_, gradients, view,
+                                     begin, end);
+                     });
     return absl::OkStatus();
   }
 
@@ -129,7 +130,7 @@ class UpdateOp : public SparseCoreOp {
   RowOptions options_;
 };
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool registered_updates = [] {
   for (const SparseCoreRule& rule : SparseCoreRules()) {
     for (const char* suffix : kSuffixes) {
       RegisterWhereMissing<UpdateOp>(

@@ -274,12 +274,9 @@ class MinibatchesOp : public tensorflow::OpKernel {
   int64_t samples_ = 1;
 };
 
-[[maybe_unused]] const bool registered[] = {
-    RegisterWhereMissing<WrapOp>("ConvertToSparseCoreCsrWrappedCooTensor"),
-    RegisterWhereMissing<SplitsOp>("GetMinibatchSplitsWithPhysicalReplica"),
-    RegisterWhereMissing<MinibatchesOp>(
-        "GetMinibatchesInCsrWithPhysicalReplica"),
-};
+SOFTWARE_TPU_KERNEL(ConvertToSparseCoreCsrWrappedCooTensor, WrapOp);
+SOFTWARE_TPU_KERNEL(GetMinibatchSplitsWithPhysicalReplica, SplitsOp);
+SOFTWARE_TPU_KERNEL(GetMinibatchesInCsrWithPhysicalReplica, MinibatchesOp);
 
 }  // namespace
 }  // namespace tpu_embedding

@@ -303,7 +303,7 @@ class RetrieveAllOp : public AllTablesOp {
 SOFTWARE_TPU_KERNEL(LoadAllTPUEmbeddingParameters, LoadAllOp);
 SOFTWARE_TPU_KERNEL(RetrieveAllTPUEmbeddingParameters, RetrieveAllOp);
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool registered_parameters = [] {
   for (const EngineOptimizer& optimizer : EngineOptimizers()) {
     RegisterWhereMissing<LoadOp>(
         absl::StrCat(kLoad, optimizer.op, kSuffix).c_str());

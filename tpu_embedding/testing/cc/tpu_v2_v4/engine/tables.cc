@@ -9,7 +9,7 @@ namespace tpu_embedding {
 namespace {
 
 // Rough cycles for one sample or row.
-constexpr int64_t kCyclesPerRow = 400;
+constexpr int64_t kTableCyclesPerRow = 400;
 
 }  // namespace
 
@@ -72,7 +72,7 @@ void EngineTables::LookUp(const CoreBatch& batch,
   std::vector<Work> works;
   for (const EngineOutput& output : config_.outputs) {
     works.push_back(
-        {output.num_samples(), output.num_samples() * kCyclesPerRow});
+        {output.num_samples(), output.num_samples() * kTableCyclesPerRow});
   }
   ForEachPiece(parallel_for, works, [&](const Piece& piece) {
     const int64_t o = piece.owner;
@@ -142,7 +142,7 @@ void EngineTables::Apply(int table, float rate, const RowGroups& groups,
   const RuleArguments arguments = {shape.hyperparameters, rate};
   const TableGradients gradients = {&groups, samples.data()};
   parallel_for(shape.options.all_rows ? shape.num_rows : groups.num_rows(),
-               kCyclesPerRow, [&](int64_t begin, int64_t end) {
+               kTableCyclesPerRow, [&](int64_t begin, int64_t end) {
                  shape.update(arguments, shape.options, gradients, view, begin,
                               end);
                });

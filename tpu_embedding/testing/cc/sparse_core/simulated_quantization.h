@@ -1,7 +1,7 @@
 // Simulated quantization of looked-up values, by the attributes of an op.
 
-#ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_ROUNDING_H_
-#define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_ROUNDING_H_
+#ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SIMULATED_QUANTIZATION_H_
+#define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SIMULATED_QUANTIZATION_H_
 
 #include <algorithm>
 #include <cmath>
@@ -12,9 +12,9 @@ namespace tpu_embedding {
 
 // Clips a value to [low, high] and moves it to the nearest of `num_buckets`
 // values between them, ends included; with 0 buckets leaves it as it is.
-class Rounding {
+class SimulatedQuantization {
  public:
-  explicit Rounding(tensorflow::OpKernelConstruction* context) {
+  explicit SimulatedQuantization(tensorflow::OpKernelConstruction* context) {
     OP_REQUIRES_OK(context, context->GetAttr("quantization_config_low", &low_));
     OP_REQUIRES_OK(context,
                    context->GetAttr("quantization_config_high", &high_));
@@ -41,4 +41,4 @@ class Rounding {
 
 }  // namespace tpu_embedding
 
-#endif  // TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_ROUNDING_H_
+#endif  // TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SIMULATED_QUANTIZATION_H_
