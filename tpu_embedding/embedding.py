@@ -224,35 +224,35 @@ class TPUEmbedding(NestedEmbedding):
         else:
             place, replica = self._place(device)
         training = bool(training)
-        if training and self._without_optimizer:
-            self._require_optimizers("enqueue(training=True)")
-        with self._refusing("enqueue"):
-            values = self._structure.flatten("features", features)
-            if device is not None:
-                self._refuse_distributed(values, weights)
-
-        if topology.tpu is not None:
-            topology.require_arguments(self._plan.paths, values)
-            topology.require_on_host(self._plan.paths, values)
-        cores = 1 if place is None else self._cores_per_replica()
-        if not self._engine_class.differentiates_weights:
-            self.require_weight_gradients(self._structure.flatten_weights(weights))
         with self._output_shapes.forgets_refused():
             with self._refusing("enqueue"):
+                if training and self._without_optimizer:
+                    self._require_optimizers("enqueue(training=True)")
+                values = self._structure.flatten("features", features)
+                if device is not None:
+                    self._refuse_distributed(values, weights)
+                if topology.tpu is not None:
+                    topology.require_arguments(self._plan.paths, values)
+                    topology.require_on_host(self._plan.paths, values)
+                if not self._engine_class.differentiates_weights:
+                    flat_weights = self._structure.flatten_weights(weights)
+                    self.require_weight_gradients(flat_weights)
+                cores = 1 if place is None else self._cores_per_replica()
                 batches = topology.on_host(self._read, values, weights, replica, cores)
-            if not tf.executing_eagerly():
-                self._remember_static_shapes(batches[0])
-            engine = self._engine or self._engine_for(batches[0], cores)
-            queue = self._queue or self._engine_queue(engine)
+                if not tf.executing_eagerly():
+                    self._remember_static_shapes(batches[0])
+                engine = self._engine or self._engine_for(batches[0], cores)
+                queue = self._queue or self._engine_queue(engine)
             with tf.name_scope(name or "embedding_enqueue"):
                 if place is not None:
                     batch = engine.prepare(batches[0], training=training, device=place)
                     queue.enqueue_on(place, batch, training=training, name=name)
                     return
-                if replica is None:
-                    prepared = engine.prepare_all(batches, training=training)
-                else:
-                    prepared = [engine.prepare(batches[0], training=training)]
+                with self._refusing("enqueue"):
+                    if replica is None:
+                        prepared = engine.prepare_all(batches, training=training)
+                    else:
+                        prepared = [engine.prepare(batches[0], training=training)]
                 self._put(queue, prepared, replica, training, name)
 
     @do_not_convert
@@ -301,9 +301,9 @@ class TPUEmbedding(NestedEmbedding):
           tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
         """
         engine, replica = self._in_replica("apply_gradients")
-        if self._without_optimizer:
-            self._require_optimizers("apply_gradients")
         with self._refusing("update"):
+            if self._without_optimizer:
+                self._require_optimizers("apply_gradients")
             flat = self._structure.flatten("gradients", gradients)
             checked = self._check_gradients(flat)
         with tf.name_scope(name or "embedding_apply_gradients"):

@@ -132,10 +132,14 @@ class EmbeddingBase(TrackableTables):
 
     @contextlib.contextmanager
     def _refusing(self, phase: str) -> Iterator[None]:
-        """Tells other processes of arguments that are refused before any op runs."""
+        """Tells other processes what this one raises before it meets them.
+
+        Args:
+          phase: The first one in which the call would meet them.
+        """
         try:
             yield
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._engine_class.refuse_step(self._membership, phase, error)
             raise
 
@@ -425,8 +429,9 @@ class EmbeddingBase(TrackableTables):
                 batch = self._topology.on_host(
                     self._read_replica, values, weights or [None] * len(values)
                 )
+                prepared = engine.prepare(batch, training=training)
             return engine.lookup(
-                engine.prepare(batch, training=training),
+                prepared,
                 replica,
                 training=training,
                 shapes=self._static_shapes_of(batch),
@@ -447,8 +452,10 @@ class EmbeddingBase(TrackableTables):
           tf.errors.FailedPreconditionError: If `looked_up` was used before.
         """
         engine, replica = self._in_replica("apply_gradients")
-        self._require_optimizers("apply_gradients")
-        engine.update(looked_up, self._check_gradients(gradients), replica)
+        with self._refusing("update"):
+            self._require_optimizers("apply_gradients")
+            checked = self._check_gradients(gradients)
+        engine.update(looked_up, checked, replica)
 
     def _static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
         """In a graph what is known of the activations of this batch."""

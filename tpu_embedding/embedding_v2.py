@@ -16,6 +16,7 @@ from tpu_embedding.embedding_base import (
     NestedEmbedding,
     do_not_convert,
 )
+from tpu_embedding.engines import Engine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.partitioning import (
@@ -164,12 +165,13 @@ class TPUEmbeddingV2(NestedEmbedding):
             self.build()
             return self.dequeue(self.enqueue(features, weights))
         replica = self._require_replica("embedding_lookup")
-        flat_weights = self._structure.flatten_weights(weights)
-        self.require_weight_gradients(flat_weights)
         with self._output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
             with self._refusing("enqueue"):
+                flat_weights = self._structure.flatten_weights(weights)
+                self.require_weight_gradients(flat_weights)
                 batch = self._read_features(features, weights)
-            activations, preserved = self._engine_for(batch).lookup_tensors(
+                engine = self._engine_for(batch)
+            activations, preserved = engine.lookup_tensors(
                 batch, replica, shapes=self._static_shapes_of(batch)
             )
             activations = self.with_weight_gradients(
@@ -223,7 +225,8 @@ class TPUEmbeddingV2(NestedEmbedding):
         if self._topology.tpu is None:
             place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
-            return self._preprocess(features, weights, place)[0]
+            with self._refusing("enqueue"):  # The others will meet in dequeue.
+                return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(
                 "`weights` cannot be given for features that were preprocessed: pass "
@@ -250,27 +253,31 @@ class TPUEmbeddingV2(NestedEmbedding):
     ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
         """Looks a batch up, whose static output shapes may be known in a graph."""
         engine, replica = self._in_replica("dequeue")
-        if not isinstance(partitioned_tensors, PreprocessedFeatures):
-            raise TypeError(
-                "dequeue takes what enqueue or preprocess_features returns, a "
-                f"PreprocessedFeatures, got {type(partitioned_tensors).__name__}. Use "
-                "embedding_lookup for raw features."
-            )
-        shapes = partitioned_tensors.output_shapes
-        if len(shapes) != len(self._plan.features):
-            raise ValueError(
-                f"The preprocessed batch has {len(shapes)} features, but this "
-                f"embedding has {len(self._plan.features)}. Preprocess it with this "
-                "embedding."
-            )
-        tables = engine.check_tables(partitioned_tensors.tables, found=False)
         with tf.name_scope("embedding_lookup"):
-            batch = engine.from_tensors(partitioned_tensors._replace(tables=tables))
+            with self._refusing("enqueue"):
+                given = self._check_batch(engine, partitioned_tensors)
+                batch = engine.from_tensors(given)
             activations, looked_up = engine.lookup(
                 batch, replica, training=True, shapes=static_shapes
             )
             preserved = engine.to_tensors(looked_up).tables
         return self._structure.pack(activations), preserved
+
+    def _check_batch(self, engine: Engine, batch: Any) -> PreprocessedFeatures:
+        """Refuses what is no preprocessed batch of this embedding."""
+        if not isinstance(batch, PreprocessedFeatures):
+            raise TypeError(
+                "dequeue takes what enqueue or preprocess_features returns, a "
+                f"PreprocessedFeatures, got {type(batch).__name__}. Use "
+                "embedding_lookup for raw features."
+            )
+        number = len(batch.output_shapes)
+        if number != len(self._plan.features):
+            raise ValueError(
+                f"The preprocessed batch has {number} features, but this embedding "
+                f"has {len(self._plan.features)}. Preprocess it with this embedding."
+            )
+        return batch._replace(tables=engine.check_tables(batch.tables, found=False))
 
     @do_not_convert
     def apply_gradients(
@@ -298,14 +305,14 @@ class TPUEmbeddingV2(NestedEmbedding):
             belong together, before anything has changed.
         """
         engine, replica = self._in_replica("apply_gradients")
-        self._require_optimizers("apply_gradients")
-        # Its first exchange is that of the IDs.
-        with self._refusing("enqueue"):
-            flat = self._structure.flatten("gradients", gradients)
-            checked = self._check_gradients(flat)
-            tables = engine.check_tables(preserved_outputs, found=True)
         with tf.name_scope("embedding_apply_gradients"):
-            looked_up = engine.from_tensors(PreprocessedFeatures(tables, (), {}, {}))
+            with self._refusing("enqueue"):  # Its first exchange is that of the IDs.
+                self._require_optimizers("apply_gradients")
+                flat = self._structure.flatten("gradients", gradients)
+                checked = self._check_gradients(flat)
+                tables = engine.check_tables(preserved_outputs, found=True)
+                given = PreprocessedFeatures(tables, (), {}, {})
+                looked_up = engine.from_tensors(given)
             engine.update(looked_up, checked, replica)
 
     @classmethod

@@ -150,7 +150,12 @@ class Job:
     def run(
         self, function: str, *arguments: Any, timeout: float = TIMEOUT_SECONDS
     ) -> list[Any]:
-        """Calls `multi_process.calls.<function>` in all processes; all results.
+        """Calls a function of `multi_process` in all processes; all results.
+
+        Args:
+          function: Its name, "module.function"; of the module `calls` without it.
+          *arguments: After the strategy.
+          timeout: In seconds, for each process.
 
         Raises:
           AssertionError: If it fails in one of them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,18 +71,6 @@ def refuse(job: Job, case: Case, bad: str, kind: str, text: str) -> None:
             assert text in found_text
         for name, values in own_tables.items():
             same(values, tables[name], (bad, process, name))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Job]:
-    with Job(2) as job:
-        yield job
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Job]:
-    with Job(3) as job:
-        yield job
 
 
 def test_two_processes_train_the_bits_of_one(two: Job) -> None:

@@ -38,7 +38,7 @@ class Case:
     Attributes:
       optimizer: A key of `OPTIMIZERS`.
       steps: Number of training steps.
-      version: 1 for TPUEmbedding, 2 for TPUEmbeddingV2.
+      version: 1 for TPUEmbedding, 2 for TPUEmbeddingV2, 3 for the Keras layer.
       pipelined: As the constructors have it.
       dtype: Of the tables.
       weights: Whether features have weights.
@@ -58,6 +58,9 @@ class Case:
       output_shape: See FeatureConfig.
       timeout_seconds: See DistributedOptions.
       seed: Of the batches.
+      check_numerics: As the constructors have it.
+      sizes: Of the batches of each process; () for some of 1 to 8 samples.
+      ids_in: The processes whose samples have IDs; () for all.
     """
 
     optimizer: str = "adagrad"
@@ -82,6 +85,9 @@ class Case:
     output_shape: Sequence[int] | None = None
     timeout_seconds: int = 60
     seed: int = 0
+    check_numerics: bool = False
+    sizes: tuple[int, ...] = ()
+    ids_in: tuple[int, ...] = ()
 
 
 def initializer(seed: int) -> Callable[..., tf.Tensor]:
@@ -102,7 +108,7 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
             name=f"table{index}",
             dtype=case.dtype,
             invalid_ids=case.invalid_ids,
-            placement=choice,
+            placement=choice or _placement(case),
         )
         for index, (rows, dim, combiner, choice) in enumerate(
             zip(case.rows, case.dims, case.combiners, case.choices, strict=True)
@@ -117,32 +123,45 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
         for name, table in zip(FEATURES, case.tables, strict=True)
         if name in case.features
     }
-    kind: Any = te.TPUEmbedding if case.version == 1 else te.TPUEmbeddingV2
-    with strategy.scope():
-        return kind(
-            features,
-            OPTIMIZERS[case.optimizer](),
-            case.pipelined,
-            distributed_options=te.DistributedOptions(
-                case.placement, case.wire, case.timeout_seconds
-            ),
+    arguments: dict[str, Any] = {"check_numerics": case.check_numerics}
+    if case.version == 3:
+        from tpu_embedding.keras import TPUEmbedding as Layer
+
+        kind: Any = Layer
+    else:
+        kind = te.TPUEmbedding if case.version == 1 else te.TPUEmbeddingV2
+        arguments["distributed_options"] = te.DistributedOptions(
+            case.placement, case.wire, case.timeout_seconds
         )
+    with strategy.scope():
+        return kind(features, OPTIMIZERS[case.optimizer](), case.pipelined, **arguments)
+
+
+def _placement(case: Case) -> str | None:
+    """That of a table; the Keras layer takes none for all."""
+    return case.placement if case.version == 3 and case.placement != "auto" else None
 
 
 def batch(case: Case, step: int, process: int) -> tuple[Any, ...]:
     """Features and weights of one process, of its own size."""
     random = np.random.default_rng((case.seed, step, process))
     size = int(random.integers(0 if case.empty else 1, 9))
+    size = case.sizes[process] if case.sizes else size
+    longest = 5 if process in (case.ids_in or (process,)) else 1
     spread = 5 if case.invalid_ids != "error" else 0
 
     def ids(rows: int, shape: Any) -> Any:
         # Few distinct rows, so that processes share them.
         return random.zipf(1.3, shape) % (rows + spread) - spread // 2
 
-    lengths = random.integers(0, 5, size)
+    lengths = random.integers(0, longest, size)
     total = int(lengths.sum())
     splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    sparse = [(s, k) for s in range(size) for k in range(int(random.integers(0, 3)))]
+    sparse = [
+        (sample, column)
+        for sample in range(size)
+        for column in range(int(random.integers(0, min(longest, 3))))
+    ]
     indices = np.array(sparse, np.int64).reshape(-1, 2)
 
     def ragged(values: Any) -> Any:
@@ -183,10 +202,24 @@ def step(case: Case, embedding: Any, features: Any, weights: Any) -> Any:
         embedding.enqueue(features, given)
         activations = embedding.dequeue()
         embedding.apply_gradients(gradients(activations))
-    else:
+    elif case.version == 2:
         activations, preserved = embedding(features, given)
         embedding.apply_gradients(gradients(activations), preserved)
+    else:
+        with tf.GradientTape() as tape:
+            activations = embedding(features, given)
+        backward(tape, embedding, activations, gradients(activations))
     return activations
+
+
+def backward(tape: Any, layer: Any, activations: Any, gradients: Any) -> None:
+    """Trains the tables of a Keras layer; None for activations that nothing uses."""
+    used = [name for name in activations if gradients[name] is not None]
+    tape.gradient(
+        [activations[name] for name in used],
+        layer.trainable_variables,
+        [gradients[name] for name in used],
+    )
 
 
 def evaluate(case: Case, embedding: Any, features: Any, weights: Any) -> Any:
@@ -227,7 +260,7 @@ def train(
         found.append(one(*value(number)))
         if case.evaluate and number % 2:
             found.append(look(*value(number + 1000)))
-    embedding.flush()
+    embedding.counted_core().flush()
     return [
         {
             name: [v.numpy() for v in strategy.experimental_local_results(values)]
@@ -241,7 +274,7 @@ def tables_of(embedding: Any) -> dict[str, np.ndarray]:
     """Tables and slots by "<table>/<array>"; a call of all processes."""
     return {
         f"{name}/{array}": rows.numpy()
-        for name, table in embedding.tables().items()
+        for name, table in embedding.counted_core().tables().items()
         for array, rows in table.rows.items()
     }
 
@@ -278,10 +311,21 @@ def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
     return telemetry.read()
 
 
-def train_replicas(case: Case, number: int) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The same in one process, with as many replicas."""
+def train_replicas(
+    case: Case, number: int, parts: int = 1
+) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The same in one process, with as many replicas.
+
+    Args:
+      case: What to train.
+      number: Of the replicas.
+      parts: After each of these parts of the steps no update is pending.
+    """
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
     value = _of_replicas(strategy, case, number)
-    activations = train(strategy, case, embedding, 0, value)
+    part = dataclasses.replace(case, steps=case.steps // parts)
+    activations = []
+    for first in range(0, case.steps, part.steps):
+        activations += train(strategy, part, embedding, first, value)
     return activations, tables_of(embedding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import struct
@@ -18,8 +19,6 @@ import tensorflow as tf
 def main() -> None:
     requests, replies = (os.fdopen(int(number), mode) for number, mode in PIPES)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    from multi_process import calls  # After the strategy: it may start TensorFlow.
-
     while head := requests.read(8):
         number, function, arguments = pickle.loads(
             requests.read(*struct.unpack("q", head))
@@ -27,7 +26,10 @@ def main() -> None:
         begin = time.monotonic()
         result: Any
         try:
-            result = getattr(calls, function)(strategy, *arguments)
+            # Imported after the strategy is made: it may start TensorFlow.
+            module, _, name = function.rpartition(".")
+            calls = importlib.import_module(f"multi_process.{module or 'calls'}")
+            result = getattr(calls, name)(strategy, *arguments)
         except Exception as error:
             from multi_process.jobs import Failure
 

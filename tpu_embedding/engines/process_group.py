@@ -50,9 +50,17 @@ class Channel:
                     timeout_seconds=timeout_seconds,
                 )
             )
+        # Of each function that has exchanges, that of the first.
+        self._first_phases: weakref.WeakKeyDictionary[Any, str]
+        self._first_phases = weakref.WeakKeyDictionary()
 
     def exchange(
-        self, phase: str, message: tf.Tensor, splits: tf.Tensor, refusal: Any
+        self,
+        phase: str,
+        message: tf.Tensor,
+        splits: tf.Tensor,
+        refusal: Any,
+        call: str = "",
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends each process its part and returns the parts that the others sent.
 
@@ -62,31 +70,46 @@ class Channel:
           splits: int64 [size], the bytes of each part, 0 for this process.
           refusal: string scalar; if it is not empty in any process, this raises the
             error that it holds in all.
+          call: What the user called. If it differs in any process, this raises a
+            tf.errors.FailedPreconditionError in all.
 
         Returns:
           uint8 vector and int64 [size], in the same form.
         """
+        function = _outermost_function()
+        if function is not None:
+            self._first_phases.setdefault(function, phase)
         with tf.device(self._device):
             return self._ops.tpu_embedding_exchange(
                 channel=self._handle,
                 message=message,
                 splits=splits,
                 refusal=refusal,
+                call=call,
                 phase=phase,
             )
 
     def refuse(self, phase: str, error: Exception) -> None:
-        """Takes part in an exchange that fails in all processes, eagerly."""
+        """Takes part in an exchange that fails in all processes, eagerly.
+
+        While a function is traced, that is its first exchange: the other processes may
+        run it already.
+        """
+        function = _outermost_function()
+        if function is not None:
+            phase = self._first_phases.get(function, phase)
         text = f"{_INVALID_ARGUMENT}\n{type(error).__name__}: {error}"
         with tf.init_scope(), contextlib.suppress(tf.errors.OpError):
             nothing = tf.zeros([0], tf.uint8)
             self.exchange(phase, nothing, tf.zeros([self.size], tf.int64), text)
 
-    def all_gather(self, phase: str, content: bytes) -> list[bytes]:
+    def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
         """What each process passed, in their order; outside of graphs."""
-        return self.all_to_all(phase, [content] * self.size)
+        return self.all_to_all(phase, [content] * self.size, call)
 
-    def all_to_all(self, phase: str, contents: Sequence[bytes]) -> list[bytes]:
+    def all_to_all(
+        self, phase: str, contents: Sequence[bytes], call: str = ""
+    ) -> list[bytes]:
         """Sends contents[p] to process p; what each process sent to this one."""
         parts = [
             b"" if p == self.rank else _padded(content)
@@ -97,6 +120,7 @@ class Channel:
             tf.constant(np.frombuffer(b"".join(parts), np.uint8)),
             tf.constant([len(part) for part in parts], tf.int64),
             "",
+            call,
         )
         whole = received.numpy()
         ends = np.cumsum(splits.numpy())
@@ -123,6 +147,16 @@ class Channel:
             phase: (int(exchanges), int(sent))
             for phase, (exchanges, sent) in zip(PHASES, numbers, strict=True)
         }
+
+
+def _outermost_function() -> Any:
+    """The graph of the tf.function that is traced, the outermost one, or None."""
+    if tf.executing_eagerly():
+        return None
+    graph: Any = tf.compat.v1.get_default_graph()
+    while hasattr(graph.outer_graph, "outer_graph"):
+        graph = graph.outer_graph
+    return graph
 
 
 def _padded(content: bytes) -> bytes:

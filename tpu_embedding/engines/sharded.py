@@ -155,7 +155,8 @@ class ShardedEngine(HostEngine):
         shapes: Sequence[Shape] | None = None,
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`."""
-        routed = prepared._replace(value=self.route(prepared.value, training))
+        call = f"embedding_lookup(training={training})"
+        routed = prepared._replace(value=self.route(prepared.value, training, call))
         return super().lookup(routed, replica, training=training, shapes=shapes)
 
     def lookup_tensors(
@@ -168,7 +169,9 @@ class ShardedEngine(HostEngine):
         """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
         prepared = self.prepare(batch, training=False)
         activations, _ = self.lookup(prepared, replica, training=True, shapes=shapes)
-        return activations, self.to_tensors(prepared)
+        # Raises the error of a refused batch, which would cancel the exchange.
+        with tf.control_dependencies(activations):
+            return activations, self.to_tensors(prepared)
 
     def update(
         self,
@@ -178,24 +181,31 @@ class ShardedEngine(HostEngine):
     ) -> None:
         """See `Engine.update`; plain tensors are divided over processes once more."""
         if looked_up.tensors is not None:
-            looked_up = looked_up._replace(value=self.route(looked_up.value, True))
+            routed = self.route(looked_up.value, True, "apply_gradients")
+            looked_up = looked_up._replace(value=routed)
         super().update(looked_up, gradients, replica)
 
-    def route(self, batch: tf.Tensor, training: bool) -> tf.Tensor:
+    def route(self, batch: tf.Tensor, training: bool, call: str) -> tf.Tensor:
         """Exchanges the IDs of a prepared batch of each process.
+
+        Args:
+          batch: The batch of this process.
+          training: Whether an update may follow.
+          call: The call of all processes, for errors.
 
         Returns:
           The batch as lookups and the queue take it.
 
         Raises:
           tf.errors.InvalidArgumentError: In all processes if one's batch was refused.
+          tf.errors.FailedPreconditionError: In all processes if the calls differ.
         """
         with tf.device(self._device):
             sent = self._ops.tpu_embedding_route(
                 batch=batch, plan=self._part_record, training=training
             )
             received, splits = self._channel.exchange(
-                "enqueue", sent.message, sent.splits, sent.refusal
+                "enqueue", sent.message, sent.splits, sent.refusal, call
             )
             return self._ops.tpu_embedding_receive_batch(
                 routed=sent.routed, received=received, received_splits=splits
@@ -267,6 +277,7 @@ class ShardedEngine(HostEngine):
         slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
         rows: dict[str, MutableRows] = {
             name: ShardedRows(
+                checkpoint_name(spec.name, name),
                 own,
                 spec,
                 self._placement,
@@ -325,8 +336,9 @@ class ShardedQueue(HostQueue):
         name: str | None = None,
     ) -> None:
         """See `StepQueue.enqueue`; a batch refused in one process is so in all."""
+        call = f"enqueue(training={training})"
         routed = [
-            batch._replace(value=self._sharded.route(batch.value, training))
+            batch._replace(value=self._sharded.route(batch.value, training, call))
             for batch in batches
         ]
         super().enqueue(routed, replica, training=training, name=name)
@@ -341,6 +353,7 @@ class ShardedRows(MutableRows):
 
     def __init__(
         self,
+        name: str,
         own: MutableRows,
         spec: TableSpec,
         placement: Placement,
@@ -348,14 +361,15 @@ class ShardedRows(MutableRows):
         initial_value: InitialValue,
     ) -> None:
         super().__init__((spec.config.vocabulary_size, own.shape[1]), own.dtype)
-        self._own, self._table = own, spec.index
+        self._own, self._table, self._name = own, spec.index, name
         self._placement, self._channel = placement, channel
         self.initial_value = initial_value
 
     def read(self, start: int, stop: int) -> np.ndarray:
         values = np.empty((stop - start, self.shape[1]), self.dtype)
         own = self._read_own(start, stop)
-        parts = self._channel.all_gather("checkpoint", own.tobytes())
+        call = self._describe(start, stop)
+        parts = self._channel.all_gather("checkpoint", own.tobytes(), call)
         self._join(parts, start, stop, values)
         return values
 
@@ -367,10 +381,14 @@ class ShardedRows(MutableRows):
         values = np.empty((stop - start, self.shape[1]), self.dtype)
         own = self._read_own(start, stop).tobytes()
         sent = [own if p == process else b"" for p in range(self._channel.size)]
-        parts = self._channel.all_to_all("checkpoint", sent)
+        call = self._describe(start, stop)
+        parts = self._channel.all_to_all("checkpoint", sent, call)
         if process == self._channel.rank:
             self._join(parts, start, stop, values)
         return values
+
+    def _describe(self, start: int, stop: int) -> str:
+        return f"the reading of rows {start} to {stop} of {self._name}"
 
     def _join(
         self, parts: Sequence[bytes], start: int, stop: int, values: np.ndarray

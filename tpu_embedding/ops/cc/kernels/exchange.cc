@@ -64,6 +64,7 @@ REGISTER_OP("TpuEmbeddingExchange")
     .Input("message: uint8")
     .Input("splits: int64")
     .Input("refusal: string")
+    .Input("call: string")
     .Output("received: uint8")
     .Output("received_splits: int64")
     .Attr("phase: string")
@@ -75,12 +76,13 @@ REGISTER_OP("TpuEmbeddingExchange")
     })
     .Doc(R"doc(
 Sends each process its part of `message`, and returns what the others sent. If
-any process has a refusal, the op fails with it in every process, and nothing
-else travels.
+any process has a refusal, or not all make the same call, the op fails in every
+process, and nothing else travels.
 
 message: the parts for process 0, 1, ...; none for this process itself.
 splits: bytes of each part, multiples of 64.
 refusal: "", or a code and a text: see kernels/channel.h.
+call: what the user called, with the arguments that must be alike everywhere.
 received: the parts from process 0, 1, ...; none from this process itself.
 phase: which exchange of a step it is.
 )doc");
@@ -146,7 +148,7 @@ constexpr int kWindow = 8;
 constexpr int64_t kAlignment = 64;
 
 // What comes before a message.
-enum Header : int { kSequence, kBytes, kRefusalBytes, kHeaderSize };
+enum Header : int { kSequence, kCall, kBytes, kRefusalBytes, kHeaderSize };
 
 // One run of the op; it lives until its last callback.
 class Exchange : public std::enable_shared_from_this<Exchange> {
@@ -158,8 +160,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         phase_(phase),
         done_(std::move(done)),
         executor_(context->collective_executor()),
-        arrived_(new std::atomic<bool>[channel_->size()]) {
-    for (int p = 0; p < size(); ++p) arrived_[p] = false;
+        arrived_(new std::atomic<bool>[channel_->size()]),
+        taken_(new std::atomic<bool>[channel_->size()]) {
+    for (int p = 0; p < size(); ++p) arrived_[p] = taken_[p] = false;
   }
 
   void Start() {
@@ -209,6 +212,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     TF_RETURN_IF_ERROR(CheckLength("splits", splits.NumElements(), size()));
     TF_RETURN_IF_ERROR(CheckScalar("refusal", context_->input(3)));
     refusal_ = context_->input(3).flat<tensorflow::tstring>()(0);
+    TF_RETURN_IF_ERROR(CheckScalar("call", context_->input(4)));
+    call_ = context_->input(4).flat<tensorflow::tstring>()(0);
     int64_t total = 0;
     for (int p = 0; p < size(); ++p) {
       bytes_.push_back(splits.flat<int64_t>()(p));
@@ -245,6 +250,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       Tensor header(tensorflow::DT_INT64, {kHeaderSize});
       auto fields = header.flat<int64_t>();
       fields(kSequence) = sequence_;
+      fields(kCall) = CallNumber();
       fields(kBytes) = bytes_[p];
       fields(kRefusalBytes) = refusal_.size();
       sent_headers_.push_back(header);
@@ -257,6 +263,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   void ReadHeaders() {
     bool refused = !refusal_.empty();
+    int other = -1;  // A process that made another call.
     int64_t total = 0;
     for (int p = 0; p < size(); ++p) {
       if (p == channel_->rank) {
@@ -276,11 +283,20 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         return;
       }
       refused |= fields(kRefusalBytes) > 0;
+      if (other < 0 && fields(kCall) != CallNumber()) other = p;
       received_bytes_.push_back(fields(kBytes));
       total += fields(kBytes);
     }
     if (refused) {
       SwapRefusals();
+      return;
+    }
+    if (other >= 0) {
+      Finish(absl::FailedPreconditionError(absl::StrCat(
+          "The processes called the embedding differently: process ",
+          channel_->rank, " called ", call_, ", but process ", other,
+          " made another call. Nothing has changed. Make the same calls with "
+          "the same arguments in every process.")));
       return;
     }
     Tensor* output = nullptr;
@@ -305,6 +321,15 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     channel_->phases[phase_].bytes_sent += sum;
     const auto self = shared_from_this();
     Swap("message", sent, received, [self] { self->Finish(absl::OkStatus()); });
+  }
+
+  // Tells calls apart: FNV-1a, which is the same in all processes.
+  int64_t CallNumber() const {
+    uint64_t number = 0xcbf29ce484222325u;
+    for (const char c : call_) {
+      number = (number ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+    }
+    return static_cast<int64_t>(number);
   }
 
   // Every process that refuses tells every other one why.
@@ -372,7 +397,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       part.received = Cut(received[p]);
       number += part.sent.size() + part.received.size();
     }
-    for (int p = 0; p < size(); ++p) arrived_[p] = false;
+    for (int p = 0; p < size(); ++p) {
+      arrived_[p] = (*parts)[p].received.empty();
+      taken_[p] = (*parts)[p].sent.empty();
+    }
     if (number == 0) {
       next();
       return;
@@ -394,12 +422,15 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     for (int p = 0; p < size(); ++p) {
       Part& part = (*parts)[p];
       for (size_t k = 0; k < part.sent.size(); ++k) {
-        access->PostToPeer(
-            members_[p]->device.name(), members_[p]->task,
-            Key(what, channel_->rank, p, k), device, nullptr,
-            tensorflow::AllocatorAttributes(), &part.sent[k],
-            device->attributes().locality(), context_->cancellation_manager(),
-            [done, parts, p](const absl::Status& status) { done(p, status); });
+        access->PostToPeer(members_[p]->device.name(), members_[p]->task,
+                           Key(what, channel_->rank, p, k), device, nullptr,
+                           tensorflow::AllocatorAttributes(), &part.sent[k],
+                           device->attributes().locality(),
+                           context_->cancellation_manager(),
+                           [self, done, parts, p](const absl::Status& status) {
+                             if (status.ok()) self->taken_[p] = true;
+                             done(p, status);
+                           });
       }
     }
     for (int p = 0; p < size(); ++p) {
@@ -466,6 +497,15 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (absl::StrContains(status.message(), "tpu_embedding: ")) {
       return status;  // Another process has explained it.
     }
+    tensorflow::CancellationManager* function =
+        context_->cancellation_manager();
+    if (function && (function->IsCancelling() || function->IsCancelled())) {
+      return absl::UnavailableError(absl::StrCat(
+          "tpu_embedding: Process ", channel_->rank, " gave up ", phase_name(),
+          ": another op of its function failed, or it was interrupted. "
+          "Nothing of this step was applied. Restart all processes from the "
+          "last checkpoint."));
+    }
     const int lost = Lost(status.message(), peer);
     const std::string who =
         lost < 0 ? "A process" : absl::StrCat("Process ", lost);
@@ -504,11 +544,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   void Expire() {
-    std::string missing;
-    for (int p = 0; p < size(); ++p) {
-      if (p == channel_->rank || arrived_[p]) continue;
-      absl::StrAppend(&missing, missing.empty() ? "" : ", ", p);
-    }
+    std::string missing = Missing(arrived_.get());
+    if (missing.empty()) missing = Missing(taken_.get());
     const absl::Status status = absl::DeadlineExceededError(absl::StrCat(
         "tpu_embedding: process ", channel_->rank, " waited ",
         channel_->timeout_seconds, " s in ", phase_name(), " for process ",
@@ -522,6 +559,16 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       if (failure_.ok()) failure_ = status;
     }
     executor_->StartAbort(status);
+  }
+
+  // The other processes for which `done` is false.
+  std::string Missing(const std::atomic<bool>* done) const {
+    std::string missing;
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank || done[p]) continue;
+      absl::StrAppend(&missing, missing.empty() ? "" : ", ", p);
+    }
+    return missing;
   }
 
   void Finish(const absl::Status& status) {
@@ -538,13 +585,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   const int phase_;
   AsyncOpKernel::DoneCallback done_;
   CollectiveExecutor* const executor_;
-  std::unique_ptr<std::atomic<bool>[]> arrived_;  // by process
+  // By process, whether a piece came from it, and it took one.
+  std::unique_ptr<std::atomic<bool>[]> arrived_, taken_;
   int64_t watch_ = 0;
   tensorflow::CollGroupParams group_;
   std::vector<const CollGroupMember*> members_;  // by process
   Tensor message_;
   std::vector<int64_t> bytes_, received_bytes_;
-  std::string refusal_;
+  std::string refusal_, call_;
   int64_t sequence_ = 0;
   std::vector<Tensor> sent_headers_, headers_, refusals_;
   std::atomic<int64_t> waiting_{0};

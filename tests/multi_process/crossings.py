@@ -1,0 +1,273 @@
+"""What tests call in the processes of a job: promises that meet each other."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import tensorflow as tf
+from multi_process import training
+from multi_process.calls import failure, rank
+from multi_process.training import Case
+
+import tpu_embedding as te
+
+REFUSED = ("id", "weight", "gradient")  # What is wrong before each step, in turn.
+
+
+def _is_last(strategy: Any) -> bool:
+    return rank(strategy) == strategy.num_replicas_in_sync - 1
+
+
+def _two_calls(strategy: Any, case: Case, embedding: Any) -> tuple[Any, Any]:
+    """The two halves of a step, each in strategy.run.
+
+    Returns:
+      A function of features and weights, and one of what it returned and of a factor
+      of the gradients, which returns the activations.
+    """
+
+    def look_up(features: Any, weights: Any) -> Any:
+        if case.version == 1:
+            embedding.enqueue(features, weights)
+            return embedding.dequeue(), ()
+        if case.version == 2:
+            return embedding(features, weights)
+        return (features, weights), ()  # Keras looks up under a tape.
+
+    def apply(found: Any, preserved: Any, factor: tf.Tensor) -> Any:
+        def scaled(activations: Any) -> Any:
+            return {
+                name: None if gradient is None else factor * gradient
+                for name, gradient in training.gradients(activations).items()
+            }
+
+        if case.version == 1:
+            embedding.apply_gradients(scaled(found))
+            return found
+        if case.version == 2:
+            embedding.apply_gradients(scaled(found), preserved)
+            return found
+        with tf.GradientTape() as tape:
+            activations = embedding(*found)
+        training.backward(tape, embedding, activations, scaled(activations))
+        return activations
+
+    def runner(function: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            return strategy.run(function, args=arguments)
+
+        return tf.function(run, reduce_retracing=True) if case.graph else run
+
+    return runner(look_up), runner(apply)
+
+
+def _restarted(strategy: Any, case: Case, embedding: Any, path: str) -> Any:
+    """A new embedding from a checkpoint of this one."""
+    restarted = training.create(strategy, case)
+    if case.version < 3:
+        te.checkpoint.save(embedding, path)
+        te.checkpoint.restore(restarted, path)
+        return restarted
+    path = tf.train.Checkpoint(layer=embedding).write(f"{path}-{rank(strategy)}")
+    restarted.build()
+    status = tf.train.Checkpoint(layer=restarted).read(path)
+    status.assert_existing_objects_matched()
+    return restarted
+
+
+def _in_turn(look_up: Any, apply: Any, batch: Any, factor: tf.Tensor) -> None:
+    apply(*look_up(*batch), factor)
+
+
+def train_around_refusals(strategy: Any, case: Case, path: str) -> Any:
+    """Before each step one is refused; half way all goes on from a checkpoint.
+
+    Returns:
+      What each refused step raised, the activations of the others, and whole tables
+      and slots.
+    """
+    embedding = training.create(strategy, case)
+    look_up, apply = _two_calls(strategy, case, embedding)
+    bad = _is_last(strategy)
+    raised, activations = [], []
+    for number in range(case.steps):
+        if number == case.steps // 2:
+            embedding = _restarted(strategy, case, embedding, path)
+            look_up, apply = _two_calls(strategy, case, embedding)
+        features, weights = training.batch(case, number, rank(strategy))
+        wrong = REFUSED[number % len(REFUSED)]
+        factor = tf.constant(1.0)
+        others = (dict(features), dict(weights))
+        if bad and wrong == "id":
+            others[0]["dense"] = tf.zeros_like(features["dense"]) + case.rows[1]
+        if bad and wrong == "weight":
+            others[1]["many"] = weights["many"] * float("nan")
+        if wrong == "gradient":
+            found = look_up(features, weights)
+            worse = tf.constant(float("nan")) if bad else factor
+            raised.append(failure(functools.partial(apply, *found, worse)))
+        else:
+            step = functools.partial(_in_turn, look_up, apply, others, factor)
+            raised.append(failure(step))
+            found = look_up(features, weights)
+        values = apply(*found, factor)
+        activations.append({name: [v.numpy()] for name, v in values.items()})
+    embedding.counted_core().flush()
+    return raised, activations, training.tables_of(embedding)
+
+
+def _embedding(strategy: Any, version: int = 1, **arguments: Any) -> Any:
+    """An embedding of one feature, whose table has its row numbers as values."""
+    table = te.TableConfig(
+        8, 2, te.RowIdInitializer(), combiner="sum", name="films", placement="rows"
+    )
+    kind: Any = te.TPUEmbedding if version == 1 else te.TPUEmbeddingV2
+    options = te.DistributedOptions(timeout_seconds=5)
+    with strategy.scope():
+        embedding = kind(
+            {"film": te.FeatureConfig(table)},
+            te.SGD(0.5),
+            distributed_options=options,
+            **arguments,
+        )
+    embedding.build()
+    return embedding
+
+
+def _step(embedding: Any) -> list[float]:
+    """A good step of any class; the first column of the table."""
+    features = {"film": tf.constant([1, 2])}
+    if isinstance(embedding, te.TPUEmbedding):
+        embedding.enqueue(features)
+        activations = embedding.dequeue()
+        embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
+    else:
+        activations, preserved = embedding(features)
+        gradients = {"film": tf.ones_like(activations["film"])}
+        embedding.apply_gradients(gradients, preserved)
+    (table,) = embedding.embedding_tables.values()
+    return table.numpy()[:, 0].tolist()
+
+
+def refuse_inputs(strategy: Any) -> list[tuple[str, str, float]]:
+    """Each bad input in the last process, at each entry; what it raised, and when."""
+    from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS, Bad
+
+    films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
+    config = {"bad": te.FeatureConfig(films), "good": te.FeatureConfig(films)}
+    options = te.DistributedOptions("rows", timeout_seconds=5)
+    arguments: Any = {"check_numerics": True, "distributed_options": options}
+    with strategy.scope():
+        first = te.TPUEmbedding(config, te.SGD(0.5), **arguments)
+        second = te.TPUEmbeddingV2(config, te.SGD(0.5), **arguments)
+    first.build()
+    second.build()
+    entries: list[Any] = [
+        first.enqueue,
+        second,
+        lambda features, weights: second.dequeue(second.enqueue(features, weights)),
+    ]
+    good = tf.constant([1, 2])
+    more = [
+        Bad("half", tf.constant([1.5, 2.0]), ()),
+        Bad("not_a_number", tf.constant([float("nan"), 2.0]), ()),
+        Bad("nothing", None, ()),
+        Bad("weights_of_strings", good, (), tf.constant(["a", "b"])),
+    ]
+    found = []
+    for bad in [*BY_TYPE, *BY_VALUE, *more]:
+        for call in entries:
+            given = (good, None if bad.weights is None else tf.ones([2]))
+            if _is_last(strategy):
+                given = (bad.value, bad.weights)
+            features = {"bad": given[0], "good": good}
+            weights = None if given[1] is None else {"bad": given[1], "good": None}
+            begin = time.monotonic()
+            raised = failure(lambda c=call, f=features, w=weights: c(f, w))
+            found.append((*raised, time.monotonic() - begin))
+    return found
+
+
+def refuse_calls(strategy: Any) -> dict[str, tuple[Any, Any]]:
+    """By what is wrong with a call of the last process: what it and the next raise."""
+    bad = _is_last(strategy)
+    first, second = _embedding(strategy), _embedding(strategy, 2)
+    ids = tf.constant([1, 2])
+
+    def weights(embedding: Any, function: Any) -> Any:
+        return lambda: function(
+            {"film": ids}, {"worse" if bad else "film": tf.ones([2])}
+        )
+
+    def traced(embedding: Any) -> Any:
+        @tf.function
+        def step() -> None:
+            """Refused while it is traced, when the others run it."""
+            gradients = {"film": tf.ones([2, 3 if bad else 2])}
+            if embedding is first:
+                first.enqueue({"film": ids})
+                first.dequeue()
+                first.apply_gradients(gradients)
+            else:
+                second.apply_gradients(gradients, second({"film": ids})[1])
+
+        return step
+
+    def nested() -> None:
+        inner = traced(first)
+        tf.function(inner)()
+
+    def evaluated() -> None:
+        first.enqueue({"film": ids}, training=not bad)
+
+    def taken_apart() -> None:
+        """The last process looks up where the others update."""
+        activations, preserved = second({"film": ids})
+        if bad:
+            second({"film": ids})
+        else:
+            second.apply_gradients({"film": activations["film"]}, preserved)
+
+    def read() -> None:
+        """The processes read different tables."""
+        rows = first.tables()["films"].rows["parameters"]
+        rows.read(0, 4 if bad else 8)
+
+    calls = {
+        "weights": weights(first, first.enqueue),
+        "weights of V2": weights(second, second),
+        "traced": traced(first),
+        "traced, in a function": nested,
+        "traced, of V2": traced(second),
+        "training": evaluated,
+        "apply_gradients": taken_apart,
+        "rows": read,
+    }
+    found = {}
+    for name, call in calls.items():
+        raised = failure(call)
+        found[name] = (raised, [_step(first), _step(second)])
+    return found
+
+
+def fail_in_a_function(strategy: Any) -> tuple[str, str]:
+    """The last process fails while it waits for the others."""
+    embedding = _embedding(strategy)
+
+    @tf.function
+    def step(value: tf.Tensor) -> tf.Tensor:
+        def wait(value: tf.Tensor) -> Any:
+            time.sleep(0.5)
+            return value
+
+        # Not stateful: TensorFlow orders stateful ops.
+        waited = tf.numpy_function(wait, [value], tf.int32, stateful=False)
+        embedding.enqueue({"film": tf.constant([1, 2])})
+        return tf.gather([1.0, 2.0], waited)
+
+    if not _is_last(strategy):
+        time.sleep(2)
+    value = tf.constant(3 if _is_last(strategy) else 0)
+    return failure(lambda: step(value))
