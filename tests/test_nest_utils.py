@@ -76,6 +76,12 @@ def test_shapes_in_any_nesting(shapes: Any) -> None:
     assert [tf.TensorShape(shape).as_list() for shape in found] == expected
 
 
+@pytest.mark.parametrize("shape", [[16], [[16]], (tf.TensorShape(16),), {"x": [16]}])
+def test_the_shape_of_a_single_leaf(shape: Any) -> None:
+    (found,) = Structure(0).flatten_shapes("shapes", shape)
+    assert tf.TensorShape(found).as_list() == [16]
+
+
 def test_build_takes_shapes_in_any_nesting() -> None:
     table = te.TableConfig(8, 2)
     features = tuple(te.FeatureConfig(table) for _ in range(2))

@@ -71,12 +71,18 @@ class Structure:
             `flatten`.
         """
         try:
-            return self.flatten(what, shapes, container_leaves=True)
+            leaves = self.flatten(what, shapes, container_leaves=True)
         except (TypeError, ValueError):
             leaves = list(_shapes_in(shapes))
             if len(leaves) != self._num_leaves:
                 raise
             return leaves
+        # A leaf may be a container of one shape, as a single feature's [[16]] is.
+        within = [list(_shapes_in(leaf)) for leaf in leaves]
+        return [
+            shape if len(own) != 1 else own[0]
+            for shape, own in zip(leaves, within, strict=True)
+        ]
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The leaves, in the order of `flatten`, in this structure."""
