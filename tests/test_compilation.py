@@ -135,9 +135,15 @@ def test_a_report(python: Any) -> None:
         (TENSOR, "compile", "'films_users' (features film, user): 25600000000 bytes"),
         (MEMORY, "compile", "119.22 GiB of 31.25 GiB. The largest stacks are films, "),
         ("ValueError: Table 'a' is big.", "trace", "cannot be traced: ValueError: Tab"),
+        (
+            "KeyError: 'a' (m.py, line 3)",
+            "build",
+            "built: KeyError: 'a' (m.py, line 3).",
+        ),
+        ("ValueError: Only support static input shape but", "lower", "dimension None."),
         ("what", "lower", "The step cannot be lowered."),
     ],
-    ids=["ids", "tensor", "memory", "trace", "lower"],
+    ids=["ids", "tensor", "memory", "trace", "build", "static", "lower"],
 )
 def test_what_the_compiler_says_in_terms_of_tables(
     message: str, stage: str, text: str, python: Any
@@ -149,10 +155,21 @@ def test_what_the_compiler_says_in_terms_of_tables(
     assert report.message == message
 
 
-def test_a_process_that_ends_is_a_report(python: Any) -> None:
-    report = compile_step("model:build", python=python(code=3))
+@pytest.mark.parametrize(
+    ("facts", "code", "text"),
+    [
+        ({"stage": "compile"}, 3, "ended with code 3 while TensorFlow and libtpu"),
+        ({"stage": "build"}, 0, "code 0 while model:build was imported and called"),
+        ({"stage": "trace"}, 7, "ended with code 7 while the step of model:build was"),
+        ({}, 1, "code 1 while its packages were imported"),
+    ],
+)
+def test_a_process_that_ends_is_a_report(
+    facts: Any, code: int, text: str, python: Any
+) -> None:
+    report = compile_step("model:build", python=python(facts, code))
     assert not report.compiles
-    assert "ended with code 3" in report.problem
+    assert text in report.problem
 
 
 def test_other_versions_are_refused(python: Any) -> None:
@@ -196,3 +213,6 @@ def test_the_command(python: Any, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert json.loads(captured.out)["problem"].startswith("The step needs more")
     assert MEMORY in captured.err
+    facts = {**FACTS, "error": "KeyError: 'a'", "stage": "build"}
+    assert main([*arguments, "--python", python(facts)]) == 1
+    assert capsys.readouterr().err == ""  # The report has it.

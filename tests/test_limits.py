@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tensorflow as tf
+from described_tpu import Described
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
-from tpu_embedding import tpu_generations
+from tpu_embedding import distribution, tpu_generations
 from tpu_embedding.tpu_generations import GENERATIONS, GIB, SPARSE_CORE_TENSOR_BYTES
 
 
@@ -66,15 +68,46 @@ def test_the_memory_of_a_device(generation: str, devices: int) -> None:
 
 @pytest.mark.parametrize("generation", ["v5p", "v6e", "7x"])
 def test_distinct_ids_of_a_partition(generation: str) -> None:
-    most = GENERATIONS[generation].max_unique_ids_per_partition
-    limits = {"max_ids_per_table": {"t0": 10 * most}}
-    make(generation, 2, 1000, 8, max_unique_ids_per_table={"t0": most}, **limits)
+    known = GENERATIONS[generation]
+    most = known.max_unique_ids()
+
+    def limits(ids: int, unique: int) -> Any:
+        return {
+            "max_ids_per_table": {"t0": ids},
+            "max_unique_ids_per_table": {"t0": unique},
+        }
+
+    make(generation, 2, 1000, 8, **limits(most, most))
     with pytest.raises(
         ValueError,
-        match=rf"'t0'.*max_unique_ids_per_table\['t0'\] is {most + 8}, .* on "
-        rf"{generation}\) is enough for {most} .* minibatching=True",
+        match=rf"'t0'.*max_unique_ids_per_table\['t0'\] is {most + 64} and .* on "
+        rf"{generation}\. Set max_unique_ids_per_table to at most {most} in "
+        "SparseCoreEmbeddingConfig, with minibatching=True",
     ):
-        make(generation, 2, 1000, 8, max_unique_ids_per_table={"t0": most + 8})
+        make(generation, 2, 1000, 8, **limits(most, most + 64))
+    ids = 16 * most
+    fewer = known.max_unique_ids(ids)
+    assert 0.8 * most < fewer < 0.9 * most
+    make(generation, 2, 1000, 8, **limits(ids, fewer))
+    possible = known.max_ids(most)
+    with pytest.raises(
+        ValueError,
+        match=rf"Set max_unique_ids_per_table to at most {fewer} or max_ids_per_table "
+        rf"to at most {possible} in",
+    ):
+        make(generation, 2, 1000, 8, **limits(ids, most))
+    possible = known.max_ids(256)
+    make(generation, 2, 1000, 8, **limits(possible, 256))
+    with pytest.raises(
+        ValueError, match=rf"Set max_ids_per_table to at most {possible} in"
+    ):
+        make(generation, 2, 1000, 8, **limits(100 * most, 256))
+    with pytest.raises(
+        ValueError,
+        match=rf"max_unique_ids_per_table to at most {most}, and max_ids_per_table to "
+        rf"{known.max_ids(most)} in",
+    ):
+        make(generation, 2, 1000, 8, **limits(100 * most, 2 * most))
 
 
 def test_several_limits_are_counted() -> None:
@@ -105,6 +138,9 @@ def test_topologies() -> None:
             tpu_generations.topology(wrong)
     with pytest.raises(ValueError, match="Unknown TPU generation 'v9'"):
         tpu_generations.topology("v9:2x2")
+    assert tpu_generations.topology("v5p:16x20x28")[1] == 8960
+    with pytest.raises(ValueError, match=r"has 272 chips, .* v6e topology has 256"):
+        tpu_generations.topology("v6e:16x17")
 
 
 def test_a_real_tpu_has_the_widest_limits_that_it_may_have() -> None:
@@ -112,5 +148,31 @@ def test_a_real_tpu_has_the_widest_limits_that_it_may_have() -> None:
     two, four = (tpu_generations.reported("V2", cores) for cores in (2, 4))
     assert two.spmem_bytes == GENERATIONS["7x"].spmem_bytes
     assert two.hbm_bytes == GENERATIONS["7x"].hbm_bytes
+    assert two.max_unique_ids() >= GENERATIONS["7x"].max_unique_ids()
     assert four.hbm_bytes == GENERATIONS["v5p"].hbm_bytes
     assert tpu_generations.reported("V1", 0).hbm_bytes == 32 * GIB
+
+
+@pytest.mark.parametrize("name", ["v6e", "v5p", "7x"])
+def test_described_tpus_have_the_limits_of_their_generation(name: str) -> None:
+    """The compiler's check knows which TPU it asks for."""
+    described = GENERATIONS[name]
+    strategy: Any = tf.distribute.TPUStrategy(
+        Described("V2", described.sparse_cores_per_device, local=True)
+    )
+    setattr(strategy.extended, distribution.DESCRIBED_GENERATION, described)
+    most = described.max_unique_ids(256)  # The default limit of ids.
+    table = te.TableConfig(1000, 8, name="t")
+    config = te.SparseCoreEmbeddingConfig(max_unique_ids_per_table={"t": most + 64})
+    with (
+        strategy.scope(),
+        pytest.raises(
+            ValueError,
+            match=rf"on {name}\. Set .* to at most {most} ",
+        ),
+    ):
+        te.TPUEmbeddingV2(
+            te.FeatureConfig(table, output_shape=[64]),
+            te.SGD(0.1),
+            sparse_core_embedding_config=config,
+        )

@@ -173,7 +173,7 @@ def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> Non
         devices = 2 * known.devices_per_chip
         rows = int(rng.uniform(0.1, 1.5) * 16 * GIB / (4 * 128)) * devices
         tables = int(rng.integers(1, 1 + 2 * known.hbm_bytes // (16 * GIB)))
-        unique = int(known.max_unique_ids_per_partition * rng.uniform(0.5, 1.2))
+        unique = int(known.max_unique_ids(256) * rng.uniform(0.5, 1.2))
         features = (
             [
                 te.FeatureConfig(
@@ -257,9 +257,10 @@ def test_arguments(arguments: Any, text: str) -> None:
         te.plan(te.FeatureConfig(table(10, 8)), te.SGD(0.1), **arguments)
 
 
+FILMS = {"name": "films", "vocabulary_size": 1000, "dim": 16, "optimizer": "Adam"}
 CONFIG = {
     "tables": [
-        {"name": "films", "vocabulary_size": 1000, "dim": 16, "optimizer": "Adam"},
+        FILMS,
         {"name": "users", "vocabulary_size": 500, "dim": 8},
     ],
     "features": [{"name": "liked", "table": "films"}, {"table": "users"}],
@@ -323,10 +324,21 @@ def test_the_command(
         ({"tables": []}, "an object with `tables`"),
         ({"tables": [{"dim": 3}]}, "has no `name`"),
         ({"features": [{"table": "x"}]}, "names no table of films, users"),
-        ({"optimizer": "Adamant"}, "'Adamant' is not known. Known are"),
-        ({"tables": [{"name": "a", "rows": 3}]}, "unexpected keyword argument 'rows'"),
+        ({"optimizer": "Adamant"}, "'Adamant' is not known; its `name` is one of FTRL"),
+        (
+            {"tables": [{"name": "a", "rows": 3}]},
+            "'a' has the unknown key 'rows'. Known",
+        ),
+        ({"tables": [{"name": "a", "dim": 3}]}, "'a' has no `vocabulary_size`."),
+        ({"tables": "films"}, "an object with `tables`, a list"),
+        ({"tables": [FILMS, FILMS]}, "two tables 'films'"),
+        ({"features": [{"table": "films"}] * 2}, "two features 'films'"),
+        ({"features": [{"table": ["films"]}]}, "names no table of films"),
+        ({"optimiser": "Adam"}, "unknown key 'optimiser'. Known are tables, features"),
+        ({"optimizer": "CustomOptimizer"}, "'CustomOptimizer' is not known"),
+        ({"batch_size": "64"}, "must be an int >= 1. Received: '64'"),
     ],
-    ids=range(5),
+    ids=range(13),
 )
 def test_files_that_are_wrong(
     change: Any,
@@ -347,7 +359,9 @@ def test_files_that_are_wrong(
         ("nothing", "as in `my_model:features`"),
         ("no_such_module:x", "Cannot import 'no_such_module'"),
         ("json:x", "json has no attribute 'x'"),
+        ("json:lods", "no attribute 'lods'. Did you mean 'loads'?"),
         ("missing.json", "No such file"),
+        ("missing.py:x", "Cannot import 'missing.py': FileNotFoundError: there is no"),
     ],
 )
 def test_configurations_that_are_missing(
@@ -356,3 +370,112 @@ def test_configurations_that_are_missing(
     code, _, error = run(capsys, name)
     assert code == 2
     assert text in error
+
+
+MODEL = """
+import sys
+import numpy as np
+import tpu_embedding as te
+features = te.FeatureConfig(te.TableConfig(100, 8, name="films"))
+def printing():
+    print("from the model")
+    return features
+def raising():
+    raise KeyError("nope")
+def exiting():
+    sys.exit(0)
+def sample():
+    yield np.zeros([64])
+    raise OSError("the disk is gone")
+nothing, number, text = None, 5, [np.array(["a"])]
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "sample", "expected"),
+    [
+        ("raising", None, "model.py:raising failed: KeyError: 'nope' ("),
+        ("exiting", None, "model.py:exiting failed: sys.exit(0) was called ("),
+        ("feature", None, "Did you mean 'features'?"),
+        ("features", "nothing", "model.py:nothing is a NoneType, and a sample is an"),
+        ("features", "number", "model.py:number is a int, and a sample is an"),
+        ("features", "text", "the sample has values of <U1, and ids are integers"),
+        ("features", "sample", "model.py:sample failed: OSError: the disk is gone ("),
+        ("features.table", None, "must be a FeatureConfig"),
+    ],
+)
+def test_code_that_fails_is_named_with_its_line(
+    config: str,
+    sample: str | None,
+    expected: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    chosen = [] if sample is None else ["--sample", f"{model}:{sample}"]
+    code, out, error = run(capsys, f"{model}:{config}", "--batch-size=64", *chosen)
+    assert (code, out) == (2, "")
+    assert expected in error
+    assert " (" not in expected[-2:] or f"{model}, line " in error
+
+
+def test_what_code_prints_is_not_a_part_of_the_answer(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A module of that name is loaded: the file is.
+    model = tmp_path / "json.py"
+    model.write_text(MODEL)
+    code, out, error = run(capsys, f"{model}:printing", "--batch-size=64", "--json")
+    assert code == 0
+    assert json.loads(out)["total_bytes"] == 3200
+    assert error == "from the model\n"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"liked": np.arange(64)}, "has no array 'users', nor both 'users.values' and"),
+        ({"liked": np.arange(512), "users": np.arange(256)}, "liked: 512, users: 256"),
+        ({"liked": np.arange(8), "users": np.arange(8)}, "one batch of 256"),
+        (
+            {
+                "liked": np.arange(256),
+                "users.values": np.arange(9),
+                "users.row_splits": np.arange(257),
+            },
+            "'users.row_splits' must not decrease, and must end with the 9 entries",
+        ),
+        (
+            {"liked": np.array([[1], [2, 3]], object), "users": np.arange(2)},
+            "ids.npz is no .npz file of arrays of numbers",
+        ),
+    ],
+    ids=range(5),
+)
+def test_files_of_ids_that_are_wrong(
+    arrays: Any,
+    expected: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    np.savez(tmp_path / "ids.npz", **arrays)
+    config, sample = str(tmp_path / "config.json"), str(tmp_path / "ids.npz")
+    code, _, error = run(capsys, config, "--sample", sample)
+    assert code == 2
+    assert expected in error
+
+
+def test_files_that_cannot_be_parsed(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    for content, expected in (
+        (b'{"tables": [', "config.json is not JSON: Expecting value: line 1"),
+        (b"\xff\xfe", "config.json is not a text file in UTF-8"),
+    ):
+        path.write_bytes(content)
+        code, _, error = run(capsys, str(path))
+        assert code == 2
+        assert expected in error

@@ -99,7 +99,7 @@ class Case:
             "ragged": tf.RaggedTensorSpec,
             "sparse": tf.SparseTensorSpec,
         }[self.kind]
-        shape = [SAMPLES] if self.kind == "dense" else [SAMPLES, None]
+        shape = [self.shape[0], *([] if self.kind == "dense" else [None])]
         specs = [dict.fromkeys(features, make(shape, tf.int64))]
         return step, [] if self.queued and not self.enqueues else specs
 

@@ -54,7 +54,7 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     ),
 )
 # Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.
-_EXPECTED = (ValueError, TypeError, KeyError, NotImplementedError, RuntimeError)
+_EXPECTED = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,8 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.message}", file=sys.stderr)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
+    except KeyError as error:
+        print(f"error: {error.args[0] if error.args else 'KeyError'}", file=sys.stderr)
     except _EXPECTED as error:
-        print(f"error: {error.args[0]}", file=sys.stderr)
+        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
     return 2
 
 

@@ -27,6 +27,9 @@ Result = TypeVar("Result")
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
 # Attribute of an input of a software TPU's program: the device that it comes from.
 INPUT_DEVICE_ATTRIBUTE = "_software_tpu_input_device"
+# Attribute of the `extended` of a TPUStrategy whose TPUs are only described: their
+# Generation.
+DESCRIBED_GENERATION = "described_generation"
 CPU_ENGINES = ("host", "portable")
 # By what a generation has for embeddings.
 TPU_ENGINES = {"v1": "tpu_v2_v4", "sparse_core": "sparse_core", "none": "none"}
@@ -557,10 +560,14 @@ def _tpu_system(strategy: Any) -> TPUSystem:
         )
     # No public property has the devices of all cores.
     devices = tuple(tuple(cores) for cores in extended._tpu_devices)
-    return TPUSystem(
-        generation=tpu_generations.reported(
+    # TPUs that are described for the compiler have a name; real ones do not tell it.
+    generation = getattr(extended, DESCRIBED_GENERATION, None)
+    if generation is None:
+        generation = tpu_generations.reported(
             feature.embedding_feature.value, feature.num_embedding_devices_per_chip
-        ),
+        )
+    return TPUSystem(
+        generation=generation,
         devices=devices,
         hosts=_hosts([cores[0] for cores in devices]),
         assigned=extended._device_assignment is not None,

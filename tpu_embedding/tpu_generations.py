@@ -42,7 +42,10 @@ class Generation:
       row_multiple: The number of rows of a table on one SparseCore is a multiple of it.
       hbm_bytes: What programs can use of the memory of a device.
       spmem_bytes: Memory of a SparseCore for the ids of a partition; 0 without.
+      spmem_reserved_bytes: What of it the compiler takes whatever the limits.
+      id_multiple: The compiler rounds limits of ids up to a multiple of it.
       devices_per_chip: Devices, each of which is a replica, of one chip.
+      max_chips: Chips of the largest topology, a pod, by Google Cloud's pages.
     """
 
     name: str
@@ -52,17 +55,59 @@ class Generation:
     row_multiple: int = 0
     hbm_bytes: int = 0
     spmem_bytes: int = 0
+    spmem_reserved_bytes: int = 0
+    id_multiple: int = 8
     devices_per_chip: int = 1
+    max_chips: int = 0
 
-    @property
-    def max_unique_ids_per_partition(self) -> int:
-        """The largest limit of distinct ids of a partition that compiles; 0 for none.
+    def partition_bytes(self, max_ids: int, max_unique_ids: int) -> float:
+        """The SPMEM that a lookup needs with these limits of a partition.
 
-        >>> GENERATIONS["v6e"].max_unique_ids_per_partition
-        7176
+        >>> GENERATIONS["v6e"].partition_bytes(256, 256)
+        10336.0
+
+        Args:
+          max_ids: Most ids.
+          max_unique_ids: Most distinct ids.
         """
-        usable = self.spmem_bytes - _SPMEM_FIXED_BYTES
-        return max(int(usable / _SPMEM_BYTES_PER_ID) // 8 * 8, 0)
+        ids, unique = (
+            -(-count // self.id_multiple) * self.id_multiple
+            for count in (max_ids, max_unique_ids)
+        )
+        needed = ids * _SPMEM_BYTES_PER_ID + unique * _SPMEM_BYTES_PER_UNIQUE_ID
+        return self.spmem_reserved_bytes + needed
+
+    def max_unique_ids(self, max_ids: int | None = None) -> int:
+        """The largest limit of distinct ids of a partition that compiles.
+
+        >>> v6e = generation("v6e")
+        >>> v6e.max_unique_ids(), v6e.max_unique_ids(max_ids=99456)
+        (7176, 6216)
+
+        Args:
+          max_ids: The limit of ids; None: as many as distinct ones.
+        """
+        of_ids = 0.0 if max_ids is None else self.partition_bytes(max_ids, 0)
+        each = _SPMEM_BYTES_PER_UNIQUE_ID
+        if max_ids is None:
+            of_ids, each = self.partition_bytes(0, 0), each + _SPMEM_BYTES_PER_ID
+        return self._most(of_ids, each)
+
+    def max_ids(self, max_unique_ids: int) -> int:
+        """The largest limit of ids of a partition that compiles.
+
+        >>> GENERATIONS["v6e"].max_ids(256)
+        671744
+
+        Args:
+          max_unique_ids: The limit of distinct ids.
+        """
+        return self._most(self.partition_bytes(0, max_unique_ids), _SPMEM_BYTES_PER_ID)
+
+    def _most(self, taken: float, each: float) -> int:
+        """How many ids of `each` bytes the SPMEM has room for."""
+        count = int((self.spmem_bytes - taken) / each)
+        return max(count // self.id_multiple * self.id_multiple, 0)
 
 
 def _sparse_core(
@@ -70,7 +115,7 @@ def _sparse_core(
     sparse_cores_per_device: int,
     hbm_bytes: int,
     spmem_bytes: int,
-    devices_per_chip: int = 1,
+    **others: int,
 ) -> Generation:
     return Generation(
         name,
@@ -80,15 +125,16 @@ def _sparse_core(
         row_multiple=8,
         hbm_bytes=hbm_bytes,
         spmem_bytes=spmem_bytes,
-        devices_per_chip=devices_per_chip,
+        **{"spmem_reserved_bytes": 1024, **others},
     )
 
 
 # libtpu's reply E3001 names a "fixed_size_allocation" of 36 bytes for each distinct id
-# and 1024 more, and a "row_dependent_size_allocation" of 12, of which a lookup needs
-# one part in 32 at least: on v6e 7112 distinct ids compile and 7200 do not.
-_SPMEM_FIXED_BYTES = 1024
-_SPMEM_BYTES_PER_ID = 36 + 12 / 32
+# and some more, and a "row_dependent_size_allocation" of 12 for each id, of which a
+# lookup needs one part in 32 at least: on v6e 7176 ids, all distinct, compile and 7200
+# do not; beside 99584 ids 6224 distinct ones compile and 7104 do not.
+_SPMEM_BYTES_PER_UNIQUE_ID = 36
+_SPMEM_BYTES_PER_ID = 12 / 32
 
 # v4 also has SparseCores, but programs reach them only through the "v1" engine. A v5p
 # chip and a v6e chip are one device each; a 7x chip is two devices, each with two of
@@ -96,13 +142,22 @@ _SPMEM_BYTES_PER_ID = 36 + 12 / 32
 GENERATIONS: dict[str, Generation] = {
     generation.name: generation
     for generation in (
-        Generation("v2", "v1", hbm_bytes=8 * GIB, devices_per_chip=2),
-        Generation("v3", "v1", hbm_bytes=16 * GIB, devices_per_chip=2),
-        Generation("v4", "v1", hbm_bytes=32 * GIB),
-        Generation("v5e", "none", hbm_bytes=16 * GIB),
-        _sparse_core("v5p", 4, int(95.74 * GIB), 524288),
-        _sparse_core("v6e", 2, int(31.25 * GIB), 262144),
-        _sparse_core("7x", 2, int(94.75 * GIB), 524288, devices_per_chip=2),
+        Generation("v2", "v1", hbm_bytes=8 * GIB, devices_per_chip=2, max_chips=256),
+        Generation("v3", "v1", hbm_bytes=16 * GIB, devices_per_chip=2, max_chips=1024),
+        Generation("v4", "v1", hbm_bytes=32 * GIB, max_chips=4096),
+        Generation("v5e", "none", hbm_bytes=16 * GIB, max_chips=256),
+        _sparse_core("v5p", 4, int(95.74 * GIB), 524288, max_chips=8960),
+        _sparse_core("v6e", 2, int(31.25 * GIB), 262144, max_chips=256),
+        _sparse_core(
+            "7x",
+            2,
+            int(94.75 * GIB),
+            524288,
+            spmem_reserved_bytes=15872,
+            id_multiple=16,
+            devices_per_chip=2,
+            max_chips=9216,
+        ),
     )
 }
 
@@ -140,7 +195,8 @@ def topology(name: str) -> tuple[Generation, int]:
       name: As libtpu names it: a generation and the chips of each axis, e.g. "v6e:2x2".
 
     Raises:
-      ValueError: If the name has another form, or an unknown generation.
+      ValueError: If the name has another form, an unknown generation, or more chips
+        than its largest topology.
     """
     match = _TOPOLOGY.fullmatch(name)
     chips = math.prod(int(axis) for axis in match[2].split("x")) if match else 0
@@ -150,6 +206,11 @@ def topology(name: str) -> tuple[Generation, int]:
             f"'v5p:2x2x1' or 'v6e:2x2'. Received: {name!r}."
         )
     found = generation(match[1])
+    if chips > found.max_chips:
+        raise ValueError(
+            f"{name} has {chips} chips, and the largest {found.name} topology has "
+            f"{found.max_chips}."
+        )
     return found, chips * found.devices_per_chip
 
 
@@ -191,6 +252,13 @@ def reported(feature: str, sparse_cores_per_device: int) -> Generation:
     name = f"TPU with embedding feature {feature}"
     hbm_bytes = max((known.hbm_bytes for known in possible), default=0)
     if embedding == "sparse_core":
-        spmem_bytes = max((known.spmem_bytes for known in possible), default=0)
-        return _sparse_core(name, sparse_cores_per_device, hbm_bytes, spmem_bytes)
+        return _sparse_core(
+            name,
+            sparse_cores_per_device,
+            hbm_bytes,
+            max((known.spmem_bytes for known in possible), default=0),
+            spmem_reserved_bytes=min(
+                (known.spmem_reserved_bytes for known in possible), default=0
+            ),
+        )
     return Generation(name, embedding, hbm_bytes=hbm_bytes)

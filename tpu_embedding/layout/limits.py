@@ -24,7 +24,7 @@ class Excess:
     """One limit that a configuration exceeds.
 
     Attributes:
-      kind: "tensor bytes", "unique ids" or "device bytes".
+      kind: "tensor bytes", "unique ids", "ids" or "device bytes".
       tables: Names of the tables.
       stack: Name of their stack, or None for a limit of a whole device.
       number: The number that the configuration needs or asks for.
@@ -89,9 +89,8 @@ def sparse_core_excesses(
         names = tuple(plan.tables[index].name for index in stack.tables)
         found += _tensor_excess(stack, names)
         compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
-        found += _unique_excess(
-            stack, names, table.max_unique_ids_per_partition, compiled, generation
-        )
+        asked = (table.max_ids_per_partition, table.max_unique_ids_per_partition)
+        found += _partition_excess(stack, names, asked, compiled, generation)
     used = [
         (
             ", ".join(plan.tables[index].name for index in stack.tables),
@@ -204,38 +203,62 @@ def _tensor_excess(stack: Stack, names: tuple[str, ...]) -> Iterable[Excess]:
     )
 
 
-def _unique_excess(
+def _partition_excess(
     stack: Stack,
     names: tuple[str, ...],
-    asked: int,
+    asked: tuple[int, int],
     compiled: int | None,
     generation: Generation,
 ) -> Iterable[Excess]:
-    limit = generation.max_unique_ids_per_partition
-    number = asked if compiled is None else max(asked, compiled)
-    if not limit or number <= limit:
+    """Yields the excess of a partition over the memory of a SparseCore.
+
+    Args:
+      stack: The stack.
+      names: Of its tables.
+      asked: The limits of ids and distinct ids that the preprocessor holds.
+      compiled: That of the user's functions, for both, or None.
+      generation: The TPU.
+    """
+    ids, unique = (max(number, compiled or 0) for number in asked)
+    size, spmem = generation.partition_bytes(ids, unique), generation.spmem_bytes
+    if not spmem or size <= spmem:
         return
-    if number == asked:
-        what = f"max_unique_ids_per_table[{stack.name!r}] is {asked}"
-        way_out = (
-            f"Set it in SparseCoreEmbeddingConfig to at most {limit}, with "
-            "minibatching=True if batches have more distinct ids"
-        )
-    else:
+    most = generation.max_unique_ids()
+    kind, number, limit = "unique ids", unique, generation.max_unique_ids(ids) or most
+    if (
+        compiled is not None
+    ):  # At least what the user asks for, which is checked before.
+        limit = most
         what = (
             "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of "
-            f"{number} distinct ids, which the number of samples gives"
+            f"{unique} distinct ids, which the number of samples gives"
         )
         way_out = "Use a smaller batch"
+    else:
+        what = (
+            f"max_unique_ids_per_table[{stack.name!r}] is {unique} and "
+            f"max_ids_per_table[{stack.name!r}] is {ids}"
+        )
+        choices = [f"max_unique_ids_per_table to at most {limit}"]
+        if unique <= most:
+            kind, number, limit = "ids", ids, generation.max_ids(unique)
+            choices.append(f"max_ids_per_table to at most {limit}")
+            del choices[: not generation.max_unique_ids(ids)]
+        elif generation.partition_bytes(ids, limit) > spmem:
+            choices[0] += f", and max_ids_per_table to {generation.max_ids(limit)}"
+        way_out = (
+            f"Set {' or '.join(choices)} in SparseCoreEmbeddingConfig, with "
+            "minibatching=True if batches have more"
+        )
     yield Excess(
-        "unique ids",
+        kind,
         names,
         stack.name,
         number,
         limit,
-        f"{_tables(names)} in stack {stack.name!r}: {what}, and the memory of a "
-        f"SparseCore ({generation.spmem_bytes} bytes of SPMEM on {generation.name}) "
-        f"is enough for {limit} in a partition. {way_out}.",
+        f"{_tables(names)} in stack {stack.name!r}: {what}. A partition with these "
+        f"limits needs {int(size)} bytes of the memory of a SparseCore, which has "
+        f"{spmem} bytes (SPMEM) on {generation.name}. {way_out}.",
     )
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import inspect
 import json
 import pathlib
-import sys
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding import optimizers
+from tpu_embedding import optimizers, user_code
 from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.errors import type_name
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.planning.placements import plan
 
@@ -23,6 +24,8 @@ _CONFIG_HELP = (
     "without arguments that returns it, alone or with an optimizer; or a .json or "
     ".yaml file (docs/planning.md)"
 )
+# The keys of a file.
+_LISTS, _REST = ("tables", "features"), ("optimizer", "batch_size")
 _SAMPLE_HELP = (
     "MODULE:ATTRIBUTE of a data set of batches, or a .npz file with an array of ids "
     "for each feature, or its NAME.values and NAME.row_splits, cut into batches"
@@ -79,11 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     config = load_configuration(arguments.config)
-    batch_size = arguments.batch_size or config.batch_size
+    batch_size = arguments.batch_size
+    if batch_size is None:
+        batch_size = config.batch_size
     sample = None
     if arguments.sample is not None:
         sample = load_sample(arguments.sample, config.features, batch_size)
     memory = arguments.machine_gib
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ValueError(f"--machine-gib must be a positive number, not {memory}.")
     report = plan(
         config.features,
         config.optimizer,
@@ -101,40 +108,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if report.best is not None else 1
 
 
-def load_attribute(name: str) -> Any:
-    """Returns the attribute MODULE:ATTRIBUTE; a function without arguments is called.
-
-    Args:
-      name: The module may be dotted, or the path of a .py file.
-
-    Raises:
-      ValueError: If the name has another form, or the module no such attribute.
-    """
-    module_name, _, attribute = name.rpartition(":")
-    if not module_name or not attribute:
-        raise ValueError(
-            f"Name a module and its attribute, as in `my_model:features`, or a .json "
-            f"or .yaml file. Received: {name!r}."
-        )
-    path = pathlib.Path(module_name)
-    if path.suffix == ".py":
-        sys.path.insert(0, str(path.parent))
-        module_name = path.stem
-    else:
-        sys.path.insert(0, ".")
-    try:
-        found = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"Cannot import {module_name!r}: {error}.") from error
-    finally:
-        del sys.path[0]
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{module_name} has no attribute {attribute!r}.")
-        found = getattr(found, part)
-    return found() if callable(found) else found
-
-
 def load_configuration(name: str) -> Configuration:
     """Returns the configuration of a file or an attribute.
 
@@ -144,9 +117,14 @@ def load_configuration(name: str) -> Configuration:
     """
     path = pathlib.Path(name)
     if path.suffix in (".json", ".yaml", ".yml"):
-        text = path.read_text(encoding="utf-8")
-        return _of_dict(json.loads(text) if path.suffix == ".json" else _yaml(text))
-    found = load_attribute(name)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not a text file in UTF-8: {error}.") from error
+        return _of_dict(
+            _json(name, text) if path.suffix == ".json" else _yaml(name, text)
+        )
+    found = _attribute(name)
     if isinstance(found, tuple) and len(found) == 2 and _is_optimizer(found[1]):
         return Configuration(*found)
     return Configuration(found)
@@ -164,30 +142,66 @@ def load_sample(name: str, features: Any, batch_size: int | None) -> Any:
       ValueError: If a file lacks a feature, or there is no batch size for it.
     """
     if pathlib.Path(name).suffix != ".npz":
-        return load_attribute(name)
+        found = _attribute(name)
+        if isinstance(found, str) or not hasattr(found, "__iter__"):
+            raise ValueError(
+                f"{name} is a {type_name(found)}, and a sample is an iterable of "
+                "batches, for example a batched tf.data.Dataset."
+            )
+        return user_code.iterate(name, found)
     if batch_size is None:
         raise ValueError(f"{name} has no batches: pass --batch-size.")
     paths = [path for path, _ in flatten_with_paths(features)]
-    with np.load(name, allow_pickle=False) as arrays:
-        values = {key: arrays[key] for key in arrays.files}
+    values = _arrays_of(name)
     for path in paths:
-        if path not in values and f"{path}.values" not in values:
+        if path not in values and not {f"{path}.values", f"{path}.row_splits"} <= {
+            *values
+        }:
             raise ValueError(
-                f"{name} has no array {path!r}, nor {path + '.values'!r}. It has "
-                f"{', '.join(sorted(values))}."
+                f"{name} has no array {path!r}, nor both {path + '.values'!r} and "
+                f"{path + '.row_splits'!r}. It has {', '.join(sorted(values))}."
             )
-    return _batches(paths, values, features, batch_size)
+    return _batches(name, paths, values, features, batch_size)
+
+
+def _arrays_of(name: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(name, allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+    except (ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{name} is no .npz file of arrays of numbers, as numpy.savez writes them: "
+            f"{error}"
+        ) from error
 
 
 def _batches(
-    paths: list[str], values: Mapping[str, np.ndarray], features: Any, size: int
+    name: str,
+    paths: list[str],
+    values: Mapping[str, np.ndarray],
+    features: Any,
+    size: int,
 ) -> Iterator[Any]:
     """Cuts the arrays of a file; the last batch is left out if it is short."""
-    counts = [
-        len(values[path]) if path in values else len(values[f"{path}.row_splits"]) - 1
-        for path in paths
-    ]
-    for start in range(0, min(counts) - size + 1, size):
+    counts = {}
+    for path in paths:
+        counts[path] = len(values.get(path, ()))
+        if path not in values:
+            splits = values[f"{path}.row_splits"]
+            counts[path] = len(splits) - 1
+            entries = len(values[f"{path}.values"])
+            if not len(splits) or splits[-1] != entries or (np.diff(splits) < 0).any():
+                raise ValueError(
+                    f"{name}: {path + '.row_splits'!r} must not decrease, and must end "
+                    f"with the {entries} entries of {path + '.values'!r}."
+                )
+    if len({*counts.values()}) > 1 or min(counts.values()) < size:
+        listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
+        raise ValueError(
+            f"{name} needs the same number of samples for each feature, and at least "
+            f"one batch of {size}. It has {listed}."
+        )
+    for start in range(0, counts[paths[0]] - size + 1, size):
         batch = []
         for path in paths:
             if path in values:
@@ -200,47 +214,71 @@ def _batches(
         yield tf.nest.pack_sequence_as(features, batch)
 
 
+def _attribute(name: str) -> Any:
+    """Returns MODULE:ATTRIBUTE; a function without arguments is called."""
+    found = user_code.find(name)
+    return user_code.call(name, found) if callable(found) else found
+
+
 def _is_optimizer(value: Any) -> bool:
     return value is None or hasattr(value, "learning_rate")
 
 
-def _yaml(text: str) -> Any:
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON: {error}.") from error
+
+
+def _yaml(name: str, text: str) -> Any:
     try:
         import yaml
     except ModuleNotFoundError as error:
         raise ValueError(
             "Reading YAML requires PyYAML: `pip install pyyaml`, or write JSON."
         ) from error
-    return yaml.safe_load(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {error}.") from error
 
 
 def _of_dict(given: Any) -> Configuration:
     """Converts the content of a JSON or YAML file."""
-    if not isinstance(given, dict) or not given.get("tables"):
+    lists = [given.get(key, []) for key in _LISTS] if isinstance(given, dict) else []
+    if not lists or not lists[0] or not all(isinstance(own, list) for own in lists):
         raise ValueError(
             "A configuration file is an object with `tables`, a list; and `features`, "
-            "`optimizer` and `batch_size` if you like."
+            "a list, `optimizer` and `batch_size` if you like."
         )
-    tables = {}
-    for entry in given["tables"]:
+    _check_keys("A configuration file", given, (*_LISTS, *_REST))
+    tables: dict[str, TableConfig] = {}
+    for entry in lists[0]:
         own = _entry("tables", entry)
-        if "name" not in own:
+        if not own.get("name"):
             raise ValueError(f"`tables`: {entry!r} has no `name`.")
         own["optimizer"] = _optimizer(own.get("optimizer"))
-        tables[own["name"]] = _make("tables", TableConfig, own)
-    features = given.get("features") or [
-        {"name": name, "table": name} for name in tables
-    ]
-    configs = {}
+        table = _make(f"`tables`: {own['name']!r}", TableConfig, own)
+        if table.name in tables:
+            raise ValueError(f"`tables` has two tables {table.name!r}: rename one.")
+        tables[own["name"]] = table
+    features = lists[1] or [{"name": name, "table": name} for name in tables]
+    configs: dict[str, FeatureConfig] = {}
     for entry in features:
         own = _entry("features", entry)
-        if own.get("table") not in tables:
+        if str(own.get("table")) not in tables:
             raise ValueError(
                 f"`features`: {entry!r} names no table of {', '.join(tables)}."
             )
-        own["table"] = tables[own["table"]]
+        own["table"] = tables[str(own["table"])]
         name = own.setdefault("name", own["table"].name)
-        configs[name] = _make("features", FeatureConfig, own)
+        feature = _make(f"`features`: {name!r}", FeatureConfig, own)
+        if name in configs:
+            raise ValueError(
+                f"`features` has two features {name!r}: give them a `name` each."
+            )
+        configs[name] = feature
     return Configuration(
         configs, _optimizer(given.get("optimizer")), given.get("batch_size")
     )
@@ -262,17 +300,38 @@ def _optimizer(given: Any) -> optimizers.Optimizer | None:
         for name in optimizers.__all__
         if isinstance(value := getattr(optimizers, name), type)
         and issubclass(value, optimizers.Optimizer)
+        and value is not optimizers.CustomOptimizer  # Its rule is a function.
     }
     make = known.get(str(own.pop("name", "")))
     if make is None:
         raise ValueError(
-            f"`optimizer`: {given!r} is not known. Known are {', '.join(known)}."
+            f"`optimizer`: {given!r} is not known; its `name` is one of "
+            f"{', '.join(known)}."
         )
-    return _make("optimizer", make, own)
+    return _make("`optimizer`", make, own)
 
 
-def _make(where: str, make: Any, arguments: dict[str, Any]) -> Any:
+def _make(what: str, make: Any, arguments: dict[str, Any]) -> Any:
+    """Calls the class of a table, feature or optimizer."""
+    parameters = inspect.signature(make).parameters
+    _check_keys(what, arguments, parameters)
+    missing = [
+        f"`{name}`"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in arguments
+    ]
+    if missing:
+        raise ValueError(f"{what} has no {' and no '.join(missing)}.")
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"`{where}`: {arguments!r}: {error}") from error
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _check_keys(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError for a key that would be ignored."""
+    unknown = sorted({*map(str, given)} - {*known})
+    if unknown:
+        raise ValueError(
+            f"{what} has the unknown key {unknown[0]!r}. Known are {', '.join(known)}."
+        )

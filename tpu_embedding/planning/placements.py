@@ -269,7 +269,7 @@ class _Planner:
                     continue
                 place = self._tpu(name, generation, devices)
                 # More devices help only against a lack of memory.
-                if all(e.kind == "unique ids" for e in place.excesses):
+                if all(e.kind in ("unique ids", "ids") for e in place.excesses):
                     break
             assert place is not None
             found.append(place)
@@ -489,8 +489,12 @@ class _Planner:
         if generation.embedding == "v1":
             unsupported = next(
                 (
-                    f"Table {t.name!r}: TPU v2 to v4 do not support "
-                    f"{type(t.optimizer).__name__}."
+                    f"Table {t.name!r}: TPU v2 to v4 "
+                    + (
+                        "need an optimizer."
+                        if t.optimizer is None
+                        else f"do not support {type(t.optimizer).__name__}."
+                    )
                     for t in self.plan.tables
                     if t.optimizer is None or t.optimizer.tpu is None
                 ),

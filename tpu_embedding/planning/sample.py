@@ -67,7 +67,12 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
         dense = dense.reshape(-1, 1 if dense.ndim == 1 else dense.shape[-1])
         ids, count = dense.reshape(-1), len(dense)
         samples = np.repeat(np.arange(count), dense.shape[1])
-    if ids.dtype.kind not in "iu" and (ids != np.floor(ids)).any():
+    if ids.dtype.kind not in "iuf":
+        raise ValueError(
+            f"Feature {path}: the sample has values of {ids.dtype}, and ids are "
+            "integers."
+        )
+    if ids.dtype.kind == "f" and (ids != np.floor(ids)).any():
         raise ValueError(f"Feature {path}: the sample has ids that are not whole.")
     return FeatureIds(ids.astype(np.int64), samples.astype(np.int64), count)
 
@@ -151,7 +156,7 @@ class Sample:
                 _stack_limits(
                     stack.name,
                     needs,
-                    generation.max_unique_ids_per_partition,
+                    generation,
                     stack.samples * partitioning.max_ids_per_chip_per_sample,
                 ),
                 max(stack.samples, 1),
@@ -203,15 +208,15 @@ def _partition(
 
 
 def _stack_limits(
-    name: str, needs: Sequence[_Need], most_unique: int, capacity: int
+    name: str, needs: Sequence[_Need], generation: Generation, capacity: int
 ) -> StackLimits:
     counts = np.stack([need.counts for need in needs])
     unique = np.stack([need.unique for need in needs])
     required = np.stack([need.required for need in needs])
     total = max(int(counts.sum()), 1)
     max_ids, max_unique = int(counts.max()), int(unique.max())
-    suggested = _with_headroom(max_ids)
-    suggested_unique = min(_with_headroom(max_unique), most_unique or max_unique)
+    suggested_unique = min(_with_headroom(max_unique), generation.max_unique_ids())
+    suggested = min(_with_headroom(max_ids), generation.max_ids(suggested_unique))
 
     def beyond(ids: int, distinct: int) -> float:
         over = np.maximum(counts - ids, 0)

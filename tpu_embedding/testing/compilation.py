@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -220,15 +221,28 @@ def compile_step(
         return CompileReport(
             topology, False, problem=f"The compiler was ended after {timeout} seconds."
         )
-    lines = ended.stdout.strip().splitlines()
-    if ended.returncode or not lines:
+    facts = {}
+    for line in ended.stdout.splitlines():  # The stages, and last the facts.
+        facts = json.loads(line)
+    if ended.returncode or "tensorflow" not in facts:
         return CompileReport(
             topology,
             False,
-            problem=f"The compiler's process ended with code {ended.returncode}.",
+            problem=_ended(target, ended.returncode, facts.get("stage", "")),
             message="\n".join(ended.stderr.strip().splitlines()[-20:]),
         )
-    return _report(topology, generation, json.loads(lines[-1]))
+    return _report(topology, generation, facts)
+
+
+def _ended(target: str, code: int, stage: str) -> str:
+    """Why there is no answer."""
+    how = f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    doing = {
+        "": "its packages were imported",
+        "build": f"{target} was imported and called",
+        "trace": f"the step of {target} was traced",
+    }.get(stage, f"TensorFlow and libtpu compiled the step (stage {stage!r})")
+    return f"The compiler's process ended with {how} while {doing}."
 
 
 def _target(build: str | Callable[..., Any]) -> str:
@@ -327,15 +341,17 @@ def _translate(
     generation: tpu_generations.Generation,
 ) -> str:
     """The compiler's message in terms of tables and features."""
+    if stage == "build":
+        return f"The step cannot be built: {message}."
     if stage == "trace":
-        return f"The step cannot be traced: {message}"
+        return f"The step cannot be traced: {message}."
     found = _REPLICAS.search(message)
     if found:
         ids, unique, width, samples, needed, spmem = map(int, found.groups())
         sizes = {"width": width, "samples": samples}
         own = [s for s in stacks if all(s[key] == size for key, size in sizes.items())]
         own = [s for s in own if s["max_unique_ids"] == unique] or own
-        most = generation.max_unique_ids_per_partition
+        most = generation.max_unique_ids(ids) or generation.max_unique_ids()
         return (
             f"{_names(own)}: {unique} distinct ids ({ids} ids) in a partition need "
             f"{needed} bytes of a SparseCore's memory, which has {spmem}. Set "
@@ -368,6 +384,11 @@ def _translate(
             f"The step needs more memory than a device has:{how} The largest stacks "
             f"are {shown}. Use more devices, a smaller vocabulary_size or dim, or an "
             "optimizer with fewer slots."
+        )
+    if "Only support static input shape" in message:
+        return (
+            "A TPU compiles static shapes, and an input of the step has a dimension "
+            "None. Give each dimension of the tf.TensorSpecs a number."
         )
     return f"The step cannot be {'lowered' if stage == 'lower' else 'compiled'}."
 
@@ -413,6 +434,6 @@ def _run(arguments: argparse.Namespace) -> int:
     ]
     for report in reports:
         print(report.to_json() if arguments.json else f"{report}")
-        if report.message and not report.compiles:
+        if report.message not in report.problem:
             print(f"the compiler: {report.message[:2000]}", file=sys.stderr)
     return 0 if all(report.compiles for report in reports) else 1

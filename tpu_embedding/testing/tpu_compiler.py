@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -26,7 +25,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.ops import resource_variable_ops
 
-from tpu_embedding import tpu_generations
+from tpu_embedding import distribution, tpu_generations, user_code
 from tpu_embedding.engines.sparse_core import engine as sparse_core_engine
 from tpu_embedding.engines.sparse_core import state
 from tpu_embedding.layout import limits
@@ -334,7 +333,12 @@ def compile_program(topology: str, hlo: bytes, updated: dict[int, int]) -> Any:
     from jaxlib._jax import XlaComputation
     from jaxlib.mlir import ir
 
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    # Hosts have 2x2 chips, or fewer where the topology has fewer.
+    axes = [int(axis) for axis in topology.rpartition(":")[2].split("x")]
+    bounds = [2 - axis % 2 for axis in (*axes, 1, 1)[:2]]
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, chips_per_host_bounds=(*bounds, 1)
+    )
     devices = tuple(described.devices)
     text = _jax.mlir.xla_computation_to_mlir_module(XlaComputation(hlo))
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
@@ -398,25 +402,6 @@ def compiled_limits(hlo: bytes) -> list[tuple[int, int]]:
     return sorted({(int(a), int(b)) for a, b in _LIMITS.findall(text)})
 
 
-def _load(target: str) -> Any:
-    """Returns FILE:ATTRIBUTE or MODULE:ATTRIBUTE."""
-    where, _, attribute = target.rpartition(":")
-    if where.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
-        spec = importlib.util.spec_from_file_location("step_to_compile", where)
-        assert spec is not None
-        assert spec.loader is not None
-        found: Any = importlib.util.module_from_spec(spec)
-        sys.modules["step_to_compile"] = found
-        spec.loader.exec_module(found)
-    else:
-        sys.path.insert(0, ".")
-        found = importlib.import_module(where)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def _stacks(options: Any) -> list[dict[str, Any]]:
     """Facts about the stacks of one engine."""
     generation = options.topology.tpu.generation
@@ -447,33 +432,50 @@ def _stacks(options: Any) -> list[dict[str, Any]]:
     ]
 
 
-def check(build: str | Callable[..., Any], topology: str) -> dict[str, Any]:
-    """Traces, lowers and compiles; returns facts for a report."""
+def check(
+    build: str | Callable[..., Any],
+    topology: str,
+    reached: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """Traces, lowers and compiles; returns facts for a report.
+
+    Args:
+      build: As for `compile_step`.
+      topology: The name of a topology.
+      reached: Is called with the name of each stage before it begins.
+    """
     import libtpu
 
     generation, num_devices = tpu_generations.topology(topology)
     facts: dict[str, Any] = {
         "libtpu": getattr(libtpu, "__version__", "?"),
         "tensorflow": tf.__version__,
-        "stage": "trace",
         "stacks": [],
     }
+
+    def enter(stage: str) -> None:
+        facts["stage"] = stage
+        reached(stage)
+
     if generation.sparse_cores_per_device:
         answer_for_sparse_cores(generation.sparse_cores_per_device)
     strategy = tf.distribute.TPUStrategy(_DescribedTPUs(generation, num_devices))
+    setattr(strategy.extended, distribution.DESCRIBED_GENERATION, generation)
     try:
         with state.tracing_only() as engines:
-            function = _load(build) if isinstance(build, str) else build
-            step, specs = function(strategy)
+            enter("build")
+            function = user_code.find(build) if isinstance(build, str) else build
+            step, specs = _step_and_specs(function(strategy))
+            enter("trace")
             traced = trace(strategy, step, specs)
             program = _Cut(traced.graph).program()
             facts["stacks"] = [s for options in engines for s in _stacks(options)]
-        facts["stage"] = "bridge"
+        enter("bridge")
         bridge(traced, num_devices)
-        facts["stage"] = "lower"
+        enter("lower")
         hlo = lower(program)
         facts["compiled_limits"] = compiled_limits(hlo)
-        facts["stage"] = "compile"
+        enter("compile")
         executable, facts["kind"] = compile_program(
             topology.replace("7x:", "tpu7x:").replace("tputpu", "tpu"),
             hlo,
@@ -485,18 +487,43 @@ def check(build: str | Callable[..., Any], topology: str) -> dict[str, Any]:
         facts["updated_bytes"] = sum(
             program.arguments[i].num_bytes for i in program.updated
         )
-        facts["stage"] = "done"
-    except Exception as error:
-        facts["error"] = f"{type(error).__name__}: {error}"
+        enter("done")
+    except (Exception, SystemExit) as error:
+        if facts["stage"] in ("build", "trace"):
+            facts["error"] = user_code.description(error)
+        else:
+            facts["error"] = f"{type(error).__name__}: {error}"
     return facts
 
 
+def _step_and_specs(built: Any) -> tuple[Callable[..., Any], Any]:
+    """Checks what a user's function returned."""
+    if (
+        not isinstance(built, (tuple, list))
+        or len(built) != 2
+        or not callable(built[0])
+        or not isinstance(built[1], (tuple, list))
+    ):
+        raise TypeError(
+            "the function must return (step, specs), a function and a list of the "
+            f"specs of its arguments, and returned {built!r}"
+        )
+    return built[0], built[1]
+
+
 def main() -> None:
-    """Prints the facts as the last line of the output."""
+    """Prints the stages, and the facts as the last line of the output."""
     for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
         if name not in os.environ:
             raise SystemExit(f"{name} must be set before anything is imported.")
-    print(json.dumps(check(sys.argv[1], sys.argv[2])), flush=True)
+    # What else prints to the output, Python or C++, prints to stderr.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+
+        def answer(found: Any) -> None:
+            print(json.dumps(found), file=answers, flush=True)
+
+        answer(check(sys.argv[1], sys.argv[2], lambda stage: answer({"stage": stage})))
     # libtpu's threads need not end well.
     os._exit(0)
 

@@ -1,0 +1,145 @@
+"""Code that a command is told to load: MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import os
+import pathlib
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+_PACKAGE = str(pathlib.Path(__file__).parent)
+_NOT_OF_THE_USER = (_PACKAGE, *sysconfig.get_paths().values(), "<")
+# What the user's code may raise. SystemExit would end the command without a word.
+_RAISED = (Exception, SystemExit)
+
+
+def find(target: str) -> Any:
+    """Imports a module or a file and returns the attribute.
+
+    The folder of the file, or for modules the current folder, stays the first of
+    `sys.path`, for imports within functions. What the code prints goes to stderr.
+
+    >>> find("math:tau.real")
+    6.283...
+
+    Args:
+      target: The module may be dotted, and so may the attribute.
+
+    Raises:
+      ValueError: If the target has another form, the import fails, or the module has
+        no such attribute.
+    """
+    where, _, attribute = target.rpartition(":")
+    if not where or not attribute:
+        raise ValueError(
+            "Name a module or a .py file and its attribute, as in `my_model:features` "
+            f"or `my_model.py:features`. Received: {target!r}."
+        )
+    path = pathlib.Path(where)
+    with _errors(f"Cannot import {where!r}"):
+        found: Any = _import_file(path) if path.suffix == ".py" else _import(where)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            similar = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f" Did you mean {similar[0]!r}?" if similar else ""
+            raise ValueError(f"{where} has no attribute {attribute!r}.{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of the user; what it prints goes to stderr.
+
+    Args:
+      name: As the user named it.
+      function: The function.
+      *arguments: Of the function.
+
+    Raises:
+      ValueError: If it raises, or calls sys.exit; names the place.
+    """
+    with _errors(f"{name} failed"):
+        return function(*arguments)
+
+
+def iterate(name: str, values: Iterable[Any]) -> Iterator[Any]:
+    """Yields the values of an iterable of the user.
+
+    Raises:
+      ValueError: As `call`, or if `values` are not iterable.
+    """
+    with _errors(f"{name} failed"):
+        iterator = iter(values)
+    end = object()
+    while (value := call(name, next, iterator, end)) is not end:
+        yield value
+
+
+def description(error: BaseException) -> str:
+    """The type of an error, its text, and the last line of the user's code.
+
+    >>> description(ValueError("too large"))
+    'ValueError: too large'
+    """
+    what, text = type(error).__name__, str(error).rstrip(".")
+    if isinstance(error, SystemExit):
+        what, text = f"sys.exit({error.code!r}) was called", ""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOT_OF_THE_USER)
+    ]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError):
+        place = ""  # Its text has it.
+    return f"{what}{': ' if text else ''}{text}{place}"
+
+
+@contextlib.contextmanager
+def _errors(what: str) -> Iterator[None]:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except _RAISED as error:
+        raise ValueError(f"{what}: {description(error)}.") from error
+
+
+def _import(name: str) -> Any:
+    _search_first(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _import_file(path: pathlib.Path) -> Any:
+    """Imports a file by its path, also where a module of that name is loaded."""
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    _search_first(str(path.parent))
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return known
+        name = f"{name} of {path.parent}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except _RAISED:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _search_first(folder: str) -> None:
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
