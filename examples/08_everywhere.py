@@ -5,18 +5,22 @@
 `train` is the same for all: a queue of batches, a model, gradients. Only the strategy
 differs, and with it the engine: this package's kernels, TensorFlow's ops, two replicas
 that share their tables, or an emulated TPU of two devices (of TPU v4, with its
-embedding engine; of TPU v6e, with SparseCores). `parameter-servers:2`, the last of the
-places, has the tables on two servers and one worker, all within this process: a
-coordinator schedules the step. The largest difference between the tables after training
-is a few roundings of float32.
+embedding engine; of TPU v6e, with SparseCores). `workers:2` starts two processes, which
+divide the tables and each batch. `parameter-servers:2`, the last of the places, has the
+tables on two servers and one worker, all within this process: a coordinator schedules
+the step. The largest difference between the tables after training is a few roundings of
+float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +37,7 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 BATCH, FILMS, USERS, DIM = 64, 200, 100, 8
 PLACES = [
-    *("host", "portable", "mirrored:2", "v4:2", "v6e:2", "v5p:1"),
+    *("host", "portable", "mirrored:2", "v4:2", "v6e:2", "v5p:1", "workers:2"),
     "parameter-servers:2",
 ]
 
@@ -58,10 +62,7 @@ class ParameterServers(Place):
     """Servers and a worker, which are processes of their own in a real job."""
 
     def __init__(self, number: int) -> None:
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number + 1)]
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-        for each in sockets:
-            each.close()
+        addresses = free_addresses(number + 1)
         jobs = {"ps": addresses[1:], "worker": addresses[:1]}
         cluster = tf.train.ClusterSpec(jobs)
         # All share the threads of this process, and each waits for others.
@@ -157,6 +158,10 @@ def find_place(text: str) -> contextlib.AbstractContextManager[Place]:
         "host": lambda _: cpu_engine("host"),
         "portable": lambda _: cpu_engine("portable"),
         "mirrored": lambda n: contextlib.nullcontext(Place(mirrored(n))),
+        # One process of several: TF_CONFIG has the others.
+        "worker": lambda _: contextlib.nullcontext(
+            Place(tf.distribute.MultiWorkerMirroredStrategy())
+        ),
         "parameter-servers": lambda n: contextlib.nullcontext(ParameterServers(n)),
     }
 
@@ -166,11 +171,36 @@ def find_place(text: str) -> contextlib.AbstractContextManager[Place]:
     return makers.get(name, software_tpu)(int(number or 1))
 
 
-def tables_of(embedding: te.TPUEmbedding) -> dict[str, np.ndarray]:
-    """The tables as arrays, also those in the memory of a TPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = te.checkpoint.read(te.checkpoint.save(embedding, f"{folder}/saved"))
-        return {name: saved[name].parameters.numpy() for name in ("films", "users")}
+def free_addresses(number: int) -> list[str]:
+    """Addresses of this machine that nobody listens to."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    return addresses
+
+
+def train_in(name: str, steps: int, folder: str) -> None:
+    """Trains in one place; writes the losses and a checkpoint into a folder."""
+    with find_place(name) as place:
+        embedding, losses = train(place, make_samples(), steps)
+        np.save(f"{folder}/losses.npy", losses)
+        te.checkpoint.save(embedding, f"{folder}/saved")
+
+
+def train_in_workers(number: int, steps: int, folder: str) -> None:
+    """Starts processes, each of which does what `train_in` does, and waits for them."""
+    addresses = free_addresses(number)
+    processes = []
+    for index in range(number):
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        command = [sys.executable, __file__, "--worker", folder, str(steps)]
+        environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
+        processes.append(subprocess.Popen(command, env=environment))
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise SystemExit("A worker failed; see above.")
 
 
 def main() -> None:
@@ -178,16 +208,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on", nargs="+", default=PLACES, help=" ".join(PLACES))
     parser.add_argument("--quick", action="store_true", help="Three steps, for tests.")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        folder, steps = options.worker
+        train_in("worker", int(steps), folder)
+        return
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 4,
     )
     found = []
     for name in sorted(options.on, key=lambda name: name.startswith("parameter-")):
-        with find_place(name) as place:
-            embedding, losses = train(place, make_samples(), 3 if options.quick else 20)
-            found.append(tables_of(embedding))
+        kind, _, number = name.partition(":")
+        steps = 3 if options.quick else 20
+        with tempfile.TemporaryDirectory() as folder:
+            if kind == "workers":
+                train_in_workers(int(number), steps, folder)
+            else:
+                train_in(name, steps, folder)
+            saved = te.checkpoint.read(f"{folder}/saved")
+            found.append({n: saved[n].parameters.numpy() for n in ("films", "users")})
+            losses = np.load(f"{folder}/losses.npy")
         print(f"{name:>19}: " + " ".join(f"{loss:.6f}" for loss in losses[:6]))
     largest = max(
         float(np.abs(tables[name] - found[0][name]).max())

@@ -155,7 +155,7 @@ def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
 
 def test_one_training_function_trains_everywhere():
     lines = run(EVERYWHERE).splitlines()
-    assert len(lines) == 7 + 1
+    assert len(lines) == 8 + 1
     first = np.array(lines[0].split()[1:], float)
     for line in lines[:-1]:
         np.testing.assert_allclose(np.array(line.split()[1:], float), first, atol=1e-5)
