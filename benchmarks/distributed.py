@@ -56,6 +56,8 @@ AIMS = {
 }
 VOCABULARY_AIM = 1.3  # Times the cost with the fewest rows.
 _LIMIT_SECONDS = 900
+# The answer to another process's last message may still be on its way.
+_LAST_WORDS_SECONDS = 1.0
 
 
 class Figures(NamedTuple):
@@ -117,6 +119,7 @@ def work(job: Job) -> None:
     if sent is not None:
         found["sent"] = (running.bytes_sent() - sent) / job.steps
     print("RESULT", json.dumps(found), flush=True)
+    time.sleep(_LAST_WORDS_SECONDS)
     os._exit(0)  # Leaving a job in order may wait for the others.
 
 
@@ -160,15 +163,20 @@ def measure(job: Job) -> Figures:
             if None not in codes or any(codes):
                 break
             time.sleep(0.1)
+        ended = [process.poll() is not None for process in running]
         results = []
         for process, output in zip(running, outputs, strict=True):
             process.kill()
             process.wait()
             output.seek(0)
             results.append(_result(output.read(), process.returncode))
-    errors = [found["error"] for found in results if "error" in found]
-    if errors:
-        raise RuntimeError(max(errors, key=len))
+    errors = [
+        (first, len(found["error"]), found["error"])
+        for first, found in zip(ended, results, strict=True)
+        if "error" in found
+    ]
+    if errors:  # Of a process that ended first: the others fail for want of it.
+        raise RuntimeError(max(errors)[2])
     samples = number * job.scenario.batch_size * job.steps
     return Figures(
         1e6 * sum(found["cpu"] for found in results) / samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +19,7 @@ from multi_process import training
 from multi_process.training import Case
 
 import tpu_embedding as te
+from tpu_embedding.checkpoint import formats
 from tpu_embedding.layout import placement
 
 
@@ -185,11 +188,13 @@ def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:
 
 
 def fail_to_restore(strategy: Any, case: Case, path: str) -> tuple[str, str]:
-    """The last process reads a checkpoint that is not there."""
+    """The last process does not find the checkpoint."""
     embedding = training.create(strategy, case)
-    if rank(strategy) == strategy.num_replicas_in_sync - 1:
-        path += "-missing"
-    return failure(lambda: te.checkpoint.restore(embedding, path))
+    is_bad = rank(strategy) == strategy.num_replicas_in_sync - 1
+    missing = tf.errors.NotFoundError(None, None, f"{path} is missing")
+    hidden = mock.patch.object(formats, "read", side_effect=missing)
+    with hidden if is_bad else contextlib.nullcontext():
+        return failure(lambda: te.checkpoint.restore(embedding, path))
 
 
 def own_batches(strategy: Any, case: Case) -> Any:

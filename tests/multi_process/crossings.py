@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import time
 from typing import Any
 
@@ -190,7 +191,7 @@ def refuse_inputs(strategy: Any) -> list[tuple[str, str, float]]:
     return found
 
 
-def refuse_calls(strategy: Any) -> dict[str, tuple[Any, Any]]:
+def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
     """By what is wrong with a call of the last process: what it and the next raise."""
     bad = _is_last(strategy)
     first, second = _embedding(strategy), _embedding(strategy, 2)
@@ -244,6 +245,12 @@ def refuse_calls(strategy: Any) -> dict[str, tuple[Any, Any]]:
         "training": evaluated,
         "apply_gradients": taken_apart,
         "rows": read,
+        "save": lambda: te.checkpoint.save(first, f"{folder}/save{bad}"),
+        "restore": lambda: te.checkpoint.restore(first, f"{folder}/restore{bad}"),
+        "slots": lambda: te.checkpoint.save(first, f"{folder}/slots", slots=bad),
+        "export": lambda: te.serving.export(
+            first, f"{folder}/exported", storage="int8" if bad else "float32"
+        ),
     }
     found = {}
     for name, call in calls.items():
@@ -271,3 +278,116 @@ def fail_in_a_function(strategy: Any) -> tuple[str, str]:
         time.sleep(2)
     value = tf.constant(3 if _is_last(strategy) else 0)
     return failure(lambda: step(value))
+
+
+def train_keras(strategy: Any, case: Case) -> Any:
+    """See `keras_loop`, of the batches of this process."""
+    return keras_loop(
+        strategy, case, lambda number: training.batch(case, number, rank(strategy))
+    )
+
+
+def keras_loop(strategy: Any, case: Case, value: Any) -> Any:
+    """A loop of one's own over a Keras layer and a dense one.
+
+    Args:
+      strategy: Its replicas take part.
+      case: What to train.
+      value: From a number of a step the features and weights.
+
+    Returns:
+      The results of an evaluation of each replica, dense weights, whole tables and
+      slots, and what `fit` raises.
+    """
+    from tpu_embedding.keras.keras_api import keras_api
+
+    keras = importlib.import_module(keras_api.Model.__module__.split(".")[0])
+    layer = training.create(strategy, case)
+    with strategy.scope():
+        dense = keras.layers.Dense(1, kernel_initializer="ones")
+        optimizer = keras.optimizers.SGD(0.1)
+        layer.build()
+        dense.build((None, 2 * case.dims[0]))
+        optimizer.build([*layer.trainable_variables, *dense.trainable_variables])
+
+    def results(features: Any) -> tf.Tensor:
+        activations = layer(features)
+        return dense(tf.concat([activations["ragged"], activations["many"]], -1))
+
+    @tf.function(reduce_retracing=True)
+    def step(features: Any) -> None:
+        def of_replica(features: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.sin(results(features)))
+                loss /= strategy.num_replicas_in_sync
+            variables = [*layer.trainable_variables, *dense.trainable_variables]
+            gradients = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        strategy.run(of_replica, args=(features,))
+
+    @tf.function
+    def evaluate(features: Any) -> Any:
+        return strategy.run(results, args=(features,))
+
+    for number in range(case.steps):
+        step(value(number)[0])
+    evaluated = strategy.experimental_local_results(evaluate(value(0)[0]))
+    return (
+        [one.numpy() for one in evaluated],
+        [weight.numpy() for weight in dense.weights],
+        training.tables_of(layer),
+    )
+
+
+def fit(strategy: Any) -> tuple[str, str]:
+    """What `fit` of a model with a Keras layer raises."""
+    import keras
+
+    layer = training.create(strategy, Case(version=3, features=("dense",)))
+    with strategy.scope():
+        inputs = {"dense": keras.Input((), dtype="int64", name="dense")}
+        head = keras.layers.Dense(1, name="head")
+        model = keras.Model(inputs, head(layer(inputs)["dense"]))
+        model.compile("sgd", "mse")
+    batch = ({"dense": tf.range(8)}, tf.ones([8, 1]))
+    data = tf.data.Dataset.from_tensors(batch)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    return failure(lambda: model.fit(data.with_options(options), verbose=0))
+
+
+def export(strategy: Any, case: Case, folder: str) -> Any:
+    """Trains and exports, once well and once into a folder that is not empty.
+
+    Returns:
+      The reports, what the second raised, and whole tables and slots.
+    """
+    embedding = training.create(strategy, case)
+    training.train(
+        strategy,
+        case,
+        embedding,
+        0,
+        lambda number: training.batch(case, number, rank(strategy)),
+    )
+    with strategy.scope():
+        scale = tf.Variable(2.0)  # Of all processes.
+
+    def model(activations: Any) -> Any:
+        return {name: scale * value for name, value in activations.items()}
+
+    reports = [
+        te.serving.export(
+            embedding,
+            f"{folder}/{storage}",
+            model,
+            storage=storage,
+            signatures=("dense",),
+        )
+        for storage in ("float32", "int8")
+    ]
+    raised = failure(lambda: te.serving.export(embedding, f"{folder}/int8"))
+    return reports, raised, training.tables_of(embedding)

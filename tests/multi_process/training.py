@@ -279,7 +279,7 @@ def tables_of(embedding: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _of_replicas(
+def of_replicas(
     strategy: tf.distribute.Strategy, case: Case, number: int
 ) -> Callable[[int], Any]:
     """From the number of a step the batches of all replicas."""
@@ -307,7 +307,7 @@ def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
     telemetry = te.Telemetry(embedding, every=1, hottest=1000)
-    train(strategy, case, embedding, 0, _of_replicas(strategy, case, number))
+    train(strategy, case, embedding, 0, of_replicas(strategy, case, number))
     return telemetry.read()
 
 
@@ -323,7 +323,7 @@ def train_replicas(
     """
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
-    value = _of_replicas(strategy, case, number)
+    value = of_replicas(strategy, case, number)
     part = dataclasses.replace(case, steps=case.steps // parts)
     activations = []
     for first in range(0, case.steps, part.steps):

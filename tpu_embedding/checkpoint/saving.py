@@ -16,6 +16,7 @@ from tpu_embedding.checkpoint.writing import (
     Progress,
     in_all_processes,
     process_group,
+    require_alike,
     write_tensorflow,
 )
 from tpu_embedding.errors import argument_type
@@ -66,7 +67,8 @@ def save(
         type.
       tf.errors.AlreadyExistsError: If a checkpoint is there.
       tf.errors.AbortedError: If a table changed while it was saved.
-      ValueError: If `layouts` are of other tables, shapes or mixed slots.
+      ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
+        processes of a job pass different arguments.
     """
     if not isinstance(embedding, TrackableTables):
         raise errors.not_an_embedding(embedding)
@@ -81,6 +83,8 @@ def save(
     tables = embedding.checkpoint_rows()
     if not slots:
         tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
+    alike = {"path": os.fspath(path), "root": root, "slots": slots}
+    require_alike(process_group(tables), alike)
     updates = embedding.checkpoint_updates() if slots else None
     return write_tensorflow(
         os.fspath(path),
@@ -127,8 +131,9 @@ def restore(
 
     Raises:
       KeyError: If the checkpoint lacks a table.
-      ValueError: If a table has another shape (the text names both), or if `tables` or
-        `rename` has names that the embedding lacks.
+      ValueError: If a table has another shape (the text names both), if `tables` or
+        `rename` has names that the embedding lacks, or if the processes of a job pass
+        different arguments.
       TypeError: If a stored value has no floating point dtype, `embedding` is not an
         embedding, or another argument has the wrong type.
       tf.errors.NotFoundError: If no checkpoint is there.
@@ -140,6 +145,8 @@ def restore(
     _require(slots, bool, "slots", "a bool")
     live = embedding.checkpoint_targets()
     names = _names(live, tables, {} if rename is None else rename)
+    alike = {"path": os.fspath(path), "root": root, "tables": names, "resize": resize}
+    require_alike(process_group(live), alike | {"slots": slots})
     updates = embedding.checkpoint_updates()
     counted = updates is not None and tables is None
     with in_all_processes(process_group(live)):

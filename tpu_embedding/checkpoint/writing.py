@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -247,6 +248,30 @@ def in_all_processes(group: ProcessGroup | None) -> Iterator[list[Iterable[Any]]
             raise tf.errors.AbortedError(
                 None, None, f"Process {process}: {found.decode()}"
             )
+
+
+def require_alike(group: ProcessGroup | None, arguments: Mapping[str, Any]) -> None:
+    """Compares the arguments of a call of all processes.
+
+    Args:
+      group: The processes, or None for this one alone.
+      arguments: By name, of what JSON can hold.
+
+    Raises:
+      ValueError: In all processes, if they differ; it names the first difference.
+    """
+    if group is None:
+        return
+    everyone = group.all_gather("checkpoint", json.dumps(arguments).encode())
+    first = json.loads(everyone[0])
+    for process, content in enumerate(everyone):
+        for name, value in json.loads(content).items():
+            if value != first[name]:
+                raise ValueError(
+                    f"`{name}` is {first[name]!r} in process 0, but {value!r} in "
+                    f"process {process}. Pass the same arguments in all processes of "
+                    "a job."
+                )
 
 
 def _begin(path: str, scratch: str) -> None:

@@ -439,7 +439,9 @@ class _ShardedReader(StoredReader):
 def _not_whole() -> NotImplementedError:
     return NotImplementedError(
         "Under MultiWorkerMirroredStrategy no process has a whole table to look up in. "
-        "Save a checkpoint, and restore it in one process to export or serve it."
+        "In a tf.function without a tf.GradientTape, call the layer in `strategy.run`. "
+        "To export or serve a model with a layer, restore a checkpoint of it in one "
+        "process; te.serving.export takes a TPUEmbedding of a job."
     )
 
 

@@ -184,6 +184,9 @@ class EngineTrainedTables:
         in_program = self._topology.program() is not None
         in_replica = self._topology.replica() is not None
         exportable = not tf.executing_eagerly() and not gradient_hook.is_evaluation()
+        if self._topology.processes is not None:
+            # No process has whole tables; a function that it exports has no replicas.
+            exportable &= self._topology.run_context() is None
         # A graph that may be exported must contain TensorFlow's ops only. A TPU program
         # cannot be exported.
         if not (recording or in_program) and (exportable or not in_replica):

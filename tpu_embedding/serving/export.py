@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
@@ -51,6 +52,9 @@ def export(
     The SavedModel loads wherever TensorFlow does, in Python or C, without this package.
     It uses the combiners and the policy for invalid ids of training. The first
     signature is also named "serving_default".
+
+    All processes of a job call it with the same arguments. The first one writes, and
+    all return the report.
 
     >>> import tempfile
     >>> import tensorflow as tf
@@ -114,7 +118,11 @@ def export(
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
     storages = _storages(plan, storage)
-    require_empty(path)
+    group = exported.tables[0].rows.group
+    require_alike(group, {"path": os.fspath(path), "storage": storages})
+    with in_all_processes(group):
+        if group is None or group.rank == 0:
+            require_empty(path)
     tables = [
         stored_form(table, kept)
         for table, kept in zip(exported.tables, storages, strict=True)

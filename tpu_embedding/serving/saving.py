@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.writing import (
     NoProgress,
     Piece,
+    in_all_processes,
     merge,
     one_writer,
     part_bytes,
@@ -70,6 +72,8 @@ def save(
 ) -> list[TableReport]:
     """Writes the SavedModel, into a folder that `require_empty` accepted.
 
+    Of several processes that share the tables, the first one.
+
     Args:
       path: The folder.
       tables: Each table, and the form in which it is saved.
@@ -88,23 +92,25 @@ def save(
         for source, table in tables
         if isinstance(table, ConvertedTable)
     }
-    with _scratch(os.fspath(path)) as scratch:
-        saved = f"{scratch}/model"
-        readers = {source.name: table for source, table in tables}
-        module = _Module(readers, [model, *reads], functions)
-        try:
-            tf.saved_model.save(module, saved, signatures=dict(functions))
-        except AssertionError as error:
-            if "untracked" not in str(error):
-                raise
-            raise ValueError(
-                "The model, or the `read` of a Signature, uses a lookup table or a "
-                "variable that export does not find. Pass a tf.Module or a Keras model "
-                "that has it as an attribute, or a function that refers to it directly."
-            ) from error
-        if conversions:
-            _add_tables(scratch, saved, conversions)
-        _publish(saved, os.fspath(path))
+    group = tables[0][0].rows.group
+    readers = {source.name: table for source, table in tables}
+    module = _Module(readers, [model, *reads], functions)
+    with in_all_processes(group) as rest:
+        pieces = _pieces(conversions)
+        rest.append(pieces)  # Other processes read their rows through this one.
+        if group is None or group.rank == 0:
+            with _scratch(os.fspath(path)) as scratch:
+                saved = f"{scratch}/model"
+                _save_module(module, saved, functions)
+                if conversions:
+                    _add_tables(scratch, saved, pieces, _total(conversions))
+                _publish(saved, os.fspath(path))
+        else:
+            # To save some variables of a strategy, TensorFlow asks all processes.
+            with tempfile.TemporaryDirectory() as scratch:
+                _save_module(module, scratch, functions)
+            for _ in pieces:
+                pass
     return [
         conversions[source.name][1].report()
         if source.name in conversions
@@ -113,24 +119,41 @@ def save(
     ]
 
 
-def _add_tables(
-    scratch: str,
-    model: str,
-    conversions: Mapping[str, tuple[ConvertedTable, Conversion]],
-) -> None:
+def _save_module(module: tf.Module, path: str, functions: Mapping[str, Any]) -> None:
+    try:
+        tf.saved_model.save(module, path, signatures=dict(functions))
+    except AssertionError as error:
+        if "untracked" not in str(error):
+            raise
+        raise ValueError(
+            "The model, or the `read` of a Signature, uses a lookup table or a "
+            "variable that export does not find. Pass a tf.Module or a Keras model "
+            "that has it as an attribute, or a function that refers to it directly."
+        ) from error
+
+
+_Conversions = Mapping[str, tuple[ConvertedTable, Conversion]]
+
+
+def _total(conversions: _Conversions) -> int:
+    return sum(conversion.nbytes for _, conversion in conversions.values())
+
+
+def _pieces(conversions: _Conversions) -> Iterator[Piece]:
+    """The rows of all tables as they are stored, a piece at a time."""
+    size = part_bytes(_total(conversions)) // _PIECES
+    for name, (table, conversion) in conversions.items():
+        place = f"tables/{escape_local_name(name)}"
+        keys = {part: variable_key(place, part) for part in table.parts}
+        yield from conversion.pieces(keys, size)
+
+
+def _add_tables(scratch: str, model: str, pieces: Iterator[Piece], total: int) -> None:
     """Merges the tables into the variables of a saved model."""
-    total = sum(conversion.nbytes for _, conversion in conversions.values())
-
-    def pieces() -> Iterator[Piece]:
-        for name, (table, conversion) in conversions.items():
-            place = f"tables/{escape_local_name(name)}"
-            keys = {part: variable_key(place, part) for part in table.parts}
-            yield from conversion.pieces(keys, part_bytes(total) // _PIECES)
-
     others, parts = f"{scratch}/others", f"{scratch}/parts"
     tf.io.gfile.rename(f"{model}/variables", others)
     tf.io.gfile.makedirs(parts)
-    written = write_parts(parts, pieces(), total, NoProgress())
+    written = write_parts(parts, pieces, total, NoProgress())
     tf.io.gfile.makedirs(f"{model}/variables")
     merge([f"{others}/variables", *written], f"{model}/variables/variables")
     fingerprinting_utils.write_fingerprint(model)  # It names the variables' index.
