@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding import drop_in
+from tpu_embedding.__main__ import main
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "examples" / "drop_in"
 FIGURES = [
@@ -163,8 +164,51 @@ def test_scripts_have_their_own_arguments_and_errors(tmp_path: pathlib.Path):
     )
     done = run("-m", "tpu_embedding", "run", str(script), "--on", "x", "-v")
     assert done.stdout.splitlines() == ["__main__ 3 ['--on', 'x', '-v']"]
-    assert "script.py" in done.stderr
-    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+    assert done.returncode == 1
+    # As Python prints it: no line of this package.
+    assert done.stderr.splitlines()[1:] == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 3, in <module>',
+        "    raise ValueError('mine')",
+        "ValueError: mine",
+    ]
+    script.write_text("import sys\nif __name__ == '__main__': sys.exit(7)")
+    assert run("-m", "tpu_embedding", "run", str(script)).returncode == 7
+
+
+def test_modules(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os; first = os.environ.get('TF_USE_LEGACY_KERAS')"
+    )
+    (package / "model.py").write_text("NUMBER = 3\ndef later():\n    import tf_keras")
+    (package / "train.py").write_text(
+        "import sys\nfrom . import first\nfrom package.model import NUMBER\n"
+        "print(__name__, __package__, NUMBER, first, sys.argv[1:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    done = run("-m", "tpu_embedding", "run", "-m", "package.train", "-m", "x")
+    assert done.stdout.splitlines() == ["__main__ package 3 1 ['-m', 'x']"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing.py"], "error: There is no script 'nothing.py'. For a module use"),
+        (["."], "error: '.' is a folder without a __main__.py."),
+        (["-m", "nothing.x"], "error: There is no module 'nothing.x' in the current"),
+        (["-m", "tensorflow"], "error: There is no module 'tensorflow' in the current"),
+        (["--on", "v9:2", "-m", "json.tool"], 'error: `on` must be "host", '),
+    ],
+    ids=range(5),
+)
+def test_programs_that_are_missing(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["run", *arguments]) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

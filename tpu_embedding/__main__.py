@@ -71,8 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, help_, add_arguments in _COMMANDS:
         add_arguments(commands.add_parser(name, help=help_))
     parsed = parser.parse_args(arguments)
-    if getattr(parsed, "shows_tracebacks", False):
-        return parsed.run(parsed)  # Errors are those of the user's program.
     try:
         return parsed.run(parsed)
     except tf.errors.OpError as error:

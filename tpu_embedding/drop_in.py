@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import importlib
 import importlib.abc
@@ -386,13 +387,21 @@ def _resolve(path: str) -> Any:
     return found
 
 
-def needs_tf_keras(script: pathlib.Path) -> bool:
+def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
     """Whether a script imports tf_keras or TFRS, itself or through what it imports.
 
     Reads the script, the modules beside it, and the requirements of the packages that
     they import; runs nothing.
+
+    Args:
+      script: Its path.
+      folder: Where its modules are; None: beside it.
+
+    Raises:
+      SyntaxError: If the script is not Python.
     """
-    folder, seen, waiting = script.resolve().parent, set[pathlib.Path](), [script]
+    folder = folder or script.resolve().parent
+    seen, waiting = set[pathlib.Path](), [script]
     packages = set[str]()
     while waiting:
         path = waiting.pop()
@@ -419,7 +428,7 @@ def needs_tf_keras(script: pathlib.Path) -> bool:
 
 
 def _imports(path: pathlib.Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -427,26 +436,90 @@ def _imports(path: pathlib.Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def run(script: str, arguments: Sequence[str], on: str) -> None:
-    """Runs a script as `python SCRIPT ARGUMENTS` does, after `install(on)`."""
-    path = pathlib.Path(script)
-    if "TF_USE_LEGACY_KERAS" not in os.environ and needs_tf_keras(path):
+def prepare(
+    target: str, arguments: Sequence[str], on: str, *, module: bool = False
+) -> Callable[[], Any]:
+    """Calls `install(on)`, and returns what runs a program as Python does.
+
+    Args:
+      target: The path of a script, of a folder or zip file with a `__main__.py`, or
+        with `module` the name of a module, as for `python -m`.
+      arguments: Of the program.
+      on: As for `install`.
+      module: Whether `target` is a module.
+
+    Raises:
+      FileNotFoundError: If there is no such program.
+    """
+    path = _path_of_module(target) if module else _path_of_script(target)
+    folder = pathlib.Path.cwd() if module else path.resolve().parent
+    needs = False
+    if "TF_USE_LEGACY_KERAS" not in os.environ and path.suffix == ".py":
+        with contextlib.suppress(SyntaxError):  # The program will raise it.
+            needs = needs_tf_keras(path, folder)
+    if needs:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
         print(
             "tpu_embedding: TF_USE_LEGACY_KERAS=1, because the script needs tf_keras.",
             file=sys.stderr,
         )
     install(on)
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(path.resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    sys.argv = [str(path) if module else target, *arguments]
+    sys.path[0] = str(folder)
+    if module:
+        return lambda: runpy.run_module(target, run_name="__main__", alter_sys=True)
+    return lambda: runpy.run_path(target, run_name="__main__")
+
+
+def _path_of_script(target: str) -> pathlib.Path:
+    path = pathlib.Path(target)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no script {target!r}. For a module use `run -m`."
+        )
+    main = path / "__main__.py"
+    if path.is_dir() and not main.is_file():
+        raise FileNotFoundError(f"{target!r} is a folder without a __main__.py.")
+    return main if path.is_dir() else path
+
+
+def _path_of_module(name: str) -> pathlib.Path:
+    """Finds a module without importing its packages, which may import TensorFlow."""
+    folders = [str(pathlib.Path.cwd()), *sys.path]
+    for part in (*name.split("."), "__main__"):
+        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None:
+            break
+        if spec.submodule_search_locations is None:
+            return pathlib.Path(str(spec.origin))
+        folders = list(spec.submodule_search_locations)
+    raise FileNotFoundError(
+        f"There is no module {name!r} in the current folder or on Python's path, or it "
+        "is a package without a __main__.py."
+    )
+
+
+def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback from where the program begins, as Python prints it."""
+    found, skipped = trace, (__file__, "<frozen runpy>", "runpy.py")
+    while found is not None and found.tb_frame.f_code.co_filename.endswith(skipped):
+        found = found.tb_next
+    return found or trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `python -m tpu_embedding run`."""
 
     def call(parsed: argparse.Namespace) -> int:
-        run(parsed.script, parsed.arguments, parsed.on)
+        program = prepare(
+            parsed.script, parsed.arguments, parsed.on, module=parsed.module
+        )
+        try:
+            program()
+        except Exception as error:  # As Python does for a program that fails.
+            trace = _of_program(error.__traceback__)
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            return 1
         return 0
 
     parser.add_argument(
@@ -455,6 +528,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLACE",
         help="host (the default), mirrored:N, v4:N, v6e:N or another TPU generation",
     )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the program is a module, as for `python -m`",
+    )
     parser.add_argument("script", help="a Python program for TPUs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    parser.set_defaults(run=call, shows_tracebacks=True)
+    parser.set_defaults(run=call)
