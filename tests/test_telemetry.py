@@ -350,7 +350,7 @@ def test_counting_in_a_function_and_stopping(engine: str):
     @tf.function
     def steps(count: tf.Tensor):
         for i in tf.range(count):
-            embedding.enqueue(tf.stack([i % 8, 1]))
+            embedding.enqueue(tf.stack([tf.cast(i % 8, tf.int32), 1]))
             embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
 
     steps(tf.constant(3))
@@ -361,12 +361,51 @@ def test_counting_in_a_function_and_stopping(engine: str):
     steps(tf.constant(2))
     with pytest.raises(RuntimeError, match="does not count any more"):
         telemetry.read()
+    steps(tf.constant(2, tf.int64))  # Traced again, while nothing is counted.
     refused = engine == "portable"
-    expected = pytest.raises(RuntimeError, match="was traced before telemetry")
+    expected = pytest.raises(RuntimeError, match="traced while nothing was counted")
     with expected if refused else contextlib.nullcontext():
         again = te.Telemetry(embedding, every=1)
         steps(tf.constant(2))
         assert again.read()["*"]["steps"].value == 2
+
+
+@pytest.mark.parametrize("before", [[], [5]])
+def test_counting_begins_while_an_update_is_pending(engine: str, before: list[int]):
+    embedding = simple(pipeline_execution_with_tensor_core=True)
+    if before:  # Counted by another telemetry until it was stopped.
+        first = te.Telemetry(embedding, every=1)
+        train(embedding, before)
+        first.stop()
+    train(embedding, [1, 2])
+    telemetry = te.Telemetry(embedding, every=2)
+    for ids in ([3], [4, 4], [6]):
+        train(embedding, ids)
+    embedding.flush()
+    read = telemetry.read()
+    assert read["*"]["steps"].value == 4
+    # The host engine counts what is applied; the portable one must have summed it.
+    counted = [(1, 1), (2, 1), (4, 2)] if engine == "host" else [(3, 1), (6, 1)]
+    assert sorted(read["films"]["hottest_rows"].value) == counted
+    assert not read["films"]["ids"].exact
+
+
+def test_a_function_that_counted_counts_for_the_next_telemetry(engine: str):
+    embedding = simple()
+
+    @tf.function
+    def step(ids: tf.Tensor):
+        embedding.enqueue(ids)
+        embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+    first = te.Telemetry(embedding, every=1)
+    step(tf.constant([1, 2]))
+    first.stop()
+    step(tf.constant([3, 3]))
+    second = te.Telemetry(embedding, every=1)
+    step(tf.constant([4, 4]))
+    assert second.read()["films"]["hottest_rows"].value == [(4, 2)]
+    assert second.read()["*"]["steps"].value == 1
 
 
 def test_another_telemetry_takes_over(engine: str):
@@ -426,7 +465,11 @@ def test_summaries(engine: str, tmp_path: pathlib.Path):
     writer.close()
     found = summaries(tmp_path)
     assert found["embedding/films/ids", 0] == (1, "Mean of an update. Exact.")
-    assert found["embedding/films/ids", 1][0] == 0
+    # No update was counted since the last time.
+    assert {tag for tag, step in found if step == 1} == {
+        f"embedding/{name}"
+        for name in ("steps", "counted_steps", "queue_depth", "pending_updates")
+    }
     ids = found["embedding/films/ids", 2]
     assert ids == (3, "Mean of an update. Sampled: every update number n * 2.")
     assert found["embedding/films/rows_touched", 2][0] == 3
@@ -441,7 +484,6 @@ def test_summaries(engine: str, tmp_path: pathlib.Path):
     ]
     buckets = found["embedding/films/ids_by_row", 2][0]
     assert buckets[:, 2].sum() == 2
-    assert ("embedding/films/ids_by_row", 1) not in found  # No update was counted.
 
 
 def test_callback(engine: str, tmp_path: pathlib.Path):
@@ -452,7 +494,7 @@ def test_callback(engine: str, tmp_path: pathlib.Path):
     ids = keras.Input((), dtype="int64")
     model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    callback = te.keras.TelemetryCallback(str(tmp_path), every=1)
+    callback = te.keras.TelemetryCallback(tmp_path, every=1)
     for _ in range(2):
         model.fit(
             tf.constant([1, 2, 2, 3]), tf.ones([4, 1]), batch_size=2, verbose=0,
@@ -471,8 +513,45 @@ def test_callback(engine: str, tmp_path: pathlib.Path):
     fresh = te.keras.TelemetryCallback(str(tmp_path), write_every=2)
     with pytest.raises(ValueError, match="found no layer"):
         other.fit(tf.ones([1, 1]), tf.ones([1, 1]), verbose=0, callbacks=[fresh])
-    with pytest.raises(ValueError, match="`write_every` must be an int >= 1"):
-        te.keras.TelemetryCallback(str(tmp_path), write_every=0)
+    with pytest.raises(ValueError, match="counts another model"):
+        other.fit(tf.ones([1, 1]), tf.ones([1, 1]), verbose=0, callbacks=[callback])
+    for argument in ("every", "write_every"):
+        with pytest.raises(ValueError, match=f"`{argument}` must be an int >= 1"):
+            te.keras.TelemetryCallback(tmp_path, **{argument: 0})
+
+
+def test_callback_with_several_steps_in_an_execution(tmp_path: pathlib.Path):
+    import keras
+
+    films = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
+    layer = te.keras.TPUEmbedding(films, te.SGD(0.5), name="tables")
+    ids = keras.Input((), dtype="int64")
+    model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=4)
+    callback = te.keras.TelemetryCallback(tmp_path, every=1, write_every=3)
+    batches = tf.zeros([10], tf.int64), tf.ones([10, 1])
+    model.fit(*batches, batch_size=1, epochs=2, verbose=0, callbacks=[callback])
+    steps = {at: int(v) for (tag, at), (v, _) in summaries(tmp_path).items()
+             if tag == "tables/steps"}  # fmt: skip
+    # After 10 the next are 14 and 18; Keras tells of 4, 8, 10 batches in each epoch.
+    assert steps == {n: n for n in (4, 8, 10, 14, 18)}
+
+
+def test_callback_refuses_layers_of_one_name(tmp_path: pathlib.Path):
+    import keras
+
+    ids = keras.Input((), dtype="int64")
+    rows = []
+    for part in ("a", "b"):
+        table = te.TableConfig(8, 2, name=part)
+        layer = te.keras.TPUEmbedding(te.FeatureConfig(table), te.SGD(1), name="same")
+        inner = keras.Sequential([keras.Input((), dtype="int64"), layer], name=part)
+        rows.append(inner(ids))
+    model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.add(rows)))
+    model.compile("sgd", "mse")
+    callback = te.keras.TelemetryCallback(tmp_path)
+    with pytest.raises(ValueError, match="are called same, same"):
+        model.fit(tf.constant([1]), tf.ones([1, 1]), verbose=0, callbacks=[callback])
 
 
 @pytest.mark.parametrize("generation", ["v4", "v6e"])
@@ -492,6 +571,10 @@ def test_wrong_arguments():
         te.Telemetry(simple(), every=0)
     with pytest.raises(ValueError, match="`hottest` must be an int >= 0"):
         te.Telemetry(simple(), hottest=2.5)  # pyright: ignore[reportArgumentType]
+    te.Telemetry(simple(), every=2**70, hottest=2**70).read()
+    star = te.FeatureConfig(te.TableConfig(8, 2, name="*"))
+    with pytest.raises(ValueError, match=r"A table is called '\*'"):
+        te.Telemetry(te.TPUEmbedding(star, te.SGD(1)))
     with pytest.raises(TypeError, match="embedding"):
         te.Telemetry(config)
     layer = te.keras.TPUEmbedding(config, None, trainable_tables=True)

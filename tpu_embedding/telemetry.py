@@ -27,6 +27,7 @@ from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.
+_LARGEST = 2**63 - 1  # Of an int of the kernels; nobody counts so far.
 
 # Figures of a table that add up, and what TensorBoard shows of them for each step.
 _TOTALS = ("ids", "distinct_ids", "invalid_ids", "samples", "samples_without_ids")
@@ -71,11 +72,12 @@ class Telemetry:
 
         Raises:
           TypeError: If `embedding` is of another class.
-          ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0.
+          ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0, or if
+            a table is called "*".
           NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
             on parameter servers, and in a Keras layer with `trainable_tables=True`.
           RuntimeError: On the portable engine, if a tf.function that trains was traced
-            before.
+            while nothing was counted.
         """
         for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
             if type(value) is not int or value < smallest:
@@ -86,9 +88,14 @@ class Telemetry:
                 "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"
             )
         self._core: EmbeddingBase = core()
-        self._every, self._hottest = every, hottest
+        if ALL_TABLES in [table.name for table in self._core.plan.tables]:
+            raise ValueError(
+                f"A table is called {ALL_TABLES!r}, where Telemetry has the figures of "
+                "all tables. Give its TableConfig another `name`."
+            )
+        self._every, self._hottest = min(every, _LARGEST), min(hottest, _LARGEST)
         with tf.init_scope():
-            self._core.start_counting(every)
+            self._core.start_counting(self._every)
         self._core.telemetry = self
         self._written: Counts | None = None
 
@@ -118,7 +125,8 @@ class Telemetry:
         `write`; other figures as `read` gives them. Histograms over the rows of the
         last counted update: ids, norms of gradients and of updates. A text lists the
         hottest rows. The description of each says whether it is exact or sampled.
-        Nothing is written unless a default writer is set.
+        Nothing is written unless a default writer is set, and nothing of the tables if
+        no update was counted since the last `write`.
 
         Args:
           step: The step that TensorBoard shows.
@@ -135,18 +143,17 @@ class Telemetry:
         counted = counts.counted_steps - (before.counted_steps if before else 0)
         for figure, (value, _) in _figures_of_all(counts).items():
             _write(f"{name}/{figure}", "scalars", value, step, "Exact.")
-        for table_name, table in counts.tables.items():
+        for table_name, table in counts.tables.items() if counted else ():
             tag = f"{name}/{table_name}"
             for figure, value in self._table_values(table).items():
                 if figure in _TOTALS:
                     old = getattr(before.tables[table_name], figure) if before else 0
-                    mean = (value - old) / max(counted, 1)
+                    mean = (value - old) / counted
                     described = f"Mean of an update. {note}"
                     _write(f"{tag}/{figure}", "scalars", mean, step, described)
                 elif figure != "hottest_rows":
                     _write(f"{tag}/{figure}", "scalars", value, step, note)
-            if counted:
-                _write_rows(tag, table, step, note)
+            _write_rows(tag, table, step, note)
 
     def stop(self) -> None:
         """Counts nothing any more, and frees the memory of the counts.

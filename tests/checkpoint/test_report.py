@@ -168,3 +168,16 @@ def test_a_page_of_a_folder_of_arrays_and_of_no_checkpoint(
     capsys.readouterr()
     assert main(["report", str(tmp_path / "none"), "--output", str(page)]) == 2
     assert "There is no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_tables_without_rows_and_slots_without_numbers(tmp_path: pathlib.Path):
+    path = tmp_path / "tables.npz"
+    values = np.ones([3, 2], np.float32)
+    arrays = {"empty": values[:0], "broken": values}
+    np.savez(path, **arrays, **{"broken/accumulators": values * np.nan})
+    empty, broken = sorted(reports(path), key=lambda table: table.rows)
+    assert (empty.rows, empty.norms, empty.equal.count) == (0, [], 0)
+    assert broken.dead.count is None
+    assert "slot accumulators has no finite value" in broken.dead.reason
+    assert main(["report", str(path), "--output", str(tmp_path / "page.html")]) == 0

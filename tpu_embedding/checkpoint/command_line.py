@@ -24,8 +24,8 @@ from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
 from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
 
 PATH_HELP = (
-    "a TensorFlow checkpoint or its folder, weights of Keras, a .npy or .npz file or a "
-    "folder of .npy files"
+    "a TensorFlow checkpoint or its folder, a .keras or .weights.h5 file, a .npy or "
+    ".npz file or a folder of .npy files"
 )
 
 _SPARSE_CORE = "sparse-core"

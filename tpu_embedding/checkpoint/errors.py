@@ -23,8 +23,8 @@ def not_found(path: str) -> tf.errors.NotFoundError:
         None,
         None,
         f"There is no checkpoint at {path}. Give the prefix of a TensorFlow "
-        "checkpoint (without `.index`), its folder, a `.weights.h5` file, a `.npy` or "
-        "`.npz` file, or a folder of `.npy` files.",
+        "checkpoint (without `.index`), its folder, a `.keras` or `.weights.h5` file, "
+        "a `.npy` or `.npz` file, or a folder of `.npy` files.",
     )
 
 

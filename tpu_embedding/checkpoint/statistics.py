@@ -105,7 +105,8 @@ def table_reports(
 
 def _report(table: LogicalTable, progress: Progress) -> TableReport:
     matching = _optimizers_with(table)
-    norms, equal, dead = _Norms(), _Equal(table.parameters.shape[0]), _Dead(table)
+    norms, equal = _Norms(), _Equal(table.parameters.shape[0])
+    dead = _Dead(list(table.slots), matching)
     for start, slices in _slices(list(table.arrays.values()), progress):
         values, *slots = slices
         norms.add(start, values)
@@ -195,8 +196,8 @@ class _Equal:
         # A power of two: the lower bits of a hash choose.
         excess = max(0, math.ceil(math.log2(max(num_rows, 1) / _MAX_HASHES)))
         self._one_of = 1 << excess
-        self._hashes: list[np.ndarray] = []
-        self._rows: list[np.ndarray] = []
+        self._hashes = [np.zeros([0], np.uint64)]
+        self._rows = [np.zeros([0], np.int64)]
 
     def add(self, start: int, values: np.ndarray) -> None:
         hashes = _row_hashes(values)
@@ -237,9 +238,8 @@ def _row_hashes(values: np.ndarray) -> np.ndarray:
 class _Dead:
     """Rows whose slots all have their initial value."""
 
-    def __init__(self, table: LogicalTable) -> None:
-        self._slots = list(table.slots)
-        self._matching = _optimizers_with(table)
+    def __init__(self, slots: Sequence[str], matching: Sequence[Optimizer]) -> None:
+        self._slots, self._matching = slots, matching
         # The initial value of each slot; of one that only grows the smallest so far.
         self._initial: list[float] = []
         self._grows: list[bool] = []
@@ -254,7 +254,7 @@ class _Dead:
         if not self._matching or not slots:
             return
         for i, values in enumerate(slots):
-            smallest = float(np.nanmin(values)) if values.size else math.inf
+            smallest = float(np.fmin.reduce(values, axis=None, initial=math.inf))
             if self._grows[i] and smallest < self._initial[i]:
                 # All rows so far have grown since.
                 self._initial[i], self._count = smallest, 0
@@ -272,6 +272,9 @@ class _Dead:
             )
         if not self._matching:
             return DeadRows(None, "Not known: no optimizer has these slots.")
+        for name, initial in zip(self._slots, self._initial, strict=True):
+            if math.isinf(initial):
+                return DeadRows(None, f"Not known: slot {name} has no finite value.")
         conditions = [
             f"{name} are {initial:g}" + (", the smallest value there," if grows else "")
             for name, initial, grows in zip(

@@ -71,28 +71,39 @@ class Counts:
 class Recorder:
     """Counts updates in NumPy, for engines that are made of TensorFlow's ops."""
 
-    def __init__(self, plan: Plan, every: int) -> None:
-        """Counts the next update and every n-th after it."""
+    def __init__(self, plan: Plan) -> None:
+        """Counts nothing until `start`."""
         self._plan = plan
-        self._every = every
         self._lock = threading.Lock()
-        self._steps = 0
-        self._counted = 0
-        self._tables = [TableCounts() for _ in plan.tables]
-        self._row_ids = [
-            np.zeros(spec.config.vocabulary_size, np.int64) for spec in plan.tables
-        ]
+        self.start(0)
 
-    def stop(self) -> None:
-        """Counts nothing any more; functions that were traced still ask."""
-        self._every = 0
+    @property
+    def is_on(self) -> bool:
+        """Whether it counts. Functions that were traced while it did ask again."""
+        return self._every > 0
 
-    def next(self) -> np.bool_:
-        """Notes that an update is about to be applied; whether to count it."""
+    def start(self, every: int) -> None:
+        """Forgets counts, then counts the next update and every n-th; 0: none."""
         with self._lock:
+            self._every = every
+            self._steps = self._uncountable = self._counted = 0
+            self._tables = [TableCounts() for _ in self._plan.tables]
+            sizes = [spec.config.vocabulary_size for spec in self._plan.tables]
+            self._row_ids = [np.zeros(size, np.int64) for size in sizes if every]
+
+    def next(self, countable: np.bool_) -> np.bool_:
+        """Notes that an update is about to be applied; whether to count it.
+
+        Args:
+          countable: False if its gradients were summed before `start`, without counts.
+        """
+        with self._lock:
+            if not self.is_on:
+                return np.bool_(False)
+            number = self._steps - self._uncountable
             self._steps += 1
-            counts = self._every > 0 and (self._steps - 1) % self._every == 0
-        return np.bool_(counts)
+            self._uncountable += not countable
+            return np.bool_(countable and number % self._every == 0)
 
     def add(self, totals: np.ndarray, *arrays: np.ndarray) -> None:
         """Counts an update.
@@ -103,6 +114,8 @@ class Recorder:
             its summed gradients [k, D], and its changes [k, D] or [V, D].
         """
         with self._lock:
+            if self._counted == self._steps:
+                return  # Started anew or stopped since `next`.
             self._counted += 1
             for t in range(len(self._tables)):
                 self._add_table(t, totals[t], arrays[4 * t : 4 * t + 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tensorflow as tf
@@ -33,28 +34,36 @@ class TelemetryCallback(keras_api.Callback):
     """
 
     def __init__(
-        self, log_dir: str, *, every: int = 100, write_every: int | None = None
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        every: int = 100,
+        write_every: int | None = None,
     ) -> None:
         """Counts from the first step of `fit` on.
 
         Args:
           log_dir: The directory of the logs.
           every: See Telemetry.
-          write_every: Write after so many batches; None: at the end of each epoch.
+          write_every: Write after so many batches, with `steps_per_execution` when
+            Keras next says that batches are done; None: at the end of each epoch.
 
         Raises:
-          ValueError: If `write_every` is neither None nor an int >= 1.
+          ValueError: If `every` is not an int >= 1, or `write_every` neither None nor
+            an int >= 1.
         """
         super().__init__()
-        if write_every is not None and (
-            type(write_every) is not int or write_every < 1
-        ):
-            raise argument_int("write_every", write_every, 1)
-        self._log_dir = log_dir
+        for argument, value in (("every", every), ("write_every", write_every)):
+            if value is None and argument == "write_every":
+                continue
+            if type(value) is not int or value < 1:
+                raise argument_int(argument, value, 1)
+        self._log_dir = os.fspath(log_dir)
         self._every, self._write_every = every, write_every
         self._telemetry: dict[str, Telemetry] = {}
         self._writer: Any = None
-        self._batches = 0
+        self._counted_model: Any = None
+        self._batches = self._batches_before_epoch = 0
 
     def read(self) -> dict[str, dict[str, Any]]:
         """By name of the layer what its `Telemetry.read` returns."""
@@ -64,13 +73,19 @@ class TelemetryCallback(keras_api.Callback):
         """Begins to count, once for all calls of `fit`.
 
         Raises:
-          ValueError: If the model has no TPUEmbedding layer.
+          ValueError: If the model has no TPUEmbedding layer or two of one name, or if
+            the callback was used with another model.
           NotImplementedError, RuntimeError: As Telemetry.
         """
         del logs
-        if self._telemetry:
-            return
         model: Any = self.model
+        if self._telemetry:
+            if model is not self._counted_model:
+                raise ValueError(
+                    "This TelemetryCallback counts another model. Make one callback "
+                    "for each model."
+                )
+            return
         layers = model._flatten_layers(include_self=False)
         found = [layer for layer in layers if isinstance(layer, TPUEmbedding)]
         if not found:
@@ -78,15 +93,33 @@ class TelemetryCallback(keras_api.Callback):
                 "TelemetryCallback found no layer of tpu_embedding.keras.TPUEmbedding "
                 "in the model. Make the layer an attribute of the model."
             )
+        names = [layer.name for layer in found]
+        if len({*names}) < len(names):
+            raise ValueError(
+                "TelemetryCallback tells layers apart by their names, but the "
+                f"TPUEmbedding layers of the model are called {', '.join(names)}. Give "
+                "each another `name`."
+            )
+        self._counted_model = model
         for layer in found:
             self._telemetry[layer.name] = Telemetry(layer, every=self._every)
         self._writer = tf.summary.create_file_writer(self._log_dir)
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes how many batches came before."""
+        del epoch, logs
+        self._batches_before_epoch = self._batches
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes after every `write_every` batches."""
-        del batch, logs
-        self._batches += 1
-        if self._write_every and self._batches % self._write_every == 0:
+        del logs
+        # With `steps_per_execution` Keras calls it after several batches, with the
+        # number that the last one has, or would have if there were as many.
+        steps = (self.params or {}).get("steps")
+        done = batch + 1 if steps is None else min(batch + 1, steps)
+        before, self._batches = self._batches, self._batches_before_epoch + done
+        every = self._write_every
+        if every and self._batches // every > before // every:
             self._write()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -115,8 +115,8 @@ class PortableEngine(WholeTablesEngine):
         self._is_trained = all(table.optimizer for table in self._plan.tables)
         with tf.device(self._device):
             self._combiners = Combiners(self._plan, options.layout)
-        self._recorder: Recorder | None = None
-        self._traced = False  # Whether a function hands in gradients.
+        self._recorder = Recorder(self._plan)
+        self._traced_uncounted = False  # Whether a function trains without counts.
         dtypes = [tf.float32, tf.int64]
         dtypes += [tf.int64, tf.float32, tf.int64] * len(self._plan.tables)
         with tf.device(self.host):
@@ -266,23 +266,26 @@ class PortableEngine(WholeTablesEngine):
 
     def start_counting(self, every: int) -> None:
         """See `Engine.start_counting`."""
-        if every and self._traced:
+        if every and self._traced_uncounted:
             raise RuntimeError(
-                "A tf.function that trains was traced before telemetry began, and the "
-                "portable engine counts only what functions were traced to count. "
-                "Create the Telemetry before the first training step."
+                "A tf.function that trains was traced while nothing was counted, and "
+                "the portable engine counts only what functions were traced to count. "
+                "Create a Telemetry before the first training step."
             )
-        if self._recorder is not None:
-            self._recorder.stop()
-        self._recorder = Recorder(self._plan, every) if every else None
+        self._recorder.start(every)
 
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`."""
-        assert self._recorder is not None
         steps, counted_steps, tables = self._recorder.read(num_hot_rows)
         pending = 0 if self._pending is None else int(self._pending.size())
         depth = self._batches.depth()
         return Counts(steps, counted_steps, depth, pending, tables)
+
+    def _note_trace(self) -> bool:
+        """Whether an update counts; notes if a function is traced that does not."""
+        counted = self._recorder.is_on
+        self._traced_uncounted |= not counted and not tf.executing_eagerly()
+        return counted
 
     def is_outside(self) -> bool:
         """Whether the caller is outside of strategy.run, among several replicas."""
@@ -346,7 +349,7 @@ class PortableEngine(WholeTablesEngine):
           Control inputs for ops that must not run if the call is refused.
         """
         self.calls.note("update")
-        self._traced |= not tf.executing_eagerly()
+        counted = self._note_trace()
         # Before anything changes: a learning rate that fails changes nothing.
         rates = self._rates.evaluate() if self.is_last(replica) else tf.zeros([0])
         with tf.control_dependencies(self._check_gradients(entries, gradients)):
@@ -359,7 +362,6 @@ class PortableEngine(WholeTablesEngine):
         with tf.control_dependencies(accepted):
             if self.is_last(replica):
                 parts = [self._with_shapes(queue.dequeue()) for queue in self._waiting]
-                counted = self._recorder is not None
                 self._complete(rates, _merged([*parts, sums], counted=counted))
             else:
                 self._waiting[replica].enqueue(sums)
@@ -431,7 +433,7 @@ class PortableEngine(WholeTablesEngine):
             )
             touched = [by_table[i : i + 3] for i in range(0, len(by_table), 3)]
             counting = None
-            if self._recorder is not None:
+            if self._note_trace():
                 counting = CountedUpdate(
                     self._recorder, self._plan, self._variables, touched, totals
                 )
@@ -527,7 +529,7 @@ class PortableEngine(WholeTablesEngine):
         with tf.device(self._device):
             gradients, of_weights = self._combiners.backward(found, gradients)
             positions = self._combiners.positions(entries)
-            counted = self._recorder is not None
+            counted = self._recorder.is_on
             sums = [of_weights, count_samples(self._plan, entries, counted=counted)]
             for table in self._plan.tables:
                 rows = tf.concat([entries[f].rows for f in table.features], 0)

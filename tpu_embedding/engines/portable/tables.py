@@ -92,11 +92,13 @@ class CountedUpdate:
           variables: Of each table.
           touched: For each table the rows [k], each once, their summed gradients
             [k, D], and the number of ids for each.
-          totals: As of `count_samples`.
+          totals: As of `count_samples`; empty if the update was not counted when its
+            gradients were summed.
         """
         self._recorder, self._plan = recorder, plan
         self._variables, self._touched, self._totals = variables, touched, totals
-        self._counts = tf.numpy_function(recorder.next, [], tf.bool)
+        countable = tf.shape(totals)[0] > 0
+        self._counts = tf.numpy_function(recorder.next, [countable], tf.bool)
         self._counts.set_shape([])
         self._before = tf.cond(
             self._counts,

@@ -131,7 +131,8 @@ bool Telemetry::Next() {
 
 void Telemetry::Add(std::vector<CountedUpdate> tables) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (tables.size() != tables_.size()) return;  // Stopped meanwhile.
+  // Stopped, or started anew, since `Next`.
+  if (tables.size() != tables_.size() || counted_steps_ == steps_) return;
   ++counted_steps_;
   for (size_t t = 0; t < tables.size(); ++t) {
     TableTelemetry& table = tables_[t];
