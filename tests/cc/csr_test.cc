@@ -115,7 +115,7 @@ Problem DrawProblem(Random& random, bool positions) {
     feature.spec.table = "t" + std::to_string(t);
     feature.spec.vocabulary_size = Draw(random, 1, 150);
     feature.row_offset = setup.tables[0].rows;
-    feature.shift = Draw(random, 0, setup.num_shards() - 1);
+    feature.rotation = Draw(random, 0, setup.num_shards() - 1);
     const int64_t block = 8 * setup.num_shards();
     setup.tables[0].rows +=
         (feature.spec.vocabulary_size + block - 1) / block * block;
@@ -189,7 +189,7 @@ void AddSample(const Problem& problem, int f, int64_t sample,
     const int64_t id = input.ids[i];
     Entry entry;
     entry.core = sample / per_core;
-    entry.shard = (id + feature.shift) % shards;
+    entry.shard = (id + feature.rotation) % shards;
     entry.token = feature.row_offset / shards + id / shards;
     const int64_t bucket =
         (entry.token * shards + entry.shard) / BucketWidth(table.rows);

@@ -76,7 +76,7 @@ CsrSetup ReadSetup(Bytes& bytes, std::vector<Ragged>* inputs) {
       feature.spec.declared_shape = {feature.samples};
       feature.spec.declared_source = "a test";
       feature.row_offset = table.rows;
-      feature.shift = bytes.Number(0, 5);
+      feature.rotation = bytes.Number(0, 5);
       feature.max_valency = bytes.Number(0, 3) ? 0 : bytes.Number(1, 4);
       feature.sample_offset = table.samples;
       const int64_t block = 8 * setup.num_shards();

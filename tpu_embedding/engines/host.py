@@ -496,7 +496,7 @@ def _place_in_stack(layout: Layout | None, feature: int) -> dict[str, int]:
         return {}
     return {
         "stack": layout.feature_stacks[feature],
-        "first_token": layout.row_offsets[feature],
+        "row_offset": layout.row_offsets[feature],
     }
 
 

@@ -23,13 +23,13 @@
 
 namespace tpu_embedding {
 
-// One feature and its place in the stack; see layout/partitions.py.
+// One feature and its place in the stack; see layout/partitioning.py.
 struct CsrFeature {
   FeatureSpec spec;  // its declared shape is complete
   int64_t samples = 0;
   int64_t sample_offset = 0;
   int64_t row_offset = 0;
-  int64_t shift = 0;
+  int64_t rotation = 0;
   int64_t max_valency = 0;  // 0: any number of ids per sample
   int group = 0;            // of its table, made by CompleteSetup
 };

@@ -17,7 +17,7 @@ class Keys {
  public:
   explicit Keys(const TablePlace& place)
       : num_shards_(static_cast<uint32_t>(place.num_shards)),
-        shift_(static_cast<uint32_t>(place.shift)),
+        rotation_(static_cast<uint32_t>(place.rotation)),
         num_tokens_(static_cast<uint32_t>(place.num_tokens)),
         bits_(__builtin_ctz(num_shards_)),
         by_mask_((num_shards_ & (num_shards_ - 1)) == 0) {}
@@ -30,18 +30,18 @@ class Keys {
   // Rows are numbered by int32, shards and keys by less than 2^32: nothing
   // here overflows.
   TPU_EMBEDDING_INLINE uint32_t ByMask(uint32_t id) const {
-    const uint32_t shard = (id + shift_) & (num_shards_ - 1);
+    const uint32_t shard = (id + rotation_) & (num_shards_ - 1);
     return shard * num_tokens_ + (id >> bits_);
   }
 
  private:
   uint32_t Divided(uint32_t id) const {
-    const uint32_t shard = (id + shift_) % num_shards_;
+    const uint32_t shard = (id + rotation_) % num_shards_;
     return shard * num_tokens_ + id / num_shards_;
   }
 
   const uint32_t num_shards_;
-  const uint32_t shift_;
+  const uint32_t rotation_;
   const uint32_t num_tokens_;
   const int bits_;
   const bool by_mask_;

@@ -3,11 +3,11 @@
 // A stacked table is cut over all SparseCores of all devices: row r lives on
 // shard r % num_shards, at r / num_shards there (its token). Within a stack a
 // table may be rotated, so that the first rows of all tables do not crowd on
-// one shard: id i is on shard (i + shift) % num_shards.
+// one shard: id i is on shard (i + rotation) % num_shards.
 //
-//   4 shards, shift 1     id:     0  1  2  3  4
+//   4 shards, rotation 1  id:     0  1  2  3  4
 //                         shard:  1  2  3  0  1
-//                         token:  0  0  0  0  1   (+ first_token)
+//                         token:  0  0  0  0  1   (+ row_offset)
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_CSR_ENTRIES_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_CSR_ENTRIES_H_
@@ -24,9 +24,9 @@ namespace tpu_embedding {
 // Where a table lies in its stack.
 struct TablePlace {
   int64_t num_shards = 1;
-  int64_t shift = 0;
-  int64_t first_token = 0;  // of the table on each shard
-  int64_t num_tokens = 0;   // rows of the table on each shard
+  int64_t rotation = 0;
+  int64_t row_offset = 0;  // rows of other tables before it on each shard
+  int64_t num_tokens = 0;  // rows of the table on each shard
 
   uint64_t num_keys() const { return uint64_t(num_shards) * num_tokens; }
 };

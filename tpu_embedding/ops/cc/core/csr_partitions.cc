@@ -173,7 +173,7 @@ int64_t FirstOfRow(const Partitions& partitions, int64_t shard, int64_t row) {
   const TablePlace& place = partitions.place;
   const int64_t token = (row - shard + place.num_shards - 1) / place.num_shards;
   const int64_t own =
-      std::clamp<int64_t>(token - place.first_token, 0, place.num_tokens);
+      std::clamp<int64_t>(token - place.row_offset, 0, place.num_tokens);
   return LowerBound(partitions.words, partitions.begins[shard],
                     partitions.begins[shard + 1],
                     shard * place.num_tokens + own);
@@ -196,7 +196,7 @@ void WriteEntries(const Partitions& partitions, int64_t shard, int64_t begin,
   const CsrWords& words = partitions.words;
   // Modulo 2^32, as keys are.
   const auto shift =
-      static_cast<uint32_t>(place.first_token - shard * place.num_tokens);
+      static_cast<uint32_t>(place.row_offset - shard * place.num_tokens);
   const int64_t size = end - begin;
   WithWord(words, [&](auto word) {
     RunOnThisCpu<WriteWords>(words.data<decltype(word)>() + begin,

@@ -69,25 +69,25 @@ Error AddGroups(CsrSetup* setup, int t) {
   for (const int f : setup->tables[t].features) {
     const CsrFeature& feature = setup->features[f];
     const TablePlace place{
-        shards, feature.shift % shards, feature.row_offset / shards,
+        shards, feature.rotation % shards, feature.row_offset / shards,
         (feature.spec.vocabulary_size + shards - 1) / shards};
     CsrGroup& group = groups[feature.row_offset];
     if (group.features.empty()) group.place = place;
-    if (group.place.shift != place.shift ||
+    if (group.place.rotation != place.rotation ||
         group.place.num_tokens != place.num_tokens) {
       return Concat("Feature ", feature.spec.path, ": the features of one ",
-                    "table must have one shift and vocabulary size.");
+                    "table must have one rotation and vocabulary size.");
     }
     group.table = t;
     group.features.push_back(f);
   }
   int64_t next_token = 0;
   for (auto& [row, group] : groups) {
-    if (group.place.first_token < next_token) {
+    if (group.place.row_offset < next_token) {
       return Concat("Table ", setup->tables[t].name, ": two of its tables ",
                     "overlap at row ", row, ".");
     }
-    next_token = group.place.first_token + group.place.num_tokens;
+    next_token = group.place.row_offset + group.place.num_tokens;
     for (const int f : group.features) {
       setup->features[f].group = static_cast<int>(setup->groups.size());
     }

@@ -53,14 +53,14 @@ Error ReadFeature(const StackedFeature& feature, const StackInput& input,
     batch->offsets[s] = pointers[s] - first;
   }
   for (int64_t i = 0; i < size; ++i) {
-    const int64_t row = input.token_ids[first + i] - feature.first_token;
+    const int64_t row = input.token_ids[first + i] - feature.row_offset;
     if (row < 0 || row >= feature.vocabulary_size) {
       return Stack(input) + "entry " + std::to_string(first + i) +
              " has token id " + std::to_string(input.token_ids[first + i]) +
              ", but it belongs to feature " + feature.path +
              ", whose table has the ids [" +
-             std::to_string(feature.first_token) + ", " +
-             std::to_string(feature.first_token + feature.vocabulary_size) +
+             std::to_string(feature.row_offset) + ", " +
+             std::to_string(feature.row_offset + feature.vocabulary_size) +
              "). Pass on what the lookup gave.";
     }
     batch->rows[i] = static_cast<int32_t>(row);
@@ -83,7 +83,7 @@ void WriteStack(const std::vector<StackedFeature>& features,
       for (int64_t i = batch.offsets[s]; i < batch.offsets[s + 1]; ++i) {
         output.sample_ids[entry] = sample;
         output.token_ids[entry] =
-            static_cast<int32_t>(features[f].first_token + batch.rows[i]);
+            static_cast<int32_t>(features[f].row_offset + batch.rows[i]);
         output.gains[entry++] = batch.gain(s, i);
       }
       output.row_pointers[++sample] = entry;

@@ -20,7 +20,7 @@ namespace tpu_embedding {
 // One feature of a stack, in the order in which samples are stacked.
 struct StackedFeature {
   std::string path;
-  int64_t first_token = 0;  // row 0 of its table
+  int64_t row_offset = 0;  // row 0 of its table
   int64_t vocabulary_size = 0;
 };
 

@@ -44,7 +44,7 @@ absl::Status ReadPlace(const Record& record, CsrFeature* feature) {
   TF_RETURN_IF_ERROR(record.Get("samples", &feature->samples));
   TF_RETURN_IF_ERROR(record.Get("sample_offset", &feature->sample_offset));
   TF_RETURN_IF_ERROR(record.Get("row_offset", &feature->row_offset));
-  TF_RETURN_IF_ERROR(record.Get("rotation", &feature->shift));
+  TF_RETURN_IF_ERROR(record.Get("rotation", &feature->rotation));
   return record.Get("max_valency", &feature->max_valency);
 }
 

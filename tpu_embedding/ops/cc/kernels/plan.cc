@@ -87,14 +87,14 @@ absl::Status ReadStacks(const Record& record,
   if (names.empty()) return absl::OkStatus();
   for (size_t f = 0; f < features.size(); ++f) {
     int stack = 0;
-    int64_t first_token = 0;
+    int64_t row_offset = 0;
     TF_RETURN_IF_ERROR(features[f].Get("stack", &stack));
-    TF_RETURN_IF_ERROR(features[f].Get("first_token", &first_token));
+    TF_RETURN_IF_ERROR(features[f].Get("row_offset", &row_offset));
     TF_RETURN_IF_ERROR(CheckIndices("stack", {stack}, names.size()));
     const FeatureSpec& spec = plan->features[f];
     plan->stacks[stack].features.push_back(f);
     plan->stacks[stack].stacked.push_back(
-        {spec.path, first_token, spec.vocabulary_size});
+        {spec.path, row_offset, spec.vocabulary_size});
   }
   return absl::OkStatus();
 }

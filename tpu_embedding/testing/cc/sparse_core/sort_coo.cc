@@ -36,7 +36,7 @@ class ConvertOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("num_sc_per_chip", &cores_));
     OP_REQUIRES_OK(context, context->GetAttr("row_offset", &row_offset_));
     OP_REQUIRES_OK(context, context->GetAttr("col_offset", &col_offset_));
-    OP_REQUIRES_OK(context, context->GetAttr("col_shift", &place_.shift));
+    OP_REQUIRES_OK(context, context->GetAttr("col_shift", &place_.rotation));
     OP_REQUIRES_OK(context, context->GetAttr("num_sc_shards", &shards));
     OP_REQUIRES_OK(context, context->GetAttr("stacked_table_sample_count",
                                              &stacked_samples_));
