@@ -11,12 +11,11 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
-    EmbeddingOptions,
     NestedEmbedding,
     do_not_convert,
     per_replica,
 )
-from tpu_embedding.engines import Engine, Prepared, StepQueue
+from tpu_embedding.engines import EmbeddingOptions, Engine, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.tf_configs import (
     ConstructorArguments,
@@ -123,10 +122,9 @@ class TPUEmbedding(NestedEmbedding):
             feature_config,
             arguments.optimizer,
             EmbeddingOptions(
-                arguments.pipelined,
-                invalid_ids,
-                check_numerics,
-                convert_sparse_core(sparse_core_embedding_config),
+                pipelined=arguments.pipelined,
+                check_numerics=check_numerics,
+                sparse_core=convert_sparse_core(sparse_core_embedding_config),
                 initialize=arguments.initialize,
                 profile_data_directory=profile_data_directory,
                 distributed=(
@@ -135,6 +133,7 @@ class TPUEmbedding(NestedEmbedding):
                     else distributed_options
                 ),
             ),
+            invalid_ids=invalid_ids,
         )
         self.set_batch_size(per_replica(arguments.batch_size, self._topology))
         if profile_data_directory and not self._engine_class.takes_profiles:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -11,15 +10,17 @@ import tensorflow as tf
 
 from tpu_embedding import distribution, engines, errors
 from tpu_embedding.checkpoint.trackable import TrackableTables
-from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
+from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import (
+    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
     StepQueue,
     TableArrays,
 )
+from tpu_embedding.engines.base import Membership
 from tpu_embedding.engines.full_table_view import full_variables
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
@@ -38,29 +39,6 @@ from tpu_embedding.tf_configs import (
 
 # The methods trace fine as they are; converting them would only cost time.
 do_not_convert = tf.autograph.experimental.do_not_convert
-
-
-@dataclasses.dataclass(frozen=True)
-class EmbeddingOptions:
-    """What a constructor takes besides features and optimizer.
-
-    Attributes:
-      pipelined: Each update is applied after the lookups of the next step.
-      invalid_ids: The policy for tables of tf.tpu.experimental.embedding, or None.
-      check_numerics: Refuse weights and gradients that are not finite.
-      sparse_core: How SparseCores stack, fill and look up the tables.
-      initialize: On TPU v2 to v4 configure the engine; else share one.
-      profile_data_directory: There, where the TPU writes what it learns of the ids.
-      distributed: How several processes share the tables.
-    """
-
-    pipelined: bool
-    invalid_ids: str | None
-    check_numerics: bool
-    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
-    initialize: bool = True
-    profile_data_directory: str | None = None
-    distributed: DistributedOptions = DistributedOptions()  # noqa: RUF009 - frozen
 
 
 class EmbeddingBase(TrackableTables):
@@ -83,7 +61,7 @@ class EmbeddingBase(TrackableTables):
 
         Args:
           plan: The tables and features.
-          options: The rest.
+          options: The options of the engine.
           topology: That of the active strategy, if the caller has it already.
 
         Raises:
@@ -111,7 +89,7 @@ class EmbeddingBase(TrackableTables):
         self._engine: Engine | None = None
         self._queue: StepQueue | None = None
         self.telemetry: Any = None  # The te.Telemetry that counts.
-        self._membership = None
+        self._membership: Membership | None = None
         self._membership = self._engine_class.join(self._engine_options())
 
     def _lay_out(self) -> Layout | None:
@@ -140,22 +118,17 @@ class EmbeddingBase(TrackableTables):
         try:
             yield
         except Exception as error:
-            self._engine_class.refuse_step(self._membership, phase, error)
+            if self._membership is not None:
+                self._membership.refuse(phase, error)
             raise
 
     def _engine_options(self) -> EngineOptions:
-        options = self._options
         return EngineOptions(
+            **vars(self._options),
             plan=self._plan,
             topology=self._topology,
             output_shapes=self._output_shapes,
-            pipelined=options.pipelined,
-            check_numerics=options.check_numerics,
             layout=self._layout,
-            sparse_core=options.sparse_core,
-            initialize=options.initialize,
-            profile_data_directory=options.profile_data_directory,
-            distributed=options.distributed,
             membership=self._membership,
         )
 
@@ -362,7 +335,7 @@ class EmbeddingBase(TrackableTables):
         engine = self._create_engine()
         tables = engine.tables()
         readers = {s.index: tables[s.name].reader for s in self._plan.tables}
-        with tf.device(engine.device):
+        with tf.device(self._topology.device):
             return with_weight_gradients(
                 activations, features, (self._plan, readers), values, weights
             )
@@ -497,6 +470,7 @@ class NestedEmbedding(EmbeddingBase):
         optimizer: Any,
         options: EmbeddingOptions,
         *,
+        invalid_ids: str | None = None,
         custom: bool = False,
     ) -> None:
         """Reads the configuration.
@@ -504,13 +478,14 @@ class NestedEmbedding(EmbeddingBase):
         Args:
           feature_config: A FeatureConfig or a nested structure of them.
           optimizer: For tables without one of their own, or None.
-          options: The rest.
+          options: The options of the engine.
+          invalid_ids: The policy for tables of tf.tpu.experimental.embedding, or None.
           custom: Whether tables may have a CustomOptimizer or a CustomCombiner.
 
         Raises:
           The errors of TPUEmbedding and TPUEmbeddingV2.
         """
-        converted = convert_features(feature_config, options.invalid_ids)
+        converted = convert_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
         plan = make_plan(
             converted.paths,

@@ -12,11 +12,10 @@ from tpu_embedding import errors
 from tpu_embedding.checkpoint import sparse_core_format
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
-    EmbeddingOptions,
     NestedEmbedding,
     do_not_convert,
 )
-from tpu_embedding.engines import Engine
+from tpu_embedding.engines import EmbeddingOptions, Engine
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.partitioning import (
@@ -111,17 +110,18 @@ class TPUEmbeddingV2(NestedEmbedding):
                 "a bool",
             )
         options = EmbeddingOptions(
-            pipeline_execution_with_tensor_core,
-            invalid_ids,
-            check_numerics,
-            convert_sparse_core(sparse_core_embedding_config),
+            pipelined=pipeline_execution_with_tensor_core,
+            check_numerics=check_numerics,
+            sparse_core=convert_sparse_core(sparse_core_embedding_config),
             distributed=(
                 DistributedOptions()
                 if distributed_options is None
                 else distributed_options
             ),
         )
-        super().__init__(feature_config, optimizer, options, custom=True)
+        super().__init__(
+            feature_config, optimizer, options, invalid_ids=invalid_ids, custom=True
+        )
 
     @do_not_convert
     def build(self) -> None:
@@ -277,7 +277,7 @@ class TPUEmbeddingV2(NestedEmbedding):
                 f"The preprocessed batch has {number} features, but this embedding "
                 f"has {len(self._plan.features)}. Preprocess it with this embedding."
             )
-        return batch._replace(tables=engine.check_tables(batch.tables, found=False))
+        return batch._replace(tables=engine.check_tables(batch.tables, looked_up=False))
 
     @do_not_convert
     def apply_gradients(
@@ -310,7 +310,7 @@ class TPUEmbeddingV2(NestedEmbedding):
                 self._require_optimizers("apply_gradients")
                 flat = self._structure.flatten("gradients", gradients)
                 checked = self._check_gradients(flat)
-                tables = engine.check_tables(preserved_outputs, found=True)
+                tables = engine.check_tables(preserved_outputs, looked_up=True)
                 given = PreprocessedFeatures(tables, (), {}, {})
                 looked_up = engine.from_tensors(given)
             engine.update(looked_up, checked, replica)

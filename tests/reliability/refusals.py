@@ -22,7 +22,8 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding import distribution
-from tpu_embedding.embedding_base import EmbeddingOptions, NestedEmbedding
+from tpu_embedding.embedding_base import NestedEmbedding
+from tpu_embedding.engines import EmbeddingOptions
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 V, D, SAMPLES = 6, 2, 4  # SparseCores divide the samples by 4.
@@ -95,7 +96,7 @@ class Calls:
     """The lookups and updates of a Keras layer."""
 
     def __init__(self, features: Any, pipelined: bool) -> None:
-        options = EmbeddingOptions(pipelined, None, check_numerics=True)
+        options = EmbeddingOptions(pipelined=pipelined, check_numerics=True)
         self.embedding = NestedEmbedding(features, te.SGD(1.0), options)
 
     def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:

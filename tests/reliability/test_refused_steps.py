@@ -11,7 +11,8 @@ import tensorflow as tf
 from reliability import refusals
 
 import tpu_embedding as te
-from tpu_embedding.embedding_base import EmbeddingOptions, NestedEmbedding
+from tpu_embedding.embedding_base import NestedEmbedding
+from tpu_embedding.engines import EmbeddingOptions
 
 V, D, R = 8, 2, 2
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError)
@@ -300,7 +301,7 @@ def test_reset_revokes_lookups() -> None:
     embedding = NestedEmbedding(
         {"film": te.FeatureConfig(table())},
         te.SGD(1.0),
-        EmbeddingOptions(pipelined=False, invalid_ids=None, check_numerics=False),
+        EmbeddingOptions(pipelined=False, check_numerics=False),
     )
     ids, gradient = tf.constant([1]), tf.ones([1, D])
     _, looked_up = embedding.look_up([ids])

@@ -22,7 +22,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.engines.base import Engine
-from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.layout.table_arrays import MutableRows
 
@@ -189,6 +189,11 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
     The pending update of a pipelined embedding is applied before any value is read.
     """
 
+    @property
+    @abc.abstractmethod
+    def plan(self) -> Plan:
+        """Internal: the tables and features, with their optimizers and policies."""
+
     @abc.abstractmethod
     def _create_engine(self) -> Engine:
         """The engine; created if it does not exist yet."""
@@ -236,7 +241,14 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
     def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_targets`."""
         engine = self._create_engine()
-        engine.require_plain_rows()
+        for table in self.plan.tables:
+            combiner = table.config.custom_combiner
+            if combiner is not None and combiner.num_weights:
+                raise NotImplementedError(
+                    f"Table {table.name!r}: tpu_embedding.checkpoint has no place for "
+                    "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
+                    "saves them too."
+                )
         return {name: dict(table.rows) for name, table in engine.tables().items()}
 
     def _track_state(self, engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
+    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -18,7 +19,15 @@ from tpu_embedding.engines.sparse_core import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
 from tpu_embedding.layout.plan import Plan, require_dtypes
 
-__all__ = ["Engine", "EngineOptions", "Prepared", "StepQueue", "TableArrays", "choose"]
+__all__ = [
+    "EmbeddingOptions",
+    "Engine",
+    "EngineOptions",
+    "Prepared",
+    "StepQueue",
+    "TableArrays",
+    "choose",
+]
 
 _ENGINES: dict[str, type[Engine]] = {
     engine.name: engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -28,35 +28,59 @@ from tpu_embedding.lookup.combine import StoredReader
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """What an engine is built from.
+class Membership(Protocol):
+    """The connection of this process to the other processes of a job."""
+
+    def refuse(self, phase: str, error: Exception) -> None:
+        """Tells the other processes that this one rejects the arguments of a call.
+
+        Args:
+          phase: "enqueue" or "update": what the call would have begun with.
+          error: What this process raises. The others raise
+            tf.errors.InvalidArgumentError with its text.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions:
+    """The options of a constructor that an engine needs.
+
+    Attributes:
+      pipelined: Leave each update pending until the lookups of the next step.
+      check_numerics: Reject weights and gradients that are not finite.
+      sparse_core: Limits of SparseCores, and how they stack and fill the tables.
+      initialize: On TPU v2 to v4, configure the TPU's engine; False: share the one
+        that is configured.
+      profile_data_directory: Where TPU v2 to v4 write what they learn of the ids, or
+        None.
+      distributed: How several processes share the tables.
+    """
+
+    pipelined: bool
+    check_numerics: bool
+    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
+    initialize: bool = True
+    profile_data_directory: str | None = None
+    distributed: DistributedOptions = DistributedOptions()  # noqa: RUF009 - frozen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions(EmbeddingOptions):
+    """The arguments of an engine's constructor.
 
     Attributes:
       plan: The tables and features.
       topology: Replicas and devices.
-      output_shapes: What is declared of each feature's output.
-      pipelined: Leave each update pending until the lookups of the next step.
-      check_numerics: Refuse weights and gradients that are not finite.
-      layout: What `Engine.lay_out` gave, or None where nothing is stacked.
-      sparse_core: What it was given: limits and how SparseCores fill the tables.
-      initialize: Configure the TPU's engine; else share one that is configured.
-      profile_data_directory: Where a TPU writes what it learns of the ids, or None.
-      distributed: How several processes share the tables.
+      output_shapes: The declared shape of each feature's output.
+      layout: The stacks that `Engine.lay_out` returned, or None without stacks.
       membership: What `Engine.join` returned.
     """
 
     plan: Plan
     topology: Topology
     output_shapes: OutputShapes
-    pipelined: bool
-    check_numerics: bool
     layout: Layout | None
-    sparse_core: SparseCoreEmbeddingConfig = SparseCoreEmbeddingConfig()  # noqa: RUF009 - frozen
-    initialize: bool = True
-    profile_data_directory: str | None = None
-    distributed: DistributedOptions = DistributedOptions()  # noqa: RUF009 - frozen
-    membership: Any = None
+    membership: Membership | None = None
 
 
 class Prepared(NamedTuple):
@@ -236,11 +260,6 @@ class Engine(abc.ABC):
         self._plan = options.plan
         self._device = options.topology.device
 
-    @property
-    def device(self) -> str:
-        """Where the tables live, or for TPUs the first host."""
-        return self._device
-
     @classmethod
     def check_plan(cls, plan: Plan, topology: Topology) -> None:
         """Refuses tables with options that this engine lacks.
@@ -277,31 +296,20 @@ class Engine(abc.ABC):
         raise NotImplementedError(f"The {cls.name} engine has no stacks.")
 
     @classmethod
-    def join(cls, options: EngineOptions) -> Any:
-        """Meets the other processes of a job, when the embedding is constructed.
+    def join(cls, options: EngineOptions) -> Membership | None:
+        """Connects to the other processes of a job, when the embedding is constructed.
 
         Args:
-          options: Those of the engine to come.
+          options: The options of the engine that will be created.
 
         Returns:
-          What the engine needs of it, as `EngineOptions.membership`.
+          The connection, for `EngineOptions.membership`; None for one process.
 
         Raises:
           ValueError: If the processes are configured differently; in all of them.
         """
-        del options  # Most engines are those of one process.
-
-    @classmethod
-    def refuse_step(cls, membership: Any, phase: str, error: Exception) -> None:
-        """Tells other processes that this one refuses its arguments of a call.
-
-        Args:
-          membership: What `join` returned.
-          phase: "enqueue" or "update": what the call would have begun with.
-          error: What this process raises; the others raise an
-            tf.errors.InvalidArgumentError with its text.
-        """
-        del membership, phase, error
+        del options
+        return None
 
     @classmethod
     def check_inputs(
@@ -450,12 +458,13 @@ class Engine(abc.ABC):
             raise NotImplementedError(f"The {self.name} engine has no plain tensors.")
         return prepared.tensors
 
-    def check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
-        """Checks the `tables` that a user hands in, before `from_tensors`.
+    def check_tables(self, tables: Any, *, looked_up: bool) -> dict[str, Any]:
+        """Checks the `tables` that a user passes, before `from_tensors`.
 
         Args:
-          tables: Of `PreprocessedFeatures`, or what should be.
-          found: Whether a lookup is to have added what its update needs.
+          tables: The user's value for `PreprocessedFeatures.tables`.
+          looked_up: Whether they must come from a lookup, which adds what its update
+            needs.
 
         Returns:
           The batch of each stack, in the order of the layout.
@@ -480,7 +489,7 @@ class Engine(abc.ABC):
             )
         for stack in stacks:
             config = self._plan.tables[stack.tables[0]].config
-            combined = found and config.custom_combiner is not None
+            combined = looked_up and config.custom_combiner is not None
             kind = CombinedCsrFormatTensor if combined else PartitionedCsrFormatTensor
             if not isinstance(tables[stack.name], kind):
                 raise ValueError(
@@ -545,21 +554,6 @@ class Engine(abc.ABC):
     def counts(self, num_hot_rows: int) -> Counts:
         """What was counted since `start_counting`; eagerly."""
         raise NotImplementedError(f"The {self.name} engine has no telemetry.")
-
-    def require_plain_rows(self) -> None:
-        """Refuses tables that have more values than their `TableArrays.rows`.
-
-        Raises:
-          NotImplementedError: If a CustomCombiner has weights.
-        """
-        for table in self._plan.tables:
-            combiner = table.config.custom_combiner
-            if combiner is not None and combiner.num_weights:
-                raise NotImplementedError(
-                    f"Table {table.name!r}: tpu_embedding.checkpoint has no place for "
-                    "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
-                    "saves them too."
-                )
 
     def retrieve(self) -> None:
         """Updates the rows of `tables` and `checkpoint_variables` from the tables."""

@@ -170,6 +170,11 @@ class HostEngine(WholeTablesEngine):
             )
         self._queue = HostQueue(self)
 
+    @property
+    def device(self) -> str:
+        """The device of the tables."""
+        return self._device
+
     def prepare(
         self,
         batch: Sequence[IdBatch],

@@ -58,7 +58,8 @@ class ShardedEngine(HostEngine):
     def __init__(self, options: EngineOptions) -> None:
         """Makes this process's part of the tables; see `Engine`."""
         self._placement = _placement(options)
-        self._channel: Channel = options.membership
+        assert isinstance(options.membership, Channel)
+        self._channel = options.membership
         self._whole_plan = options.plan
         part = rows_of_plan(options.plan, self._placement)
         super().__init__(
@@ -99,11 +100,6 @@ class ShardedEngine(HostEngine):
         description = _description(options, _placement(options))
         timeout_seconds = options.distributed.timeout_seconds
         return connect(options.topology, description, timeout_seconds)
-
-    @classmethod
-    def refuse_step(cls, membership: Channel, phase: str, error: Exception) -> None:
-        """See `Engine.refuse_step`."""
-        membership.refuse(phase, error)
 
     @property
     def channel(self) -> Channel:

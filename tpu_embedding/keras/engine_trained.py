@@ -95,7 +95,6 @@ class EngineTrainedTables:
         self._batch_size = per_replica(batch_size, topology)
         self._options = EmbeddingOptions(
             pipelined=pipelined,
-            invalid_ids=None,
             check_numerics=check_numerics,
             sparse_core=convert_sparse_core(sparse_core),
         )

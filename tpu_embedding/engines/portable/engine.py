@@ -462,12 +462,9 @@ class PortableEngine(WholeTablesEngine):
         tensors = unpack(batch, specs)
         return [Entries(*tensors[i : i + 5]) for i in range(0, len(tensors), 5)]
 
-    def check_shapes(
-        self, entries: Sequence[Entries], shapes: Sequence[Shape] | None
-    ) -> list[Any]:
+    def check_shapes(self, batch: tf.Tensor, shapes: Sequence[Shape]) -> list[Any]:
         """Checks that a graph may look a batch up; returns control inputs."""
-        if shapes is None:
-            return []
+        entries = self.unpack_entries(batch)
         return require(
             [
                 _static_check(feature.path, entry.shape, shape)
@@ -598,9 +595,7 @@ class _Queue(StepQueue):
         engine = self._engine
 
         def check(batch: tf.Tensor) -> list[Any]:
-            if shapes is None:
-                return []
-            return engine.check_shapes(engine.unpack_entries(batch), shapes)
+            return [] if shapes is None else engine.check_shapes(batch, shapes)
 
         with engine.turn, tf.device(engine.host):
             batch, training, gave_up = self._batches.dequeue(

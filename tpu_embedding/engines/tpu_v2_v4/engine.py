@@ -179,9 +179,9 @@ class TPUV2V4Engine(Engine):
             inputs=inputs,
         )
 
-    def check_tables(self, tables: Any, *, found: bool) -> dict[str, Any]:
+    def check_tables(self, tables: Any, *, looked_up: bool) -> dict[str, Any]:
         """See `Engine.check_tables`: `lookup` adds a marker."""
-        expected = {_MARKER} if found else set()
+        expected = {_MARKER} if looked_up else set()
         if not isinstance(tables, Mapping) or set(tables) != expected:
             raise ValueError(
                 "On TPU v2 to v4, preserved outputs are the number of a lookup, and a "
