@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 EmbeddingHardware = Literal["v1", "sparse_core", "none"]
 
@@ -46,6 +46,7 @@ class Generation:
       id_multiple: The compiler rounds limits of ids up to a multiple of it.
       devices_per_chip: Devices, each of which is a replica, of one chip.
       max_chips: Chips of the largest topology, a pod, by Google Cloud's pages.
+      topologies: The chips of each axis of common topologies, by number of chips.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Generation:
     id_multiple: int = 8
     devices_per_chip: int = 1
     max_chips: int = 0
+    topologies: tuple[str, ...] = ()
 
     def partition_bytes(self, max_ids: int, max_unique_ids: int) -> float:
         """The SPMEM that a lookup needs with these limits of a partition.
@@ -115,7 +117,7 @@ def _sparse_core(
     sparse_cores_per_device: int,
     hbm_bytes: int,
     spmem_bytes: int,
-    **others: int,
+    **others: Any,
 ) -> Generation:
     return Generation(
         name,
@@ -136,18 +138,52 @@ def _sparse_core(
 _SPMEM_BYTES_PER_UNIQUE_ID = 36
 _SPMEM_BYTES_PER_ID = 12 / 32
 
+_SQUARES = ("2x2", "4x4", "8x8", "16x16")
+_RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBOIDS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+
 # v4 also has SparseCores, but programs reach them only through the "v1" engine. A v5p
 # chip and a v6e chip are one device each; a 7x chip is two devices, each with two of
 # its four SparseCores. The memory of v2 to v5e is that of Google Cloud's pages.
 GENERATIONS: dict[str, Generation] = {
     generation.name: generation
     for generation in (
-        Generation("v2", "v1", hbm_bytes=8 * GIB, devices_per_chip=2, max_chips=256),
-        Generation("v3", "v1", hbm_bytes=16 * GIB, devices_per_chip=2, max_chips=1024),
-        Generation("v4", "v1", hbm_bytes=32 * GIB, max_chips=4096),
-        Generation("v5e", "none", hbm_bytes=16 * GIB, max_chips=256),
-        _sparse_core("v5p", 4, int(95.74 * GIB), 524288, max_chips=8960),
-        _sparse_core("v6e", 2, int(31.25 * GIB), 262144, max_chips=256),
+        Generation(
+            "v2",
+            "v1",
+            hbm_bytes=8 * GIB,
+            devices_per_chip=2,
+            max_chips=256,
+            topologies=_SQUARES,
+        ),
+        Generation(
+            "v3",
+            "v1",
+            hbm_bytes=16 * GIB,
+            devices_per_chip=2,
+            max_chips=1024,
+            topologies=_SQUARES,
+        ),
+        Generation("v4", "v1", hbm_bytes=32 * GIB, max_chips=4096, topologies=_CUBOIDS),
+        Generation(
+            "v5e", "none", hbm_bytes=16 * GIB, max_chips=256, topologies=_RECTANGLES
+        ),
+        _sparse_core(
+            "v5p",
+            4,
+            int(95.74 * GIB),
+            524288,
+            max_chips=8960,
+            topologies=_CUBOIDS,
+        ),
+        _sparse_core(
+            "v6e",
+            2,
+            int(31.25 * GIB),
+            262144,
+            max_chips=256,
+            topologies=_RECTANGLES,
+        ),
         _sparse_core(
             "7x",
             2,
@@ -157,6 +193,7 @@ GENERATIONS: dict[str, Generation] = {
             id_multiple=16,
             devices_per_chip=2,
             max_chips=9216,
+            topologies=_CUBOIDS,
         ),
     )
 }

@@ -37,7 +37,7 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
       tables: For each table name the arrays by "parameters" and slot name.
     """
     return {
-        table if array == PARAMETERS else f"{table}/{array}": value
+        checkpoint_name(table, array): value
         for table, arrays in tables.items()
         for array, value in arrays.items()
     }

@@ -39,13 +39,6 @@ from tpu_embedding.tf_configs import (
 )
 from tpu_embedding.tpu_generations import GENERATIONS, Generation
 
-_AXES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_AXES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-_LADDERS = {
-    **dict.fromkeys(("v2", "v3"), ("2x2", "4x4", "8x8", "16x16")),
-    **dict.fromkeys(("v5e", "v6e"), _AXES_2D),
-    **dict.fromkeys(("v4", "v5p", "7x"), _AXES_3D),
-}
 # What the host engine needs beside tables: kernels, threads' stacks, a queue.
 _HOST_BYTES = 40 * 2**20
 _FLOAT, _ID = 4, 8  # Bytes of a value and of an id.
@@ -259,7 +252,7 @@ class _Planner:
         found = []
         needed = sum(self._bytes().values())
         for generation in GENERATIONS.values():
-            names = [f"{generation.name}:{axes}" for axes in _LADDERS[generation.name]]
+            names = [f"{generation.name}:{axes}" for axes in generation.topologies]
             place = None
             for name in names:
                 _, devices = tpu_generations.topology(name)
