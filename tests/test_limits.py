@@ -110,6 +110,26 @@ def test_distinct_ids_of_a_partition(generation: str) -> None:
         make(generation, 2, 1000, 8, **limits(100 * most, 2 * most))
 
 
+def test_multiples_that_libtpu_cannot_round() -> None:
+    """It ends with an internal error on 7x, and rounds them up on v6e."""
+    for limit in (250, 256, 272):
+        make("7x", 2, 1000, 8, max_unique_ids_per_table={"t0": limit})
+    odd: Any = {"max_unique_ids_per_table": {"t0": 264}}
+    make("v6e", 2, 1000, 8, **odd)
+    with pytest.raises(ValueError, match=r"is 264, .* multiples of 16 for 7x\. Set it"):
+        make("7x", 2, 1000, 8, **odd)
+
+    def rule(gradient: Any, row: Any, *_: Any) -> Any:
+        return row - gradient
+
+    features = te.FeatureConfig(te.TableConfig(100, 8, name="t"), output_shape=[68])
+    with (
+        strategy_of("7x", 2).scope(),
+        pytest.raises(ValueError, match=r"limit of 136 .* gives a multiple of 16\."),
+    ):
+        te.TPUEmbeddingV2(features, te.CustomOptimizer(rule, 0.1))
+
+
 def test_several_limits_are_counted() -> None:
     with pytest.raises(ValueError, match=r" 1 more limits are exceeded\.$"):
         make("v6e", 2, 10**9, 128)

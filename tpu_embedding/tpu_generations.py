@@ -43,7 +43,9 @@ class Generation:
       hbm_bytes: What programs can use of the memory of a device.
       spmem_bytes: Memory of a SparseCore for the ids of a partition; 0 without.
       spmem_reserved_bytes: What of it the compiler takes whatever the limits.
-      id_multiple: The compiler rounds limits of ids up to a multiple of it.
+      id_multiple: The compiler rounds limits of ids up to a multiple of it. Where it
+        is 16, limits of distinct ids that are rounded up to an odd multiple of 8 end
+        in an internal error.
       devices_per_chip: Devices, each of which is a replica, of one chip.
       max_chips: Chips of the largest topology, a pod, by Google Cloud's pages.
       topologies: The chips of each axis of common topologies, by number of chips.
@@ -94,6 +96,14 @@ class Generation:
         if max_ids is None:
             of_ids, each = self.partition_bytes(0, 0), each + _SPMEM_BYTES_PER_ID
         return self._most(of_ids, each)
+
+    def compiles_multiple(self, max_unique_ids: int) -> bool:
+        """Whether the compiler can round a limit of distinct ids.
+
+        >>> [GENERATIONS["7x"].compiles_multiple(count) for count in (250, 264, 272)]
+        [True, False, True]
+        """
+        return -(-max_unique_ids // 8) * 8 % self.id_multiple == 0
 
     def max_ids(self, max_unique_ids: int) -> int:
         """The largest limit of ids of a partition that compiles.

@@ -221,7 +221,10 @@ def _partition_excess(
     """
     ids, unique = (max(number, compiled or 0) for number in asked)
     size, spmem = generation.partition_bytes(ids, unique), generation.spmem_bytes
-    if not spmem or size <= spmem:
+    if not spmem:
+        return
+    if size <= spmem:
+        yield from _multiple_excess(stack, names, unique, compiled, generation)
         return
     most = generation.max_unique_ids()
     kind, number, limit = "unique ids", unique, generation.max_unique_ids(ids) or most
@@ -259,6 +262,39 @@ def _partition_excess(
         f"{_tables(names)} in stack {stack.name!r}: {what}. A partition with these "
         f"limits needs {int(size)} bytes of the memory of a SparseCore, which has "
         f"{spmem} bytes (SPMEM) on {generation.name}. {way_out}.",
+    )
+
+
+def _multiple_excess(
+    stack: Stack,
+    names: tuple[str, ...],
+    unique: int,
+    compiled: int | None,
+    generation: Generation,
+) -> Iterable[Excess]:
+    """Yields a limit of distinct ids that libtpu cannot round."""
+    if generation.compiles_multiple(unique):
+        return
+    multiple = generation.id_multiple
+    limit = unique // multiple * multiple
+    if compiled is None:
+        what = f"max_unique_ids_per_table[{stack.name!r}] is {unique}"
+        larger = -(-unique // multiple) * multiple
+        way_out = f"Set it to {larger}" + (f" or {limit}" if limit else "")
+    else:
+        what = (
+            "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of "
+            f"{unique} distinct ids, which the number of samples gives"
+        )
+        way_out = f"Use a batch that gives a multiple of {multiple}"
+    yield Excess(
+        "unique ids",
+        names,
+        stack.name,
+        unique,
+        limit,
+        f"{_tables(names)} in stack {stack.name!r}: {what}, and libtpu 0.0.30 compiles "
+        f"multiples of {multiple} for {generation.name}. {way_out}.",
     )
 
 

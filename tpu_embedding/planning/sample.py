@@ -215,8 +215,13 @@ def _stack_limits(
     required = np.stack([need.required for need in needs])
     total = max(int(counts.sum()), 1)
     max_ids, max_unique = int(counts.max()), int(unique.max())
-    suggested_unique = min(_with_headroom(max_unique), generation.max_unique_ids())
-    suggested = min(_with_headroom(max_ids), generation.max_ids(suggested_unique))
+    multiple = generation.id_multiple
+    suggested_unique = min(
+        _with_headroom(max_unique, multiple), generation.max_unique_ids()
+    )
+    suggested = min(
+        _with_headroom(max_ids, multiple), generation.max_ids(suggested_unique)
+    )
 
     def beyond(ids: int, distinct: int) -> float:
         over = np.maximum(counts - ids, 0)
@@ -241,8 +246,8 @@ def _stack_limits(
     )
 
 
-def _with_headroom(count: int) -> int:
-    return max(-(-int(count * _HEADROOM) // 8) * 8, 8)
+def _with_headroom(count: int, multiple: int) -> int:
+    return max(-(-int(count * _HEADROOM) // multiple) * multiple, multiple)
 
 
 def expected_distinct(rows: int, entries: float) -> float:
