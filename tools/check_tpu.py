@@ -6,8 +6,9 @@ for each program: whether it compiles, and the plan's bytes of a device over tho
 the compiler.
 
     make check-tpu CHECK='"custom optimizer" pipelined'   some programs
+    make check-tpu CHECK='--limits --seed 3'              only check_limits.py
 
-Without names check_rules.py runs at the end.
+Without names check_rules.py and check_limits.py run at the end.
 """
 
 from __future__ import annotations
@@ -334,13 +335,21 @@ def main() -> int:
     environment = {**os.environ, **ENVIRONMENT}
     build_library(python, environment)
     environment["PYTHONPATH"] = os.path.abspath(BUILD)
+    beside = os.path.dirname(os.path.abspath(__file__))
+
+    def compare(name: str, *arguments: str) -> bool:
+        """Whether another check of this environment fails."""
+        command = [python, os.path.join(beside, name), *arguments]
+        return subprocess.run(command, env=environment, check=False).returncode != 0
+
+    if sys.argv[1:2] == ["--limits"]:
+        return int(compare("check_limits.py", *sys.argv[2:]))
     failed = 0
     for topology in (*TOPOLOGIES, "v5e:2x2"):
         command = [python, __file__, "--one", topology, *sys.argv[1:]]
         failed += subprocess.run(command, env=environment, check=False).returncode != 0
     if len(sys.argv) == 1:
-        command = [python, os.path.join(os.path.dirname(__file__), "check_rules.py")]
-        failed += subprocess.run(command, env=environment, check=False).returncode != 0
+        failed += compare("check_rules.py") + compare("check_limits.py")
     return int(failed > 0)
 
 
