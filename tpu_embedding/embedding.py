@@ -368,6 +368,7 @@ class TPUEmbedding(NestedEmbedding):
                     tf.zeros([]) if gradient is None else tf.zeros_like(gradient)
                     for gradient in checked
                 ],
+                self.require_weight_gradients(flat_weights),
                 values,
                 flat_weights,
             )

@@ -321,15 +321,18 @@ class EmbeddingBase(TrackableTables):
     def with_weight_gradients(
         self,
         activations: Sequence[tf.Tensor],
+        features: Sequence[int],
         values: Sequence[Any],
         weights: Sequence[Any],
     ) -> list[tf.Tensor]:
         """Internal: the activations; their gradient also reaches watched weights.
 
-        Raises:
-          NotImplementedError: See `require_weight_gradients`.
+        Args:
+          activations: For each feature its activations.
+          features: What `require_weight_gradients(weights)` returned.
+          values: For each feature its ids.
+          weights: For each feature its weights or None.
         """
-        features = self.require_weight_gradients(weights)
         if not features:
             return list(activations)
         engine = self._create_engine()
@@ -395,7 +398,7 @@ class EmbeddingBase(TrackableTables):
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
         engine = self._create_engine()
-        _, replica = self._in_replica("The lookup")
+        replica = self._require_replica("The lookup")
         self._engine_class.check_inputs(self._topology, self._plan.paths, values)
         with self._output_shapes.forgets_refused():
             with self._refusing("enqueue"):

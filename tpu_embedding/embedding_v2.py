@@ -168,20 +168,20 @@ class TPUEmbeddingV2(NestedEmbedding):
         with self._output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
             with self._refusing("enqueue"):
                 flat_weights = self._structure.flatten_weights(weights)
-                self.require_weight_gradients(flat_weights)
+                watched_features = self.require_weight_gradients(flat_weights)
                 batch = self._read_features(features, weights)
                 engine = self._engine_for(batch)
             activations, preserved = engine.lookup_tensors(
                 batch, replica, shapes=self._static_shapes_of(batch)
             )
-            activations = self.with_weight_gradients(
-                # Those of the portable engine have gradients already.
-                [tf.stop_gradient(a) for a in activations]
-                if watched(flat_weights)
-                else activations,
-                self._structure.flatten("features", features),
-                flat_weights,
-            )
+            if watched_features:
+                activations = self.with_weight_gradients(
+                    # The portable engine's activations have gradients already.
+                    [tf.stop_gradient(activation) for activation in activations],
+                    watched_features,
+                    self._structure.flatten("features", features),
+                    flat_weights,
+                )
         return self._structure.pack(activations), preserved.tables
 
     @do_not_convert

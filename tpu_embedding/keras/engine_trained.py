@@ -191,11 +191,11 @@ class EngineTrainedTables:
         if not (recording or in_program) and (exportable or not in_replica):
             plan = self._features.plan
             return self.serve(plan, values, weights, trainable=trainable)
-        self._core.require_weight_gradients(weights)
+        watched = self._core.require_weight_gradients(weights)
         activations = self._look_up(
             values, weights, trainable=trainable, recording=recording
         )
-        return self._core.with_weight_gradients(activations, values, weights)
+        return self._core.with_weight_gradients(activations, watched, values, weights)
 
     def _look_up(
         self,
