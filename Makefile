@@ -30,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-tensorflow fuzz fuzz-clang \
-    fuzz-refusals fuzz-telemetry sanitize wheels test-minors clean
+    fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -160,6 +160,11 @@ test-distributed: $(VENV)/dev.stamp $(VENV)/package.stamp ## jobs of 1 to 4 proc
 
 fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)
+
+HISTORIES ?= 100
+
+fuzz-histories: $(VENV)/dev.stamp $(VENV)/package.stamp ## steps, saves and restores on every engine: make fuzz-histories HISTORIES=20
+	PYTHONPATH=tests $(BIN)/python -P -m everywhere.histories --histories $(HISTORIES)
 
 # A checkout of TensorFlow, of which only test files are read.
 TF_TESTS ?=

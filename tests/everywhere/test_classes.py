@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from everywhere import histories
 from everywhere.twins import CLASSES, make_twin, place
 
 import tpu_embedding as te
@@ -64,6 +65,11 @@ def test_a_checkpoint_of_one_class_restores_into_another(
     for key, arrays in other.embedding.variables.items():
         for array, value in arrays.items():
             np.testing.assert_array_equal(value, expected[key.name][array])
+
+
+def test_random_histories(seed: int) -> None:
+    """A few of `make fuzz-histories`."""
+    histories.run(2, seed, ("host", "v6e"), calls=4)
 
 
 CALLS: dict[str, tuple[str, ...]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -150,6 +151,21 @@ class ReferenceEmbedding:
                 update.gradient_rows[name],
                 rate,
             )
+
+    def discard(self) -> None:
+        """Forgets the update that pipelining left pending, and does not count it."""
+        self._num_updates -= self._pending is not None
+        self._pending = None
+
+    def state(self) -> Any:
+        """A copy of tables, slots and the number of updates, after what is pending."""
+        self.flush()
+        return copy.deepcopy((self._tables, self._slots, self._num_updates))
+
+    def restore(self, state: Any) -> None:
+        """Takes what `state` returned; what is pending comes before."""
+        self._pending = None
+        self._tables, self._slots, self._num_updates = copy.deepcopy(state)
 
     def _samples(
         self,
