@@ -62,7 +62,7 @@ class EmbeddingBase(TrackableTables):
         Args:
           plan: The tables and features.
           options: The options of the engine.
-          topology: That of the active strategy, if the caller has it already.
+          topology: The topology of the active strategy; None: ask for it.
 
         Raises:
           NotImplementedError: If the engine cannot serve the plan.

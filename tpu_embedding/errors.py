@@ -49,7 +49,7 @@ def check_returned(
 
     Args:
       function: The function.
-      value: What it returned.
+      value: The value that it returned.
       wanted: (shape, dtype) that it must return.
       table: Name of the function's table, if known.
 

@@ -73,8 +73,8 @@ class DividedTables:
         """Makes an engine on each server.
 
         Args:
-          options: Those of the whole plan.
-          tables: Which of its tables, in plan order.
+          options: The options of an engine for the whole plan.
+          tables: The divided tables, as indices in plan order.
           variables: For each of them its part on each server.
         """
         self._ops = library.load()

@@ -40,7 +40,7 @@ class HostBatches:
         """Writes the plan as the kernels read it.
 
         Args:
-          options: Those of the engine.
+          options: The options of the engine.
           device: Where batches are prepared; None: where each call is.
           placement: See `HostEngine`.
         """
@@ -151,8 +151,8 @@ class HostEngine(WholeTablesEngine):
         Args:
           options: See `Engine`.
           variables: The tables and slots, if they exist already.
-          placement: Of the tables over processes, if there are several: then the plan
-            is that of the part of this process.
+          placement: The placement of the tables in several processes, or None. With it
+            the plan describes the part of this process.
         """
         super().__init__(options, variables)
         self.batches = HostBatches(options, self._device, placement)

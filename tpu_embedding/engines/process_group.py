@@ -50,7 +50,7 @@ class Channel:
                     timeout_seconds=timeout_seconds,
                 )
             )
-        # Of each function that has exchanges, that of the first.
+        # By function, the phase of its first exchange.
         self._first_phases: weakref.WeakKeyDictionary[Any, str]
         self._first_phases = weakref.WeakKeyDictionary()
 
@@ -183,7 +183,7 @@ def connect(
     To be called in all processes in the same order.
 
     Args:
-      topology: That of the embedding.
+      topology: The topology of the embedding.
       description: By name what must be alike in all processes; of what JSON can hold.
       timeout_seconds: How long a process waits for the others in a later call.
 

@@ -122,7 +122,7 @@ def create_divided(
 
     Args:
       plan: The tables.
-      devices: For each table those of its n parts: row r is row r // n of part r % n.
+      devices: For each table the devices of its n parts; part r % n holds row r.
         A table of several parts is first made whole on the first of its devices.
 
     Returns:
@@ -362,7 +362,7 @@ def create_state(name: str, value: tf.Tensor, shape: Any = None) -> tf.Variable:
 
     Args:
       name: Its name.
-      value: What it starts as.
+      value: The initial value.
       shape: Of the values to come, where that is more than the shape of `value`.
     """
     return _ResourceVariable(

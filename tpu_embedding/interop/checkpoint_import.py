@@ -69,7 +69,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
     """For each table "parameters" and the slots that the checkpoint holds.
 
     Attributes:
-      global_step: That of the checkpoint, or None.
+      global_step: The global step of the checkpoint, or None.
     """
 
     global_step: int | None = None
@@ -340,8 +340,8 @@ class SlotSource:
 
     Attributes:
       name: As this library and the TPU call it.
-      spellings: What stands below the table's name in a checkpoint, that of TPU runs
-        first, and that of CPU runs where it is another.
+      spellings: Names of the slot below the table's name in a checkpoint: of TPU runs
+        first, then of CPU runs if they differ.
     """
 
     name: str

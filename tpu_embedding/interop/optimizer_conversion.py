@@ -114,7 +114,7 @@ def to_optimizer(
     Args:
       where: Whose parameters they are, for messages.
       parameters: One of the *Parameters.
-      clipping_limit: That of the spec, or None.
+      clipping_limit: The `clipping_limit` of the spec, or None.
 
     Raises:
       TypeError: If an argument that TensorFlow 1 never checked is of the wrong type.

@@ -58,7 +58,7 @@ def buffer_bytes(
     Args:
       partitioning: The limits of each stack.
       stack: The stack.
-      pipelined: Add those of the pending update: another batch, and its gradients.
+      pipelined: Add the bytes of the pending update: another batch and its gradients.
     """
     ids = stack.samples * partitioning.max_ids_per_chip_per_sample
     positions = any(t.positions for t in partitioning.tables if t.name == stack.name)
@@ -81,7 +81,7 @@ def sparse_core_excesses(
       plan: The tables.
       layout: Their stacks.
       partitioning: The limits of each stack.
-      generation: The TPU, whose numbers are those of one device.
+      generation: The TPU.
       pipelined: Whether an update is pending between steps.
     """
     found: list[Excess] = []
@@ -149,10 +149,10 @@ def device_excess(
     """Returns the excess of a device over its memory, if there is one.
 
     Args:
-      names: Of the tables.
-      used: What is in its memory, and the bytes of it.
+      names: Names of the tables.
+      used: (name, bytes) of each array in its memory.
       num_devices: Devices that have as much.
-      device: What it is called, and its bytes; 0 if they are not known.
+      device: (name, bytes) of the device; 0 bytes if not known.
     """
     total, (place, limit) = sum(size for _, size in used), device
     if not limit or total <= limit:
@@ -214,9 +214,10 @@ def _partition_excess(
 
     Args:
       stack: The stack.
-      names: Of its tables.
+      names: Names of its tables.
       asked: The limits of ids and distinct ids that the preprocessor holds.
-      compiled: That of the user's functions, for both, or None.
+      compiled: The limit, of ids and of distinct ids, that libtpu compiles for a
+        CustomOptimizer or CustomCombiner; None for other tables.
       generation: The TPU.
     """
     ids, unique = (max(number, compiled or 0) for number in asked)
@@ -228,10 +229,8 @@ def _partition_excess(
         return
     most = generation.max_unique_ids()
     kind, number, limit = "unique ids", unique, generation.max_unique_ids(ids) or most
-    if (
-        compiled is not None
-    ):  # At least what the user asks for, which is checked before.
-        limit = most
+    if compiled is not None:
+        limit = most  # `compiled` is at least what the user asks for.
         what = (
             "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of "
             f"{unique} distinct ids, which the number of samples gives"
