@@ -221,7 +221,9 @@ CALLS = [
         lambda: inputs.to_id_batch("a", RAGGED, THING),
         ValueError,
         "The weights of feature a must be None or, as the feature itself, a "
-        f"tf.RaggedTensor. Received: Thing() of type {__name__}.Thing.",
+        f"tf.RaggedTensor. Received: Thing() of type {__name__}.Thing. Read a "
+        "tf.Variable with tf.convert_to_tensor, and give weights the form of their "
+        "ids.",
     ),
     Case(
         lambda: inputs.to_id_batch("a", tf.constant([1, 2]), tf.constant([1.0])),

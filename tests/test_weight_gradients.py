@@ -364,3 +364,49 @@ def test_tpus_refuse_by_name(generation: str):
         pytest.raises(NotImplementedError, match="engine has no gradients of weights"),
     ):
         embedding.enqueue(tf.constant([[1], [2]]), 1.0 * scale)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_a_variable_used_twice_and_second_order(
+    engine: str, combiner: str, dtype: tf.DType
+):
+    configs = {n: c for n, c in make_configs(combiner).items() if n == "dense"}
+    configs["again"] = te.FeatureConfig(configs["dense"].table, name="again")
+    configs["plain"] = te.FeatureConfig(configs["dense"].table, name="plain")
+    embedding = te.TPUEmbeddingV2(configs, None)
+    ids = dict.fromkeys(configs, tf.constant(IDS["dense"], tf.int64))
+    table = tf.constant(initial([ROWS, DIM]).numpy(), tf.float64)
+    upper = tf.constant(upstream()["dense"], tf.float64)
+
+    def combined(weights: tf.Tensor) -> tf.Tensor:
+        known = tf.cast(ids["dense"] < ROWS, tf.float64) * weights
+        total = tf.reduce_sum(known, 1, keepdims=True)
+        squares = tf.reduce_sum(known * known, 1, keepdims=True)
+        gains = known / {"sum": 1.0, "mean": total, "sqrtn": squares**0.5}[combiner]
+        rows = tf.gather(table, tf.minimum(ids["dense"], ROWS - 1))
+        return tf.reduce_sum(rows * gains[..., tf.newaxis], 1)
+
+    def ours(weights: tf.Tensor) -> tf.Tensor:
+        given = {"dense": weights, "again": weights * weights, "plain": None}
+        found = embedding(ids, given)[0]
+        return found["dense"] * found["again"] + found["plain"]
+
+    def dense(weights: tf.Tensor) -> tf.Tensor:
+        plain = combined(tf.ones_like(weights))
+        return combined(weights) * combined(weights * weights) + plain
+
+    results = []
+    for function, kind in ((ours, dtype), (dense, tf.float64)):
+        variable = tf.Variable(random_weights()["dense"], dtype=kind)
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as inner:
+                activation = function(tf.convert_to_tensor(variable))
+                loss = tf.reduce_sum(tf.cast(activation, tf.float64) * upper)
+            first = inner.gradient(loss, variable)
+            squares = tf.reduce_sum(first * first)
+        results.append([first, outer.gradient(squares, variable)])
+        assert [g.dtype for g in results[-1]] == [kind, kind]
+    for got, expected in zip(*results, strict=True):
+        scale = np.abs(expected.numpy()).max()
+        np.testing.assert_allclose(got, expected, 1e-4, 1e-5 * scale)

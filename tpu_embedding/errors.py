@@ -113,7 +113,8 @@ def weights_kind(path: str, expected: str, value: object) -> ValueError:
     """Weights that are not built as their feature is."""
     return ValueError(
         f"The weights of feature {path} must be None or, as the feature itself, a "
-        f"{expected}. Received: {value!r} of type {type_name(value)}."
+        f"{expected}. Received: {value!r} of type {type_name(value)}. Read a "
+        "tf.Variable with tf.convert_to_tensor, and give weights the form of their ids."
     )
 
 
