@@ -144,8 +144,9 @@ fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make 
 
 STEPS ?= 20000
 
-test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## workers and parameter servers that are killed and stopped, five minutes
+test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## faults and costs of workers and parameter servers, ten minutes
 	$(BIN)/python -P tests/parameter_server_faults.py
+	$(BIN)/python -P tests/parameter_server_costs.py
 
 BATCHES ?= 1000
 
