@@ -36,7 +36,7 @@ def fit(strategy: Any) -> tuple[list[float], float, dict[str, np.ndarray]]:
         found = layer(inputs)
         joined = tf_keras.layers.Concatenate()([found[name] for name in IDS])
         rating = tf_keras.layers.Dense(1, kernel_initializer="ones")(joined)
-        model = tf_keras.Model(inputs, rating)
+        model: Any = tf_keras.Model(inputs, rating)
         model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((IDS, RATINGS)).batch(BATCH)
     options = tf.data.Options()
