@@ -12,7 +12,9 @@ import importlib.util
 import os
 import pathlib
 import random
+import sys
 import zlib
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # oneDNN's kernels round as the CPU at hand likes best, and say so in every process.
@@ -72,6 +74,14 @@ def pytest_report_header() -> list[str]:
         f"TensorFlow {tf.__version__}, {NUM_CPU_DEVICES} logical CPU devices, "
         f"TPU_EMBEDDING_TEST_SEED={BASE_SEED}"
     ]
+
+
+@pytest.fixture(autouse=True)
+def search_path() -> Iterator[None]:
+    """Restores `sys.path`: commands put the folder of the user's code first."""
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(autouse=True)

@@ -166,8 +166,8 @@ def test_scripts_have_their_own_arguments_and_errors(tmp_path: pathlib.Path):
     assert done.stdout.splitlines() == ["__main__ 3 ['--on', 'x', '-v']"]
     assert done.returncode == 1
     # As Python prints it: no line of this package.
-    assert done.stderr.splitlines()[1:] == [
-        "Traceback (most recent call last):",
+    lines = done.stderr.splitlines()
+    assert lines[lines.index("Traceback (most recent call last):") + 1 :] == [
         f'  File "{script}", line 3, in <module>',
         "    raise ValueError('mine')",
         "ValueError: mine",

@@ -26,9 +26,6 @@ def find(target: str) -> Any:
     The folder of the file, or for modules the current folder, stays the first of
     `sys.path`, for imports within functions. What the code prints goes to stderr.
 
-    >>> find("math:tau.real")
-    6.283...
-
     Args:
       target: The module may be dotted, and so may the attribute.
 
