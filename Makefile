@@ -145,8 +145,8 @@ fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make 
 STEPS ?= 20000
 
 test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## faults and costs of workers and parameter servers, ten minutes
-	$(BIN)/python -P tests/parameter_server_faults.py
-	$(BIN)/python -P tests/parameter_server_costs.py
+	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_faults.py
+	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_costs.py
 
 BATCHES ?= 1000
 

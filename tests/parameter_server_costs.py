@@ -13,12 +13,12 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from parameter_server_faults import run_each
 
 import tpu_embedding as te
 
@@ -199,14 +199,5 @@ COSTS: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: list[str]) -> None:
-    if len(names) == 1:
-        COSTS[names[0]]()
-        print(f"{names[0]}: passed", flush=True)
-        os._exit(0)  # Threads of TensorFlow may wait for a task that is gone.
-    for name in names or COSTS:  # Each with an eager context of its own.
-        subprocess.run([sys.executable, __file__, name], check=True, timeout=600)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_each(COSTS, timeout=600)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -229,14 +229,21 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: list[str]) -> None:
+def run_each(scenarios: Mapping[str, Callable[[], None]], timeout: int) -> None:
+    """Runs the scenarios that the command line names, or all.
+
+    Args:
+      scenarios: By name.
+      timeout: Seconds for each.
+    """
+    file, *names = sys.argv
     if len(names) == 1:
-        FAULTS[names[0]]()
+        scenarios[names[0]]()
         print(f"{names[0]}: passed", flush=True)
         os._exit(0)  # Threads of TensorFlow may wait for a task that is gone.
-    for name in names or FAULTS:  # Each with an eager context of its own.
-        subprocess.run([sys.executable, __file__, name], check=True, timeout=400)
+    for name in names or scenarios:  # Each with an eager context of its own.
+        subprocess.run([sys.executable, file, name], check=True, timeout=timeout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_each(FAULTS, timeout=400)

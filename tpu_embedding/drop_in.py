@@ -222,9 +222,9 @@ class TPUStrategy(metaclass=_Instances):
 
 def _cores_of(assignment: Any) -> list[list[int]]:
     """Returns the numbers of the devices of each replica."""
+    cores = range(assignment.num_cores_per_replica)
     return [
-        [assignment.tpu_ordinal(replica, core) for core in range(cores)]
-        for cores in [assignment.num_cores_per_replica]
+        [assignment.tpu_ordinal(replica, core) for core in cores]
         for replica in range(assignment.num_replicas)
     ]
 

@@ -256,7 +256,7 @@ def topology(name: str) -> tuple[Generation, int]:
     if chips > found.max_chips:
         raise ValueError(
             f"{name} has {chips} chips, and the largest {found.name} topology has "
-            f"{found.max_chips}."
+            f"{found.max_chips}. Name a smaller one."
         )
     return found, chips * found.devices_per_chip
 
@@ -275,6 +275,16 @@ def embedding_hardware(feature: str) -> EmbeddingHardware:
     'sparse_core'
     """
     return _REPORTED[feature]
+
+
+def embedding_feature(generation: Generation) -> str:
+    """Returns the value of EmbeddingFeature that TPUs of a generation report.
+
+    >>> embedding_feature(GENERATIONS["v6e"])
+    'V2'
+    """
+    features = {hardware: feature for feature, hardware in _REPORTED.items()}
+    return features[generation.embedding]
 
 
 def reported(feature: str, sparse_cores_per_device: int) -> Generation:

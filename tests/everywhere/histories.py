@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -361,17 +362,14 @@ def run(
     count: int, seed: int, engines: Sequence[str] = ENGINES, calls: int = CALLS
 ) -> None:
     """Runs histories that share their checkpoints."""
-    before = os.environ.get(distribution.ENGINE_VARIABLE)
     saved: list[Saved] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(count):
-                rng = np.random.default_rng([seed, number])
-                History(rng, folder, engines).run(saved, calls)
-    finally:
-        os.environ.pop(distribution.ENGINE_VARIABLE, None)
-        if before is not None:
-            os.environ[distribution.ENGINE_VARIABLE] = before
+    with (
+        mock.patch.dict(os.environ),  # Each history names its engine there.
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        for number in range(count):
+            rng = np.random.default_rng([seed, number])
+            History(rng, folder, engines).run(saved, calls)
 
 
 def main() -> None:

@@ -296,8 +296,8 @@ def keras_loop(strategy: Any, case: Case, value: Any) -> Any:
       value: From a number of a step the features and weights.
 
     Returns:
-      The results of an evaluation of each replica, dense weights, whole tables and
-      slots, and what `fit` raises.
+      The results of an evaluation of each replica, dense weights, and whole tables and
+      slots.
     """
     from tpu_embedding.keras.keras_api import keras_api
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -348,8 +349,7 @@ def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) 
     """Fuzzes; returns the number of episodes."""
     rng = np.random.default_rng(seed)
     episodes = 0
-    before = os.environ.get(distribution.ENGINE_VARIABLE)
-    try:
+    with mock.patch.dict(os.environ):  # Each episode names its engine there.
         while steps > 0:
             engine = str(rng.choice(engines))
             kind = EPISODES[engine]
@@ -366,10 +366,6 @@ def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) 
             episode.finish()
             steps -= STEPS_PER_EPISODE
             episodes += 1
-    finally:
-        os.environ.pop(distribution.ENGINE_VARIABLE, None)
-        if before is not None:
-            os.environ[distribution.ENGINE_VARIABLE] = before
     return episodes
 
 

@@ -53,9 +53,10 @@ class TelemetryCallback(keras_api.Callback):
             an int >= 1.
         """
         super().__init__()
-        for argument, value in (("every", every), ("write_every", write_every)):
-            if value is None and argument == "write_every":
-                continue
+        given = {"every": every}
+        if write_every is not None:
+            given["write_every"] = write_every
+        for argument, value in given.items():
             if type(value) is not int or value < 1:
                 raise argument_int(argument, value, 1)
         self._log_dir = os.fspath(log_dir)

@@ -244,8 +244,9 @@ def _partition_excess(
         choices = [f"max_unique_ids_per_table to at most {limit}"]
         if unique <= most:
             kind, number, limit = "ids", ids, generation.max_ids(unique)
-            choices.append(f"max_ids_per_table to at most {limit}")
-            del choices[: not generation.max_unique_ids(ids)]
+            fewer = f"max_ids_per_table to at most {limit}"
+            # So many ids may leave no memory for distinct ones.
+            choices = [*choices, fewer] if generation.max_unique_ids(ids) else [fewer]
         elif generation.partition_bytes(ids, limit) > spmem:
             choices[0] += f", and max_ids_per_table to {generation.max_ids(limit)}"
         way_out = (

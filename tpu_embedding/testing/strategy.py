@@ -294,9 +294,9 @@ def describe_hardware(generation: tpu_generations.Generation) -> Any:
     'V2'
     """
     proto: Any = vars(topology_pb2)["TPUHardwareFeature"]
-    feature = {"v1": "V1", "sparse_core": "V2", "none": "UNSUPPORTED"}
+    feature = tpu_generations.embedding_feature(generation)
     return proto(
-        embedding_feature=proto.EmbeddingFeature.Value(feature[generation.embedding]),
+        embedding_feature=proto.EmbeddingFeature.Value(feature),
         num_embedding_devices_per_chip=generation.sparse_cores_per_device,
     )
 
