@@ -130,6 +130,11 @@ def step():
     return strategy.run(replica_step)
 step()
 print(strategy.experimental_local_results(step())[0][:, 0].numpy().tolist())
+tf.tpu.experimental.initialize_tpu_system(resolver)
+try:
+    embedding.enqueue(tf.constant([1, 1, 2, 3]))
+except tf.errors.FailedPreconditionError as error:
+    print(str(error).replace("\\n", " "))
 try:
     tf.distribute.TPUStrategy(
         resolver, tf.tpu.experimental.DeviceAssignment.build(topology, num_replicas=4)
@@ -143,7 +148,8 @@ def test_a_device_assignment_and_spmd(tmp_path: pathlib.Path):
     (tmp_path / "program.py").write_text(ASSIGNED)
     done = run(str(tmp_path / "program.py"))
     assert done.returncode == 0, done.stderr[-3000:]
-    rows, refused = done.stdout.splitlines()
+    rows, ended, refused = done.stdout.splitlines()
+    assert "the TPU was initialized again" in ended
     # Both replicas look up the same ids, so each row has twice its gradients.
     assert rows == "[-2.0, -2.0, -1.0, -1.0]"
     assert "with another `experimental_device_assignment`, or without" in refused

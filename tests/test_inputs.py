@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reference import lookup as reference
 
 import tpu_embedding as te
+from tpu_embedding.inputs import op_inputs, to_id_batch
 
 V, D = 7, 3
 TABLE = np.arange(V * D, dtype=np.float32).reshape(V, D) / 8 - 1
@@ -54,3 +55,27 @@ def test_any_batch(batch: Any, combiner: str, length: int) -> None:
         rtol=0,
         atol=64 * 8 * 2**-24,
     )
+
+
+def test_an_op_gets_no_tensor_that_it_can_do_without() -> None:
+    """TensorFlow's cost of a step grows with the inputs of its ops."""
+    ragged = tf.ragged.constant([[1, 2], [3]], dtype=tf.int64)
+    sparse = ragged.to_sparse()
+    weights = ragged.with_flat_values(tf.ones([3]))
+    values = [tf.constant([1, 2]), tf.constant([[1, 2]]), ragged, sparse, ragged]
+    given = [None, tf.ones([1, 2]), weights, None, None]
+    batches = [
+        to_id_batch(str(n), *both)
+        for n, both in enumerate(zip(values, given, strict=True))
+    ]
+    inputs = op_inputs(batches)
+    counts = {name: len(tensors) for name, tensors in inputs.items()}
+    assert counts == {
+        "ids": 5,
+        "structures": 3,
+        "shapes": 1,
+        "weights": 2,
+        "weight_structures": 0,
+    }
+    shapes = [batch.shape.numpy().tolist() for batch in batches]
+    assert shapes == [[2], [1, 2], [2], [2, 2], [2]]

@@ -14,13 +14,11 @@ import tpu_embedding as te
 from tpu_embedding.engines import Engine
 from tpu_embedding.inputs import IdBatch, InputKind
 
-NO_STRUCTURE = np.zeros([0], np.int64)
-
 
 def id_batch(
     kind: InputKind,
     ids: Any,
-    structure: Any = NO_STRUCTURE,
+    structure: Any = None,
     shape: Any = None,
     weights: Any = None,
     weight_structure: Any = None,
@@ -33,8 +31,8 @@ def id_batch(
     return IdBatch(
         kind=kind,
         ids=tf.constant(ids),
-        structure=tf.constant(structure, tf.int64),
-        shape=tf.constant(shape, tf.int64),
+        structure=None if structure is None else tf.constant(structure, tf.int64),
+        dense_shape=tf.constant(shape, tf.int64) if kind is InputKind.SPARSE else None,
         static_shape=tf.TensorShape([None] * rank),
         weights=None if weights is None else tf.constant(weights, tf.float32),
         weight_structure=(

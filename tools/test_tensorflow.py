@@ -142,7 +142,9 @@ def replace(on: str) -> None:
         from tpu_embedding.testing import SoftwareTPUStrategy
 
         kwargs.pop("experimental_spmd_xla_partitioning", None)
-        return SoftwareTPUStrategy(kind, int(devices), *args, **kwargs)
+        made = SoftwareTPUStrategy(kind, int(devices), *args, **kwargs)
+        drop_in._process.strategy = made  # The one that initializing restarts.
+        return made
 
     python = "tensorflow.python"
 
@@ -182,6 +184,10 @@ class _Array:
 
     def numpy(self) -> Any:
         return self._rows.numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        del dtype, copy
+        return self.numpy()
 
 
 def _lend_private_names(embedding_class: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,20 +30,47 @@ class IdBatch:
     Attributes:
       kind: The layout of the fields below.
       ids: int32 or int64; the dense tensor itself, or the values [n].
-      structure: int64; sparse: indices [n, rank]; ragged: row_splits; dense: [0].
-      shape: int64 [rank], the input's shape; for ragged input [number of rows].
+      structure: int64; sparse: indices [n, rank]; ragged: row_splits; dense: None.
       static_shape: The input's shape as far as it is known while tracing.
+      dense_shape: int64 [rank], of sparse input only.
       weights: float32, laid out as `ids`, or None if all weights are 1.
       weight_structure: As `structure`, if the weights have a structure of their own.
     """
 
     kind: InputKind
     ids: tf.Tensor
-    structure: tf.Tensor
-    shape: tf.Tensor
+    structure: Any  # tf.Tensor | None: who reads it knows the kind.
     static_shape: tf.TensorShape
+    dense_shape: tf.Tensor | None = None
     weights: tf.Tensor | None = None
     weight_structure: tf.Tensor | None = None
+
+    @property
+    def shape(self) -> tf.Tensor:
+        """int64 [rank], the input's shape; for ragged input [number of rows]."""
+        if self.dense_shape is not None:
+            return self.dense_shape
+        if self.structure is None:
+            return tf.shape(self.ids, out_type=tf.int64)
+        return tf.shape(self.structure, out_type=tf.int64) - 1
+
+
+def op_inputs(batches: Sequence[IdBatch]) -> dict[str, list[tf.Tensor]]:
+    """The arguments of an op that takes raw features; see kernels/prepare.cc.
+
+    No tensor that the op does not need: the cost of an op grows with its inputs.
+    """
+
+    def given(tensors: Iterable[tf.Tensor | None]) -> list[tf.Tensor]:
+        return [tensor for tensor in tensors if tensor is not None]
+
+    return {
+        "ids": [batch.ids for batch in batches],
+        "structures": given(batch.structure for batch in batches),
+        "shapes": given(batch.dense_shape for batch in batches),
+        "weights": given(batch.weights for batch in batches),
+        "weight_structures": given(batch.weight_structure for batch in batches),
+    }
 
 
 _CLASSES: dict[InputKind, type] = {
@@ -149,8 +177,7 @@ def _read_dense(path: str, value: tf.Tensor) -> IdBatch:
     return IdBatch(
         kind=InputKind.DENSE,
         ids=value,
-        structure=tf.constant([], tf.int64),
-        shape=tf.shape(value, out_type=tf.int64),
+        structure=None,
         static_shape=value.shape,
     )
 
@@ -162,20 +189,18 @@ def _read_sparse(path: str, value: tf.SparseTensor) -> IdBatch:
         kind=InputKind.SPARSE,
         ids=value.values,
         structure=value.indices,
-        shape=value.dense_shape,
         static_shape=value.shape,
+        dense_shape=value.dense_shape,
     )
 
 
 def _read_ragged(path: str, value: tf.RaggedTensor) -> IdBatch:
     if value.ragged_rank != 1 or value.flat_values.shape.rank != 1:
         raise errors.input_rank(path, "ragged", value.shape.rank, "2")
-    splits = tf.cast(value.row_splits, tf.int64)
     return IdBatch(
         kind=InputKind.RAGGED,
         ids=value.values,
-        structure=splits,
-        shape=tf.shape(splits, out_type=tf.int64) - 1,
+        structure=tf.cast(value.row_splits, tf.int64),
         static_shape=value.shape,
     )
 

@@ -19,7 +19,7 @@ from tpu_embedding.engines.base import (
 from tpu_embedding.engines.cpu_base import StackedBatches, WholeTablesEngine
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.engines.variables import TableVariables
-from tpu_embedding.inputs import IdBatch
+from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.placement import Placement
@@ -54,15 +54,9 @@ class HostBatches:
 
     def prepare(self, batch: Sequence[IdBatch], *, training: bool) -> tf.Tensor:
         """The batch as the kernels take it: a variant of this device and process."""
-        weights = [b.weights for b in batch if b.weights is not None]
-        structures = [b.weight_structure for b in batch]
         with tf.device(self._device):
             return self.ops.tpu_embedding_prepare(
-                ids=[b.ids for b in batch],
-                structures=[b.structure for b in batch],
-                shapes=[b.shape for b in batch],
-                weights=weights,
-                weight_structures=[s for s in structures if s is not None],
+                **op_inputs(batch),
                 plan=self.plan_record,
                 call=self._call_record(batch, training),
             )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding.inputs import IdBatch
+from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.layout.partitioning import Partitioning
 from tpu_embedding.ops import library, records
@@ -70,14 +70,8 @@ def partition(
     options: PartitionOptions,
 ) -> PartitionedBatch:
     """See `preprocessing.partition`."""
-    weights = [b.weights for b in batches]
-    structures = [b.weight_structure for b in batches]
     result = library.load().tpu_embedding_partition(
-        ids=[b.ids for b in batches],
-        structures=[b.structure for b in batches],
-        shapes=[b.shape for b in batches],
-        weights=[w for w in weights if w is not None],
-        weight_structures=[s for s in structures if s is not None],
+        **op_inputs(batches),
         splits=[0] * len(partitioning.tables) if splits is None else list(splits),
         num_tables=len(partitioning.tables),
         num_positions=sum(table.positions for table in partitioning.tables),
@@ -85,8 +79,8 @@ def partition(
         call=records.serialize(
             training=False,
             kinds=[b.kind.value for b in batches],
-            has_weights=[w is not None for w in weights],
-            has_weight_structure=[s is not None for s in structures],
+            has_weights=[b.weights is not None for b in batches],
+            has_weight_structure=[b.weight_structure is not None for b in batches],
             declared_shapes=[
                 tf.TensorShape(f.output_shape) for f in partitioning.features
             ],

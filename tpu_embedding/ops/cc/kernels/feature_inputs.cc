@@ -42,15 +42,6 @@ absl::Status CheckStructure(const FeatureSpec& spec,
   return absl::OkStatus();
 }
 
-absl::Status CheckDense(const FeatureInput& input, const Tensor& ids) {
-  TF_RETURN_IF_ERROR(CheckLength("shapes", input.shape.size(), ids.dims()));
-  for (int axis = 0; axis < ids.dims(); ++axis) {
-    TF_RETURN_IF_ERROR(
-        CheckLength("ids", ids.dim_size(axis), input.shape[axis]));
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::Status FeatureInputs::Read(OpKernelConstruction* context,
@@ -94,9 +85,20 @@ absl::Status FeatureInputs::CheckLists(OpKernelConstruction* context) const {
   const auto count = [](const std::vector<bool>& flags) {
     return std::count(flags.begin(), flags.end(), true);
   };
+  int64_t num_structures = 0;
+  int64_t num_shapes = 0;
+  for (const FeatureSpec& spec : specs_) {
+    num_structures += spec.kind != InputKind::kDense;
+    num_shapes += spec.kind == InputKind::kSparse;
+  }
+  std::vector<tensorflow::DataType> types;
+  TF_RETURN_IF_ERROR(context->GetAttr("ids_types", &types));
+  TF_RETURN_IF_ERROR(CheckLength("ids", types.size(), num_features));
   int64_t given = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &given));
-  TF_RETURN_IF_ERROR(CheckLength("ids", given, num_features));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_structures", &given));
+  TF_RETURN_IF_ERROR(CheckLength("structures", given, num_structures));
+  TF_RETURN_IF_ERROR(context->GetAttr("num_shapes", &given));
+  TF_RETURN_IF_ERROR(CheckLength("shapes", given, num_shapes));
   TF_RETURN_IF_ERROR(
       CheckLength("has_weights", has_weights_.size(), num_features));
   TF_RETURN_IF_ERROR(CheckLength("has_weight_structure",
@@ -113,6 +115,8 @@ absl::Status FeatureInputs::ReadInputs(
   TF_RETURN_IF_ERROR(context->input_list("ids", &ids));
   TF_RETURN_IF_ERROR(context->input_list("structures", &structures));
   TF_RETURN_IF_ERROR(context->input_list("shapes", &shapes));
+  int next_structure = 0;
+  int next_shape = 0;
   for (size_t f = 0; f < specs_.size(); ++f) {
     FeatureInput input;
     input.num_ids = ids[f].NumElements();
@@ -121,14 +125,26 @@ absl::Status FeatureInputs::ReadInputs(
     } else {
       input.ids64 = Int64s(ids[f]);
     }
-    input.shape.assign(Int64s(shapes[f]),
-                       Int64s(shapes[f]) + shapes[f].NumElements());
-    input.structure = Int64s(structures[f]);
-    input.structure_size = structures[f].NumElements();
-    TF_RETURN_IF_ERROR(CheckStructure(specs_[f], input));
-    if (specs_[f].kind == InputKind::kDense) {
-      TF_RETURN_IF_ERROR(CheckDense(input, ids[f]));
+    if (specs_[f].kind != InputKind::kDense) {
+      const Tensor& structure = structures[next_structure++];
+      input.structure = Int64s(structure);
+      input.structure_size = structure.NumElements();
     }
+    switch (specs_[f].kind) {
+      case InputKind::kDense:
+        for (const auto& axis : ids[f].shape())
+          input.shape.push_back(axis.size);
+        break;
+      case InputKind::kRagged:
+        input.shape = {input.structure_size - 1};
+        break;
+      case InputKind::kSparse: {
+        const Tensor& shape = shapes[next_shape++];
+        input.shape.assign(Int64s(shape), Int64s(shape) + shape.NumElements());
+        break;
+      }
+    }
+    TF_RETURN_IF_ERROR(CheckStructure(specs_[f], input));
     inputs->push_back(std::move(input));
   }
   return ReadWeights(context, inputs);

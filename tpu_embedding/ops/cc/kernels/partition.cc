@@ -134,9 +134,9 @@ absl::Status PartitionShape(InferenceContext* context) {
   for (int64_t t = 0; t < 3 * num_tables; ++t) {
     context->set_output(output++, context->Scalar());
   }
-  int64_t num_features = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_features", &num_features));
-  context->set_output(output++, context->Vector(num_features));
+  std::vector<tensorflow::DataType> features;
+  TF_RETURN_IF_ERROR(context->GetAttr("ids_types", &features));
+  context->set_output(output++, context->Vector(features.size()));
   while (output < context->num_outputs()) {
     context->set_output(output++, context->Vector(num_tables));
   }
@@ -145,8 +145,8 @@ absl::Status PartitionShape(InferenceContext* context) {
 
 REGISTER_OP("TpuEmbeddingPartition")
     .Input("ids: ids_types")
-    .Input("structures: num_features * int64")
-    .Input("shapes: num_features * int64")
+    .Input("structures: num_structures * int64")
+    .Input("shapes: num_shapes * int64")
     .Input("weights: num_weights * float")
     .Input("weight_structures: num_weight_structures * int64")
     .Input("splits: int64")
@@ -163,12 +163,13 @@ REGISTER_OP("TpuEmbeddingPartition")
     .Output("max_ids: int64")
     .Output("max_unique_ids: int64")
     .Output("own_splits: int64")
-    .Attr("num_features: int >= 1")
+    .Attr("num_structures: int >= 0")
+    .Attr("num_shapes: int >= 0")
     .Attr("num_weights: int >= 0")
     .Attr("num_weight_structures: int >= 0")
     .Attr("num_tables: int >= 1")
     .Attr("num_positions: int >= 0")
-    .Attr("ids_types: list({int32, int64})")
+    .Attr("ids_types: list({int32, int64}) >= 1")
     .Attr("plan: string")
     .Attr("call: string")
     .SetShapeFn(PartitionShape)

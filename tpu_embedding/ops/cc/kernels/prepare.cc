@@ -25,15 +25,16 @@ using tensorflow::OpKernelContext;
 
 REGISTER_OP("TpuEmbeddingPrepare")
     .Input("ids: ids_types")
-    .Input("structures: num_features * int64")
-    .Input("shapes: num_features * int64")
+    .Input("structures: num_structures * int64")
+    .Input("shapes: num_shapes * int64")
     .Input("weights: num_weights * float")
     .Input("weight_structures: num_weight_structures * int64")
     .Output("batch: variant")
-    .Attr("num_features: int >= 1")
+    .Attr("num_structures: int >= 0")
+    .Attr("num_shapes: int >= 0")
     .Attr("num_weights: int >= 0")
     .Attr("num_weight_structures: int >= 0")
-    .Attr("ids_types: list({int32, int64})")
+    .Attr("ids_types: list({int32, int64}) >= 1")
     .Attr("plan: string")
     .Attr("call: string")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
@@ -43,8 +44,8 @@ Checks the features of one replica and groups their ids for lookup and update.
 It has no state. Errors in values are raised by the op that takes the batch.
 
 ids: for each feature its ids: the dense tensor, or the values.
-structures: sparse: indices; ragged: row_splits; dense: empty.
-shapes: for each feature the shape of the input; ragged: [number of rows].
+structures: for each sparse feature its indices, for each ragged one row_splits.
+shapes: for each sparse feature its dense_shape.
 weights: of the features that have them, like the ids.
 weight_structures: of the weights that came with indices or row_splits of their
   own, which must equal those of the ids.
