@@ -537,6 +537,25 @@ def test_callback_with_several_steps_in_an_execution(tmp_path: pathlib.Path):
     assert steps == {n: n for n in (4, 8, 10, 14, 18)}
 
 
+def test_two_callbacks_in_one_fit_are_refused_before_the_first_step(
+    tmp_path: pathlib.Path,
+):
+    import keras
+
+    films = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
+    layer = te.keras.TPUEmbedding(films, te.SGD(0.5), name="tables")
+    model = keras.Sequential([keras.Input((), dtype="int64"), layer])
+    model.compile("sgd", "mse")
+    batch = tf.constant([1]), tf.ones([1, 2])
+    before = model.predict(batch[0], verbose=0)
+    callbacks = [te.keras.TelemetryCallback(tmp_path / part) for part in "ab"]
+    with pytest.raises(RuntimeError, match="Pass one TelemetryCallback"):
+        model.fit(*batch, verbose=0, callbacks=callbacks)
+    np.testing.assert_array_equal(model.predict(batch[0], verbose=0), before)
+    model.fit(*batch, verbose=0, callbacks=callbacks[1:])
+    assert callbacks[1].read()["tables"]["*"]["steps"].value == 1
+
+
 def test_callback_refuses_layers_of_one_name(tmp_path: pathlib.Path):
     import keras
 

@@ -99,6 +99,11 @@ class Telemetry:
         self._core.telemetry = self
         self._written: Counts | None = None
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether it counts: not after `stop` or after a later Telemetry was made."""
+        return self._core.telemetry is self
+
     def read(self) -> dict[str, dict[str, Figure]]:
         """The figures, by name of the table and name of the figure.
 
@@ -175,7 +180,7 @@ class Telemetry:
                 "Telemetry is read outside of tf.function. Call read, write and stop "
                 "between steps."
             )
-        if self._core.telemetry is not self:
+        if not self.is_counting:
             raise RuntimeError(
                 "This Telemetry does not count any more: it was stopped, or another "
                 "one was made for the embedding. Use that one, or make a new one."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,11 @@ from keras_layer import models
 from keras_layer.version import keras as tf_keras
 
 import tpu_embedding as te
-from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
+from tpu_embedding.keras import (
+    TelemetryCallback,
+    TPUEmbedding,
+    translate_keras_optimizer,
+)
 
 STEPS = 6
 RATE = 0.1
@@ -208,3 +213,18 @@ def test_state_is_in_get_weights_and_the_placeholder_is_the_only_trainable_one(
     model.set_weights(values)
     for a, b in zip(values, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@each_model
+def test_telemetry_callback(make: Any, tmp_path: pathlib.Path, seed: int):
+    steps = models.batches(seed, STEPS)
+    model = make(te.Adagrad(RATE))
+    model.compile("sgd", "mse", steps_per_execution=4)
+    callback = TelemetryCallback(tmp_path, every=1, write_every=3)
+    model.fit(models.dataset(steps), verbose=0, callbacks=[callback])
+    figures = callback.read()["embedding"]
+    assert figures["*"]["steps"].value == STEPS
+    assert list(tmp_path.glob("events*"))
+    both = [callback, TelemetryCallback(tmp_path)]
+    with pytest.raises(RuntimeError, match="Pass one TelemetryCallback"):
+        model.fit(models.dataset(steps), verbose=0, callbacks=both)

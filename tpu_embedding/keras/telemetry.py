@@ -107,8 +107,20 @@ class TelemetryCallback(keras_api.Callback):
         self._writer = tf.summary.create_file_writer(self._log_dir)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes how many batches came before."""
+        """Notes how many batches came before.
+
+        Raises:
+          RuntimeError: If something else counts for one of the layers by now.
+        """
         del epoch, logs
+        for name, telemetry in self._telemetry.items():
+            if not telemetry.is_counting:
+                raise RuntimeError(
+                    f"This TelemetryCallback no longer counts for the layer {name}: it "
+                    "was stopped, or a later TelemetryCallback or Telemetry took over. "
+                    "Pass one TelemetryCallback to `fit`, and make a new one after "
+                    "another has counted."
+                )
         self._batches_before_epoch = self._batches
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
