@@ -300,6 +300,34 @@ def test_gradients_in_functions(engine: str):
     assert tape.gradient(activations, scale).numpy().tolist() == [[2.0, 6.0]]
 
 
+@pytest.mark.parametrize("kind", ["queue", "lookup"])
+def test_a_tape_outside_of_a_function_finds_gradients_of_the_dense_model(
+    engine: str, kind: str
+):
+    table = te.TableConfig(4, 1, te.RowIdInitializer(), combiner="sum", name="t")
+    make = te.TPUEmbedding if kind == "queue" else te.TPUEmbeddingV2
+    embedding = make(te.FeatureConfig(table, output_shape=[1]), te.SGD(1))
+    kernel = tf.Variable(2.0)
+
+    @tf.function
+    def forward(weights: tf.Tensor) -> tf.Tensor:
+        batch = tf.constant([[1, 3]]), weights
+        if isinstance(embedding, te.TPUEmbedding):
+            embedding.enqueue(*batch)
+            activations = embedding.dequeue()
+            embedding.apply_gradients(tf.ones_like(activations))
+        else:
+            activations, preserved = embedding(*batch)
+            embedding.apply_gradients(tf.ones_like(activations), preserved)
+        return kernel * activations
+
+    with tf.GradientTape() as tape:
+        loss = forward(tf.constant([[1.0, 2.0]]))
+    assert tape.gradient(loss, kernel).numpy() == 7  # 1 * 1 + 2 * 3
+    [rows] = embedding.embedding_tables.values()
+    assert rows.numpy().ravel().tolist() == [0, 0, 2, 1]
+
+
 def test_calls_of_one_step_see_the_tables_before_its_updates(engine: str):
     table = te.TableConfig(4, 1, te.RowIdInitializer(), combiner="sum", name="t")
     layer = te.keras.TPUEmbedding(te.FeatureConfig(table), te.SGD(1.0))

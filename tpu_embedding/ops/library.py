@@ -137,6 +137,12 @@ def _attempt() -> _Attempt:
         problem = problem_with(PATH, tf.__version__)
         if problem is not None:
             return _Attempt(reason=problem)
-        return _Attempt(module=tf.load_op_library(str(PATH)))
+        module = tf.load_op_library(str(PATH))
     except (OSError, RuntimeError, tf.errors.OpError) as error:
         return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_FIX}")
+    # Tables learn by apply_gradients. A tape outside of a tf.function that looks up
+    # watches the tables that it reads, and would ask the ops for gradients.
+    for name in dir(module):
+        if name.startswith("TpuEmbedding"):
+            tf.no_gradient(name)
+    return _Attempt(module=module)
