@@ -13,6 +13,7 @@ import os
 import pathlib
 import random
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 
@@ -82,6 +83,20 @@ def search_path() -> Iterator[None]:
     before = sys.path.copy()
     yield
     sys.path[:] = before
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Lets no thread outlive its test.
+
+    TensorFlow ends a process in which it cannot create a thread.
+    """
+    before = set(threading.enumerate())
+    yield
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(timeout=10)
+    assert not [thread for thread in left if thread.is_alive()]
 
 
 @pytest.fixture(autouse=True)

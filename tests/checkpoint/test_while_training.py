@@ -39,6 +39,11 @@ def read(path: str | pathlib.Path, root: str | None = "embedding") -> models.Val
     }
 
 
+def end_saves(tracked: Any) -> None:
+    """Ends the thread of asynchronous saves, which TensorFlow keeps until the exit."""
+    tracked._async_checkpointer()._join_async_save_thread()
+
+
 def test_save_and_restore_come_after_what_is_pending(tmp_path: pathlib.Path) -> None:
     pipelined, twin = make_pair()
     for embedding in (pipelined, twin):
@@ -139,6 +144,8 @@ def test_checkpoint_manager(asynchronous: bool, tmp_path: pathlib.Path) -> None:
     tracked.sync()
     for number, values in enumerate(expected, 1):
         models.assert_same(read(tmp_path / f"ckpt-{number}"), values)
+    if asynchronous:
+        end_saves(tracked)
     assert manager.latest_checkpoint == str(tmp_path / "ckpt-3")
 
 
@@ -165,6 +172,7 @@ def test_an_asynchronous_save_leaves_the_pipeline_alone(
         note(method)
     tracked.save(tmp_path / "a", options=options)
     tracked.sync()
+    end_saves(tracked)
     assert threads == {threading.get_ident()}
 
 
