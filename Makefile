@@ -71,7 +71,7 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-wheels: ## one wheel in dist for TensorFlow 2.18 to 2.21, with auditwheel's verdict: eight CPU minutes
+wheels: ## one wheel in dist for TensorFlow 2.18 to 2.21, with auditwheel's verdict: seven CPU minutes
 	$(PYTHON) tools/build_wheel.py $(WHEELS)
 
 # The folder of tools/build_wheel.py has an environment for each. tf_keras is installed
