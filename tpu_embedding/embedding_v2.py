@@ -201,7 +201,8 @@ class TPUEmbeddingV2(NestedEmbedding):
 
         Raises:
           ValueError: If features or weights are refused; embedding_lookup lists all
-            errors of both.
+            errors of both. Under a MultiWorkerMirroredStrategy the lookup raises those
+            of values, in all processes.
         """
         return self._preprocess(features, weights, None)[0]
 

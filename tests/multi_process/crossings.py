@@ -259,6 +259,42 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+def refuse_prepared(strategy: Any) -> list[tuple[Any, list[float]]]:
+    """Batches that are prepared first, with an ID of the last process out of range.
+
+    Returns:
+      What the step with each raised, and the table after a good one.
+    """
+    embedding = _embedding(strategy, 2)
+    bad = {"film": tf.constant([1, 8 if _is_last(strategy) else 2])}
+
+    def step(batch: Any) -> None:
+        activations, preserved = embedding.dequeue(batch)
+        embedding.apply_gradients({"film": activations["film"]}, preserved)
+
+    @tf.function
+    def enqueued(features: Any) -> None:
+        step(embedding.enqueue(features))
+
+    @tf.function
+    def preprocessed(features: Any) -> None:
+        step(embedding.preprocess_features(features))
+
+    def from_dataset(features: Any) -> None:
+        data = tf.data.Dataset.from_tensors(features)
+        (batch,) = data.map(embedding.preprocess_features)
+        strategy.run(tf.function(step), args=(batch,))
+
+    def eagerly(features: Any) -> None:
+        step(embedding.preprocess_features(features))
+
+    found = []
+    for function in (enqueued, preprocessed, from_dataset, eagerly):
+        raised = failure(functools.partial(function, bad))
+        found.append((raised, _step(embedding)))
+    return found
+
+
 def fail_in_a_function(strategy: Any) -> tuple[str, str]:
     """The last process fails while it waits for the others."""
     embedding = _embedding(strategy)

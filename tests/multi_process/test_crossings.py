@@ -81,6 +81,17 @@ def test_a_call_that_differs_is_refused_in_all_processes(
         assert tables == own_tables == [expected] * 2, name
 
 
+def test_a_batch_that_was_prepared_first_is_refused_in_all_processes(two: Job) -> None:
+    for found in two.run("crossings.refuse_prepared"):
+        assert len(found) == 4
+        for number, ((kind, text), table) in enumerate(found):
+            assert kind == "InvalidArgumentError", text
+            assert "Process 1: " in text
+            assert "film" in text
+            # Good steps alone count: two processes, a gradient of 1, a rate of 0.5.
+            assert table[:3] == [0.0, -float(number), 1.0 - number]
+
+
 def test_an_op_that_fails_beside_an_exchange_is_named() -> None:
     with Job(2) as job:
         (kind, text), (own_kind, own_text) = job.run("crossings.fail_in_a_function")

@@ -61,13 +61,21 @@ class HostBatches:
                 call=self._call_record(batch, training),
             )
 
-    def to_tensors(self, batch: tf.Tensor) -> PreprocessedFeatures:
-        """See `Engine.to_tensors`, of what `prepare` returned."""
+    def to_tensors(
+        self, batch: tf.Tensor, *, raises: bool = True
+    ) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`.
+
+        Args:
+          batch: What `prepare` returned.
+          raises: Whether a refused batch raises its error here, or has a `refusal`.
+        """
         with tf.device(self._device):
             result = self.ops.tpu_embedding_to_stacks(
                 batch=batch,
                 num_stacks=len(self._stacks.layout.stacks),
                 num_features=len(self._plan.features),
+                raises=raises,
             )
             columns = (
                 result.row_pointers,
@@ -76,7 +84,8 @@ class HostBatches:
                 result.gains,
             )
             stacks = list(zip(*columns, strict=True))
-            return self._stacks.pack(stacks, result.output_shapes)
+            packed = self._stacks.pack(stacks, result.output_shapes)
+            return packed if raises else packed._replace(refusal=result.refusal)
 
     def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
         """See `Engine.from_tensors`: errors in values are raised by what takes it."""
@@ -92,6 +101,7 @@ class HostBatches:
                 token_ids=[tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
                 gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
                 shapes=shapes,
+                refusals=[features.refusal] if tf.is_tensor(features.refusal) else [],
                 plan=self.plan_record,
                 training=training,
             )

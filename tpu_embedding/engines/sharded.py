@@ -155,6 +155,12 @@ class ShardedEngine(HostEngine):
         routed = prepared._replace(value=self.route(prepared.value, training, call))
         return super().lookup(routed, replica, training=training, shapes=shapes)
 
+    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`; the lookup of a refused batch raises its error."""
+        if prepared.tensors is not None:
+            return prepared.tensors
+        return self.batches.to_tensors(prepared.value, raises=False)
+
     def lookup_tensors(
         self,
         batch: Sequence[IdBatch],
@@ -165,9 +171,7 @@ class ShardedEngine(HostEngine):
         """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
         prepared = self.prepare(batch, training=False)
         activations, _ = self.lookup(prepared, replica, training=True, shapes=shapes)
-        # Raises the error of a refused batch, which would cancel the exchange.
-        with tf.control_dependencies(activations):
-            return activations, self.to_tensors(prepared)
+        return activations, self.to_tensors(prepared)
 
     def update(
         self,

@@ -100,6 +100,8 @@ class PreprocessedFeatures(NamedTuple):
       inputs: On TPU v2 to v4, whose op takes them, for each feature (row_splits int32
         [samples + 1] or [0] if each sample has one id, ids int64 [n], weights float32
         [n] or [0] if all are 1); `tables` is empty there. () elsewhere.
+      refusal: Under a MultiWorkerMirroredStrategy a string scalar: "", or why the
+        batch was refused, which its lookup raises in all processes. () elsewhere.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]
@@ -109,3 +111,4 @@ class PreprocessedFeatures(NamedTuple):
     sorted_pos_ids: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
     marks: Any = ()
     inputs: tuple[Any, ...] = ()
+    refusal: Any = ()

@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "tensorflow/core/framework/resource_base.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 
@@ -54,6 +56,20 @@ using ChannelPtr = tensorflow::core::RefCountPtr<Channel>;
 inline std::string Refusal(const absl::Status& status) {
   if (status.ok()) return "";
   return absl::StrCat(static_cast<int>(status.code()), "\n", status.message());
+}
+
+// The error that `Refusal` wrote, with `prefix` before its text.
+inline absl::Status FromRefusal(absl::string_view refusal,
+                                absl::string_view prefix = "") {
+  if (refusal.empty()) return absl::OkStatus();
+  const size_t end = refusal.find('\n');
+  int code = 0;
+  if (end == absl::string_view::npos ||
+      !absl::SimpleAtoi(refusal.substr(0, end), &code) || code == 0) {
+    return absl::InternalError("A refusal without a reason.");
+  }
+  return absl::Status(static_cast<absl::StatusCode>(code),
+                      absl::StrCat(prefix, refusal.substr(end + 1)));
 }
 
 }  // namespace tpu_embedding

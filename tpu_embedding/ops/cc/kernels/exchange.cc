@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "kernels/channel.h"
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
@@ -359,15 +358,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
               : std::string(static_cast<const char*>(refusals_[p].data()),
                             refusals_[p].NumElements());
       if (text.empty()) continue;
-      const size_t end = text.find('\n');
-      int code = 0;
-      if (end == std::string::npos ||
-          !absl::SimpleAtoi(text.substr(0, end), &code)) {
-        continue;
-      }
-      Finish(absl::Status(
-          static_cast<absl::StatusCode>(code),
-          absl::StrCat("Process ", p, ": ", text.substr(end + 1))));
+      Finish(FromRefusal(text, absl::StrCat("Process ", p, ": ")));
       return;
     }
     Finish(absl::InternalError("A process refused a step without a reason."));

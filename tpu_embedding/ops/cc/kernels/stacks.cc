@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/batch_variant.h"
+#include "kernels/channel.h"
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
@@ -29,10 +30,12 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::shape_inference::InferenceContext;
 
-absl::Status Vectors(InferenceContext* context) {
-  for (int i = 0; i < context->num_outputs(); ++i) {
+absl::Status StackShapes(InferenceContext* context) {
+  const int refusal = context->num_outputs() - 1;
+  for (int i = 0; i < refusal; ++i) {
     context->set_output(i, context->Vector(InferenceContext::kUnknownDim));
   }
+  context->set_output(refusal, context->Scalar());
   return absl::OkStatus();
 }
 
@@ -43,9 +46,11 @@ REGISTER_OP("TpuEmbeddingToStacks")
     .Output("token_ids: num_stacks * int32")
     .Output("gains: num_stacks * float")
     .Output("output_shapes: num_features * int64")
+    .Output("refusal: string")
     .Attr("num_stacks: int >= 1")
     .Attr("num_features: int >= 1")
-    .SetShapeFn(Vectors)
+    .Attr("raises: bool")
+    .SetShapeFn(StackShapes)
     .Doc(R"doc(
 The batch as plain tensors.
 
@@ -54,6 +59,8 @@ sample_ids, token_ids, gains: for each stack [entries]. A token is a row of the
   stack.
 output_shapes: for each feature the shape of its activations without the
   embedding axis.
+refusal: "", or of a refused batch, which has no samples here, a code and a text.
+raises: whether a refused batch is an error.
 )doc");
 
 REGISTER_OP("TpuEmbeddingFromStacks")
@@ -61,9 +68,11 @@ REGISTER_OP("TpuEmbeddingFromStacks")
     .Input("token_ids: num_stacks * int32")
     .Input("gains: num_stacks * float")
     .Input("shapes: num_features * int64")
+    .Input("refusals: num_refusals * string")
     .Output("batch: variant")
     .Attr("num_stacks: int >= 1")
     .Attr("num_features: int >= 1")
+    .Attr("num_refusals: int >= 0")
     .Attr("plan: string")
     .Attr("training: bool")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
@@ -73,18 +82,29 @@ Undoes TpuEmbeddingToStacks. Nothing in the inputs is trusted; errors in values
 are raised by the op that takes the batch.
 
 shapes: for each feature its output shape, or [number of samples].
+refusals: at most one, from TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 
 class ToStacksOp : public tensorflow::OpKernel {
  public:
-  using OpKernel::OpKernel;
+  explicit ToStacksOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("raises", &raises_));
+  }
 
   void Compute(OpKernelContext* context) override {
     const BatchVariant* variant = nullptr;
     OP_REQUIRES_OK(context, Unwrap(context->input(0), nullptr, &variant));
-    OP_REQUIRES_OK(context, variant->status);
-    const PreparedBatch& batch = *variant->batch;
+    Tensor* refusal = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output("refusal", {}, &refusal));
+    refusal->scalar<tensorflow::tstring>()() = Refusal(variant->status);
+    PreparedBatch nothing;
+    if (!variant->status.ok()) {
+      OP_REQUIRES(context, !raises_, variant->status);
+      nothing = WithoutSamples(*variant->plan);
+    }
+    const PreparedBatch& batch =
+        variant->status.ok() ? *variant->batch : nothing;
     const std::vector<StackPlan>& stacks = variant->plan->stacks;
     OpOutputList pointers, shapes;
     OP_REQUIRES_OK(context, context->output_list("row_pointers", &pointers));
@@ -108,6 +128,17 @@ class ToStacksOp : public tensorflow::OpKernel {
   }
 
  private:
+  static PreparedBatch WithoutSamples(const Plan& plan) {
+    PreparedBatch batch;
+    batch.features.resize(plan.features.size());
+    for (FeatureCsr& feature : batch.features) {
+      feature.output_shape = {0};
+      feature.offsets.Resize(1);
+      feature.offsets[0] = 0;
+    }
+    return batch;
+  }
+
   static absl::Status Write(OpKernelContext* context, int index,
                             const StackPlan& stack,
                             const PreparedBatch& batch) {
@@ -144,6 +175,8 @@ class ToStacksOp : public tensorflow::OpKernel {
     WriteStack(stack.stacked, features, output);
     return absl::OkStatus();
   }
+
+  bool raises_ = true;
 };
 
 class FromStacksOp : public tensorflow::OpKernel {
@@ -163,7 +196,8 @@ class FromStacksOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* context) override {
     auto batch = std::make_shared<PreparedBatch>();
-    absl::Status status = Read(context, batch.get());
+    absl::Status status = Refused(context);
+    if (status.ok()) status = Read(context, batch.get());
     if (status.ok() && training_) {
       status = WithinMemory([&] {
         GroupRows(plan_->table_map, WorkerPool(context), batch.get());
@@ -176,6 +210,16 @@ class FromStacksOp : public tensorflow::OpKernel {
   }
 
  private:
+  static absl::Status Refused(OpKernelContext* context) {
+    OpInputList refusals;
+    TF_RETURN_IF_ERROR(context->input_list("refusals", &refusals));
+    for (const Tensor& refusal : refusals) {
+      TF_RETURN_IF_ERROR(CheckScalar("refusal", refusal));
+      TF_RETURN_IF_ERROR(FromRefusal(refusal.scalar<tensorflow::tstring>()()));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Read(OpKernelContext* context, PreparedBatch* batch) const {
     OpInputList pointers, tokens, gains, shapes;
     TF_RETURN_IF_ERROR(context->input_list("row_pointers", &pointers));
