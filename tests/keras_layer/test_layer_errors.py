@@ -54,6 +54,19 @@ def test_hints_for_tpus_are_kept(name: str):
     assert again["embedding_feature"] == name
 
 
+def test_options_of_several_processes_are_kept():
+    options = te.DistributedOptions("rows", "bfloat16", 7)
+    config = json.loads(json.dumps(make(distributed_options=options).get_config()))
+    again = TPUEmbedding.from_config(config)
+    assert again.counted_core()._options.distributed == options
+    del config["distributed_options"]  # As in files of earlier releases.
+    assert TPUEmbedding.from_config(config).get_config()["distributed_options"] is None
+    with pytest.raises(TypeError, match="`distributed_options` must be a Distr"):
+        make(distributed_options="rows")
+    with pytest.raises(ValueError, match="do not support `distributed_options="):
+        make(distributed_options=options, trainable_tables=True)
+
+
 @pytest.mark.parametrize(
     "option", ["embedding_feature", "sparse_core_embedding_config"]
 )

@@ -108,7 +108,7 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
             name=f"table{index}",
             dtype=case.dtype,
             invalid_ids=case.invalid_ids,
-            placement=choice or _placement(case),
+            placement=choice,
         )
         for index, (rows, dim, combiner, choice) in enumerate(
             zip(case.rows, case.dims, case.combiners, case.choices, strict=True)
@@ -123,23 +123,20 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
         for name, table in zip(FEATURES, case.tables, strict=True)
         if name in case.features
     }
-    arguments: dict[str, Any] = {"check_numerics": case.check_numerics}
+    arguments: dict[str, Any] = {
+        "check_numerics": case.check_numerics,
+        "distributed_options": te.DistributedOptions(
+            case.placement, case.wire, case.timeout_seconds
+        ),
+    }
     if case.version == 3:
         from tpu_embedding.keras import TPUEmbedding as Layer
 
         kind: Any = Layer
     else:
         kind = te.TPUEmbedding if case.version == 1 else te.TPUEmbeddingV2
-        arguments["distributed_options"] = te.DistributedOptions(
-            case.placement, case.wire, case.timeout_seconds
-        )
     with strategy.scope():
         return kind(features, OPTIMIZERS[case.optimizer](), case.pipelined, **arguments)
-
-
-def _placement(case: Case) -> str | None:
-    """That of a table; the Keras layer takes none for all."""
-    return case.placement if case.version == 3 and case.placement != "auto" else None
 
 
 def batch(case: Case, step: int, process: int) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from absl import logging
 
 from tpu_embedding import distribution
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
-from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.errors import argument_type
 from tpu_embedding.keras import serialization, symbols
@@ -50,6 +50,7 @@ class Arguments:
     loss_scale: Any
     invalid_ids: str | None
     check_numerics: bool
+    distributed_options: DistributedOptions | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -257,6 +258,9 @@ class EmbeddingLayer(RestoresLayouts):
             ),
             "loss_scale": encode_loss_scale(arguments.loss_scale),
             "invalid_ids": None,  # In the tables of `feature_config`.
+            "distributed_options": serialization.encode_distributed(
+                arguments.distributed_options
+            ),
         }
 
     @classmethod
@@ -273,6 +277,9 @@ class EmbeddingLayer(RestoresLayouts):
         arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
         arguments["sparse_core_embedding_config"] = serialization.decode_sparse_core(
             config["sparse_core_embedding_config"]
+        )
+        arguments["distributed_options"] = serialization.decode_distributed(
+            config.get("distributed_options")  # Old files lack it.
         )
         return cls(**arguments)
 
@@ -342,7 +349,7 @@ def _create_tables(
 ) -> EngineTrainedTables | KerasTrainedTables:
     pipelined = arguments.pipeline_execution_with_tensor_core
     if arguments.trainable_tables:
-        for option in ("batch_size", "loss_scale"):
+        for option in ("batch_size", "loss_scale", "distributed_options"):
             value = getattr(arguments, option)
             if value is not None:
                 raise ValueError(
@@ -373,4 +380,5 @@ def _create_tables(
         sparse_core=arguments.sparse_core_embedding_config,
         loss_scale=arguments.loss_scale,
         check_numerics=arguments.check_numerics,
+        distributed=arguments.distributed_options,
     )

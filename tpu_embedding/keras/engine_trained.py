@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import engines
+from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, per_replica
 from tpu_embedding.engines import Prepared
@@ -83,6 +84,7 @@ class EngineTrainedTables:
         sparse_core: Any,
         loss_scale: Any,
         check_numerics: bool,
+        distributed: DistributedOptions | None,
     ) -> None:
         """Checks the arguments of the layer; `build` creates the tables."""
         self._features = features
@@ -97,6 +99,7 @@ class EngineTrainedTables:
             pipelined=pipelined,
             check_numerics=check_numerics,
             sparse_core=convert_sparse_core(sparse_core),
+            distributed=DistributedOptions() if distributed is None else distributed,
         )
         engine = engines.choose(topology, features.plan)
         self._core: Any = None

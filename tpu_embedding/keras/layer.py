@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.config import DistributedOptions
 from tpu_embedding.engines.full_table_view import LogicalVariable
 from tpu_embedding.keras.base import Arguments, EmbeddingLayer
 from tpu_embedding.keras.keras_api import keras_api
@@ -54,6 +55,7 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
         loss_scale: Any = None,
         invalid_ids: str | None = None,
         check_numerics: bool = False,
+        distributed_options: DistributedOptions | None = None,
         **kwargs: Any,
     ) -> None:
         """Checks the configuration; `build` or the first call creates the tables.
@@ -85,6 +87,8 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (the default), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Raise an error for weights and gradients that are not finite.
+          distributed_options: How the processes of a MultiWorkerMirroredStrategy share
+            the tables; None: the defaults of DistributedOptions.
           **kwargs: Of keras.layers.Layer: name, trainable, dtype.
 
         Raises:
@@ -107,6 +111,7 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
                 loss_scale=loss_scale,
                 invalid_ids=invalid_ids,
                 check_numerics=check_numerics,
+                distributed_options=distributed_options,
             )
         )
 

@@ -13,6 +13,7 @@ from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers as rules
 from tpu_embedding.config import (
+    DistributedOptions,
     FeatureConfig,
     QuantizationConfig,
     SparseCoreEmbeddingConfig,
@@ -90,6 +91,16 @@ def encode_sparse_core(config: Any) -> dict[str, Any] | None:
 def decode_sparse_core(config: Any) -> SparseCoreEmbeddingConfig | None:
     """Reverses `encode_sparse_core`, in the class of this package."""
     return None if config is None else SparseCoreEmbeddingConfig(**config)
+
+
+def encode_distributed(options: DistributedOptions | None) -> dict[str, Any] | None:
+    """Returns DistributedOptions as JSON."""
+    return None if options is None else dataclasses.asdict(options)
+
+
+def decode_distributed(config: Any) -> DistributedOptions | None:
+    """Reverses `encode_distributed`."""
+    return None if config is None else DistributedOptions(**config)
 
 
 def encode_optimizer(optimizer: Any, where: str) -> Any:
