@@ -89,7 +89,7 @@ test-minor-%:
 	TPU_EMBEDDING_TEST_INSTALLED=1 build/wheel/tf$*/bin/pytest -n $(JOBS) \
 	    --dist worksteal tests $(PYTEST)
 
-check-tpu: $(VENV)/demo.stamp ## compile 27 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
+check-tpu: $(VENV)/demo.stamp ## compile 29 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
 	PYTHONPATH=. $(BIN)/python tools/check_tpu.py $(CHECK)
 
 check-plan: ops ## plans against the measured memory of 12 configurations of 1 to 2 GiB

@@ -222,6 +222,12 @@ def queued_cases() -> dict[str, Case]:
         "TPUEmbedding": Case(tables, queued=True),
         "TPUEmbedding, pipelined": Case(tables, queued=True, options=PIPELINED),
         "TPUEmbedding, enqueue inside": Case(tables, queued=True, enqueues=True),
+        "TPUEmbedding, check_numerics": Case(
+            tables, queued=True, options={"check_numerics": True}
+        ),
+        "TPUEmbedding, pipelined, check_numerics": Case(
+            tables, queued=True, options={**PIPELINED, "check_numerics": True}
+        ),
     }
 
 

@@ -129,11 +129,15 @@ def replace(on: str) -> None:
             # The class of TensorFlow's v2 module that its API exports under this name.
             if name == "tpu_embedding_v1":
                 module.TPUEmbeddingV0 = ours.TPUEmbeddingV0
-    _lend_private_names(ours.TPUEmbedding)
+    _lend_private_names(ours)
     ours.install("host" if on == "host" else on)
     from tpu_embedding import drop_in
 
     kind, _, devices = on.partition(":")
+    if kind != "host":
+        from tpu_embedding.testing.strategy import create_devices
+
+        create_devices(int(devices), f"--on {on}")  # Before a test starts TensorFlow.
 
     def strategy(resolver: Any = None, *args: Any, **kwargs: Any) -> Any:
         """A new system for each test, as initializing the TPU gives."""
@@ -190,11 +194,11 @@ class _Array:
         return self.numpy()
 
 
-def _lend_private_names(embedding_class: Any) -> None:
-    """Adds the private names by which the tests read tables.
+def _lend_private_names(package: Any) -> None:
+    """Adds the private names by which the tests read tables and configurations.
 
     TensorFlow's class moves tables between the host and the TPU when told to; ours
-    reads them from where they are.
+    reads them from where they are. What `enqueue` returns needs no copy here.
     """
 
     def variables(embedding: Any) -> dict[str, dict[str, _Array]]:
@@ -203,9 +207,29 @@ def _lend_private_names(embedding_class: Any) -> None:
             for table, arrays in embedding.checkpoint_rows().items()
         }
 
-    embedding_class._variables = property(variables)
-    embedding_class._load_variables = _nothing
-    embedding_class._retrieve_variables = _nothing
+    def features(embedding: Any) -> Any:
+        configs = [spec.config for spec in embedding.plan.features]
+        return embedding.structure.pack(configs)
+
+    def configuration(embedding: Any) -> Any:
+        from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
+
+        shapes = [shape.as_list() for shape in embedding._output_shapes]
+        tpu = embedding._topology.tpu
+        return make_configuration(embedding.plan, tpu, shapes, pipelined=False)
+
+    for name in ("TPUEmbedding", "TPUEmbeddingForServing"):
+        embedding_class = getattr(package, name)
+        embedding_class._variables = property(variables)
+        embedding_class._feature_config = property(features)
+    queue = package.TPUEmbedding
+    queue._load_variables = queue._retrieve_variables = _nothing
+    queue._create_config_proto = configuration
+    package.TPUEmbeddingV2._copy_tensors_to_device = staticmethod(_tables)
+
+
+def _tables(partitioned_tensors: Any) -> Any:
+    return partitioned_tensors.tables
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -120,6 +120,21 @@ class TPUEmbeddingV0(RestoresLayouts):
         self._variables = made
 
     @property
+    def plan(self) -> Plan:
+        """Internal: the tables and features, with their optimizers and policies."""
+        return self._plan
+
+    @property
+    def structure(self) -> Structure:
+        """Internal: the nested structure of the features."""
+        return self._structure
+
+    @property
+    def check_numerics(self) -> bool:
+        """Whether weights must be finite."""
+        return self._check_numerics
+
+    @property
     def embedding_tables(self) -> dict[Any, Any]:
         """The tables, float32 [vocabulary_size, dim], trainable variables.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from everywhere import histories
-from everywhere.twins import CLASSES, make_twin, place
+from everywhere.twins import CLASSES, make_twin, place, strategy_of
 
 import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -65,6 +65,72 @@ def test_a_checkpoint_of_one_class_restores_into_another(
     for key, arrays in other.embedding.variables.items():
         for array, value in arrays.items():
             np.testing.assert_array_equal(value, expected[key.name][array])
+
+
+def step_of(embedding: Any, strategy: Any) -> Any:
+    """A step of one class: gradients of 1, summed over the replicas, a rate of 1."""
+
+    def of_queue(ids: tf.Tensor) -> None:
+        del ids
+        embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+    def of_lookups(ids: tf.Tensor) -> None:
+        activations, preserved = embedding(ids)
+        embedding.apply_gradients(tf.ones_like(activations), preserved)
+
+    def of_variables(ids: tf.Tensor) -> None:
+        (variable,) = embedding.embedding_tables.values()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(embedding(ids))
+        gradient = tf.convert_to_tensor(tape.gradient(loss, variable))
+        context: Any = tf.distribute.get_replica_context()
+        variable.assign_sub(context.all_reduce("sum", gradient))
+
+    replica_step: Any = {
+        te.TPUEmbedding: of_queue,
+        te.TPUEmbeddingV2: of_lookups,
+        te.TPUEmbeddingV0: of_variables,
+    }[type(embedding)]
+
+    def step(ids: list[int]) -> None:
+        split = strategy.experimental_distribute_values_from_function(
+            lambda _: tf.constant(ids)
+        )
+        if replica_step is of_queue:
+            embedding.enqueue(split)
+        tf.function(lambda ids: strategy.run(replica_step, (ids,)))(split)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("TPUEmbeddingV0", "host"),
+        ("TPUEmbeddingV0", "v4"),
+        ("TPUEmbeddingV0", "v6e"),
+        ("TPUEmbedding", "v4"),
+        ("TPUEmbeddingV2", "7x"),
+    ],
+)
+def test_an_export_after_a_refused_batch(
+    name: str, engine: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(engine, monkeypatch)
+    strategy = strategy_of(engine, 2)
+    with strategy.scope():
+        table = te.TableConfig(4, 4, te.RowIdInitializer(), combiner="sum", name="t")
+        feature = te.FeatureConfig(table, name="film", output_shape=[4])
+        embedding = getattr(te, name)(feature, te.SGD(1.0))
+        embedding.build()
+    step = step_of(embedding, strategy)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step([1, 9, 2, 2])
+    step([1, 1, 2, 2])
+    te.serving.export(embedding, tmp_path / "served", signatures=["dense"])
+    served = tf.saved_model.load(tmp_path / "served").signatures["dense"]
+    (rows,) = served(tf.range(4, dtype=tf.int64)).values()
+    assert rows[:, 0].numpy().tolist() == [0, 1 - 4, 2 - 4, 3]
 
 
 def test_random_histories(seed: int) -> None:

@@ -205,7 +205,7 @@ def test_shapes_of_inputs_follow_the_features(tmp_path: pathlib.Path) -> None:
 KEPT = te.TPUEmbedding(FEATURES, None)
 CLASH = {"film/0": FEATURES["film"], "film": [FEATURES["film"]]}
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (3, {}, TypeError, "must be a TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingFor"),
+    (3, {}, TypeError, "must be a TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingV0"),
     (TABLE, {}, ValueError, "export needs `feature_config` for a dict of tables"),
     ({}, {"feature_config": FEATURES}, ValueError, "`tables` lacks table films"),
     (KEPT, {"feature_config": FEATURES}, ValueError, "an embedding has its own"),

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.embedding_base import EmbeddingBase
+from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
@@ -70,9 +71,9 @@ def export(
     [[3.0, 3.0, 3.0, 3.0], [5.0, 5.0, 5.0, 5.0]]
 
     Args:
-      source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingForServing, or a dict of
-        variables or tensors [vocabulary_size, dim] by TableConfig, as
-        `embedding_tables` has them.
+      source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingV0, a
+        TPUEmbeddingForServing, or a dict of variables or tensors
+        [vocabulary_size, dim] by TableConfig, as `embedding_tables` has them.
       path: A folder that does not exist or is empty.
       model: A function of the activations in the structure of the features and, if
         there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
@@ -160,7 +161,7 @@ class _Exported:
 
 
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
-    if isinstance(source, (EmbeddingBase, TPUEmbeddingForServing)):
+    if isinstance(source, (EmbeddingBase, TPUEmbeddingForServing, TPUEmbeddingV0)):
         if feature_config is not None:
             raise ValueError(
                 "export takes `feature_config` only with a dict of tables: an "
@@ -171,17 +172,20 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 "export takes `invalid_ids` only with a dict of tables: an embedding "
                 "keeps the rule it was made with. Leave it out."
             )
-        if isinstance(source, TPUEmbeddingForServing):
+        if isinstance(source, EmbeddingBase):
+            rows = source.table_rows()
+            tables = [Source(spec.name, rows[spec.name]) for spec in source.plan.tables]
+        else:
             tables = _gathered(source.plan, source.embedding_tables)
+        if isinstance(source, TPUEmbeddingForServing):
             return _Exported(source.plan, source.structure, tables)
-        rows = source.table_rows()
-        tables = [Source(spec.name, rows[spec.name]) for spec in source.plan.tables]
         return _Exported(source.plan, source.structure, tables, source.check_numerics)
     if not isinstance(source, Mapping):
         raise TypeError(
             "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
-            "TPUEmbeddingForServing, or, together with `feature_config`, a dict of "
-            f"tables by TableConfig. Received: {source!r}."
+            "TPUEmbeddingV0, a TPUEmbeddingForServing, or, together with "
+            "`feature_config`, a dict of tables by TableConfig. "
+            f"Received: {source!r}."
         )
     if feature_config is None:
         raise ValueError(
