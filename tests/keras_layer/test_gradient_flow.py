@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer import models
+from keras_layer.version import keras
 
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
@@ -61,6 +62,46 @@ def test_a_traced_forward_pass_under_an_outer_tape_updates_once():
             loss = tf.reduce_sum(forward(IDS))
         tape.gradient(loss, layer.trainable_variables)
         np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@on_both_engines
+@pytest.mark.parametrize("trainable_tables", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_scalar_id_is_a_sample_without_a_batch_axis(
+    graph: bool, trainable_tables: bool
+):
+    rows = te.initializers.RowIdInitializer()
+    table = te.TableConfig(4, 2, rows, combiner="sum", name="t")
+    config = {name: te.FeatureConfig(table) for name in ("one", "many")}
+    rule = None if trainable_tables else te.SGD(1.0)
+    layer = TPUEmbedding(config, rule, trainable_tables=trainable_tables)
+    optimizer = keras.optimizers.SGD(1.0)
+
+    def step(one: Any, weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = layer({"one": one, "many": IDS}, {"one": weight, "many": None})
+            loss = tf.reduce_sum(found["one"]) + tf.reduce_sum(found["many"])
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        optimizer.apply_gradients(
+            zip(gradients, layer.trainable_variables, strict=True)
+        )
+        return found
+
+    run = tf.function(step) if graph else step
+    found = run(tf.constant(3), tf.constant(0.5))
+    assert found["many"].shape == (3, 2)
+    np.testing.assert_array_equal(found["one"], [1.5, 1.5])
+    expected = ONCE - [[0, 0], [0, 0], [0, 0], [0.5, 0.5]]
+    np.testing.assert_array_equal(table_of(layer), expected)
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_scalar_id_is_refused_where_a_batch_is_needed(length: int):
+    table = te.TableConfig(4, 2, name="t")
+    config = te.FeatureConfig(table, max_sequence_length=length)
+    layer = TPUEmbedding(config, te.SGD(1.0), batch_size=None if length else 2)
+    with pytest.raises(ValueError, match="rank 2" if length else "batch"):
+        layer(tf.constant(3))
 
 
 def _initial(layer: Any) -> tuple[Any, Any]:

@@ -178,6 +178,21 @@ def test_options_that_sparse_cores_refuse(options: Any, error: Any, text: str):
 
 
 @pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_a_scalar_id_has_no_shape_that_a_tpu_can_use(generation: str):
+    tpu = SoftwareTPUStrategy(generation, 1)
+    with tpu.scope():
+        config = te.FeatureConfig(te.TableConfig(8, 2, name="t"))
+        layer = TPUEmbedding(config, te.SGD(0.1))
+
+        @tf.function
+        def look_up(ids: Any) -> Any:
+            return tpu.run(layer, (ids,))
+
+        with pytest.raises(ValueError, match="a TPU needs the shape of each input"):
+            look_up(tf.constant(3))
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
 def test_tpus_need_optimizers(generation: str):
     feature = te.FeatureConfig(te.TableConfig(8, 2, name="t"))
     with (

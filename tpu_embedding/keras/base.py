@@ -15,6 +15,7 @@ from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.errors import argument_type
+from tpu_embedding.inputs import InputKind, kind_of
 from tpu_embedding.keras import serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
 from tpu_embedding.keras.engine_trained import EngineTrainedTables
@@ -133,6 +134,10 @@ class EmbeddingLayer(RestoresLayouts):
         if keras_api.is_tracing_shapes():
             values = _with_integer_ids(values)
         flat_weights = structure.flatten_weights(weights)
+        scalars = [_is_scalar(value) for value in values]
+        if any(scalars):
+            values = _as_samples(values, scalars)
+            flat_weights = _as_samples(flat_weights, scalars)
         if serving_config is None:
             activations = parts.tables.look_up(
                 values, flat_weights, trainable=self.trainable
@@ -143,6 +148,11 @@ class EmbeddingLayer(RestoresLayouts):
             )
         if self.compute_dtype != "float32":
             activations = [tf.cast(a, self.compute_dtype) for a in activations]
+        if any(scalars):
+            activations = [
+                activation[0] if scalar else activation
+                for activation, scalar in zip(activations, scalars, strict=True)
+            ]
         return structure.pack(activations)
 
     @tf.autograph.experimental.do_not_convert
@@ -320,6 +330,18 @@ def _with_integer_ids(values: Sequence[Any]) -> list[Any]:
         if tf.is_tensor(value) and value.dtype.is_floating
         else value
         for value in values
+    ]
+
+
+def _is_scalar(value: Any) -> bool:
+    return kind_of(value) is InputKind.DENSE and value.shape.rank == 0
+
+
+def _as_samples(values: Sequence[Any], scalars: Sequence[bool]) -> list[Any]:
+    """Makes each scalar id or weight a batch of one sample, as TFRS takes it."""
+    return [
+        tf.reshape(value, [1]) if scalar and _is_scalar(value) else value
+        for value, scalar in zip(values, scalars, strict=True)
     ]
 
 

@@ -328,7 +328,7 @@ class EngineTrainedTables:
             if found is None and size is not None:
                 length = config.max_sequence_length
                 found = (size, length) if length else (size,)
-            if found is None and shape is not None:
+            if found is None and shape is not None and len(shape):
                 found = from_input(spec.path, config, tuple(shape))
             shapes.append(found)
         return shapes
