@@ -23,6 +23,8 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
+from tpu_embedding.checkpoint.command_line import TextProgress
+from tpu_embedding.checkpoint.statistics import table_reports
 from tpu_embedding.layout.placement import ALL_PROCESSES, place_on_servers
 from tpu_embedding.ops import library
 
@@ -670,12 +672,22 @@ def a_checkpoint_of_servers_is_that_of_one_machine() -> None:
     for embedding in (one, served):
         for k in range(3):
             step_of(embedding)(k)
-    found = contents(te.checkpoint.save(served, str(folder / "served")))
-    expected = contents(te.checkpoint.save(one, str(folder / "one")))
+    paths = {
+        "served": te.checkpoint.save(served, str(folder / "served")),
+        "one": te.checkpoint.save(one, str(folder / "one")),
+    }
+    found, expected = contents(paths["served"]), contents(paths["one"])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         assert found[name].tobytes() == value.tobytes(), name
+    # What `python -m tpu_embedding report` shows, also of files of TensorFlow.
+    paths["tf"] = tf.train.Checkpoint(embedding=served).write(str(folder / "tf"))
+    own, *others = (
+        {t.name: t for t in table_reports(te.checkpoint.read(p), TextProgress())}
+        for p in paths.values()
+    )
+    assert all(other == own for other in others)
 
 
 @case

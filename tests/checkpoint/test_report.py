@@ -17,6 +17,7 @@ from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint import statistics
 from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.layout import table_arrays
+from tpu_embedding.testing import SoftwareTPUStrategy
 
 
 def trained(optimizer: te.optimizers.Optimizer | Any) -> tuple[Any, set[int]]:
@@ -122,6 +123,38 @@ def test_without_slots_nothing_is_claimed(tmp_path: pathlib.Path):
     assert report.norms == []
     assert report.zero_rows == 4
     assert report.equal.count == 0
+
+
+@pytest.mark.parametrize("generation", ["v2", "v4", "v5p", "v6e", "7x"])
+def test_checkpoints_of_tpus_show_what_one_machine_shows(
+    generation: str, tmp_path: pathlib.Path
+):
+    tables = [
+        te.TableConfig(rows, dim, optimizer=optimizer, name=name)
+        for name, rows, dim, optimizer in (
+            ("films", 37, 4, te.Adagrad(0.1)),
+            ("users", 21, 4, te.Adagrad(0.1)),
+            ("towns", 10, 3, te.Adam(0.1)),
+        )
+    ]
+    features = {t.name: te.FeatureConfig(t, output_shape=[4]) for t in tables}
+    one = te.TPUEmbedding(features, None)
+    for ids in ([1, 5, 5, 9], [2, 5, 0, 7]):
+        one.enqueue({name: tf.constant(ids) for name in features})
+        activations = one.dequeue()
+        one.apply_gradients({n: tf.ones_like(a) for n, a in activations.items()})
+    path = checkpoint.save(one, tmp_path / "one")
+    with SoftwareTPUStrategy(generation, 2).scope():
+        tpu = te.TPUEmbedding(features, None)
+        tpu.build()
+    checkpoint.restore(tpu, path)
+    expected = reports(path)
+    assert [table.dead.count for table in expected] == [31, 4, 15]
+    assert reports(checkpoint.save(tpu, tmp_path / "ours")) == expected
+    theirs = tf.train.Checkpoint(embedding=tpu).write(str(tmp_path / "theirs"))
+    assert sorted(reports(theirs), key=lambda t: t.name) == sorted(
+        expected, key=lambda t: t.name
+    )
 
 
 def test_equal_rows_of_a_large_table_are_estimated(monkeypatch: pytest.MonkeyPatch):

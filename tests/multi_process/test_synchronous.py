@@ -15,6 +15,8 @@ from multi_process.jobs import Failure, Job
 from multi_process.training import Case
 
 import tpu_embedding as te
+from tpu_embedding.checkpoint.command_line import TextProgress
+from tpu_embedding.checkpoint.statistics import table_reports
 
 CASES = {
     "sgd": Case("sgd", placement="rows"),
@@ -145,6 +147,11 @@ def test_checkpoints_restore_in_any_number_of_processes(
     equal_tables(training.tables_of(one), expected)
     assert int(one.checkpoint_updates()) == case.steps
     te.checkpoint.save(one, str(tmp_path / "one"))
+    found, wanted = (
+        table_reports(te.checkpoint.read(str(tmp_path / name)), TextProgress())
+        for name in ("two", "one")
+    )
+    assert found == wanted  # What `python -m tpu_embedding report` shows.
     for job, own, name, tracked in (
         (three, other, "two", False),
         (three, case, "two-1", True),
