@@ -29,7 +29,7 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-tensorflow fuzz fuzz-clang \
+    bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow fuzz fuzz-clang \
     fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -166,6 +166,9 @@ HISTORIES ?= 100
 
 fuzz-histories: $(VENV)/dev.stamp $(VENV)/package.stamp ## steps, saves and restores on every engine: make fuzz-histories HISTORIES=20
 	PYTHONPATH=tests $(BIN)/python -P -m everywhere.histories --histories $(HISTORIES)
+
+test-everywhere: $(VENV)/dev.stamp ops ## both queue classes on every engine, 1, 2 and 4 devices, pipelined or not
+	TPU_EMBEDDING_TEST_EVERY_CELL=1 $(BIN)/pytest tests/everywhere -k test_numbers
 
 # A checkout of TensorFlow, of which only test files are read.
 TF_TESTS ?=

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pathlib
 from typing import Any
 
@@ -14,30 +16,35 @@ from everywhere.twins import CLASSES, make_twin, place, strategy_of
 import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
 
-# (engine, devices): every engine, and one, two and four devices.
+EVERY_CELL = "TPU_EMBEDDING_TEST_EVERY_CELL"  # As `make test-everywhere` sets it.
+# (engine, devices, pipelined): every engine, and one, two and four devices.
 SYSTEMS = [
-    ("host", 2),
-    ("portable", 2),
-    ("v2", 2),
-    ("v4", 1),
-    ("v5p", 1),
-    ("v6e", 2),
-    ("7x", 4),
+    ("host", 2, True),
+    ("portable", 2, True),
+    ("v2", 2, True),
+    ("v4", 1, False),
+    ("v5p", 1, False),
+    ("v6e", 2, True),
+    ("7x", 4, False),
 ]
-IDS = [f"{engine}-{devices}" for engine, devices in SYSTEMS]
+if os.environ.get(EVERY_CELL) == "1":
+    engines = [engine for engine, *_ in SYSTEMS]
+    SYSTEMS = [*itertools.product(engines, [1, 2, 4], [False, True])]
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=IDS)
+@pytest.mark.parametrize(("engine", "devices", "pipelined"), SYSTEMS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_numbers(
     name: str,
-    system: tuple[str, int],
+    engine: str,
+    devices: int,
+    pipelined: bool,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place(system[0], monkeypatch)
-    pipelined = system[1] == 2
-    twin = make_twin(name, *system, pipeline_execution_with_tensor_core=pipelined)
+    place(engine, monkeypatch)
+    options = {"pipeline_execution_with_tensor_core": pipelined}
+    twin = make_twin(name, engine, devices, **options)
     twin.run(rng, 3, without=["ragged"])
 
 
@@ -184,6 +191,42 @@ def test_wrong_orders_on_sparse_cores(words: str, inside: bool) -> None:
         run()
     np.testing.assert_array_equal(_first_table(embedding), before)
     embedding.reset()
+
+
+# On TPU v2 to v4 the hardware waits; the software TPU until its time limit.
+WAITED, NO_GRADIENTS = "Waited for 1 second", "name is for training only if"
+ON_HARDWARE = [
+    (WAITED, ("dequeue",)),
+    (WAITED, ("train", "train", "dequeue", "dequeue")),
+    (NO_GRADIENTS, ("train", "apply")),
+    (NO_GRADIENTS, ("evaluate", "dequeue", "apply")),
+    (NO_GRADIENTS, ("train", "dequeue", "apply", "apply")),
+]
+
+
+@pytest.mark.parametrize(("words", "names"), ON_HARDWARE)
+def test_wrong_orders_on_tpu_v4(words: str, names: tuple[str, ...]) -> None:
+    """Each call in a program of its own."""
+    strategy = SoftwareTPUStrategy("v4", 2, meeting_timeout=1)
+    with strategy.scope():
+        feature = te.FeatureConfig(te.TableConfig(4, 2), output_shape=[2])
+        embedding = te.TPUEmbedding(feature, te.SGD(1.0))
+    embedding.build()
+    ids, gradients = tf.constant([1, 2]), tf.ones([2, 2])
+    calls: dict[str, Any] = {
+        "dequeue": lambda: strategy.run(embedding.dequeue),
+        "apply": lambda: strategy.run(embedding.apply_gradients, (gradients,)),
+        "train": lambda: embedding.enqueue(ids),
+        "evaluate": lambda: embedding.enqueue(ids, training=False),
+    }
+
+    def run() -> None:
+        for name in names:
+            calls[name]()
+
+    refused = tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError
+    with pytest.raises(refused, match=words):
+        run()
 
 
 def test_wrong_orders_of_version_2_on_tpu_v4() -> None:
