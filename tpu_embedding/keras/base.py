@@ -15,7 +15,6 @@ from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.errors import argument_type
-from tpu_embedding.inputs import InputKind, kind_of
 from tpu_embedding.keras import serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
 from tpu_embedding.keras.engine_trained import EngineTrainedTables
@@ -334,7 +333,7 @@ def _with_integer_ids(values: Sequence[Any]) -> list[Any]:
 
 
 def _is_scalar(value: Any) -> bool:
-    return kind_of(value) is InputKind.DENSE and value.shape.rank == 0
+    return isinstance(value, tf.Tensor) and value.shape.rank == 0
 
 
 def _as_samples(values: Sequence[Any], scalars: Sequence[bool]) -> list[Any]:
