@@ -198,6 +198,25 @@ def test_jobs_of_several_processes_are_measured(
     assert "Run `make bench-peers`" in printed
 
 
+def test_a_larger_table_has_ids_in_as_many_rows_of_each_process() -> None:
+    jobs = importlib.import_module("benchmarks.peers.job")
+    scenarios = importlib.import_module("benchmarks.scenarios")
+    scenario = scenarios.Scenario("small", 64, 8, (100,), (10,))
+    options = ("ours", "sgd", "float32", "auto", scenario)
+    small, large = (jobs.Job(*options, spread, [], 1) for spread in (1, 1000))
+    for (ids,), (others,) in zip(small.batches(), large.batches(), strict=True):
+        assert (others // 1000 == ids).all()
+        assert others.max() < large.rows[0]
+        assert (others % 2 == ids % 2).all()
+
+
+def test_the_cost_of_a_vocabulary_is_a_ratio_of_the_same_round() -> None:
+    distributed = importlib.import_module("benchmarks.distributed")
+    rounds = {"10 rows": (1.0, 3.0, 2.0), "99 rows": (1.2, 3.3, 4.0)}
+    found = {n: [distributed.Figures(c, 1, 1) for c in r] for n, r in rounds.items()}
+    assert "| 99 rows | 1.20 (1.10 to 2.00) | 1.3 |\n" in distributed.ratios(found)
+
+
 def test_what_comes_right_after_another_process_does_not_count() -> None:
     burst = importlib.import_module("benchmarks.timing").burst
     seconds = iter([0.9, 0.8, 0.1, 0.2, 0.3, 0.4, 5.0])

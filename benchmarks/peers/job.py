@@ -23,8 +23,8 @@ class Job:
       wire: "float32" or "bfloat16", what values travel as.
       placement: As te.DistributedOptions has it.
       scenario: The tables, and the samples of a process.
-      spread: Tables have so many times the rows of the scenario, and of them each
-        `spread`-th has an ID.
+      spread: Tables have so many times the rows of the scenario, and of each `spread`
+        rows one has an ID.
       addresses: Of the processes.
       steps: How many are timed.
       rank: Index of this process.
@@ -61,7 +61,12 @@ class Job:
     def batches(self) -> list[list[np.ndarray]]:
         """Three batches of this process: by table int32 [batch, ids]."""
         batches = self.scenario.batches(3, seed=self.rank)
-        return [[ids * np.int32(self.spread) for ids in batch] for batch in batches]
+        return [[self._spread(ids) for ids in batch] for batch in batches]
+
+    def _spread(self, ids: np.ndarray) -> np.ndarray:
+        """IDs of the larger table; multiples alone may all be of one process."""
+        spread = np.int32(self.spread)
+        return ids * spread + ids % spread
 
     def set_tf_config(self) -> None:
         """For MultiWorkerMirroredStrategy."""
