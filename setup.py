@@ -71,10 +71,15 @@ PRECOMPILED = "".join(
 FEW_OPS = 4
 
 # Runs in a process of its own: importing a TensorFlow with a wrong libtpu can abort.
+# Two modules of the package are executed; to execute the package takes seconds.
 ASK_TENSORFLOW = """
-import json, tensorflow as tf
-print(json.dumps([tf.__version__, tf.sysconfig.get_compile_flags(),
-                  tf.sysconfig.get_link_flags()]))
+import json, sys
+from importlib import util
+spec = util.find_spec("tensorflow") or sys.exit("No module named 'tensorflow'")
+sys.modules["tensorflow"] = util.module_from_spec(spec)
+from tensorflow.python.framework.versions import VERSION
+from tensorflow.python.platform import sysconfig
+print(json.dumps([VERSION, sysconfig.get_compile_flags(), sysconfig.get_link_flags()]))
 """
 
 
@@ -125,6 +130,14 @@ class BuildOps(build_ext.build_ext):
     setuptools itself compiles one file at a time, and all files when one has changed.
     """
 
+    def run(self) -> None:
+        """Builds the libraries, and copies them into the checkout if asked to.
+
+        setuptools resets `inplace` while it builds.
+        """
+        self.into_checkout = self.inplace
+        super().run()
+
     def build_extensions(self) -> None:
         """Builds all libraries; what both contain is compiled once."""
         self.cxx = shlex.split(os.environ.get("CXX", "g++"))
@@ -148,7 +161,7 @@ class BuildOps(build_ext.build_ext):
         self.core_objects = self.folder_of_objects(self.core_flags)
         self.objects = self.folder_of_objects(self.op_flags)
         self.objects.mkdir(parents=True, exist_ok=True)
-        if not self.inplace:
+        if not self.into_checkout:
             for ext in self.extensions:
                 ext.sources = self.with_one_file_of_ops(ext)
         sources = {source: None for ext in self.extensions for source in ext.sources}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 
 import build_wheel
+import pytest
 import tensorflow as tf
 
 from tpu_embedding.ops import library
@@ -60,3 +62,37 @@ def test_a_wheel_of_several_libraries_loads_the_fitting_one(tmp_path: pathlib.Pa
         f"_tpu_embedding_ops.tf{MINOR}.so",
         f"_software_tpu.tf{MINOR}.so",
     ]
+
+
+@pytest.mark.parametrize("into_checkout", [True, False])
+def test_a_build_into_the_checkout_compiles_each_op_by_itself(
+    into_checkout: bool, tmp_path: pathlib.Path
+):
+    """By a compiler that writes only what it is asked to."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(build_wheel.ROOT / name, tmp_path)
+    for name in ("ops/cc", "testing/cc"):
+        shutil.copytree(
+            build_wheel.ROOT / "tpu_embedding" / name, tmp_path / "tpu_embedding" / name
+        )
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n'
+        'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n'
+    )
+    compiler.chmod(0o755)
+    subprocess.run(
+        [
+            *(sys.executable, "setup.py", "--quiet", "build_ext"),
+            *(["--inplace"] if into_checkout else []),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "CXX": str(compiler)},
+        capture_output=True,
+        check=True,
+        timeout=300,
+    )
+    compiled = re.findall(r" -c (\S+)", log.read_text())
+    ops = [source for source in compiled if "/cc/core/" not in source]
+    assert (len(ops) > 20) == into_checkout
+    assert into_checkout or len(ops) == 2
