@@ -1,7 +1,6 @@
 // Features of any sort -> the partitioned CSR of SparseCores: what is accepted
 // holds all that docs/formats.md says of it, and nothing is written outside.
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <thread>

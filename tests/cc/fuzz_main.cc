@@ -5,10 +5,8 @@
 //
 // With TPU_EMBEDDING_LIBFUZZER it is libFuzzer's entry instead, without a main.
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <random>

@@ -5,7 +5,6 @@
 #include <map>
 #include <random>
 #include <string>
-#include <vector>
 
 #include "check.h"
 

@@ -183,7 +183,7 @@ void TestPipelining() {
   CheckOk(queue.Deposit(1, 0, count, &apply_now));
   CHECK_TRUE(apply_now);
   CHECK_EQ(queue.TakeDue()->number, 3);
-  // What is forgotten is counted.
+  // Discarded updates are counted.
   for (int r : {0, 1}) CHECK_EQ(Dequeue(&queue, r), 9);
   CheckOk(EnqueueAll(&queue, {4, 4}, true));
   for (int r : {0, 1}) Dequeue(&queue, r);

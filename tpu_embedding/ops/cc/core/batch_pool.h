@@ -1,4 +1,4 @@
-// Prepared batches whose storage is used again.
+// A pool that reuses the storage of prepared batches.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_BATCH_POOL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_BATCH_POOL_H_
@@ -10,17 +10,17 @@
 
 namespace tpu_embedding {
 
-// A batch goes back to its pool when its last owner lets go of it. The pool
-// lives as long as a batch of it does. Thread-safe.
+// A batch returns to its pool when its last reference is released. Each batch
+// keeps its pool alive. Thread-safe.
 template <class Batch>
 class BatchPool : public std::enable_shared_from_this<BatchPool<Batch>> {
  public:
-  // A step takes one batch, and pipelining one more. What a longer queue needed
-  // for a while is given back.
+  // A step needs one batch, and pipelining one more. Batches beyond these,
+  // which a longer queue needed for a while, are freed.
   explicit BatchPool(size_t most_free = 2) : most_free_(most_free) {}
 
-  // A batch with the contents of some former one, all to be overwritten; if
-  // there is none, a new one that is made of the arguments.
+  // Returns a batch to reuse, whose contents the caller must overwrite, or if
+  // the pool is empty a new one, constructed from the arguments.
   template <class... Arguments>
   std::shared_ptr<Batch> Take(const Arguments&... arguments) {
     auto batch = Pop();

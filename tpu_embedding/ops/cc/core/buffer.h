@@ -1,4 +1,4 @@
-// An array that is not cleared at birth and keeps its storage.
+// An array whose elements are not initialized and that keeps its storage.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_BUFFER_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_BUFFER_H_

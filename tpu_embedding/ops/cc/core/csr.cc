@@ -57,7 +57,7 @@ Error CsrBatch::Prepare(const std::vector<FeatureInput>& inputs,
 Error CsrBatch::ReadFeatures(const std::vector<FeatureInput>& inputs,
                              const ParallelFor& parallel_for) {
   const int64_t num_features = setup_.features.size();
-  rows_.clear();  // what a former batch had must not stay
+  rows_.clear();  // those of the batch before
   rows_.resize(num_features);
   std::vector<Error> errors(num_features);
   const int64_t cost =

@@ -81,8 +81,9 @@ struct CsrResult {
   uint64_t splits = 0;  // of this batch, and those that were asked for
 };
 
-// One batch on its way. It can be used again: Prepare forgets what was, but
-// keeps the storage, as fresh memory costs a page fault per 4 KiB.
+// One batch while it is preprocessed. It can be reused: Prepare discards the
+// batch before but keeps the storage, as fresh memory costs a page fault per
+// 4 KiB.
 class CsrBatch {
  public:
   explicit CsrBatch(const CsrSetup& setup) : setup_(setup) {}
@@ -95,8 +96,8 @@ class CsrBatch {
 
   const CsrResult& result(int table) const { return results_[table]; }
 
-  // How many entries of the table of a feature, all its features together,
-  // found no room in the id buffer of their stack.
+  // The number of entries that did not fit into the id buffer of their stack,
+  // of all features of the table that `feature` looks up.
   int64_t dropped_ids(int feature) const {
     return dropped_[setup_.features[feature].group];
   }
@@ -117,10 +118,10 @@ class CsrBatch {
     std::vector<int64_t> places;  // [p * num_minibatches + m], in the output
   };
 
-  // Scratch of more threads than this is given back at once.
+  // Scratch of more threads than this is freed at once.
   static constexpr size_t kMaxThreads = 64;
 
-  // What a thread needs for one unit after the other.
+  // Scratch that a thread reuses for each of its units.
   struct Scratch {
     CsrEntries entries;
     SortScratch sort;

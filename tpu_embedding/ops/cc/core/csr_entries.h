@@ -13,7 +13,6 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_CSR_ENTRIES_H_
 
 #include <cstdint>
-#include <string>
 
 #include "core/buffer.h"
 #include "core/feature.h"
@@ -96,7 +95,7 @@ struct SampleSpan {
 // Entries of one table and one SparseCore, in the order of input. A key is
 // shard * num_tokens + token, as the hardware wants them ordered.
 struct CsrEntries {
-  // Forgets the entries; the storage stays. `samples` matter to kOnes.
+  // Removes the entries, and keeps the storage. `samples` matter to kOnes.
   void Start(const TablePlace& place, const SampleSpan& samples,
              int64_t capacity, CsrForm form);
 

@@ -1,6 +1,5 @@
 // CompleteSetup: what a partitioning must be like.
 
-#include <algorithm>
 #include <limits>
 #include <map>
 

@@ -39,7 +39,7 @@ using BucketCounts = std::array<IdCounts, kNumBuckets>;
 
 // The splits that one partition needs. From the leaves up, two neighbours are
 // cut apart if what lies between their next cuts exceeds the limit. A single
-// bucket above the limit cannot be helped: see `FirstBucketAbove`.
+// bucket above the limit cannot be cut: see `FirstBucketAbove`.
 uint64_t FindSplits(const BucketCounts& buckets, const IdCounts& limit);
 
 // The first bucket that exceeds the limit, or -1.

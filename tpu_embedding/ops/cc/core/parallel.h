@@ -1,4 +1,4 @@
-// How the core asks its host for threads.
+// Parallel loops, on threads that the caller of the core provides.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_PARALLEL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_PARALLEL_H_

@@ -1,10 +1,9 @@
-// Which pushes of gradients a parameter server has taken, so that a function
-// that runs again after a worker was lost changes the tables once.
+// Records which pushes of gradients a parameter server has taken, so that a
+// function that runs again after a worker was lost changes the tables once.
 //
-// A coordinator numbers the functions that it schedules. Each run of one is
-// told from its other runs by a random number. A run pushes any number of
-// times, in order; the n-th push of a function is taken from whichever run
-// brings it first.
+// A coordinator numbers the functions that it schedules, and a random number
+// identifies each run of a function. A run pushes any number of times, in
+// order; the n-th push of a function is taken from the run that makes it first.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_PUSH_LEDGER_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_PUSH_LEDGER_H_
@@ -20,20 +19,21 @@
 namespace tpu_embedding {
 
 struct Push {
-  int64_t source = 0;  // who numbers: a coordinator
-  int64_t number = 0;  // of a scheduled function, ascending
-  int64_t run = 0;     // one execution of it
+  int64_t source = 0;  // the coordinator
+  int64_t number = 0;  // of the scheduled function, ascending
+  int64_t run = 0;     // of one execution of it, random
 };
 
 // Thread-safe.
 class PushLedger {
  public:
   // The ledger knows the functions with the newest `window` numbers of each
-  // source. An older one is refused, as nobody knows what was taken of it.
+  // source. The push of an older one is an error, because the ledger cannot
+  // tell whether it was taken before.
   explicit PushLedger(int64_t window = 1 << 14) : window_(window) {}
 
-  // Calls `take` unless the push was taken before; `*repeated` tells. A push
-  // whose `take` fails can come again.
+  // Calls `take` unless the push was taken before, which sets `*repeated`. A
+  // push whose `take` fails can be made again.
   Error Admit(const Push& push, const std::function<Error()>& take,
               bool* repeated) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -65,7 +65,7 @@ class PushLedger {
  private:
   struct Function {
     int64_t taken = 0;                // pushes
-    std::map<int64_t, int64_t> runs;  // by run: how many it has brought
+    std::map<int64_t, int64_t> runs;  // by run: its pushes
   };
   using Functions = std::map<int64_t, Function>;
 

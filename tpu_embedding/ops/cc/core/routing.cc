@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
-#include <string>
 #include <variant>
 
 #include "core/text.h"

@@ -1,7 +1,6 @@
 #include "core/row_groups.h"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include "core/radix_sort.h"
@@ -14,7 +13,7 @@ namespace {
 constexpr int64_t kEntriesPerPart = 8192;
 // Tables of fewer entries are not cut.
 constexpr int64_t kLargeTable = 4 * kEntriesPerPart;
-// At most so many parts: entries go to as many places at once.
+// At most so many parts: a thread writes entries to as many places at once.
 constexpr int kMaxPartBits = 8;
 // Entries that one thread hands out at a time, and rough cycles for one.
 constexpr int64_t kEntriesPerChunk = 16384;
@@ -35,7 +34,7 @@ uint32_t SampleOf(const RowEntry& entry) { return entry.sample; }
 void SetGain(const PlainEntry&, float*) {}
 void SetGain(const RowEntry& entry, float* gain) { *gain = entry.gain; }
 
-// What a thread sorts in.
+// The buffers in which a thread sorts.
 template <class Entry>
 struct SortSpace {
   Buffer<Entry> sorted;

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <string_view>
-#include <variant>
 
 #include "core/element.h"
 #include "core/update.h"

@@ -1,6 +1,5 @@
-// The steps of one embedding: which batch each replica is at, and whether the
-// calls come in an order that a TPU would survive. A call that would deadlock a
-// TPU is an error here.
+// The steps of one embedding: the batch that each replica is at, and the order
+// of calls. A call that would deadlock a TPU is an error here.
 //
 //   a training batch:     queued -> dequeued -> gradients -> an update
 //   an evaluation batch:  queued -> dequeued
@@ -8,8 +7,8 @@
 //
 // A step holds one part per replica. Once every replica has handed in its
 // gradients, the step is an update: complete, with its own rates and number. An
-// update is due at once, or with pipelining once it is one step old. Nobody
-// ever waits.
+// update is due at once, or with pipelining once it is one step old. No call
+// waits.
 //
 // A step that failed in one replica is given up in all. The queue learns of it
 // in one of three ways: the failing op says so (Fail...), or a replica begins
@@ -141,7 +140,7 @@ class StepQueue {
       return "dequeue: no batch is enqueued. Call enqueue before dequeue, "
              "once for each dequeue.";
     }
-    if (Error error = CheckDebts(*step, replica)) return error;
+    if (Error error = CheckOwedGradients(*step, replica)) return error;
     StepPart& part = step->replicas[replica];
     if (!accept(part.part.batch)) return std::nullopt;
     *batch = part.part.batch;
@@ -296,8 +295,8 @@ class StepQueue {
     return SetDue(updates_.size());
   }
 
-  // Forgets all batches and gradients: what is queued, owed or pending, and
-  // lookups whose gradients have not come. Returns the number of complete
+  // Discards all batches and gradients: those that are queued, owed or pending,
+  // and lookups whose gradients have not come. Returns the number of complete
   // updates among them.
   int64_t Reset() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -310,10 +309,10 @@ class StepQueue {
     std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
     std::fill(last_was_training_.begin(), last_was_training_.end(), true);
     GiveUpSubmissions();
-    const int64_t forgotten = updates_.size();
+    const int64_t discarded = updates_.size();
     updates_.clear();
     due_ = 0;
-    return forgotten;
+    return discarded;
   }
 
   // Steps that some replica has enqueued and not dequeued yet.
@@ -409,7 +408,7 @@ class StepQueue {
     std::fill(enqueue_runs_.begin(), enqueue_runs_.end(), kOutside);
   }
 
-  // Whether `replica` begins for the first time in `run`, which is noted.
+  // Whether the last call of `replica` was in another run. Records `run`.
   bool IsNewRun(Runs* runs, int replica, int64_t run) const {
     std::optional<int64_t>& last = (*runs)[replica];
     const bool is_new = num_replicas() > 1 && last && *last != run;
@@ -448,8 +447,8 @@ class StepQueue {
     step->replicas[replica].state = State::kQueued;
   }
 
-  // Whether updates stand out that forbid looking up `next`.
-  Error CheckDebts(const Step& next, int replica) {
+  // Fails if gradients of an earlier step must come before `next` is looked up.
+  Error CheckOwedGradients(const Step& next, int replica) {
     for (const Step& step : steps_) {
       if (!step.training || step.number >= next.number) continue;
       const State state = step.replicas[replica].state;
@@ -487,7 +486,7 @@ class StepQueue {
            arrived_.end();
   }
 
-  // Forgets the step whose input failed, and every step after it.
+  // Discards the step whose input failed, and every step after it.
   void DiscardFailedStep() {
     if (failed_) DiscardFrom(*failed_);
     failed_.reset();
@@ -565,7 +564,7 @@ class StepQueue {
   // By replica the run in which it began last.
   Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
   std::optional<int64_t> failed_;  // a step given up
-  std::vector<int> arrived_;       // replicas that have been at it
+  std::vector<int> arrived_;       // replicas that have begun it
 };
 
 }  // namespace tpu_embedding

@@ -1,5 +1,5 @@
-// What is counted of updates: how often rows are named, how large gradients and
-// steps are. Every n-th update is counted while it is applied, so a step that
+// Counts of updates: how often rows are named, and the norms of gradients and
+// of changes. Every n-th update is counted while it is applied, so a step that
 // was refused or given up is never counted.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_TELEMETRY_H_
@@ -60,9 +60,9 @@ struct TableTelemetry {
 // Thread-safe, except that one update is counted at a time.
 class Telemetry {
  public:
-  // Forgets everything, then counts the first update and every n-th after it.
-  // 0: counts nothing, and frees the memory. False, and nothing has changed, if
-  // there is not enough memory.
+  // Clears all counts, then counts the first update and every n-th after it.
+  // With 0 it counts nothing and frees the memory. Returns false, without a
+  // change, if there is not enough memory.
   bool Start(int64_t every, const std::vector<int64_t>& num_rows);
 
   // Notes that an update is about to be applied; whether to count it.

@@ -1,4 +1,4 @@
-// Values on their way between processes.
+// The form in which values travel between processes.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_WIRE_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_WIRE_H_

@@ -51,8 +51,8 @@ class Channel : public tensorflow::ResourceBase {
 
 using ChannelPtr = tensorflow::core::RefCountPtr<Channel>;
 
-// What an op of one process refuses, on its way to all: "" or a code and a
-// text. An exchange fails in every process if any process refuses.
+// The refusal of an op in one process, which is sent to all: "", or a code and
+// a text. An exchange fails in every process if any process refuses.
 inline std::string Refusal(const absl::Status& status) {
   if (status.ok()) return "";
   return absl::StrCat(static_cast<int>(status.code()), "\n", status.message());

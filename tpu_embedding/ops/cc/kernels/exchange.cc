@@ -468,7 +468,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                         what, ":", from, ">", to, ":", piece);
   }
 
-  // The first failure is the one that is told; it ends all collectives.
+  // The first failure is the one that is reported. It ends all collectives.
   void Fail(const absl::Status& status, int peer) {
     const absl::Status told = Explain(status, peer);
     {
@@ -567,7 +567,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (!status.ok()) context_->SetStatus(status);
     CollectiveExecutor* executor = executor_;
     const auto done = std::move(done_);
-    done();  // The context may be gone from here on.
+    done();  // It may delete the context.
     executor->Unref();
   }
 

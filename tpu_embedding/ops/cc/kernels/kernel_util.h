@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <vector>
 
 #include "core/element.h"
@@ -26,8 +25,9 @@ ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 absl::Status InvalidArgument(const Error& error);
 absl::Status FailedPrecondition(const Error& error);
 
-// What `body` returns, or an error where it ran out of memory: TensorFlow's
-// threads would end the process. `body` must have changed nothing by then.
+// Returns the status of `body`, or an error if `body` runs out of memory, whose
+// exception would end the process in a thread of TensorFlow. `body` must not
+// have changed anything by then.
 absl::Status WithinMemory(const std::function<absl::Status()>& body);
 
 // In a graph that was edited by hand, the lists of an op may not fit together.

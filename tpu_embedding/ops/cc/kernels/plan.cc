@@ -216,7 +216,7 @@ absl::Status ReadPlan(OpKernelConstruction* context, SharedPlan* plan) {
     return status;
   }
   kept = *plan = parsed;
-  // What nobody uses any more goes.
+  // Plans that no op uses any more are removed.
   for (auto entry = known->begin(); entry != known->end();) {
     entry = entry->second.expired() ? known->erase(entry) : std::next(entry);
   }

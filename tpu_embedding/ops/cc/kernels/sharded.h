@@ -4,7 +4,6 @@
 #define TPU_EMBEDDING_OPS_CC_KERNELS_SHARDED_H_
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "core/routing.h"

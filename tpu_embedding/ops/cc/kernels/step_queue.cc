@@ -1,6 +1,5 @@
 // TpuEmbeddingStepQueue and the ops that only move batches and flags.
 
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -69,9 +68,10 @@ REGISTER_OP("TpuEmbeddingReset")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Forgets all batches and gradients that are queued, owed or pending.
+Discards all batches and gradients that are queued, owed or pending.
 
-counters: none, or the number of updates, from which forgotten ones are taken.
+counters: none, or the number of updates, from which those discarded are
+  subtracted.
 )doc");
 
 class StepQueueOp : public tensorflow::OpKernel {
@@ -175,8 +175,8 @@ class ResetOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     std::vector<Variable> counters;
     OP_REQUIRES_OK(context, LookUpCounters(context, &counters));
-    const int64_t forgotten = resource->queue.Reset();
-    for (const Variable& counter : counters) AddTo(counter.get(), -forgotten);
+    const int64_t discarded = resource->queue.Reset();
+    for (const Variable& counter : counters) AddTo(counter.get(), -discarded);
   }
 };
 

@@ -3,11 +3,7 @@
 
 #include "core/update.h"
 
-#include <algorithm>
-#include <cmath>
-#include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 

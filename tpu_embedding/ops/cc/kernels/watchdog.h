@@ -1,4 +1,4 @@
-// One thread that ends what waits for too long.
+// One thread that ends waits which last too long.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_WATCHDOG_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_WATCHDOG_H_

@@ -1,7 +1,5 @@
 // TpuEmbeddingSoftwareTpuAllReduce: the sum over all replicas, at each of them.
 
-#include <vector>
-
 #include "absl/strings/str_cat.h"
 #include "runtime/registration.h"
 #include "runtime/replica_barrier.h"

@@ -1,9 +1,8 @@
 // TPUCopyWithDynamicShape and TPUAnnotateTensorsWithDynamicShape: host memory
-// is device memory here, so that both hand on what they get.
+// is device memory here, so both ops return their inputs.
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 
 #include "runtime/registration.h"

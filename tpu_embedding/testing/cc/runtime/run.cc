@@ -1,6 +1,6 @@
 // TpuEmbeddingSoftwareTpuRun: runs one function per replica, all together.
 //
-// It plays the part of TPUReplicate. Each function runs on the device of its
+// It takes the place of TPUReplicate. Each function runs on the device of its
 // replica, with a rendezvous of its own: the functions are traced from one
 // program, so that their sends and receives have the same names.
 

@@ -1,4 +1,4 @@
-// Ends waits in time.
+// Ends waits at their timeout.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_WATCH_H_
 #define TPU_EMBEDDING_TESTING_CC_RUNTIME_WATCH_H_
@@ -9,7 +9,7 @@
 
 namespace tpu_embedding {
 
-// Something that waits and gives up.
+// An object whose calls wait until a timeout.
 class Timed {
  public:
   virtual ~Timed() = default;
@@ -18,7 +18,7 @@ class Timed {
   virtual void CheckTime(absl::Time now) = 0;
 };
 
-// Checks the time of `timed` every now and then as long as it exists.
+// Calls `timed` at intervals as long as it exists.
 void WatchTime(const std::shared_ptr<Timed>& timed);
 
 }  // namespace tpu_embedding

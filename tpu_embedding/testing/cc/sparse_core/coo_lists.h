@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "core/csr_layout.h"
 #include "core/csr_partitions.h"

@@ -1,7 +1,6 @@
 #include "tpu_v2_v4/configuration.h"
 
 #include <cmath>
-#include <limits>
 #include <set>
 #include <string>
 #include <utility>

@@ -4,7 +4,6 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_MOMENTUM_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_MOMENTUM_H_
 
-#include <cmath>
 #include <cstdint>
 
 #include "core/simd.h"

@@ -3,7 +3,6 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_SGD_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_SGD_H_
 
-#include <cmath>
 #include <cstdint>
 
 #include "core/simd.h"

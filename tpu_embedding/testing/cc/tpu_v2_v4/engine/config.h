@@ -15,10 +15,10 @@
 
 namespace tpu_embedding {
 
-// How the rows of a table are dealt to hosts. With both each host gets V / n
-// rows, and the first V % n hosts one more.
+// How the rows of a table are divided over n hosts. In both ways each host gets
+// V / n rows, and the first V % n hosts one more.
 enum class HostSharding {
-  kDiv,  // neighbours stay together
+  kDiv,  // each host has consecutive rows
   kMod,  // row r goes to host r % n
 };
 
