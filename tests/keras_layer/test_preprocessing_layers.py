@@ -380,6 +380,21 @@ def test_feature_space_before_the_layer(tmp_path: pathlib.Path):
     request = {key: v[:, None] for key, v in raw.items()}
     np.testing.assert_allclose(served.serve(request), expected, rtol=1e-6)
 
+    def read(inputs: Any) -> te.serving.Request:
+        ids = space(inputs)
+        return te.serving.Request({key: ids[key] for key in sizes})
+
+    specs = {key: tf.TensorSpec([None], value.dtype) for key, value in raw.items()}
+    te.serving.export(
+        layer.embedding_tables,
+        tmp_path / "tables",
+        feature_config=config,
+        signatures={"ask": te.serving.Signature(specs, read)},
+    )
+    answer = tf.saved_model.load(tmp_path / "tables").signatures["ask"](**raw)
+    for key, rows in layer({key: space(raw)[key] for key in sizes}).items():
+        np.testing.assert_array_equal(answer[key], rows)
+
 
 def test_what_is_no_id_is_refused_with_the_way_out():
     layer = TPUEmbedding(
