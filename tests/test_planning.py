@@ -77,6 +77,16 @@ def test_stacks_of_sparse_cores_on_paper() -> None:
     pointers = 2 * 64 * 8
     assert place.buffer_bytes == 4 * (32 * 64 * 3 + pointers)
     assert place.device_bytes == (4 * rows + place.buffer_bytes,) * 4
+    pipelined = te.plan(
+        features,
+        te.Adagrad(0.1),
+        topologies=["v6e:2x2"],
+        pipeline_execution_with_tensor_core=True,
+    )
+    # The pending update is another batch, and its gradients.
+    pending = place.buffer_bytes + 4 * 32 * 8
+    found = placement(pipelined, "v6e:2x2")
+    assert found.buffer_bytes == place.buffer_bytes + pending
 
 
 def ragged(rng: np.random.Generator, rows: int, samples: int) -> tf.RaggedTensor:

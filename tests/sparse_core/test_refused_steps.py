@@ -122,6 +122,34 @@ def test_reset_takes_the_discarded_update_out_of_the_count() -> None:
     assert (steps.values(), updates()) == ([-3.0, -3.0], 2)
 
 
+def test_reset_discards_the_queue() -> None:
+    """Batches that wait, and the one whose gradients are owed."""
+    table = te.TableConfig(8, 2, initializer=tf.ones_initializer(), name="a")
+    features = {"a": te.FeatureConfig(table, output_shape=[2])}
+    strategy = strategy_of("v6e", 1)
+    with strategy.scope():
+        embedding = te.TPUEmbedding(features, te.SGD(1.0))
+    batch, gradients = {"a": tf.constant([1, 2])}, {"a": tf.ones([2, 2])}
+
+    def apply() -> None:
+        embedding.apply_gradients(gradients)
+
+    embedding.enqueue(batch)
+    embedding.enqueue(batch)
+    strategy.run(embedding.dequeue)
+    embedding.reset()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is enqueued"):
+        strategy.run(embedding.dequeue)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="apply_gradients: "):
+        strategy.run(apply)
+    embedding.enqueue(batch)
+    strategy.run(embedding.dequeue)
+    strategy.run(apply)
+    expected = np.ones([8, 2])
+    expected[1:3] = 0
+    np.testing.assert_array_equal(embedding.embedding_tables[table], expected)
+
+
 @pytest.mark.parametrize("engine", ["sparse_core", "tpu_v2_v4"])
 def test_random_steps(engine: str, seed: int) -> None:
     """A few of the steps of `make fuzz-refusals`."""
