@@ -272,7 +272,7 @@ def statistics(
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to a process in the third step.
+    """What happens to a process in a step.
 
     Attributes:
       culprit: The process.
@@ -299,6 +299,9 @@ class Fault:
         )
 
 
+FUNCTION_STEPS = 3  # Of a tf.function that trains until a fault.
+
+
 class UncaughtError(BaseException):
     """Ends a process; `failure` does not catch it."""
 
@@ -308,7 +311,9 @@ def train_with_fault(
 ) -> tuple[str, str, float]:
     """Trains for ever, and saves after each step if there is a folder.
 
-    The culprit writes the time of its fault into a file "fault" of the folder.
+    The culprit writes the time of its fault into a file "fault" of the folder. With
+    `case.graph` each tf.function trains FUNCTION_STEPS steps, and is followed by
+    saving.
 
     Returns:
       The type and text of the error, and the time at which it was raised.
@@ -318,28 +323,78 @@ def train_with_fault(
     embedding.build()
     number = 0
 
-    def at(place: str) -> None:
-        if (own, place, number) == (fault.culprit, fault.place, fault.step):
+    def at(place: str, step: int) -> None:
+        if (own, place, step) == (fault.culprit, fault.place, fault.step):
             if folder:
                 pathlib.Path(folder, "fault").write_text(str(time.monotonic()))
             fault.happen()
 
+    def batches() -> Any:
+        for step in range(number, number + FUNCTION_STEPS):
+            yield step, training.batch(case, step, own)[0]
+
+    def at_in_graph(place: str, step: tf.Tensor) -> Any:
+        """For what comes next; TensorFlow orders only ops of the same resource."""
+
+        def act(step: Any) -> Any:
+            at(place, int(step))
+            return step
+
+        before = tf.compat.v1.get_default_graph().get_operations()[-1:]
+        with tf.control_dependencies(before):
+            acted = tf.numpy_function(act, [step], tf.int64)
+        return tf.control_dependencies([acted])
+
+    @tf.function
+    def train_steps(data: Any) -> None:
+        # A loop over a dataset would begin the iteration after a failed one.
+        for _ in tf.range(FUNCTION_STEPS):
+            step, features = next(data)
+            with at_in_graph("enqueue", step):
+                embedding.enqueue(features)
+            with at_in_graph("dequeue", step):
+                activations = embedding.dequeue()
+            with at_in_graph("update", step):
+                embedding.apply_gradients(training.gradients(activations))
+
+    def train_step() -> None:
+        at("enqueue", number)
+        features, weights = training.batch(case, number, own)
+        embedding.enqueue(features, weights if case.weights else None)
+        at("dequeue", number)
+        activations = embedding.dequeue()
+        at("update", number)
+        embedding.apply_gradients(training.gradients(activations))
+
     def train() -> None:
         nonlocal number
+        signature = tf.nest.map_structure(_of_any_size, next(batches())[1])
+        spec = (tf.TensorSpec([], tf.int64), signature)
         while True:
-            at("enqueue")
-            features, weights = training.batch(case, number, own)
-            embedding.enqueue(features, weights if case.weights else None)
-            at("dequeue")
-            activations = embedding.dequeue()
-            at("update")
-            embedding.apply_gradients(training.gradients(activations))
-            at("save")
+            if case.graph:
+                data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+                train_steps(iter(data))
+                number += FUNCTION_STEPS - 1
+            else:
+                train_step()
+            at("save", number)
             if folder:
                 te.checkpoint.save(embedding, f"{folder}/{number}")
             number += 1
 
-    return *failure(train), time.monotonic()
+    raised = failure(train)
+    if case.graph and own == fault.culprit and fault.kind == "exception":
+        raise UncaughtError  # Functions turn it into an error that programs may catch.
+    return *raised, time.monotonic()
+
+
+def _of_any_size(value: Any) -> tf.TypeSpec:
+    """The type of a feature's batches, which have any number of samples."""
+    shape = [None, *value.shape[1:]]
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, value.dtype, row_splits_dtype=tf.int64)
+    kind = tf.SparseTensorSpec if isinstance(value, tf.SparseTensor) else tf.TensorSpec
+    return kind(shape, value.dtype)
 
 
 def resume(strategy: Any, case: Case, path: str, first: int) -> dict[str, np.ndarray]:
