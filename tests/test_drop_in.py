@@ -226,6 +226,8 @@ def test_programs_that_are_missing(
         ("from package import model", True),
         ("import package.model", True),
         ("import package", False),
+        ("import tensorflow as tf\ntf.keras.layers.DenseFeatures([])", True),
+        ("import tensorflow as tf\ntf.keras.layers.Dense(1)", False),
     ],
 )
 def test_scripts_that_need_tf_keras(text: str, expected: bool, tmp_path: pathlib.Path):

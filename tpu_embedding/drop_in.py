@@ -31,6 +31,7 @@ from tpu_embedding import tpu_generations
 
 _TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
 _NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
+_ONLY_IN_TF_KERAS = ("DenseFeatures", "SequenceFeatures")  # Keras 3 has removed them.
 _PLACES = re.compile(r"host|(mirrored|v[234]|v5e|v5p|v6e|7x):([1-9]\d*)")
 # The roots of TensorFlow's API: `tensorflow`, and its copies for compatibility.
 _ROOTS = ("", "compat.v1.", "compat.v2.")
@@ -398,8 +399,8 @@ def _resolve(path: str) -> Any:
 def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
     """Whether a script imports tf_keras or TFRS, itself or through what it imports.
 
-    Reads the script, the modules beside it, and the requirements of the packages that
-    they import; runs nothing.
+    Also whether it names a class that only tf_keras has. Reads the script, the modules
+    beside it, and the requirements of the packages that they import; runs nothing.
 
     Args:
       script: Its path.
@@ -416,7 +417,10 @@ def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> 
         if path in seen:
             continue
         seen.add(path)
-        for module in _imports(path):
+        tree = ast.parse(path.read_bytes(), str(path))
+        if _names_of_tf_keras(tree):
+            return True
+        for module in _imports(tree):
             top = module.partition(".")[0]
             packages.add(top)
             local = folder.joinpath(*module.split("."))
@@ -435,8 +439,15 @@ def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> 
     )
 
 
-def _imports(path: pathlib.Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+def _names_of_tf_keras(tree: ast.Module) -> bool:
+    return any(
+        isinstance(node, ast.Attribute) and node.attr in _ONLY_IN_TF_KERAS
+        for node in ast.walk(tree)
+    )
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
