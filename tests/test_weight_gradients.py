@@ -306,13 +306,13 @@ def test_a_tape_outside_of_a_function_finds_gradients_of_the_dense_model(
 ):
     table = te.TableConfig(4, 1, te.RowIdInitializer(), combiner="sum", name="t")
     make = te.TPUEmbedding if kind == "queue" else te.TPUEmbeddingV2
-    embedding = make(te.FeatureConfig(table, output_shape=[1]), te.SGD(1))
+    embedding: Any = make(te.FeatureConfig(table, output_shape=[1]), te.SGD(1))
     kernel = tf.Variable(2.0)
 
     @tf.function
     def forward(weights: tf.Tensor) -> tf.Tensor:
         batch = tf.constant([[1, 3]]), weights
-        if isinstance(embedding, te.TPUEmbedding):
+        if kind == "queue":
             embedding.enqueue(*batch)
             activations = embedding.dequeue()
             embedding.apply_gradients(tf.ones_like(activations))
