@@ -128,7 +128,10 @@ def test_unusual_batches_and_tables(two: Job, three: Job, version: int) -> None:
 def test_the_keras_layer_in_a_loop_of_ones_own(two: Job) -> None:
     """Dense gradients of two processes are summed in any order: 1e-6."""
     case = Case(version=3, steps=4, placement="rows")
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    # Collectives that a test before left unfinished would end those of this process.
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
     value = training.of_replicas(strategy, case, 2)
     evaluated, weights, tables = keras_loop(strategy, case, value)
     for process, found in enumerate(two.run("crossings.train_keras", case)):

@@ -140,9 +140,17 @@ def _attempt() -> _Attempt:
         module = tf.load_op_library(str(PATH))
     except (OSError, RuntimeError, tf.errors.OpError) as error:
         return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_FIX}")
-    # Tables learn by apply_gradients. A tape outside of a tf.function that looks up
-    # watches the tables that it reads, and would ask the ops for gradients.
     for name in dir(module):
         if name.startswith("TpuEmbedding"):
-            tf.no_gradient(name)
+            _declare_without_gradient(name)
     return _Attempt(module=module)
+
+
+@functools.cache  # TensorFlow takes a name once.
+def _declare_without_gradient(op: str) -> None:
+    """Ends the way of gradients at an op, as tables learn by apply_gradients.
+
+    A tape outside of a tf.function that looks up watches the tables that it reads, and
+    would ask the op for a gradient.
+    """
+    tf.no_gradient(op)
