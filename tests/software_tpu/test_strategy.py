@@ -173,12 +173,152 @@ def test_all_reduce_takes_structures_and_has_a_gradient(strategy):
     assert values(strategy, count) == [2, 2]
 
 
-def test_merge_call_is_refused(strategy):
-    def step():
-        return context().merge_call(lambda *_: None)
+def number() -> float:
+    """1 for the first replica, 2 for the second."""
+    return float(tf.get_static_value(context().replica_id_in_sync_group)) + 1.0
 
-    with pytest.raises(NotImplementedError, match=r"has no merge_call.*all_reduce"):
-        strategy.run(step)
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_merge_call(strategy, wrap):
+    """As TPUStrategy: each replica passes its own values and gets its own results."""
+    kinds = []
+
+    def merge(given, value, *, factor):
+        kinds.append((given is strategy, context() is None))
+        return {
+            "own": given.experimental_local_results(value)[0] * factor,
+            "sum": given.extended.reduce_to(
+                tf.distribute.ReduceOp.SUM, value, destinations=value
+            ),
+            "mean": given.reduce("MEAN", value, axis=None),
+            "first": given.extended.broadcast_to(value, destinations=value),
+            "several": given.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.SUM, [(value, value), (2 * value, value)]
+            )[1],
+            "again": given.extended.call_for_each_replica(
+                lambda own: context().all_reduce("SUM", own) + number(), (value,)
+            ),
+            "none": None,
+        }
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            merged = context().merge_call(merge, (x * number(),), {"factor": 10.0})
+            loss = 3.0 * merged["own"]
+        return merged, tape.gradient(loss, x)
+
+    merged, gradient = wrap(lambda x: strategy.run(step, (x,)))(tf.constant(1.0))
+    assert merged.pop("none") is None
+    assert {name: values(strategy, value) for name, value in merged.items()} == {
+        "own": [10.0, 20.0],
+        "sum": [3.0, 3.0],
+        "mean": [1.5, 1.5],
+        "first": [1.0, 1.0],
+        "several": [6.0, 6.0],
+        "again": [4.0, 5.0],
+    }
+    assert values(strategy, gradient) == [30.0, 60.0]
+    assert kinds == [(True, True)] * 2
+
+
+def test_merge_call_updates_each_copy_of_a_variable_once(strategy):
+    with strategy.scope():
+        updated, assigned = tf.Variable(1.0), tf.Variable(1.0)
+        first = tf.Variable(1.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    def merge(given, value):
+        total = given.reduce("SUM", value, axis=None)
+        given.extended.update(updated, lambda own, x: own.assign_add(x), (total,))
+        assigned.assign_add(2.0 * total)
+        return updated + assigned
+
+    def step():
+        first.assign_add(tf.constant(number()))
+        return context().merge_call(merge, (tf.constant(number()),))
+
+    assert values(strategy, strategy.run(step)) == [11.0, 11.0]
+    assert values(strategy, updated) == [4.0, 4.0]
+    assert values(strategy, assigned) == [7.0, 7.0]
+    assert values(strategy, first) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["AdamOptimizer", "MomentumOptimizer"])
+def test_optimizers_of_tensorflow_1_train_as_under_mirrored_strategy(strategy, name):
+    def trained(strategy):
+        with strategy.scope():
+            weight = tf.Variable([1.0, 2.0])
+            arguments = (0.1, 0.9) if name == "MomentumOptimizer" else (0.1,)
+            optimizer = getattr(tf.compat.v1.train, name)(*arguments)
+
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((weight * number()) ** 2)
+            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+        for _ in range(3):
+            strategy.run(step)
+        return values(strategy, weight)
+
+    mirrored = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    expected = trained(mirrored)
+    assert expected[0] == expected[1] != [1.0, 2.0]
+    np.testing.assert_allclose(trained(strategy), expected, rtol=1e-6)
+
+
+def test_what_a_merge_call_cannot_do(strategy):
+    def nested():
+        own = context()
+        own.merge_call(lambda _: own.merge_call(lambda _: None))
+
+    with pytest.raises(RuntimeError, match="inside `call_for_each_replica"):
+        strategy.run(nested)
+    with pytest.raises(NotImplementedError, match=r"does not support all_gather"):
+        strategy.run(lambda: context().all_gather(tf.ones(2), axis=0))
+    # The strategy is as before.
+    assert values(strategy, strategy.run(lambda: context().all_reduce("SUM", 1))) == [
+        2,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_an_error_in_the_merge_call_of_one_replica_ends_all(wrap):
+    strategy = SoftwareTPUStrategy("v5p", 2, meeting_timeout=20)
+
+    def merge(given, value):
+        checked = tf.debugging.assert_less(value, 2.0, "the second is wrong")
+        with tf.control_dependencies([checked]):
+            return given.reduce("SUM", tf.identity(value), axis=None)
+
+    def step(x):
+        return context().merge_call(merge, (x * number(),))
+
+    def raising(x):
+        def merge(given, value):
+            raise ValueError("while tracing")
+
+        return context().merge_call(merge, (x,))
+
+    def once(x):
+        if number() == 1.0:
+            return context().merge_call(
+                lambda given, x: given.reduce("SUM", x, axis=None), (x,)
+            )
+        return x
+
+    for program, error, text in (
+        (step, tf.errors.InvalidArgumentError, "the second is wrong"),
+        (raising, ValueError, "while tracing"),
+        (once, tf.errors.OpError, "Missing: Replica 1"),
+    ):
+        run = wrap(lambda x, program=program: strategy.run(program, (x,)))
+        with pytest.raises(error, match=text):
+            run(tf.constant(1.5))
+    run = wrap(lambda x: strategy.run(step, (x,)))
+    assert values(strategy, run(tf.constant(0.5))) == [1.5, 1.5]
 
 
 def test_a_function_is_traced_once_per_replica_and_signature(strategy):

@@ -44,10 +44,13 @@ def test_a_custom_loop(name: str, seed: int):
     assert_close(model, host)
 
 
+@pytest.mark.parametrize("outside", [False, True])
 @each_strategy
-def test_fit(name: str, seed: int):
+def test_fit(name: str, outside: bool, seed: int):
+    """Also with an optimizer that was created outside of the scope, as for TPUs."""
     made = []
     for strategy in (HOST, STRATEGIES[name]()):
+        optimizer = tf_keras.optimizers.SGD(0.01) if outside else None
         with strategy.scope():
             table = models.table_configs()["users"]
             inputs = tf_keras.Input((2,), dtype="int64")
@@ -61,7 +64,7 @@ def test_fit(name: str, seed: int):
                 inputs, tf_keras.layers.Dense(1, name="head")(layer(inputs))
             )
             model.get_layer("head").kernel.assign([[0.5], [0.25]])
-            model.compile(tf_keras.optimizers.SGD(0.01), "mse")
+            model.compile(optimizer or tf_keras.optimizers.SGD(0.01), "mse")
         data = tpu_models.dense_data(seed, 5)
         history = model.fit(data, epochs=2, shuffle=False, verbose=0).history["loss"]
         made.append((model, history, model.evaluate(data, verbose=0)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.distribute import distribute_lib, distribute_utils
+from tensorflow.python.distribute import values as distributed_values
 
 from tpu_embedding.distribution import INPUT_DEVICE_ATTRIBUTE
 from tpu_embedding.testing import library
@@ -84,25 +86,97 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
     """A replica with a program of its own.
 
     Attributes:
+      number: The number of the replica.
       program: The graph of the program.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, replica: int) -> None:
         super().__init__(strategy, replica_id_in_sync_group=replica)
+        self.number = replica
         self.program = tf.compat.v1.get_default_graph()
 
     def _merge_call(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
-        # TensorFlow has one such call in spite of `_use_merge_call`: assigning a
-        # variable with the aggregation ONLY_FIRST_REPLICA.
-        if not merge_fn.__qualname__.startswith("apply_aggregation_replica_context."):
-            raise NotImplementedError(
-                "SoftwareTPUStrategy has no merge_call: each replica is a program of "
-                "its own. Use tf.distribute.get_replica_context().all_reduce, or do "
-                "what needs all replicas outside of strategy.run."
-            )
-        (value,) = args
-        first = tf.get_static_value(self.replica_id_in_sync_group) == 0
-        return self.all_reduce("SUM", value if first else tf.zeros_like(value))
+        """Calls `merge_fn` in cross-replica context, in the program of this replica.
+
+        As under TPUStrategy it gets the values of this replica. `_Extended` joins them
+        with those of the others.
+        """
+        token = _merging.set(self)
+        try:
+            return super()._merge_call(merge_fn, args, kwargs)
+        finally:
+            _merging.reset(token)
+
+
+_merging: contextvars.ContextVar[_ReplicaContext | None] = contextvars.ContextVar(
+    "merging", default=None
+)
+
+
+def merging() -> int | None:
+    """The replica whose program calls the function of a merge_call now, or None."""
+    context = _merging.get()
+    return None if context is None else context.number
+
+
+def is_in_program() -> bool:
+    """Whether the program of a replica is being traced."""
+    context = tf.distribute.get_replica_context()
+    return merging() is not None or getattr(context, "program", None) is not None
+
+
+def merge(reduce_op: Any, value: Any, num_replicas: int) -> Any:
+    """Reduces what each replica passes, in the function of a merge_call."""
+    return all_reduce(reduce_op, _own(value), num_replicas)
+
+
+def broadcast(value: Any) -> tf.Tensor:
+    """Returns what the first replica passes, in the function of a merge_call."""
+    own = tf.convert_to_tensor(_own(value))
+    return all_reduce("SUM", own if merging() == 0 else tf.zeros_like(own), 1)
+
+
+def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `fn` in the replica's context again, in the function of a merge_call."""
+    context = _merging.get()
+    assert context is not None
+    own_args: Any = distribute_utils.select_replica(context.number, args)
+    own_kwargs: Any = distribute_utils.select_replica(context.number, kwargs)
+    token = _merging.set(None)
+    try:
+        with context:
+            return fn(*own_args, **own_kwargs)
+    finally:
+        _merging.reset(token)
+
+
+def update(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], group: bool
+) -> Any:
+    """Calls `fn` for the copies of a replica, in the function of a merge_call.
+
+    Args:
+      fn: As for `tf.distribute.StrategyExtended.update`.
+      args: The replica's copy replaces a variable.
+      kwargs: In the same way.
+      group: If False, the result is in a tuple, with one item for each copy.
+    """
+    # The device is that of the program.
+    with distribute_lib.UpdateContext(merging()):
+        own_kwargs: dict[str, Any] = _own(kwargs)
+        result = fn(*_own(args), **own_kwargs)
+    return result if group else (result,)
+
+
+def _own(structure: Any) -> Any:
+    """Takes the part of the merging replica from distributed values."""
+    replica = merging()
+
+    def take(part: Any) -> Any:
+        kind: Any = distributed_values.DistributedValues
+        return part.values[replica] if isinstance(part, kind) else part
+
+    return tf.nest.map_structure(take, structure)
 
 
 def _trace(

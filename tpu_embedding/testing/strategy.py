@@ -183,6 +183,8 @@ class _Extended(mirrored_strategy.MirroredExtended):
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        if replicas.merging() is not None:
+            return replicas.call(fn, args, kwargs or {})
         if not tf.executing_eagerly():
             return self._trace(fn, args, kwargs or {})
         if not isinstance(
@@ -216,18 +218,49 @@ class _Extended(mirrored_strategy.MirroredExtended):
             programs[method] = program
         return programs[method]
 
-    def _use_merge_call(self) -> bool:
-        return False
+    # As of TPUStrategy, the function of a merge_call is part of the program of each
+    # replica. It calls what follows with the values of its replica.
 
-    def _get_cross_device_ops(self, value: Any) -> Any:
-        del value  # MirroredStrategy uses collectives if there is no merge_call.
-        return self._cross_device_ops
-
-    def _replica_ctx_all_reduce(
-        self, reduce_op: Any, value: Any, options: Any = None
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
     ) -> Any:
-        del options  # They configure collectives.
-        return replicas.all_reduce(reduce_op, value, self._num_replicas_in_sync)
+        if replicas.merging() is None:
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        return replicas.merge(reduce_op, value, self._num_replicas_in_sync)
+
+    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
+        if replicas.merging() is None:
+            return super()._batch_reduce_to(reduce_op, pairs, options)
+        count = self._num_replicas_in_sync
+        return [replicas.merge(reduce_op, value, count) for value, _ in pairs]
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        if replicas.merging() is None or isinstance(tensor, (int, float)):
+            return super()._broadcast_to(tensor, destinations)
+        return replicas.broadcast(tensor)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if replicas.merging() is None:
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        raise NotImplementedError(
+            "SoftwareTPUStrategy does not support all_gather inside strategy.run. Use "
+            "tf.distribute.get_replica_context().all_reduce, or gather what "
+            "strategy.run returned."
+        )
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if replicas.merging() is None:
+            return super()._update(var, fn, args, kwargs, group)
+        return replicas.update(fn, (var, *args), kwargs, group)
+
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        if replicas.merging() is None:
+            return super()._update_non_slot(colocate_with, fn, args, kwargs, group)
+        return replicas.update(fn, args, kwargs, group)
 
 
 class _CastInPrograms:
@@ -239,9 +272,7 @@ class _CastInPrograms:
     def _dense_var_to_tensor(
         self: Any, dtype: Any = None, name: str | None = None, as_ref: bool = False
     ) -> Any:
-        context: Any = tf.distribute.get_replica_context()
-        in_program = getattr(context, "program", None) is not None
-        if in_program and dtype not in (None, self.dtype):
+        if replicas.is_in_program() and dtype not in (None, self.dtype):
             return tf.cast(self.read_value(), dtype)
         parent: Any = super()
         return parent._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
