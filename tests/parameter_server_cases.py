@@ -17,6 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
+from tpu_embedding.engines import variables
 from tpu_embedding.layout.placement import ALL_PROCESSES, place_on_servers
 from tpu_embedding.ops import library
 
@@ -356,18 +358,52 @@ def large_tables_are_divided() -> None:
 
 @case
 def random_initial_values_are_those_of_one_process() -> None:
-    for placements in ((None, None, None), MIXED):
-        configs = features(placements=placements)
-        for config in configs.values():
-            object.__setattr__(config.table, "initializer", None)
-        tf.random.set_seed(7)
-        one = te.TPUEmbedding(configs, te.Adagrad(0.1))
-        one.build()
-        tf.random.set_seed(7)
-        with JOB.strategy.scope():
-            served = te.TPUEmbedding(configs, te.Adagrad(0.1))
-            served.build()
-        require_same(one, served)
+    with mock.patch.object(variables, "_BLOCK_BYTES", 256):
+        for placements in ((None, None, None), MIXED):
+            require_equal_starts(placements)
+
+
+def require_equal_starts(placements: Any) -> None:
+    configs = features(placements=placements)
+    for config in configs.values():
+        object.__setattr__(config.table, "initializer", None)
+    tf.random.set_seed(7)
+    one = te.TPUEmbedding(configs, te.Adagrad(0.1))
+    one.build()
+    tf.random.set_seed(7)
+    with JOB.strategy.scope():
+        served = te.TPUEmbedding(configs, te.Adagrad(0.1))
+        served.build()
+    require_same(one, served)
+
+
+@case
+def each_server_makes_its_own_rows() -> None:
+    wanted = np.random.default_rng(3).standard_normal((V + 1, D)).astype(np.float32)
+    asked = []
+
+    class FromFile:
+        def __call__(self, shape: Any, dtype: Any = tf.float32) -> Any:
+            raise AssertionError(shape)
+
+        def by_rows(self, shape: Any, dtype: Any = tf.float32) -> Any:
+            assert shape == wanted.shape
+
+            def read(start: int, stop: int) -> tf.Tensor:
+                asked.append(stop - start)
+                return tf.constant(wanted[start:stop], dtype)
+
+            return read
+
+    table = te.TableConfig(V + 1, D, FromFile(), placement="rows", name="films")
+    with (
+        mock.patch.object(variables, "_BLOCK_BYTES", 256),
+        JOB.strategy.scope(),
+    ):
+        served = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.1))
+        served.build()
+    assert max(asked) * D * 4 <= 256
+    np.testing.assert_array_equal(served.embedding_tables[table].numpy(), wanted)
 
 
 @case

@@ -2,7 +2,7 @@
 
 Servers and workers are processes of their own, this one is the coordinator.
 
-    python tests/parameter_server_costs.py          # all of them, four minutes
+    python tests/parameter_server_costs.py           # all of them, five minutes
     python tests/parameter_server_costs.py wire_rows # one of COSTS
 """
 
@@ -69,8 +69,12 @@ def make_step(embedding: Any) -> Any:
     return step
 
 
-def make(strategy: Any, placement: str, rows: int = ROWS) -> Any:
-    table = te.TableConfig(rows, DIM, combiner="sum", name="films", placement=placement)
+def make(
+    strategy: Any, placement: str, rows: int = ROWS, initializer: Any = None
+) -> Any:
+    table = te.TableConfig(
+        rows, DIM, initializer, combiner="sum", name="films", placement=placement
+    )
     with strategy.scope():
         embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.1))
     embedding.build()
@@ -164,17 +168,18 @@ def steps() -> None:
                     assert mib <= first[name][1] + 16, name
 
 
-def start(placement: str) -> None:
+def start(placement: str, aim: float, initializer: Any = None) -> None:
     """The most memory that each server has had once a table of 256 MiB is made."""
     with te.testing.LocalServers(2, 1) as job:
         strategy = tf.distribute.ParameterServerStrategy(job.resolver())
         te.ClusterCoordinator(strategy)
-        make(strategy, placement, 1 << 15)
+        make(strategy, placement, 1 << 15, initializer)
         pids = [job.processes["ps", k].pid for k in range(2)]
         small = [_peak(pid) for pid in pids]
-        make(strategy, placement, 1 << 21)
+        make(strategy, placement, 1 << 21, initializer)
         more = [_peak(pid) - before for pid, before in zip(pids, small, strict=True)]
         print(f"{placement}: " + ", ".join(f"{mib / 256:.2f} tables" for mib in more))
+        assert max(more) <= aim * 256
 
 
 def _status(pid: int) -> tuple[int, float]:
@@ -193,8 +198,9 @@ def _field(pid: int, name: str) -> float:
 COSTS: dict[str, Callable[[], None]] = {
     "wire_whole": lambda: wire("whole"),
     "wire_rows": lambda: wire("rows"),
-    "start_whole": lambda: start("whole"),
-    "start_rows": lambda: start("rows"),
+    "start_whole": lambda: start("whole", 2.2),
+    "start_rows": lambda: start("rows", 1.2),
+    "start_own": lambda: start("rows", 3.2, tf.random_uniform_initializer()),
     "steps": steps,
 }
 

@@ -40,6 +40,25 @@ def test_default_draws_anew_for_each_table() -> None:
     assert np.mean(close) < 0.1
 
 
+@pytest.mark.parametrize("dim", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_any_rows_are_those_of_the_whole_table(dim: int, dtype: tf.DType) -> None:
+    shape = (301, dim)
+    for initializer in (
+        initializers.default_initializer(dim),
+        initializers.RowIdInitializer(7),
+    ):
+        tf.random.set_seed(5)
+        tables = [initializer(shape, dtype) for _ in range(2)]
+        tf.random.set_seed(5)
+        for table in tables:
+            read = initializer.by_rows(shape, dtype)
+            for start, stop in ((0, 301), (100, 301), (1, 2), (6, 6), (299, 300)):
+                rows = read(start, stop)
+                assert rows.dtype == dtype
+                np.testing.assert_array_equal(rows, table[start:stop])
+
+
 @pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
 @pytest.mark.parametrize("offset", [0, 7])
 def test_row_ids(offset: int, dtype: tf.DType) -> None:

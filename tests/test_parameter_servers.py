@@ -26,6 +26,7 @@ NAMES = [
     "tables_are_spread_by_load",
     "large_tables_are_divided",
     "random_initial_values_are_those_of_one_process",
+    "each_server_makes_its_own_rows",
     "a_push_that_is_repeated_is_dropped",
     "a_push_that_reached_one_server_is_completed",
     "a_check_before_the_push_keeps_all_servers",

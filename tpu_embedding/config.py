@@ -105,7 +105,9 @@ class TableConfig(_ChangeableUntilUsed):
       vocabulary_size: Number of rows V.
       dim: Number of columns D.
       initializer: A callable of (shape, dtype) that returns the whole table, or
-        None: truncated normal, mean 0, standard deviation 1 / sqrt(dim).
+        None: truncated normal, mean 0, standard deviation 1 / sqrt(dim). One with a
+        method `by_rows`, as RowIdInitializer has, may make the rows of each server or
+        process there.
       optimizer: Overrides the optimizer of the whole embedding. It is not checked
         here, because the Keras layer also accepts names and Keras optimizers.
       combiner: "mean", "sum" or "sqrtn", or a CustomCombiner of this package or of

@@ -12,6 +12,13 @@ import tensorflow as tf
 _PHILOX = tf.random.Algorithm.PHILOX.value  # The algorithm of tf.random's ops.
 
 
+# Of tf.random.truncated_normal: numbers that share a counter, and the step of counters.
+_GROUP, _COUNTERS = 4, 256
+
+# Returns rows [start, stop) of a table, [stop - start, D].
+ReadRows = Callable[[int, int], tf.Tensor]
+
+
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
     """Returns the initializer of tables that have none of their own.
 
@@ -22,18 +29,48 @@ def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
       dim: Number of columns of the table.
 
     Returns:
-      A callable of (shape, dtype=tf.float32) that returns a tensor of that shape.
+      A callable of (shape, dtype=tf.float32) that returns a tensor of that shape. It
+      also has `by_rows`, as `RowIdInitializer` has.
+    """
+    return _TruncatedNormal(1.0 / math.sqrt(dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class _TruncatedNormal:
+    """The numbers of tf.random.truncated_normal, of which any rows can be made alone.
+
+    Attributes:
+      stddev: The standard deviation.
     """
 
-    def truncated_normal(shape: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
+    stddev: float
+
+    def __call__(self, shape: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
         numbers = _scaled_truncated_normal(
             tf.convert_to_tensor(shape, tf.int32),
             _philox_words(),
-            tf.cast(1.0 / math.sqrt(dim), dtype),
+            tf.constant(0, tf.uint64),
+            tf.cast(self.stddev, dtype),
         )
         return tf.ensure_shape(numbers, shape)
 
-    return truncated_normal
+    def by_rows(self, shape: Any, dtype: tf.DType = tf.float32) -> ReadRows:
+        """See `RowIdInitializer.by_rows`."""
+        seeds = _philox_words()
+        dim = int(shape[1])
+
+        def read(start: int, stop: int) -> tf.Tensor:
+            group, before = divmod(start * dim, _GROUP)
+            size = (stop - start) * dim
+            numbers = _scaled_truncated_normal(
+                tf.constant([before + size]),
+                seeds,
+                tf.constant(group * _COUNTERS, tf.uint64),
+                tf.cast(self.stddev, dtype),
+            )
+            return tf.reshape(numbers[before:], [stop - start, dim])
+
+        return read
 
 
 def _philox_words() -> tf.Tensor:
@@ -48,9 +85,11 @@ def _philox_words() -> tf.Tensor:
 
 @tf.function(autograph=False)
 def _scaled_truncated_normal(
-    shape: tf.Tensor, seeds: tf.Tensor, stddev: tf.Tensor
+    shape: tf.Tensor, seeds: tf.Tensor, counter: tf.Tensor, stddev: tf.Tensor
 ) -> tf.Tensor:
     """The values of tf.random.truncated_normal for two seeds, in the dtype of `stddev`.
+
+    They begin with those at `counter`, which is 0 for the first.
 
     A function scales the numbers in place. tf.random runs op by op, and each op
     allocates memory of the size of the table, which TensorFlow's allocator keeps.
@@ -58,7 +97,7 @@ def _scaled_truncated_normal(
     numbers = tf.raw_ops.StatelessTruncatedNormalV2(
         shape=shape,
         key=seeds[:1],
-        counter=tf.stack([tf.constant(0, tf.uint64), seeds[1]]),
+        counter=tf.stack([counter, seeds[1]]),
         alg=_PHILOX,
         dtype=stddev.dtype,
     )
@@ -79,6 +118,36 @@ class RowIdInitializer:
         self, shape: Sequence[int] | tf.TensorShape, dtype: tf.DType = tf.float32
     ) -> tf.Tensor:
         """Returns a tensor of `shape`, [V, D]."""
-        # Counted in integers, because bfloat16 is not exact above 256.
-        rows = tf.cast(tf.range(shape[0], dtype=tf.int64) + self.offset, dtype)
-        return tf.broadcast_to(rows[:, tf.newaxis], shape)
+        rows: Any = shape[0]
+        return self.by_rows(shape, dtype)(0, rows)
+
+    def by_rows(
+        self, shape: Sequence[int] | tf.TensorShape, dtype: tf.DType = tf.float32
+    ) -> ReadRows:
+        """Prepares the rows of a table, of which each process makes only its own.
+
+        An initializer of your own may have this method, too. It is called instead of
+        the initializer where the rows of a table are divided over processes or
+        servers, once for each table in each process, so it draws what is random.
+
+        >>> read = te.RowIdInitializer().by_rows((1000, 2))
+        >>> read(500, 502).numpy().tolist()
+        [[500.0, 500.0], [501.0, 501.0]]
+
+        Args:
+          shape: Shape of the whole table, [V, D].
+          dtype: Dtype of the table.
+
+        Returns:
+          A callable of (start, stop) that returns rows [start, stop) of the table, of
+          `dtype` [stop - start, D]. It is called with any rows in any order.
+        """
+        dim = shape[1]
+
+        def read(start: int, stop: int) -> tf.Tensor:
+            # Counted in integers, because bfloat16 is not exact above 256.
+            rows = tf.range(start, stop, dtype=tf.int64) + self.offset
+            column = tf.cast(rows, dtype)[:, tf.newaxis]
+            return tf.broadcast_to(column, [stop - start, dim])
+
+        return read

@@ -21,6 +21,10 @@ from tpu_embedding.checkpoint.statistics import table_reports
 CASES = {
     "sgd": Case("sgd", placement="rows"),
     "adagrad": Case("adagrad", weights=True, graph=True, placement="rows"),
+    "default start": Case(
+        placement="rows", rows=(400_001, 37, 2), default_start=True, steps=1
+    ),
+    "default start, whole": Case(placement="whole", default_start=True, steps=1),
     "adagrad whole": Case("adagrad", weights=True, placement="whole"),
     "rowwise": Case("rowwise", empty=True, steps=5, placement="rows"),
     "ftrl": Case("ftrl", pipelined=True, evaluate=True, steps=5),
@@ -81,7 +85,14 @@ def test_two_processes_train_the_bits_of_one(two: Job) -> None:
 
 
 def test_three_processes_train_the_bits_of_one(three: Job) -> None:
-    for name in ("adagrad", "adagrad whole", "rowwise", "ftrl", "version 2"):
+    for name in (
+        "adagrad",
+        "adagrad whole",
+        "default start",
+        "rowwise",
+        "ftrl",
+        "version 2",
+    ):
         compare(three, CASES[name])
 
 

@@ -61,6 +61,7 @@ class Case:
       check_numerics: As the constructors have it.
       sizes: Of the batches of each process; () for some of 1 to 8 samples.
       ids_in: The processes whose samples have IDs; () for all.
+      default_start: Whether tables start as te's default initializer fills them.
     """
 
     optimizer: str = "adagrad"
@@ -88,6 +89,7 @@ class Case:
     check_numerics: bool = False
     sizes: tuple[int, ...] = ()
     ids_in: tuple[int, ...] = ()
+    default_start: bool = False
 
 
 def initializer(seed: int) -> Callable[..., tf.Tensor]:
@@ -99,11 +101,12 @@ def initializer(seed: int) -> Callable[..., tf.Tensor]:
 
 
 def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
+    tf.random.set_seed(case.seed)
     tables = [
         te.TableConfig(
             rows,
             dim,
-            initializer(index),
+            None if case.default_start else initializer(index),
             combiner=combiner,
             name=f"table{index}",
             dtype=case.dtype,

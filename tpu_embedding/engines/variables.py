@@ -122,74 +122,129 @@ def create_divided(
 
     Args:
       plan: The tables.
-      devices: For each table the devices of its n parts; part r % n holds row r.
-        A table of several parts is first made whole on the first of its devices.
+      devices: For each table the devices of its n parts; part r % n holds row r. A
+        table of several parts that `_rows_reader` must make whole is made on the
+        first of its devices.
 
     Returns:
       For each table its parts.
     """
+
+    def divide(matrix: _Matrix, places: Sequence[str]) -> list[tf.Variable]:
+        parts = []
+        for k, device in enumerate(places):
+            with tf.device(device):
+                rows = range(k, matrix.shape[0], len(places))
+                parts.append(_create_part(matrix, rows))
+        return parts
+
     tables = []
     for spec, places in zip(plan.tables, devices, strict=True):
-        if len(places) > 1:
-            tables.append(_divide(spec.name, places, lambda s=spec: _initial_table(s)))
+        if len(places) == 1:
+            with tf.device(places[0]):
+                tables.append([_create_parameters(spec)])
             continue
-        with tf.device(places[0]):
-            tables.append([_create_parameters(spec)])
+        matrix = _table_matrix(spec, places[0])
+        tables.append(divide(matrix, places))
+        del matrix  # Frees it before the next one is made.
     found = []
     for spec, places, parts in zip(plan.tables, devices, tables, strict=True):
-        if len(places) > 1:
-            found.append(_divide_slots(spec, places, parts))
+        if len(places) == 1:
+            with tf.device(places[0]):
+                found.append([TableVariables(parts[0], _create_slots(spec, parts[0]))])
             continue
-        with tf.device(places[0]):
-            found.append([TableVariables(parts[0], _create_slots(spec, parts[0]))])
-    return found
-
-
-def _initial_table(spec: TableSpec) -> tf.Tensor:
-    shape = (spec.config.vocabulary_size, spec.config.dim)
-    dtype = tf.as_dtype(spec.config.dtype)
-    make = initializer_of(spec)
-    return initial_value(spec.name, shape, lambda: make(shape, dtype=dtype), dtype)
-
-
-def _divide(
-    name: str, devices: Sequence[str], make: Callable[[], tf.Tensor]
-) -> list[tf.Variable]:
-    """Makes a matrix whole, and cuts it into a variable for each device."""
-    parts = []
-    with tf.device(devices[0]):
-        whole = make()
-    for k, device in enumerate(devices):
-        with tf.device(devices[0]):
-            part = whole[k :: len(devices)]
-        with tf.device(device):
-            parts.append(create_state(variable_name(name), part))
-    return parts
-
-
-def _divide_slots(
-    spec: TableSpec, devices: Sequence[str], parameters: Sequence[tf.Variable]
-) -> list[TableVariables]:
-    found = [TableVariables(part, {}) for part in parameters]
-    whole = (spec.config.vocabulary_size, spec.config.dim)
-    for slot in spec.optimizer.slots if spec.optimizer else ():
-        name = checkpoint_name(spec.name, slot.name)
-        make = slot_initializer(slot)
-        if callable(slot.initial_value):
-            shape = _slot_shape(slot, whole)
-            variables = _divide(
-                name,
-                devices,
-                lambda n=name, s=shape, m=make: initial_value(n, s, lambda: m(s)),
-            )
-            for part, variable in zip(found, variables, strict=True):
+        found.append([TableVariables(part, {}) for part in parts])
+        for slot in spec.optimizer.slots if spec.optimizer else ():
+            matrix = _slot_matrix(spec, slot, places[0])
+            for part, variable in zip(found[-1], divide(matrix, places), strict=True):
                 part.slots[slot.name] = variable
-            continue
-        for part, device in zip(found, devices, strict=True):
-            shape = _slot_shape(slot, part.parameters.shape)
-            with tf.device(device):
-                part.slots[slot.name] = create_state(variable_name(name), make(shape))
+            del matrix
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrix:
+    """The initial values of a table or slot of which rows are to be read.
+
+    Attributes:
+      name: Its name in checkpoints.
+      shape: [V, D].
+      dtype: Its dtype.
+      read: Returns some rows, [len(rows), D].
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: tf.DType
+    read: Callable[[range], tf.Tensor]
+
+
+_BLOCK_BYTES = 4 << 20  # Of a matrix, for the rows of a part that are made at a time.
+
+
+def _table_matrix(spec: TableSpec, device: str) -> _Matrix:
+    dtype = tf.as_dtype(spec.config.dtype)
+    return _matrix(spec.name, _table_shape(spec), initializer_of(spec), device, dtype)
+
+
+def _slot_matrix(spec: TableSpec, slot: Slot, device: str) -> _Matrix:
+    name = checkpoint_name(spec.name, slot.name)
+    shape = _slot_shape(slot, _table_shape(spec))
+    make = slot_initializer(slot)
+    if callable(slot.initial_value):
+        return _matrix(name, shape, make, device)
+    return _Matrix(name, shape, tf.float32, lambda rows: make((len(rows), shape[1])))
+
+
+def _matrix(
+    name: str,
+    shape: tuple[int, int],
+    initializer: Initializer,
+    device: str,
+    dtype: tf.DType = tf.float32,
+) -> _Matrix:
+    """What an initializer fills: with `by_rows` each row where it is read.
+
+    Any other initializer makes the whole matrix now, on `device`.
+    """
+    by_rows = getattr(initializer, "by_rows", None)
+    if by_rows is not None:
+        make = by_rows(shape, dtype=dtype)
+
+        def read_made(rows: range) -> tf.Tensor:
+            start, stop = rows.start, rows[-1] + 1
+            block = (stop - start, shape[1])
+            made = initial_value(name, block, lambda: make(start, stop), dtype)
+            return made[:: rows.step]
+
+        return _Matrix(name, shape, dtype, read_made)
+    with tf.device(device):
+        whole = initial_value(
+            name, shape, lambda: initializer(shape, dtype=dtype), dtype
+        )
+
+    def read_whole(rows: range) -> tf.Tensor:
+        with tf.device(device):
+            return whole[rows.start : rows[-1] + 1 : rows.step]
+
+    return _Matrix(name, shape, dtype, read_whole)
+
+
+def _create_part(matrix: _Matrix, rows: range) -> tf.Variable:
+    """Makes the variable of some rows on the current device, a few MiB at a time."""
+    name, dim = variable_name(matrix.name), matrix.shape[1]
+    count = max(1, _BLOCK_BYTES // (dim * matrix.dtype.size * rows.step))
+    if rows.step == 1 or len(rows) <= count:
+        return create_state(name, matrix.read(rows))
+    variable = create_state(name, tf.zeros([len(rows), dim], matrix.dtype))
+    for first in range(0, len(rows), count):
+        block = rows[first : first + count]
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=variable.handle,
+            indices=tf.range(first, first + len(block), dtype=tf.int64),
+            updates=matrix.read(block),
+        )
+    return variable
 
 
 def _is_here(device: str) -> bool:
@@ -203,8 +258,7 @@ def create_parts(
 ) -> list[TableVariables]:
     """Makes the part of each table and slot that one process has.
 
-    Each table is first made whole, as one process would make it, and then cut: all
-    processes call all initializers, so that random numbers are the same everywhere.
+    All processes call all initializers, so that random numbers are the same everywhere.
 
     Args:
       plan: The tables.
@@ -213,31 +267,22 @@ def create_parts(
         is a variable of one row, which no ID names.
     """
 
-    def part(
-        table: int, name: str, shape: tuple[int, int], make: Any, dtype: tf.DType
-    ) -> tf.Variable:
-        def value() -> tf.Tensor:
-            whole = initial_value(name, shape, lambda: make(shape, dtype=dtype), dtype)
-            own = whole[rows_of(table)]
-            return own if own.shape[0] else tf.zeros([1, shape[1]], dtype)
+    def part(table: int, matrix: _Matrix) -> tf.Variable:
+        rows = range(*rows_of(table).indices(matrix.shape[0]))
+        if not rows:
+            zeros = tf.zeros([1, matrix.shape[1]], matrix.dtype)
+            return create_state(variable_name(matrix.name), zeros)
+        return _create_part(matrix, rows)
 
-        return create_state(variable_name(name), value())
-
-    found = []
     with tf.device(device):
-        for spec in plan.tables:
-            shape = (spec.config.vocabulary_size, spec.config.dim)
-            dtype = tf.as_dtype(spec.config.dtype)
-            make = initializer_of(spec)
-            parameters = part(spec.index, spec.name, shape, make, dtype)
-            found.append(TableVariables(parameters, {}))
+        found = [
+            TableVariables(part(spec.index, _table_matrix(spec, device)), {})
+            for spec in plan.tables
+        ]
         for spec, table in zip(plan.tables, found, strict=True):
-            shape = (spec.config.vocabulary_size, spec.config.dim)
             for slot in spec.optimizer.slots if spec.optimizer else ():
-                name = checkpoint_name(spec.name, slot.name)
-                make = slot_initializer(slot)
-                size = _slot_shape(slot, shape)
-                table.slots[slot.name] = part(spec.index, name, size, make, tf.float32)
+                matrix = _slot_matrix(spec, slot, device)
+                table.slots[slot.name] = part(spec.index, matrix)
     return found
 
 
@@ -245,7 +290,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
     """The bytes of each variable of a plan, by its name in checkpoints."""
     sizes = {}
     for spec in plan.tables:
-        shape = (spec.config.vocabulary_size, spec.config.dim)
+        shape = _table_shape(spec)
         sizes[spec.name] = math.prod(shape) * tf.as_dtype(spec.config.dtype).size
         for slot in spec.optimizer.slots if spec.optimizer else ():
             number = math.prod(_slot_shape(slot, shape))
@@ -264,10 +309,8 @@ def named_variables(
 
 
 def _create_parameters(spec: TableSpec) -> tf.Variable:
-    config = spec.config
-    shape = (config.vocabulary_size, config.dim)
-    dtype = tf.as_dtype(config.dtype)
-    return _create_variable(spec.name, shape, initializer_of(spec), dtype)
+    dtype = tf.as_dtype(spec.config.dtype)
+    return _create_variable(spec.name, _table_shape(spec), initializer_of(spec), dtype)
 
 
 def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
@@ -318,6 +361,10 @@ def _plain_variable(next_creator: Any, **arguments: Any) -> tf.Variable:
     """A variable creator that leaves out the strategy's own."""
     del next_creator
     return _ResourceVariable(**arguments)
+
+
+def _table_shape(spec: TableSpec) -> tuple[int, int]:
+    return spec.config.vocabulary_size, spec.config.dim
 
 
 def _slot_shape(slot: Slot, table_shape: Any) -> tuple[int, int]:
