@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tensorflow as tf
 from reference import lookup
@@ -22,3 +24,13 @@ def test_tensorflow_and_the_reference_know_every_combiner(combiner: str) -> None
 def test_other_combiners_are_refused(combiner: object) -> None:
     with pytest.raises(ValueError, match="combiner"):
         combiners.convert_combiner(combiner)
+
+
+def test_a_custom_combiner_is_a_word_as_tensorflows_is() -> None:
+    def first(valency: Any, vectors: Any) -> Any:
+        del valency
+        return vectors[0]
+
+    # Without an address: what processes compare, and as TensorFlow's words begin.
+    word = str(combiners.CustomCombiner(first, max_valency=4))
+    assert word == "custom_combiner(max_valency=4, num_weights=0)"

@@ -226,6 +226,17 @@ def test_quantization_is_frozen() -> None:
         QuantizationConfig(4, 0.0, 1.0).lower = 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_repr_shows_tensorflows_arguments_and_others_that_are_set() -> None:
+    ours = TableConfig(2, 4, combiner="sum", name="films")
+    theirs = tf.tpu.experimental.embedding.TableConfig(
+        2, 4, combiner="sum", name="films"
+    )
+    assert repr(ours) == repr(theirs)
+    ours.dtype, ours.invalid_ids = "bfloat16", "drop"
+    assert repr(ours) == repr(theirs)[:-1] + ", dtype='bfloat16', invalid_ids='drop')"
+    assert "placement='rows'" in repr(TableConfig(2, 4, placement="rows"))
+
+
 def _embeddings(feature: FeatureConfig) -> list[Any]:
     """One call for each class that is made of configs."""
     return [

@@ -129,6 +129,8 @@ def replace(on: str) -> None:
             # The class of TensorFlow's v2 module that its API exports under this name.
             if name == "tpu_embedding_v1":
                 module.TPUEmbeddingV0 = ours.TPUEmbeddingV0
+            if name == "tpu_embedding_v3":
+                module.TPUEmbeddingShardedVariable = _Stack
     _lend_private_names(ours)
     ours.install("host" if on == "host" else on)
     from tpu_embedding import drop_in
@@ -189,9 +191,22 @@ class _Array:
     def numpy(self) -> Any:
         return self._rows.numpy()
 
+    def __getitem__(self, rows: Any) -> Any:
+        return self.numpy()[rows]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         del dtype, copy
         return self.numpy()
+
+
+class _Stack:
+    """The parameters of a stack as TensorFlow's tests read them."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def read_from_device(self, device: str) -> Any:
+        return next(v.read_value() for v in self.values if v.device == device)
 
 
 def _lend_private_names(package: Any) -> None:
@@ -214,9 +229,15 @@ def _lend_private_names(package: Any) -> None:
     def configuration(embedding: Any) -> Any:
         from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 
-        shapes = [shape.as_list() for shape in embedding._output_shapes]
-        tpu = embedding._topology.tpu
+        tpu, shapes = embedding._topology.tpu, embedding._output_shapes.full()
         return make_configuration(embedding.plan, tpu, shapes, pipelined=False)
+
+    def stacks(embedding: Any) -> dict[str, dict[str, _Stack]]:
+        stacked = embedding.stacked_tables.items()
+        return {name: {"parameters": _Stack(values)} for name, values in stacked}
+
+    def sparse_cores(embedding: Any) -> int:
+        return embedding._topology.tpu.generation.sparse_cores_per_device
 
     for name in ("TPUEmbedding", "TPUEmbeddingForServing"):
         embedding_class = getattr(package, name)
@@ -225,7 +246,39 @@ def _lend_private_names(package: Any) -> None:
     queue = package.TPUEmbedding
     queue._load_variables = queue._retrieve_variables = _nothing
     queue._create_config_proto = configuration
-    package.TPUEmbeddingV2._copy_tensors_to_device = staticmethod(_tables)
+    queue._output_shapes = _DeclaredShapes()
+    v2 = package.TPUEmbeddingV2
+    v2._copy_tensors_to_device = staticmethod(_tables)
+    v2._variables, v2._num_sc_per_chip = property(stacks), property(sparse_cores)
+    combiner = package.CustomCombiner
+    combiner._slot_names = lambda c: [c.CUSTOM_COMBINER_SLOT_NAME][: c.num_weights]
+    combiner._slot_initializers = lambda c: [c.initializer][: c.num_weights]
+
+
+class _DeclaredShapes:
+    """The shapes of features, which TensorFlow's tests compare and set as lists."""
+
+    def __get__(self, embedding: Any, owner: Any = None) -> Any:
+        with contextlib.suppress(KeyError):
+            return vars(embedding)["_output_shapes"]
+        raise AttributeError("_output_shapes")
+
+    def __set__(self, embedding: Any, value: Any) -> None:
+        from tpu_embedding.layout import output_shapes
+
+        class Comparable(output_shapes.OutputShapes):
+            def __eq__(self, other: Any) -> bool:
+                return [tuple(s) for s in other] == self.activations(None)
+
+            __hash__ = None  # type: ignore[assignment]
+
+        if isinstance(value, output_shapes.OutputShapes):
+            vars(embedding)["_output_shapes"] = Comparable(value._features)
+            return
+        shapes = [None if s.rank is None else tuple(s.as_list()) for s in value]
+        embedding._output_shapes._declared = [
+            None if s is None else output_shapes.Declared(s, "a test") for s in shapes
+        ]
 
 
 def _tables(partitioned_tensors: Any) -> Any:

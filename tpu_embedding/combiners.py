@@ -85,6 +85,11 @@ class CustomCombiner:
         if not math.isfinite(rate):
             raise errors.argument_value(argument, rate, "finite")
 
+    def __str__(self) -> str:
+        """A word, as other combiners are, and the same in all processes."""
+        sizes = f"max_valency={self.max_valency}, num_weights={self.num_weights}"
+        return f"custom_combiner({sizes})"
+
     def compute(
         self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
     ) -> Any:

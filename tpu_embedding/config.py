@@ -21,6 +21,12 @@ INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
 _MAX_SEED = 2**63 - 1
 
+# What the repr of TensorFlow's TableConfig shows.
+_ALWAYS_SHOWN = (
+    *("vocabulary_size", "dim", "initializer", "optimizer", "combiner", "name"),
+    "quantization_config",
+)
+
 
 class _ChangeableUntilUsed:
     """Base of configs that can be changed until an embedding or layer uses them."""
@@ -168,6 +174,15 @@ class TableConfig(_ChangeableUntilUsed):
                 "placement", self.placement, 'None, "rows" or "whole"'
             )
         self.quantization_config = _quantization(self.quantization_config)
+
+    def __repr__(self) -> str:
+        """As TensorFlow's, then the further arguments that are not at their default."""
+        parts = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name in _ALWAYS_SHOWN or getattr(self, field.name) != field.default
+        ]
+        return f"TableConfig({', '.join(parts)})"
 
     @property
     def custom_combiner(self) -> combiners.CustomCombiner | None:
