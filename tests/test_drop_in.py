@@ -42,6 +42,38 @@ def test_programs_reach_their_figures(program: str, on: str, figure: str):
     assert f"on {on}, " in done.stderr
 
 
+IMPORTED = """
+import tensorflow.tpu.experimental.embedding as before
+import tpu_embedding as te
+te.install("v5p:2")
+import tensorflow as tf
+import tensorflow.compat.v1.tpu.experimental.embedding as of_v1
+import tensorflow.tpu.experimental.embedding as after
+from tensorflow.config import experimental_connect_to_cluster
+from tensorflow.tpu import experimental
+from tensorflow.tpu.experimental import initialize_tpu_system
+from tensorflow.tpu.experimental.embedding import TPUEmbedding
+for module in (before, after, of_v1, experimental.embedding):
+    assert module.TPUEmbedding is te.TPUEmbedding, module
+assert TPUEmbedding is tf.tpu.experimental.embedding.TPUEmbedding is te.TPUEmbedding
+assert initialize_tpu_system is tf.tpu.experimental.initialize_tpu_system
+assert initialize_tpu_system().mesh_shape.tolist() == [2, 1, 1, 1]
+resolver = tf.distribute.cluster_resolver.TPUClusterResolver()
+print("Running on", resolver.cluster_spec().as_dict()["worker"])
+experimental_connect_to_cluster(resolver)
+"""
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_each_way_to_import_a_name(early: bool, tmp_path: pathlib.Path):
+    first, rest = IMPORTED.lstrip().split("\n", 1)
+    text = f"{first}\n{rest}" if early else rest.replace("before, ", "")
+    (tmp_path / "program.py").write_text(text)
+    done = run(str(tmp_path / "program.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "Running on ['localhost:8470']\n"
+
+
 def test_nothing_is_replaced_unless_asked():
     assert tf.tpu.experimental.embedding.TPUEmbedding is not te.TPUEmbedding
     assert tf.distribute.TPUStrategy is not drop_in.TPUStrategy
@@ -70,6 +102,7 @@ def assigned(replicas):
         resolver, experimental_device_assignment=assignment
     )
 assert assigned(2) is strategy
+assert tf.estimator.SessionRunHook is tf.compat.v1.train.SessionRunHook
 for refused in (
     lambda: tf.distribute.TPUStrategy(experimental_spmd_xla_partitioning=True),
     lambda: assigned(1),
@@ -204,15 +237,22 @@ def test_modules(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     [
         (["nothing.py"], "error: There is no script 'nothing.py'. For a module use"),
         (["."], "error: '.' is a folder without a __main__.py."),
+        (["x.ipynb"], "error: 'x.ipynb' is a notebook. Convert it with `jupyter"),
         (["-m", "nothing.x"], "error: There is no module 'nothing.x' in the current"),
         (["-m", "tensorflow"], "error: There is no module 'tensorflow' in the current"),
         (["--on", "v9:2", "-m", "json.tool"], 'error: `on` must be "host", '),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_programs_that_are_missing(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    (tmp_path / "x.ipynb").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     assert main(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
 
@@ -226,6 +266,10 @@ def test_programs_that_are_missing(
         ("from package import model", True),
         ("import package.model", True),
         ("import package", False),
+        ("import package.train", True),
+        ("from package import nothing, train", True),
+        ("import package.wrong\nimport package.model", True),
+        ("import package.wrong", False),
         ("import tensorflow as tf\ntf.keras.layers.DenseFeatures([])", True),
         ("import tensorflow as tf\ntf.keras.layers.Dense(1)", False),
     ],
@@ -234,6 +278,10 @@ def test_scripts_that_need_tf_keras(text: str, expected: bool, tmp_path: pathlib
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "model.py").write_text("import tensorflow_recommenders")
+    (tmp_path / "package" / "part").mkdir()
+    (tmp_path / "package" / "part" / "deep.py").write_text("from .. import model")
+    (tmp_path / "package" / "train.py").write_text("from .part.deep import model")
+    (tmp_path / "package" / "wrong.py").write_text("print 1")
     script = tmp_path / "script.py"
     script.write_text(text)
     assert drop_in.needs_tf_keras(script) is expected

@@ -48,6 +48,14 @@ _ESTIMATOR = {
     ),
     "tpu.experimental": ("EmbeddingConfigSpec",),
 }
+# TensorFlow still has these of `tf.estimator`, in `tf.compat.v1.train`.
+_HOOKS = (
+    *("CheckpointSaverHook", "CheckpointSaverListener", "FeedFnHook", "FinalOpsHook"),
+    *("GlobalStepWaiterHook", "LoggingTensorHook", "NanLossDuringTrainingError"),
+    *("NanTensorHook", "ProfilerHook", "SecondOrStepTimer", "SessionRunArgs"),
+    *("SessionRunContext", "SessionRunHook", "SessionRunValues", "StepCounterHook"),
+    *("StopAtStepHook", "SummarySaverHook"),
+)
 
 
 @dataclasses.dataclass
@@ -100,7 +108,8 @@ def install(on: str = "host") -> None:
 
     Raises:
       ValueError: If `on` is none of these.
-      RuntimeError: If names were already installed for another `on`.
+      RuntimeError: If names were already installed for another `on`, or TFRS was
+        imported before.
     """
     if _PLACES.fullmatch(on) is None:
         raise ValueError(
@@ -115,6 +124,11 @@ def install(on: str = "host") -> None:
             f"tpu_embedding.install({on!r}): names were installed for {_process.on!r} "
             "in this process already. Call it once."
         )
+    if _TFRS_LAYER in sys.modules:
+        raise RuntimeError(
+            "tensorflow_recommenders was imported before tpu_embedding.install(), so "
+            "its layer may be in use. Call install() first."
+        )
     _process.on = on
     replaced = [*_replace_embedding(), *_replace_tpu_system()]
     replaced += [*_replace_estimator(), *_replace_tfrs()]
@@ -128,8 +142,7 @@ def install(on: str = "host") -> None:
 def _replace_embedding() -> Iterator[str]:
     import tpu_embedding as ours
 
-    for root in _ROOTS:
-        module = _resolve(f"{root}tpu.experimental.embedding")
+    for module in _modules("tpu.experimental.embedding"):
         for name in [n for n in dir(module) if n in ours.__all__]:
             setattr(module, name, getattr(ours, name))
     yield "tf.tpu.experimental.embedding.*"
@@ -155,8 +168,8 @@ class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     get_master = master
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """A cluster without jobs."""
-        return tf.train.ClusterSpec({})
+        """A cluster of one worker, whose address nobody listens to."""
+        return tf.train.ClusterSpec({"worker": ["localhost:8470"]})
 
     def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
         """The number of replicas or devices, as TPU cores."""
@@ -297,9 +310,8 @@ def _replace_tpu_system() -> Iterator[str]:
         ("tpu.experimental.shutdown_tpu_system", shutdown_tpu_system),
         ("config.experimental_connect_to_cluster", experimental_connect_to_cluster),
     ):
-        for root in _ROOTS:
-            parent, _, name = (root + path).rpartition(".")
-            module = _resolve(parent)
+        parent, _, name = path.rpartition(".")
+        for module in _modules(parent):
             if hasattr(module, name):
                 setattr(module, name, value)
         yield f"tf.{path}"
@@ -312,10 +324,13 @@ class _Estimator(types.ModuleType):
         part = self.__name__.partition("estimator")[2].lstrip(".")
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _HOOKS and not part:
+            return getattr(tf.compat.v1.train, name)
         if name not in _ESTIMATOR[part]:
             raise AttributeError(
                 f"{self.__name__}.{name}: TensorFlow has removed Estimators, and "
-                f"tpu_embedding has only {', '.join(_ESTIMATOR[part])} of it here."
+                f"tpu_embedding has only {', '.join(_ESTIMATOR[part])} of it here, "
+                "and the hooks of tf.compat.v1.train in tf.estimator."
             )
         package = "interop" if name == "EmbeddingConfigSpec" else "estimator"
         value = getattr(importlib.import_module(f"tpu_embedding.{package}"), name)
@@ -340,10 +355,10 @@ def _without_cluster(run_config: Callable[..., Any]) -> Callable[..., Any]:
 def _replace_estimator() -> Iterator[str]:
     from tpu_embedding import interop
 
-    experimental = tf.compat.v1.tpu.experimental
-    for name in interop.__all__:
-        if name.endswith("Parameters"):
-            setattr(experimental, name, getattr(interop, name))
+    parameters = [name for name in interop.__all__ if name.endswith("Parameters")]
+    for module in _modules("tpu.experimental", roots=("compat.v1.",)):
+        for name in parameters:
+            setattr(module, name, getattr(interop, name))
     yield "tf.compat.v1.tpu.experimental.*Parameters"
     for root in ("tensorflow.", "tensorflow.compat.v1."):
         parent = importlib.import_module(root.rstrip("."))
@@ -380,13 +395,26 @@ class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _replace_tfrs() -> Iterator[str]:
     if importlib.util.find_spec("tensorflow_recommenders") is None:
         return
-    if _TFRS_LAYER in sys.modules:
-        raise RuntimeError(
-            "tensorflow_recommenders was imported before tpu_embedding.install(), so "
-            "its layer may be in use. Call install() first."
-        )
     sys.meta_path.insert(0, _TfrsLayer())
     yield "tensorflow_recommenders.layers.embedding.TPUEmbedding"
+
+
+def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:
+    """The modules of a part of TensorFlow's API.
+
+    `tf.tpu` and what `import tensorflow.tpu.experimental` loads differ, and the latter
+    then replaces the former. From now on that import finds the same module.
+    """
+    for root in roots:
+        names = (root + path).split(".")
+        module, imported = None, None
+        for end in range(1, len(names) + 1):
+            module = _resolve(".".join(names[:end]))
+            full_name = ".".join(("tensorflow", *names[:end]))
+            imported = sys.modules.setdefault(full_name, module)
+        yield module
+        if imported is not module:  # Was imported before.
+            yield imported
 
 
 def _resolve(path: str) -> Any:
@@ -407,7 +435,7 @@ def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> 
       folder: Where its modules are; None: beside it.
 
     Raises:
-      SyntaxError: If the script is not Python.
+      SyntaxError, ValueError: If the script is not Python.
     """
     folder = folder or script.resolve().parent
     seen, waiting = set[pathlib.Path](), [script]
@@ -417,13 +445,19 @@ def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> 
         if path in seen:
             continue
         seen.add(path)
-        tree = ast.parse(path.read_bytes(), str(path))
+        try:
+            tree = ast.parse(path.read_bytes(), str(path))
+        except (SyntaxError, ValueError):
+            if path == script:
+                raise
+            continue  # The program may never import it.
         if _names_of_tf_keras(tree):
             return True
-        for module in _imports(tree):
-            top = module.partition(".")[0]
-            packages.add(top)
-            local = folder.joinpath(*module.split("."))
+        for level, module in _imports(tree):
+            if level == 0:
+                packages.add(module.partition(".")[0])
+            package = path.resolve().parents[level - 1] if level else folder
+            local = package.joinpath(*module.split("."))
             candidates = [local.with_suffix(".py"), local / "__init__.py"]
             candidates += [local.parent.with_suffix(".py")]
             waiting += [candidate for candidate in candidates if candidate.is_file()]
@@ -446,13 +480,16 @@ def _names_of_tf_keras(tree: ast.Module) -> bool:
     )
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The modules that are imported, with the number of dots before each."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = f"{node.module}." if node.module else ""
+            if node.module:
+                yield node.level, node.module
+            yield from ((node.level, f"{prefix}{alias.name}") for alias in node.names)
 
 
 def prepare(
@@ -469,12 +506,14 @@ def prepare(
 
     Raises:
       FileNotFoundError: If there is no such program.
+      ValueError: If it is a notebook.
     """
     path = _path_of_module(target) if module else _path_of_script(target)
     folder = pathlib.Path.cwd() if module else path.resolve().parent
     needs = False
-    if "TF_USE_LEGACY_KERAS" not in os.environ and path.suffix == ".py":
-        with contextlib.suppress(SyntaxError):  # The program will raise it.
+    if "TF_USE_LEGACY_KERAS" not in os.environ and path.is_file():
+        # The program will raise the error, or is not a text file.
+        with contextlib.suppress(SyntaxError, ValueError):
             needs = needs_tf_keras(path, folder)
     if needs:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
@@ -484,6 +523,8 @@ def prepare(
         )
     install(on)
     sys.argv = [str(path) if module else target, *arguments]
+    if sys.flags.safe_path:  # Then no folder of a program is first.
+        sys.path.insert(0, "")
     sys.path[0] = str(folder)
     if module:
         return lambda: runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -495,6 +536,11 @@ def _path_of_script(target: str) -> pathlib.Path:
     if not path.exists():
         raise FileNotFoundError(
             f"There is no script {target!r}. For a module use `run -m`."
+        )
+    if path.suffix == ".ipynb":
+        raise ValueError(
+            f"{target!r} is a notebook. Convert it with `jupyter nbconvert --to "
+            "script`, or call `tpu_embedding.install(...)` in its first cell."
         )
     main = path / "__main__.py"
     if path.is_dir() and not main.is_file():
