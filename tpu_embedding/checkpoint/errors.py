@@ -12,8 +12,8 @@ def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
     return tf.errors.DataLossError(
         None,
         None,
-        f"The checkpoint file {path} is damaged: {reason}. Nothing was restored. Use "
-        "another checkpoint, e.g. one that tf.train.CheckpointManager kept.",
+        f"The checkpoint file {path} is damaged: {reason}. Use another "
+        "checkpoint, e.g. one that tf.train.CheckpointManager kept.",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import tensorflow as tf
+
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.writing import Progress
@@ -124,10 +126,22 @@ class Job:
             progress.advance(copy.source.nbytes)
 
     def run(self, progress: Progress) -> None:
-        """Assigns all values."""
+        """Assigns all values.
+
+        Raises:
+          tf.errors.DataLossError: If a file changed after `verify`.
+        """
         progress.start("Restoring", self._nbytes)
-        for copy in self.copies:
-            copy.run(progress)
+        try:
+            for copy in self.copies:
+                copy.run(progress)
+        except tf.errors.DataLossError as error:
+            raise tf.errors.DataLossError(
+                None,
+                None,
+                f"{error.message} The file was whole when it was checked. Some tables "
+                "have its values already, and others do not: restore again.",
+            ) from error
         for copy in self.copies:  # Tables of one stack share what is kept in memory.
             copy.source.release()
         for target in self.resets:

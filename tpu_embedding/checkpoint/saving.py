@@ -163,8 +163,9 @@ def restore(
             ", ".join(lacking),
         )
     embedding.checkpoint_rows()  # What is pending comes before what is restored.
-    job.run(progress)
-    embedding.load_checkpoint_rows()
+    with in_all_processes(process_group(live)):
+        job.run(progress)
+        embedding.load_checkpoint_rows()
     if counted:
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)

@@ -177,10 +177,11 @@ def write_tensorflow(
     if seen is not None:
         pieces = seen.note(pieces)
     is_first = group is None or group.rank == 0
-    with one_writer(path) if is_first else contextlib.nullcontext():
+    with contextlib.ExitStack() as lock:
         scratch = path + SCRATCH
         with in_all_processes(group):
             if is_first:
+                lock.enter_context(one_writer(path))
                 _begin(path, scratch)
         progress.start("Writing", total)
         parts = ""
@@ -205,8 +206,10 @@ def write_tensorflow(
                     written = b"\n".join(filter(None, everyone)).decode().split("\n")
                     merge([*written, f"{scratch}/values"], path)
         finally:
-            if is_first and tf.io.gfile.exists(scratch):
-                tf.io.gfile.rmtree(scratch)
+            # Where this fails, an error above says more, and the next save tries again.
+            with contextlib.suppress(tf.errors.OpError):
+                if is_first and tf.io.gfile.exists(scratch):
+                    tf.io.gfile.rmtree(scratch)
     return path
 
 

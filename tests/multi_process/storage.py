@@ -1,0 +1,153 @@
+"""Storage that fails while the processes of a job save and restore."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from multi_process import calls, training
+from multi_process.training import Case
+
+import tpu_embedding as te
+
+# Both tables have rows in each process; a part of a checkpoint is more than 4 KiB.
+CASE = Case(placement="rows", rows=(997, 500, 7), timeout_seconds=60)
+
+
+class At:
+    """A progress that acts once, when a task begins or has advanced.
+
+    Attributes:
+      moment: "Writing", "Checking" or "Restoring"; with " on" after its first part.
+    """
+
+    def __init__(self, moment: str, act: Callable[[], None]) -> None:
+        self.moment, self._act = moment, act
+        self._task = ""
+
+    def start(self, task: str, total: int) -> None:
+        del total
+        self._task = task
+        self._reach(task)
+
+    def advance(self, count: int) -> None:
+        del count
+        self._reach(f"{self._task} on")
+
+    def _reach(self, moment: str) -> None:
+        if moment == self.moment:
+            self.moment = ""
+            self._act()
+
+
+@contextlib.contextmanager
+def small_files(is_culprit: bool) -> Iterator[None]:
+    """A file can have 4 KiB, as if the disk were full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_culprit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fail_to_save(
+    strategy: Any, folder: str, kind: str, culprit: int
+) -> tuple[str, str, float]:
+    """Saves, and once more where the storage fails; then checks that all goes on.
+
+    Args:
+      strategy: The strategy.
+      folder: Empty.
+      kind: "full", "a file", or a moment of `At` at which the folder vanishes.
+      culprit: The process that meets it.
+
+    Returns:
+      Type and text of the error of the second save, and its seconds.
+    """
+    is_culprit = calls.rank(strategy) == culprit
+    place = pathlib.Path(folder, "place")
+    embedding = training.create(strategy, CASE)
+    embedding.build()
+    before = training.tables_of(embedding)
+    te.checkpoint.save(embedding, f"{folder}/first")
+    if kind == "a file":
+        place.touch()
+    else:
+        place.mkdir(exist_ok=True)
+
+    def act() -> None:
+        if is_culprit:
+            place.rename(f"{folder}/elsewhere")
+
+    begin = time.monotonic()
+    with small_files(kind == "full" and is_culprit):
+        found = calls.failure(
+            lambda: te.checkpoint.save(
+                embedding, f"{place}/second", progress=At(kind, act)
+            )
+        )
+    seconds = time.monotonic() - begin
+    assert not pathlib.Path(f"{place}/second.index").exists()
+    for path in ("first", "third"):
+        if path == "third":
+            te.checkpoint.save(embedding, f"{folder}/third")
+        te.checkpoint.restore(embedding, f"{folder}/{path}")
+        after = training.tables_of(embedding)
+        assert all(np.array_equal(after[name], before[name]) for name in before)
+    return *found, seconds
+
+
+def fail_to_restore(
+    strategy: Any, folder: str, moment: str, culprit: int
+) -> tuple[str, str, float]:
+    """As `fail_to_save`, for a checkpoint that vanishes while it is restored.
+
+    At "Restoring on" it does not vanish: the culprit fails to read it.
+    """
+    place = pathlib.Path(folder, "place")
+    embedding = training.create(strategy, CASE)
+    embedding.build()
+    before = training.tables_of(embedding)
+    te.checkpoint.save(embedding, f"{folder}/first")
+    te.checkpoint.save(embedding, f"{place}/second")
+
+    def act() -> None:
+        if calls.rank(strategy) != culprit:
+            return
+        if moment == "Restoring on":
+            raise OSError("cannot be read")
+        place.rename(f"{folder}/elsewhere")
+
+    begin = time.monotonic()
+    found = calls.failure(
+        lambda: te.checkpoint.restore(
+            embedding, f"{place}/second", progress=At(moment, act)
+        )
+    )
+    seconds = time.monotonic() - begin
+    te.checkpoint.restore(embedding, f"{folder}/first")
+    after = training.tables_of(embedding)
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    return *found, seconds
+
+
+def restore_on(strategy: Any, path: str, folder: str) -> tuple[str, str, float]:
+    """Restores again and again until that fails; see `calls.train_with_fault`."""
+    embedding = training.create(strategy, CASE)
+    embedding.build()
+
+    def restore() -> None:
+        while True:
+            te.checkpoint.restore(embedding, path)
+            pathlib.Path(folder, f"restored{calls.rank(strategy)}").touch()
+
+    return *calls.failure(restore), time.monotonic()
