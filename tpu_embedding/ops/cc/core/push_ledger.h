@@ -8,11 +8,14 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_PUSH_LEDGER_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_PUSH_LEDGER_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "core/feature.h"
 
@@ -37,41 +40,69 @@ class PushLedger {
   Error Admit(const Push& push, const std::function<Error()>& take,
               bool* repeated) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Functions& functions = sources_[push.source];
-    if (!functions.empty() &&
-        push.number <= functions.rbegin()->first - window_) {
+    Source& source = sources_[push.source];
+    if (source.functions.empty()) {
+      source.functions.resize(window_);
+      source.newest = push.number;
+    }
+    if (push.number <= source.newest - window_) {
       return "A push of scheduled function " + std::to_string(push.number) +
-             " came after function " +
-             std::to_string(functions.rbegin()->first) +
+             " came after function " + std::to_string(source.newest) +
              " had pushed. A server remembers the last " +
              std::to_string(window_) +
              " functions, so it cannot tell whether this push was applied "
              "before. Call join() before so many functions have been "
              "scheduled.";
     }
-    Function& function = functions[push.number];
-    int64_t& done = function.runs[push.run];
+    source.newest = std::max(source.newest, push.number);
+    const uint64_t slot = static_cast<uint64_t>(push.number) % window_;
+    Function& function = source.functions[slot];
+    // Another number in the slot is that of a function before the window.
+    if (function.number != push.number) function = Function(push.number);
+    int64_t& done = function.PushesOf(push.run);
     *repeated = done < function.taken;
     if (!*repeated) {
       if (Error error = take()) return error;
       function.taken = done + 1;
     }
     ++done;
-    functions.erase(functions.begin(),
-                    functions.upper_bound(functions.rbegin()->first - window_));
     return std::nullopt;
   }
 
  private:
-  struct Function {
-    int64_t taken = 0;                // pushes
-    std::map<int64_t, int64_t> runs;  // by run: its pushes
+  struct Run {
+    int64_t run = 0;
+    int64_t pushes = 0;
   };
-  using Functions = std::map<int64_t, Function>;
+
+  struct Function {
+    explicit Function(int64_t its_number = 0) : number(its_number) {}
+
+    int64_t number;
+    int64_t taken = 0;  // pushes
+    std::optional<Run> first;
+    std::vector<Run> others;  // only if a worker was lost
+
+    int64_t& PushesOf(int64_t run) {
+      if (!first) first = Run{run};
+      if (first->run == run) return first->pushes;
+      for (Run& other : others) {
+        if (other.run == run) return other.pushes;
+      }
+      return others.emplace_back(Run{run}).pushes;
+    }
+  };
+
+  // The memory of all functions is taken at once: small pieces of it between
+  // those of tensors would keep the allocator from using freed memory again.
+  struct Source {
+    int64_t newest = 0;
+    std::vector<Function> functions;  // by number % window
+  };
 
   const int64_t window_;
   std::mutex mutex_;
-  std::map<int64_t, Functions> sources_;
+  std::map<int64_t, Source> sources_;
 };
 
 }  // namespace tpu_embedding
