@@ -35,7 +35,7 @@ def tables_of_all_kinds() -> list[Any]:
             placement="whole",
         ),
         te.TableConfig(5, 2, te.RowIdInitializer(3), "adam", name="b"),
-        te.TableConfig(5, 2, tf.constant_initializer(2.0), name="c"),
+        te.TableConfig(5, 2, tf.constant_initializer(np.eye(5, 2)), name="c"),
         stock.TableConfig(5, 2, optimizer=stock.Adagrad(0.5), combiner="sum"),
         te.TableConfig(5, 2, optimizer=keras.optimizers.Ftrl(0.25, beta=0.5)),
     ]

@@ -42,6 +42,35 @@ def test_whole_models(name: str, tmp_path: pathlib.Path, seed: int):
     assert_goes_on(model, loaded, steps)
 
 
+class Subclassed(tf_keras.Model):
+    """Without `get_config`, so that a SavedModel has only its functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = te.TableConfig(8, 2, name="films")
+        self.embedding = TPUEmbedding(te.FeatureConfig(table), "sgd")
+
+    def call(self, ids: Any) -> Any:
+        return self.embedding(ids)
+
+
+def test_a_subclassed_model_from_a_saved_model_says_how_to_train(
+    tmp_path: pathlib.Path,
+):
+    model = Subclassed()
+    model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((tf.constant([1, 2]), tf.zeros([2, 2])))
+    model.fit(data, verbose=0)
+    model.save(tmp_path / "folder")
+    loaded = tf_keras.models.load_model(tmp_path / "folder")
+    np.testing.assert_array_equal(
+        loaded.predict(data, verbose=0), model.predict(data, verbose=0)
+    )
+    # AutoGraph makes another error of TensorFlow's LookupError.
+    with pytest.raises(Exception, match="create it in code, and load its weights"):
+        loaded.fit(data, verbose=0)
+
+
 @pytest.mark.parametrize("name", ["model.weights.h5", "weights.h5", "checkpoint"])
 def test_weights(name: str, tmp_path: pathlib.Path, seed: int):
     steps = models.batches(seed, 3)

@@ -15,6 +15,9 @@ import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
 from tpu_embedding.testing import SoftwareTPUStrategy
 
+# tf_keras 2.18 draws the seeds of its initializers so.
+pytestmark = pytest.mark.filterwarnings("ignore:non-integer arguments to randrange")
+
 HOST = tf.distribute.get_strategy()
 STRATEGIES = {
     "mirrored": lambda: models.mirrored(tpu_models.REPLICAS),

@@ -34,7 +34,8 @@ _NO_TAPE = (
     "tpu_embedding.keras.TPUEmbedding was traced while no tf.GradientTape was "
     "recording, as for evaluation and export, so no gradient can reach its tables. "
     "Open the tape before the tf.function is first called, or inside of it, or use a "
-    "second tf.function for training."
+    "second tf.function for training. A subclassed model that was loaded from a "
+    "SavedModel has only such functions: create it in code, and load its weights."
 )
 _FOR_SERVING = (
     "tpu_embedding.keras.TPUEmbedding was called with `serving_config`, which is for "

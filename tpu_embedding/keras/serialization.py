@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
@@ -244,7 +245,12 @@ def _encode_initializer(where: str, initializer: Any) -> Any:
     if isinstance(initializer, init_ops_v2.Initializer):
         name = type(initializer).__name__
         if getattr(init_ops_v2, name, None) is type(initializer):
-            return {"tensorflow": name, "config": initializer.get_config()}
+            # tf.constant_initializer may hold an array.
+            config = {
+                key: value.tolist() if isinstance(value, np.ndarray) else value
+                for key, value in initializer.get_config().items()
+            }
+            return {"tensorflow": name, "config": config}
     return encode_object(f"The initializer of {where}", initializer)
 
 
