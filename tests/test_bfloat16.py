@@ -117,6 +117,9 @@ def test_seeds(engine: str) -> None:
     np.testing.assert_array_equal(by_name, trained(rounding_seed=seed, name="other"))
     assert not np.array_equal(by_name, trained(name="other"))
     assert not np.array_equal(by_name, trained(rounding_seed=seed + 2**32))
+    of_zero = trained(rounding_seed=0)  # A seed like any other.
+    assert not np.array_equal(by_name, of_zero)
+    np.testing.assert_array_equal(of_zero, trained(rounding_seed=0, name="other"))
 
 
 def test_small_steps_are_not_lost(engine: str) -> None:
