@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tpu_embedding.__main__ import main
-from tpu_embedding.testing import compilation, compile_step
+from tpu_embedding.testing import compilation, compile_step, tpu_compiler
 from tpu_embedding.tpu_generations import GIB
 
 STACK = {
@@ -119,6 +119,19 @@ def test_a_report(python: Any) -> None:
     assert not report.updated_in_place
     assert not report.limits_agree
     assert "NOT those of the preprocessor" in str(report)
+    report = compile_step("model:build", python=python({**FACTS, "copied": ["films"]}))
+    assert "NOT all updated in place" in str(report)
+
+
+def test_copies_of_stacks_are_found_in_the_program() -> None:
+    """Lines of programs that libtpu 0.0.30 compiled."""
+    layout = "f32[200000,256]{1,0:T(8)L(1024)}"
+    call = f"  %get-tuple-element.96 = {layout} get-tuple-element(%call.1), index=0\n"
+    copy = f"  %copy.51 = {layout} copy(%get-tuple-element.96), metadata={{}}\n"
+    stacks = [{"name": "films", "rows": 200_000, "width": 256}]
+    assert tpu_compiler.copied_stacks(call, stacks) == []
+    assert tpu_compiler.copied_stacks(call + copy, stacks) == ["films"]
+    assert tpu_compiler.copied_stacks(copy, [{**stacks[0], "rows": 20_000}]) == []
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,9 @@ def run_topology(topology: str, names: Sequence[str]) -> int:
                 line += f", planned / arguments {ratio:.3f}"
             own = [(s["max_ids"], s["max_unique_ids"]) for s in facts["stacks"]]
             bad |= {tuple(pair) for pair in facts["compiled_limits"]} != set(own)
+            bad |= bool(facts["copied"])
             line += f", limits {facts['compiled_limits']}, preprocessor {own}"
+            line += f", copies {facts['copied']}" if facts["copied"] else ""
         failed += bad
         done += 1
         print(f"{topology:<10} {name:<28} {'FAILED ' * bad}{line}", flush=True)

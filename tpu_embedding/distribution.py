@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 from absl import logging
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.tpu import tpu_replication
 
 from tpu_embedding import errors, parameter_server, tpu_generations
@@ -286,6 +287,17 @@ class Topology:
         with tf.control_dependencies(tensors):
             nothing = tf.zeros([], tf.int32)
             return [context.all_reduce(tf.distribute.ReduceOp.SUM, nothing)]
+
+    def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns `value`, which a TPU's program has only when `before` is computed.
+
+        XLA drops control inputs; its optimization barrier is an order that it keeps.
+        """
+        if self.tpu is not None and not self.tpu.simulated:
+            held: Any = gen_xla_ops.xla_optimization_barrier(input=[value, *before])
+            return held[0]
+        with tf.control_dependencies(before):
+            return tf.identity(value)
 
     def require_arguments(self, paths: Sequence[str], values: Sequence[Any]) -> None:
         """Refuses ids that a TPU program computes.

@@ -327,3 +327,27 @@ def test_no_op_stays_on_the_host_without_a_kernel_there(
     if not minibatching:  # It stands in a launch on the TPU.
         launch = copies[0].rsplit('"tf_device.launch"', 1)[1]
         assert "TPU_REPLICATED_CORE_0" in launch
+
+
+def test_a_pending_update_needs_the_lookup(strategy: Any) -> None:
+    """Else libtpu makes one call of both, which writes to a copy of the table."""
+    embedding = make(strategy, pipeline_execution_with_tensor_core=True)
+    embedding.build()
+
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        activations, preserved = embedding(ids)
+        embedding.apply_gradients(activations, preserved)
+        return tf.reduce_sum(activations)
+
+    program, _ = program_of(strategy, step)
+    (lookup,) = program["XlaSparseDenseMatmulWithStaticBufferSize"]
+    (update,) = program["XlaSparseDenseMatmulGradWithAdagradAndStaticBufferSize"]
+    needed, left = set(), [update]
+    while left:  # Through data only: XLA drops control inputs.
+        for tensor in left.pop().inputs:
+            if tensor.op not in needed:
+                needed.add(tensor.op)
+                left.append(tensor.op)
+    assert lookup in needed
+    # The update need not wait for the gradients of this step.
+    assert not any("GradWith" in op.type for op in needed)

@@ -100,7 +100,8 @@ class CompileReport:
       argument_bytes: Tables, slots, other variables and batches of one device.
       temporary_bytes: What else the program needs.
       capacity: Bytes that programs can use on a device.
-      updated_in_place: Whether all variables that the step assigns are.
+      updated_in_place: Whether all variables that the step assigns are, and no stack
+        is copied.
       compiled_limits: The pairs (ids, distinct ids) that the program has.
       unknown: What the check cannot know.
     """
@@ -327,7 +328,8 @@ def _report(
         argument_bytes=facts.get("argument_bytes", 0),
         temporary_bytes=facts.get("temp_bytes", 0),
         capacity=generation.hbm_bytes,
-        updated_in_place=facts.get("alias_bytes", -1) >= facts.get("updated_bytes", 0),
+        updated_in_place=not facts.get("copied")
+        and facts.get("alias_bytes", -1) >= facts.get("updated_bytes", 0),
         compiled_limits=tuple(
             (ids, unique) for ids, unique in facts.get("compiled_limits", ())
         ),

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -402,6 +402,18 @@ def compiled_limits(hlo: bytes) -> list[tuple[int, int]]:
     return sorted({(int(a), int(b)) for a, b in _LIMITS.findall(text)})
 
 
+def copied_stacks(program: str, stacks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the stacks that a compiled program copies, by the text of its HLO.
+
+    A copy is another output for an array that is written while something else needs it.
+    """
+    return [
+        stack["name"]
+        for stack in stacks
+        if re.search(rf"= f32\[{stack['rows']},{stack['width']}\]\S* copy\(", program)
+    ]
+
+
 def _stacks(options: Any) -> list[dict[str, Any]]:
     """Facts about the stacks of one engine."""
     generation = options.topology.tpu.generation
@@ -484,6 +496,8 @@ def check(
         stats = executable.get_compiled_memory_stats()
         for name in ("argument", "output", "alias", "temp", "generated_code"):
             facts[f"{name}_bytes"] = getattr(stats, f"{name}_size_in_bytes")
+        (module,) = executable.hlo_modules()
+        facts["copied"] = copied_stacks(module.to_string(), facts["stacks"])
         facts["updated_bytes"] = sum(
             program.arguments[i].num_bytes for i in program.updated
         )

@@ -271,6 +271,12 @@ class SparseCoreEngine(Engine):
                     quantization,
                     functions.combiner,
                 )
+        if self._pending is not None:  # `_pending_after` continues the order.
+            for name, batch in tables.items():
+                pointers = self._options.topology.after(
+                    batch.row_pointers, [activations[name]]
+                )
+                tables[name] = batch._replace(row_pointers=pointers)
         return self._samples.split(activations), tables
 
     def flush_after_lookup(
@@ -279,8 +285,8 @@ class SparseCoreEngine(Engine):
         """See `QueuedEngine.flush_after_lookup`."""
         if self._pending is None:
             return activations
-        self._apply_pending()
         assert looked_up.tensors is not None
+        self._apply_pending(after=looked_up.tensors.tables)
         # A second lookup, of nothing for a training batch: libtpu does not compile a
         # second update of a table beside that of the training step.
         empty = tf.cast(~training, tf.int32)
@@ -338,8 +344,8 @@ class SparseCoreEngine(Engine):
         else:
             changes = self._pending.replacement(inputs)
             if not flushed:
-                before = self._pending.read(), self._pending.is_there()
-                changes += self._updated(*before)
+                before = self._pending_after(tables)
+                changes += self._updated(before, self._pending.is_there())
         if self._rates.updates is not None:
             updates = self._rates.updates
             changes.append((updates, updates.read_value() + 1))
@@ -471,9 +477,25 @@ class SparseCoreEngine(Engine):
 
         return outside_of_replicas(create)
 
-    def _apply_pending(self) -> None:
+    def _pending_after(self, tables: Mapping[str, Any]) -> UpdateInputs:
+        """Returns the pending inputs, which are there after the lookup of `tables`.
+
+        Without this order libtpu joins lookup and update to one call, which writes to a
+        copy of the stack: 1.5 times its memory, and its time.
+        """
         assert self._pending is not None
-        updated = self._updated(self._pending.read(), self._pending.is_there())
+        inputs = self._pending.read()
+        for name, own in inputs.items():
+            own["row_pointers"] = self._options.topology.after(
+                own["row_pointers"], [tables[name].row_pointers]
+            )
+        return inputs
+
+    def _apply_pending(self, after: Mapping[str, Any] | None = None) -> None:
+        """Applies the pending update, after the lookup of batches if they are given."""
+        assert self._pending is not None
+        inputs = self._pending.read() if after is None else self._pending_after(after)
+        updated = self._updated(inputs, self._pending.is_there())
         self._assign_together([*updated, *self._pending.clearing()])
 
     def _discard_pending(self) -> None:
