@@ -251,9 +251,14 @@ def break_job(size: int, case: Case, fault: Fault, folder: str) -> tuple[Any, st
                 found.append((raised.kind, raised.text, float("nan")))
                 problem += f"process {survivor}: {raised}\n{process.printed()}"
                 continue
-            if fault.place != "any":
-                begun = float(pathlib.Path(folder, "fault").read_text())
             kind, text, moment = raised
+            noted = pathlib.Path(folder, "fault")
+            if fault.place != "any":
+                if not noted.exists():
+                    found.append((kind, text, float("nan")))
+                    problem += f"before the fault: process {survivor}: {kind}: {text}"
+                    continue
+                begun = float(noted.read_text())
             found.append((kind, text, moment - begun))
             expected = ["UnavailableError"]
             if case.graph:  # So TensorFlow calls it in functions.
