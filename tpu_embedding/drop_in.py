@@ -406,22 +406,16 @@ def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:
     then replaces the former. From now on that import finds the same module.
     """
     for root in roots:
-        names = (root + path).split(".")
-        module, imported = None, None
-        for end in range(1, len(names) + 1):
-            module = _resolve(".".join(names[:end]))
-            full_name = ".".join(("tensorflow", *names[:end]))
-            imported = sys.modules.setdefault(full_name, module)
+        module: Any = tf
+        imported: Any = tf
+        path_of_import = "tensorflow"
+        for name in (root + path).split("."):
+            module = getattr(module, name)
+            path_of_import += f".{name}"
+            imported = sys.modules.setdefault(path_of_import, module)
         yield module
         if imported is not module:  # Was imported before.
             yield imported
-
-
-def _resolve(path: str) -> Any:
-    found: Any = tf
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
