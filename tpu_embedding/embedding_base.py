@@ -281,13 +281,12 @@ class EmbeddingBase(TrackableTables):
             to_id_batch(spec.path, value, weight)
             for spec, value, weight in zip(specs, values, weights, strict=True)
         ]
-        shapes = [tuple(batch.static_shape.as_list()) for batch in batches]
-        for spec, batch, shape in zip(specs, batches, shapes, strict=True):
+        for spec, batch in zip(specs, batches, strict=True):
+            shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED
             self._output_shapes.check_input(
                 spec.index, shape, ragged=ragged, cores=cores
             )
-        self._output_shapes.remember_ranks(shapes)
         return batches
 
     def require_weight_gradients(self, weights: Sequence[Any]) -> list[int]:

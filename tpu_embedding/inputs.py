@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -60,16 +60,16 @@ def op_inputs(batches: Sequence[IdBatch]) -> dict[str, list[tf.Tensor]]:
 
     No tensor that the op does not need: the cost of an op grows with its inputs.
     """
-
-    def given(tensors: Iterable[tf.Tensor | None]) -> list[tf.Tensor]:
-        return [tensor for tensor in tensors if tensor is not None]
-
-    return {
+    inputs = {
         "ids": [batch.ids for batch in batches],
-        "structures": given(batch.structure for batch in batches),
-        "shapes": given(batch.dense_shape for batch in batches),
-        "weights": given(batch.weights for batch in batches),
-        "weight_structures": given(batch.weight_structure for batch in batches),
+        "structures": [batch.structure for batch in batches],
+        "shapes": [batch.dense_shape for batch in batches],
+        "weights": [batch.weights for batch in batches],
+        "weight_structures": [batch.weight_structure for batch in batches],
+    }
+    return {
+        name: [tensor for tensor in tensors if tensor is not None]
+        for name, tensors in inputs.items()
     }
 
 

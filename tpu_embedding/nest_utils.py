@@ -98,8 +98,8 @@ def flatten_with_paths(nested: Any, path: str = "") -> Iterator[tuple[str, Any]]
     if _kind(nested) is object:
         yield path or SINGLE_LEAF_PATH, nested
         return
-    for key, name in _children(nested, path):
-        yield from flatten_with_paths(nested[key], _below(path, name))
+    for key, below in _children(nested, path):
+        yield from flatten_with_paths(nested[key], below)
 
 
 def _shapes_in(nested: Any) -> Iterator[Any]:
@@ -151,26 +151,25 @@ def _walk(
             f"{differs}{path or 'top'}: expected {len(expected)} elements, got "
             f"{len(actual)}."
         )
-    for key, name in _children(expected, path):
-        yield from _walk(what, _below(path, name), expected[key], actual[key])
+    for key, below in _children(expected, path):
+        yield from _walk(what, below, expected[key], actual[key])
 
 
-def _children(container: Any, path: str) -> list[tuple[Any, Any]]:
-    """(key, name in paths) of each child, in the order of tf.nest."""
+def _children(container: Any, path: str) -> list[tuple[Any, str]]:
+    """(key, path) of each child of the container at `path`, in the order of tf.nest."""
+    keys: Sequence[Any] = range(len(container))
+    names = getattr(container, "_fields", keys)
     if isinstance(container, Mapping):
         try:
-            return [(key, key) for key in sorted(container)]
+            keys = names = sorted(container)
         except TypeError as error:
             raise TypeError(
                 f"The keys of the dict at {path or 'top'} cannot be sorted: "
                 f"{', '.join(map(repr, container))}. Use keys of one type, such as "
                 "strings."
             ) from error
-    return list(enumerate(getattr(container, "_fields", range(len(container)))))
-
-
-def _below(path: str, name: Any) -> str:
-    return f"{path}/{name}" if path else str(name)
+    prefix = f"{path}/" if path else ""
+    return [(key, f"{prefix}{name}") for key, name in zip(keys, names, strict=True)]
 
 
 def _wrong_type(what: str, path: str, expected: Any, actual: Any) -> TypeError:

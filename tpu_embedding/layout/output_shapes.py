@@ -101,13 +101,6 @@ class OutputShapes:
             shape = (None, *declared.shape[1:])
             self._declared[feature] = Declared(shape, declared.source)
 
-    def remember_ranks(self, shapes: Sequence[Shape]) -> None:
-        """Stores the rank of each output, from the inputs of the first batch."""
-        for spec, shape in zip(self._features, shapes, strict=True):
-            if self._ranks[spec.index] is None:
-                incoming = from_input(spec.path, spec.config, shape)
-                self._ranks[spec.index] = len(incoming)
-
     @contextlib.contextmanager
     def completed_by(self, shapes: Sequence[Shape], cores: int = 1) -> Iterator[None]:
         """Fills unknown axes from the shapes of the first batch.
@@ -213,6 +206,8 @@ class OutputShapes:
     ) -> None:
         """Checks the static shape of one input; ops check the unknown axes.
 
+        The first one that passes fixes the rank of the output.
+
         Args:
           feature: Index of the feature.
           shape: Shape of the input.
@@ -238,6 +233,8 @@ class OutputShapes:
                 raise self._mismatch(spec, declared, incoming, source)
         elif not _compatible(declared.shape, incoming):
             raise self._mismatch(spec, declared, incoming, source)
+        if self._ranks[feature] is None:
+            self._ranks[feature] = len(incoming)
 
     def _check_undeclared(self, feature: int, incoming: Shape, source: str) -> None:
         spec = self._features[feature]

@@ -146,17 +146,16 @@ class FeatureLookup:
     def _check_shapes(
         self, specs: Sequence[FeatureSpec], batches: Sequence[IdBatch]
     ) -> OutputShapes:
-        static = [tuple(batch.static_shape.as_list()) for batch in batches]
         expected, shapes = OutputShapes(specs), OutputShapes(specs)
         if self.batch_size is not None:
             expected.set_batch_size(self.batch_size)
-        for spec, batch, shape in zip(specs, batches, static, strict=True):
+        for spec, batch in zip(specs, batches, strict=True):
+            shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED
-            if self.any_batch_size and not ragged:
-                for declared in (expected, shapes):
+            for declared in (expected, shapes):
+                if self.any_batch_size and not ragged:
                     declared.allow_any_batch_size(spec.index)
-            expected.check_input(spec.index, shape, ragged=ragged)
-        shapes.remember_ranks(static)
+                declared.check_input(spec.index, shape, ragged=ragged)
         return shapes
 
 
