@@ -164,6 +164,16 @@ def test_bad_gradients_change_nothing(case: str) -> None:
     assert state(embedding) == state(twin)
 
 
+def test_a_gradient_of_another_batch_than_the_output_shape() -> None:
+    feature = te.FeatureConfig(te.TableConfig(10, D), output_shape=[3])
+    embedding = te.TPUEmbedding({"film": feature}, te.SGD(0.1))
+    embedding.enqueue(FEATURES)
+    embedding.dequeue()
+    with pytest.raises(ValueError, match=r"shape of its activation, \(3, 2\)"):
+        embedding.apply_gradients({"film": tf.ones([4, D])})
+    embedding.apply_gradients({"film": tf.ones([3, D])})
+
+
 def test_numbers_that_are_not_finite() -> None:
     embedding = make(check_numerics=True)
     with pytest.raises(tf.errors.InvalidArgumentError, match="sample 1 has a weight"):

@@ -17,6 +17,7 @@ from checkpoint import models
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
+from tpu_embedding.checkpoint.writing import SCRATCH
 
 INDEX, DATA = "saved.index", "saved.data-00000-of-00002"
 
@@ -115,6 +116,30 @@ def test_damaged_arrays_that_were_converted(
         checkpoint.read(folder)["films"].parameters.numpy()
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"films.npy": "one"}'])
+def test_damaged_checksums(content: str, tmp_path: pathlib.Path) -> None:
+    np.save(tmp_path / "films.npy", np.ones((9, 2)))
+    manifest = tmp_path / "checksums.json"
+    manifest.write_text(content)
+    with pytest.raises(tf.errors.DataLossError, match="cannot be parsed") as raised:
+        checkpoint.read(tmp_path)
+    assert str(manifest) in str(raised.value)
+
+
+def test_arrays_of_an_interrupted_conversion_are_cleared(
+    tmp_path: pathlib.Path,
+) -> None:
+    embedding = models.make(te.SGD(0.1), {"films": (9, 2)})
+    path = checkpoint.save(embedding, tmp_path / "saved")
+    left = tmp_path / ("arrays" + SCRATCH)
+    left.mkdir()
+    np.save(left / "books.npy", np.ones((9, 2)))
+    convert = ["checkpoint", "convert", path, str(tmp_path / "arrays"), "--to", "numpy"]
+    assert main(convert) == 0
+    assert list(checkpoint.read(tmp_path / "arrays")) == ["films"]
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_values_are_checked_when_they_are_read(
     large: bool, rng: np.random.Generator, tmp_path: pathlib.Path
@@ -140,6 +165,7 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
+from tpu_embedding.checkpoint.writing import SCRATCH
 
 class Killer:
     def start(self, task, total): pass

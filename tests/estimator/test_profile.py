@@ -198,6 +198,20 @@ def test_damaged_statistics_are_begun_anew(
     assert "is no profile, and is begun anew" in said[0]
 
 
+@pytest.mark.parametrize("key", ["version", "vocabulary_size"])
+def test_statistics_of_another_version_or_table_are_not_merged(
+    tmp_path: pathlib.Path, key: str
+):
+    run = profiler(tmp_path)
+    file = pathlib.Path(run._paths["t"])
+    for _ in range(2):
+        run.observe("f", [1], [0], 1)
+        run.flush()
+        assert run.load()["t"].examples == 1
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({**content, key: 0}))
+
+
 def test_runs_that_write_at_once_lose_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -254,6 +254,16 @@ def test_wrong_orders_of_version_2_on_tpu_v4() -> None:
         strategy.run(embedding.apply_gradients, (activations, preserved))
     np.testing.assert_array_equal(films(), before)
 
+    def late(ids: tf.Tensor) -> None:
+        activations, first = embedding(ids)
+        embedding.apply_gradients(activations, first)
+        activations, _ = embedding(ids)
+        embedding.apply_gradients(activations, first)
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="before the next look"):
+        strategy.run(late, (ids,))
+    np.testing.assert_array_equal(films(), before)
+
     def step(prepared: Any) -> None:
         embedding.apply_gradients(*embedding(prepared))
 

@@ -38,6 +38,42 @@ def make(engine: str, monkeypatch: pytest.MonkeyPatch) -> te.TPUEmbedding:
     return embedding
 
 
+def test_eager_calls_on_the_portable_engine_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(distribution.ENGINE_VARIABLE, "portable")
+    updating, go_on, looked_up = (threading.Event() for _ in range(3))
+
+    def rate() -> float:
+        updating.set()
+        go_on.wait(60)
+        return 1.0
+
+    films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
+    embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(rate))
+    ids = tf.constant([0], tf.int64)
+    embedding.enqueue({"film": ids})
+    activations = embedding.dequeue()
+
+    def look_up() -> None:
+        embedding.look_up([ids])
+        looked_up.set()
+
+    threads = [
+        threading.Thread(target=embedding.apply_gradients, args=[activations]),
+        threading.Thread(target=look_up),
+    ]
+    threads[0].start()
+    assert updating.wait(60)
+    threads[1].start()
+    waited = not looked_up.wait(1)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert waited
+    assert looked_up.is_set()
+
+
 @pytest.mark.parametrize("engine", ["host", "portable"])
 def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lookup sees the table as it was before an update or after it."""
