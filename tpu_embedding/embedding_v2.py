@@ -241,6 +241,12 @@ class TPUEmbeddingV2(NestedEmbedding):
     ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
         """Looks up what enqueue gave; see embedding_lookup.
 
+        Args:
+          partitioned_tensors: What `enqueue` or `preprocess_features` returned.
+
+        Returns:
+          As `embedding_lookup`.
+
         Raises:
           TypeError: If `partitioned_tensors` is something else.
           ValueError: If it comes from an embedding of other stacks or features.

@@ -170,7 +170,11 @@ class TPUEstimator:
         return self._model_fn
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Where the metrics of an evaluation are written for TensorBoard."""
+        """Where the metrics of an evaluation are written for TensorBoard.
+
+        Args:
+          name: The `name` that `evaluate` got.
+        """
         return sessions.event_folder(self._model_dir, name)
 
     def latest_checkpoint(self) -> str | None:
@@ -187,7 +191,11 @@ class TPUEstimator:
         return sorted(self._reader().get_variable_to_shape_map())
 
     def get_variable_value(self, name: str) -> Any:
-        """A variable of the latest checkpoint."""
+        """A variable of the latest checkpoint.
+
+        Args:
+          name: One of `get_variable_names`.
+        """
         return self._reader().get_tensor(name)
 
     def train(

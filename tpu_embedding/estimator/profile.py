@@ -45,7 +45,11 @@ class TableStatistics:
     shard_ids: tuple[int, ...]
 
     def merged(self, other: TableStatistics) -> TableStatistics:
-        """The combined statistics, as if sampled in one run."""
+        """The combined statistics, as if sampled in one run.
+
+        Args:
+          other: Statistics of the same table and the same number of shards.
+        """
         pairs = zip(self.shard_ids, other.shard_ids, strict=True)
         return TableStatistics(
             examples=self.examples + other.examples,

@@ -82,8 +82,11 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
         initial values, with a warning; an embedding without optimizers takes the
         tables alone.
 
+        Args:
+          embedding: A TPUEmbedding or TPUEmbeddingV2.
+
         Raises:
-          TypeError: If `embedding` is none.
+          TypeError: If `embedding` is neither of them.
           ValueError: If a table, slot or shape has no counterpart.
         """
         if not isinstance(embedding, TrackableTables):

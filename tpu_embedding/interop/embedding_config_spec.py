@@ -186,7 +186,21 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
     def adapt(
         self, global_step: Any = None, *, invalid_ids: str = "error"
     ) -> spec_conversion.AdaptedSpec:
-        """The spec in the classes of this library; see `spec_conversion.adapt`."""
+        """The spec in the classes of this package.
+
+        Args:
+          global_step: What the learning rate functions get: a variable, or None for
+            the number of updates already applied.
+          invalid_ids: The policy of all of the spec's tables.
+
+        Returns:
+          The configuration, and how to scale gradients.
+
+        Raises:
+          NotImplementedError: If a column of the tensor core cannot be converted.
+          TypeError: If a feature or table has a key that is no str.
+          ValueError: If the spec has no tables, or an argument contradicts it.
+        """
         return spec_conversion.adapt(self, global_step, invalid_ids=invalid_ids)
 
     def to_tpu_embedding(self, global_step: Any = None, **options: Any) -> Any:

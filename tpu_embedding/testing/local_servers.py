@@ -59,7 +59,12 @@ class LocalServers:
             self.start(*task)
 
     def start(self, job: str, task: int) -> None:
-        """Starts one task, also again after its process has ended."""
+        """Starts one task, also again after its process has ended.
+
+        Args:
+          job: "worker" or "ps".
+          task: The number of the task in its job.
+        """
         configuration = {"cluster": self.cluster, "task": {"type": job, "index": task}}
         environment = {
             **os.environ,
@@ -76,7 +81,12 @@ class LocalServers:
             )
 
     def log(self, job: str, task: int) -> pathlib.Path:
-        """The file with what a task has printed."""
+        """The file with what a task has printed.
+
+        Args:
+          job: "worker" or "ps".
+          task: The number of the task in its job.
+        """
         return self._logs / f"{job}{task}.log"
 
     def resolver(self) -> Any:
