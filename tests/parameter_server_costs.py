@@ -200,7 +200,7 @@ COSTS: dict[str, Callable[[], None]] = {
     "wire_rows": lambda: wire("rows"),
     "start_whole": lambda: start("whole", 2.2),
     "start_rows": lambda: start("rows", 1.2),
-    "start_own": lambda: start("rows", 3.2, tf.random_uniform_initializer()),
+    "start_own": lambda: start("rows", 4.5, tf.random_uniform_initializer()),
     "steps": steps,
 }
 

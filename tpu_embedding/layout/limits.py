@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 
 from tpu_embedding.layout.partitioning import Partitioning, custom_limit
@@ -177,11 +176,12 @@ def device_excess(
 
 
 def raise_first(excesses: Sequence[Excess]) -> None:
-    """Raises ValueError for the first of some excesses; it counts the others."""
+    """Raises ValueError for the first of some excesses; it names the others."""
     if excesses:
-        rest = len(excesses) - 1
-        more = f" {rest} more limits are exceeded." if rest else ""
-        raise ValueError(excesses[0].message + more)
+        first, *rest = excesses
+        others = dict.fromkeys(f"{e.kind} of {_named(e.tables)}" for e in rest)
+        more = f" Also exceeded: {_some(list(others))}." if rest else ""
+        raise ValueError(first.message + more)
 
 
 def _tensor_excess(stack: Stack, names: tuple[str, ...]) -> Iterable[Excess]:
@@ -299,10 +299,19 @@ def _multiple_excess(
 
 
 def _tables(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in itertools.islice(names, _LARGEST_SHOWN))
-    rest = len(names) - _LARGEST_SHOWN
+    text = _named(names)
+    return text[0].upper() + text[1:]
+
+
+def _named(names: Sequence[str]) -> str:
+    plural = "s" if len(names) > 1 else ""
+    return f"table{plural} {_some([repr(name) for name in names])}"
+
+
+def _some(items: Sequence[str]) -> str:
+    rest = len(items) - _LARGEST_SHOWN
     more = f" and {rest} more" if rest > 0 else ""
-    return f"Table{'s' if len(names) > 1 else ''} {shown}{more}"
+    return ", ".join(items[:_LARGEST_SHOWN]) + more
 
 
 def _gib(size: int) -> str:
