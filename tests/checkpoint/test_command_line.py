@@ -18,7 +18,6 @@ from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint import numpy_format
 from tpu_embedding.checkpoint.command_line import TextProgress
-from tpu_embedding.checkpoint.writing import SCRATCH
 
 
 @pytest.fixture
@@ -78,18 +77,6 @@ def test_convert_there_and_back(saved: str, tmp_path: pathlib.Path) -> None:
     assert [bool(table.slots) for table in checkpoint.read(alone).values()] == [
         False
     ] * 2
-
-
-def test_convert_does_not_take_over_what_an_interrupted_one_left(
-    saved: str, tmp_path: pathlib.Path
-) -> None:
-    left = pathlib.Path(f"{tmp_path}/arrays{SCRATCH}")
-    left.mkdir()
-    np.save(left / "other.npy", np.zeros([3, 2], np.float32))
-    arrays = str(tmp_path / "arrays")
-    assert main(["checkpoint", "convert", saved, arrays, "--to", "numpy"]) == 0
-    assert checkpoint.read(arrays).keys() == {"films", "users"}
-    assert not left.exists()
 
 
 def test_convert_to_sparse_core(

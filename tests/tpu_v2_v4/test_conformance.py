@@ -211,35 +211,3 @@ def test_flush_applies_the_pending_update() -> None:
 
     with pytest.raises(NotImplementedError, match=r"outside of strategy\.run"):
         strategy.run(tf.function(embedding.flush))
-
-
-def test_gradients_of_an_earlier_lookup_are_refused() -> None:
-    """They would be those of the batch that the hardware looked up last."""
-    strategy = make_strategy(1)
-    with strategy.scope():
-        table = te.TableConfig(8, 2, name="films")
-        embedding = te.TPUEmbeddingV2(
-            te.FeatureConfig(table, output_shape=[2]), te.SGD(1.0)
-        )
-    embedding.build()
-
-    def train(ids: tf.Tensor) -> Any:
-        activations, preserved = embedding(ids)
-        embedding.apply_gradients(activations, preserved)
-        return preserved
-
-    def train_twice(ids: tf.Tensor) -> None:
-        preserved = train(ids)
-        activations, _ = embedding(ids)
-        embedding.apply_gradients(activations, preserved)
-
-    ids = tf.constant([1, 2])
-    preserved = strategy.run(train, (ids,))
-    for function, argument in (
-        (train_twice, ids),
-        (lambda kept: embedding.apply_gradients(tf.ones([2, 2]), kept), preserved),
-    ):
-        with pytest.raises(
-            tf.errors.FailedPreconditionError, match="before the next lookup"
-        ):
-            strategy.run(function, (argument,))
