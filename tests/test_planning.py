@@ -221,6 +221,18 @@ def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> Non
     assert outcomes == {"", "tensor bytes", "unique ids", "device bytes"}
 
 
+def test_a_reason_of_several_placements_is_printed_once() -> None:
+    report = te.plan(
+        te.FeatureConfig(table(1000, 8), name="f"),
+        batch_size=64,
+        topologies=["v3:2x2", "v4:2x2x1", "v6e:1x1", "v5p:2x2x1"],
+        processes=[],
+    )
+    lines = str(report).splitlines()
+    told = [line.partition(": Table ")[0] for line in lines if "no optimizer" in line]
+    assert told == ["v6e:1x1, v5p:2x2x1", "v4:2x2x1, v3:2x2"]
+
+
 def test_a_thousand_tables_take_less_than_a_second() -> None:
     features = [
         te.FeatureConfig(table(1000 * (i + 1), 16 * (1 + i % 4), f"t{i}"))

@@ -482,12 +482,11 @@ class _Planner:
         if generation.embedding == "v1":
             unsupported = next(
                 (
-                    f"Table {t.name!r}: TPU v2 to v4 "
-                    + (
-                        "need an optimizer."
-                        if t.optimizer is None
-                        else f"do not support {type(t.optimizer).__name__}."
-                    )
+                    f"Table {t.name!r} has no optimizer, and TPU v2 to v4 need one. "
+                    "Pass `optimizer`, or give the TableConfig one."
+                    if t.optimizer is None
+                    else f"Table {t.name!r}: TPU v2 to v4 do not support "
+                    f"{type(t.optimizer).__name__}."
                     for t in self.plan.tables
                     if t.optimizer is None or t.optimizer.tpu is None
                 ),

@@ -199,8 +199,11 @@ class PlanReport:
             f"{_size(self.total_bytes)}",
             _grid(_placement_rows(self.placements)),
         ]
-        problems = [p for p in self.placements if not p.fits]
-        parts += [f"{p.name}: {p.problem}" for p in problems]
+        problems: dict[str, list[str]] = {}
+        for own in self.placements:
+            if not own.fits:
+                problems.setdefault(own.problem, []).append(own.name)
+        parts += [f"{', '.join(names)}: {text}" for text, names in problems.items()]
         best = self.best
         if best is not None:
             parts.append(
