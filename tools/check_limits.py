@@ -50,6 +50,7 @@ def random_case(seed: int, number: int) -> Random:
     """Returns configuration `number` of a seed."""
     import tpu_embedding as te
     from tpu_embedding import tpu_generations
+    from tpu_embedding.layout.plan import MAX_ROWS
 
     rng: Any = np.random.default_rng([seed, number])
     about = ("device bytes", "tensor bytes", "distinct ids", "custom")[number % 4]
@@ -77,7 +78,8 @@ def random_case(seed: int, number: int) -> Random:
         config["disable_table_stacking"] = True
     elif about == "tensor bytes":
         most = tpu_generations.SPARSE_CORE_TENSOR_BYTES * devices
-        tables = [make("t", int(near * most / (4 * width)), dim, te.SGD(0.1))]
+        rows = min(int(near * most / (4 * width)), MAX_ROWS)
+        tables = [make("t", rows, dim, te.SGD(0.1))]
     elif about == "distinct ids":
         ids = int(generation.max_unique_ids() * rng.choice([1, 2, 16, 40]))
         unique = int(near * (generation.max_unique_ids(ids) or 256)) // 8 * 8
@@ -100,11 +102,11 @@ def _descend(gradient: Any, row: Any, _: Any, rate: Any, __: Any) -> Any:
 
 
 def run(generation: str, seed: int, numbers: list[int]) -> int:
-    """Compares the configurations of a generation; returns how many failed."""
+    """Compares the configurations of a generation; returns how many disagree."""
     from tpu_embedding.layout import limits
     from tpu_embedding.testing import tpu_compiler
 
-    failed = 0
+    compared = failed = 0
     for number in numbers:
         found = random_case(seed, number)
         if found.topology.partition(":")[0] != generation:
@@ -115,7 +117,7 @@ def run(generation: str, seed: int, numbers: list[int]) -> int:
             facts = tpu_compiler.check(found.case.build, found.topology)
         error = facts.get("error", "")
         bad = place.fits and bool(error)
-        failed += bad
+        compared, failed = compared + 1, failed + bad
         kinds = sorted({excess.kind for excess in place.excesses})
         plan = "fits" if place.fits else f"exceeds {', '.join(kinds)}"
         if place.unsupported:
@@ -128,6 +130,7 @@ def run(generation: str, seed: int, numbers: list[int]) -> int:
             f", {temporary:.1f} MiB of temporaries{' FAILED' * bad}",
             flush=True,
         )
+    print(f"{generation}: {compared - failed} of {compared} configurations agree")
     return failed
 
 
@@ -142,12 +145,11 @@ def main(arguments: list[str]) -> int:
     numbers = list(range(parsed.count)) if parsed.only is None else [parsed.only]
     if parsed.generation:
         return min(run(parsed.generation, parsed.seed, numbers), 100)
-    failed = 0
+    failed = False
     for generation in sorted({name.partition(":")[0] for name in TOPOLOGIES}):
         command = [sys.executable, __file__, *arguments, "--generation", generation]
-        failed += subprocess.run(command, env=os.environ, check=False).returncode
-    print(f"{len(numbers) - failed} of {len(numbers)} configurations agree")
-    return int(failed > 0)
+        failed |= subprocess.run(command, env=os.environ, check=False).returncode != 0
+    return int(failed)
 
 
 if __name__ == "__main__":
