@@ -130,7 +130,7 @@ class RowIdInitializer:
         the initializer where the rows of a table are divided over processes or
         servers, once for each table in each process, so it draws what is random.
 
-        >>> read = te.RowIdInitializer().by_rows((1000, 2))
+        >>> read = RowIdInitializer().by_rows((1000, 2))
         >>> read(500, 502).numpy().tolist()
         [[500.0, 500.0], [501.0, 501.0]]
 
