@@ -168,7 +168,7 @@ class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     get_master = master
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """A cluster of one worker, whose address nobody listens to."""
+        """A cluster of one worker. No process listens at its address."""
         return tf.train.ClusterSpec({"worker": ["localhost:8470"]})
 
     def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:

@@ -10,9 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 _PHILOX = tf.random.Algorithm.PHILOX.value  # The algorithm of tf.random's ops.
-
-
-# Of tf.random.truncated_normal: numbers that share a counter, and the step of counters.
+# TensorFlow's kernel of a truncated normal makes 4 numbers at a time, and reserves 256
+# values of Philox's counter for them.
 _GROUP, _COUNTERS = 4, 256
 
 # Returns rows [start, stop) of a table, [stop - start, D].
@@ -128,7 +127,8 @@ class RowIdInitializer:
 
         An initializer of your own may have this method, too. It is called instead of
         the initializer where the rows of a table are divided over processes or
-        servers, once for each table in each process, so it draws what is random.
+        servers, once for each table in each process. Draw random seeds in this method,
+        not in the callable that it returns.
 
         >>> read = RowIdInitializer().by_rows((1000, 2))
         >>> read(500, 502).numpy().tolist()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
@@ -206,11 +207,22 @@ def write_tensorflow(
                     written = b"\n".join(filter(None, everyone)).decode().split("\n")
                     merge([*written, f"{scratch}/values"], path)
         finally:
-            # Where this fails, an error above says more, and the next save tries again.
-            with contextlib.suppress(tf.errors.OpError):
-                if is_first and tf.io.gfile.exists(scratch):
-                    tf.io.gfile.rmtree(scratch)
+            if is_first:
+                _remove(scratch)
     return path
+
+
+def _remove(scratch: str) -> None:
+    """Removes the folder of unfinished files, without hiding an error of the save."""
+    try:
+        if tf.io.gfile.exists(scratch):
+            tf.io.gfile.rmtree(scratch)
+    except tf.errors.OpError as error:
+        logging.warning(
+            "%s was not removed; the next save under this name removes it. %s",
+            scratch,
+            error,
+        )
 
 
 def process_group(tables: Mapping[str, Mapping[str, Rows]]) -> ProcessGroup | None:
