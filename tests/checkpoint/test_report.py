@@ -203,14 +203,63 @@ def test_a_page_of_a_folder_of_arrays_and_of_no_checkpoint(
     assert "There is no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["none/page.html", "folder"])
+def test_a_page_that_cannot_be_written_is_an_error_before_tables_are_read(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    np.save(tmp_path / "films.npy", np.eye(3, dtype=np.float32))
+    (tmp_path / "folder").mkdir()
+    output = str(tmp_path / name)
+    assert main(["report", str(tmp_path / "films.npy"), "--output", output]) == 2
+    error = capsys.readouterr().err
+    assert f"`--output {output}` cannot be written" in error
+    assert "Reading" not in error
+
+
+def test_a_damaged_checkpoint_leaves_pages_as_they_are(tmp_path: pathlib.Path):
+    embedding, _ = trained(te.Adagrad(0.1))
+    path = checkpoint.save(embedding, tmp_path / "saved")
+    data = max(tmp_path.glob("saved.data-*"), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-64])
+    old, new = tmp_path / "old.html", tmp_path / "new.html"
+    old.write_text("the last page")
+    for page in (old, new):
+        assert main(["report", path, "--output", str(page)]) == 2
+    assert old.read_text() == "the last page"
+    assert not new.exists()
+
+
+def test_names_of_tables_do_not_change_the_page_around_them(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    path, page = tmp_path / "tables.npz", tmp_path / "page.html"
+    names = ["\u05e1\u05e8\u05d8\u05d9\u05dd", "a\x1b[31m", "b\u202ec"]
+    np.savez(path, **{name: np.ones([2, 2], np.float32) for name in names})
+    for command in (
+        ["report", str(path), "--output", str(page)],
+        ["checkpoint", "inspect", str(path)],
+    ):
+        assert main(command) == 0
+        printed = capsys.readouterr().out
+        assert names[0] in printed
+        assert not {"\x1b", "\u202e"} & set(printed)
+    text = page.read_text()
+    assert text.count(f"<bdi>{names[0]}</bdi>") == 2
+    assert text.count(r"<bdi>a\x1b[31m</bdi>") == 2
+    assert text.count(r"<bdi>b\u202ec</bdi>") == 2
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_tables_without_rows_and_slots_without_numbers(tmp_path: pathlib.Path):
     path = tmp_path / "tables.npz"
     values = np.ones([3, 2], np.float32)
-    arrays = {"empty": values[:0], "broken": values}
+    arrays = {"empty": values[:0], "broken": values, "nan": values[:2] * np.nan}
     np.savez(path, **arrays, **{"broken/accumulators": values * np.nan})
-    empty, broken = sorted(reports(path), key=lambda table: table.rows)
+    empty, nan, broken = sorted(reports(path), key=lambda table: table.rows)
+    assert (empty.mean_norm, nan.mean_norm) == (None, None)
     assert (empty.rows, empty.norms, empty.equal.count) == (0, [], 0)
     assert broken.dead.count is None
     assert "slot accumulators has no finite value" in broken.dead.reason
-    assert main(["report", str(path), "--output", str(tmp_path / "page.html")]) == 0
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "--output", str(page)]) == 0
+    assert page.read_text().count("<dd>no finite row</dd>") == 2

@@ -88,7 +88,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(_json_text({**facts, "arrays": [dataclasses.asdict(a) for a in arrays]}))
         return 0
     updates = "" if checkpoint.updates is None else f", {checkpoint.updates} updates"
-    print(f"{checkpoint.path} ({checkpoint.format}{updates})")
+    print(f"{printable(checkpoint.path)} ({checkpoint.format}{updates})")
     header = [field.name for field in dataclasses.fields(_ArrayReport)]
     print(_table_text(header, [[getattr(a, name) for name in header] for a in arrays]))
     return 0
@@ -135,7 +135,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(_json_text({"path": path, "tables": list(tables)}))
     else:
-        print(f"Wrote to {path}: {', '.join(tables)}")
+        print(f"Wrote to {path}: {', '.join(map(printable, tables))}")
     return 0
 
 
@@ -263,7 +263,16 @@ def _table_text(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 def _cell_text(cell: Any) -> str:
     if isinstance(cell, tuple):
         return " x ".join(map(str, cell))
-    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
+
+
+def printable(text: str) -> str:
+    r"""A name from a file as a terminal shows it: other characters are escaped.
+
+    >>> print(printable("films\n"), printable("\u202esmlif"))
+    films\n \u202esmlif
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class TextProgress:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.command_line import PATH_HELP, TextProgress
+from tpu_embedding.checkpoint.command_line import PATH_HELP, TextProgress, printable
 from tpu_embedding.checkpoint.formats import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
 from tpu_embedding.layout.table_arrays import PARAMETERS
@@ -95,11 +95,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     checkpoint = read(arguments.path, root=arguments.root)
+    _require_writable(arguments.output)
     page = page_of(checkpoint, table_reports(checkpoint, TextProgress()))
     with tf.io.gfile.GFile(arguments.output, "w") as file:
         file.write(page)
-    print(f"Wrote to {arguments.output}: {', '.join(checkpoint)}")
+    print(f"Wrote to {arguments.output}: {', '.join(map(printable, checkpoint))}")
     return 0
+
+
+def _require_writable(path: str) -> None:
+    """Fails before tables are read, and leaves what is at `path` as it is."""
+    existed = tf.io.gfile.exists(path)
+    try:
+        with tf.io.gfile.GFile(path, "a") as file:
+            file.write("")
+    except tf.errors.OpError as error:
+        raise ValueError(
+            f"`--output {path}` cannot be written: {error.message}. Pass the name of a "
+            "file in a folder that exists."
+        ) from error
+    if not existed:
+        tf.io.gfile.remove(path)
 
 
 def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[TableReport]) -> str:
@@ -132,7 +148,7 @@ def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[TableReport]) -> str
 <body>
 <main>
 <h1>Embedding tables</h1>
-<p class="soft path">{html.escape(checkpoint.path)} · {today}</p>
+<p class="soft path">{_name(checkpoint.path)} · {today}</p>
 {_facts(facts)}
 <section class="card">
 <h2>Memory</h2>
@@ -157,7 +173,7 @@ def _overview(tables: Sequence[TableReport]) -> str:
         slots = 400 * (total - table.bytes[PARAMETERS]) / max(most, 1)
         label = f"{_size(table.bytes[PARAMETERS])} parameters, {_size(total)} in all"
         rows.append(
-            f'<div class="table"><a href="#table-{number}">{html.escape(table.name)}'
+            f'<div class="table"><a href="#table-{number}">{_name(table.name)}'
             f'</a> <span class="soft">{table.rows:,} rows of {table.dim}, '
             f"{_size(total)}</span>\n"
             f'<svg viewBox="0 0 400 10" preserveAspectRatio="none" role="img" '
@@ -178,7 +194,9 @@ def _section(number: int, table: TableReport) -> str:
         "dtype": table.dtype,
         "parameters": _size(table.bytes[PARAMETERS]),
         "slots": _size(sum(table.bytes[name] for name in slots)),
-        "mean norm": f"{table.mean_norm:.4g}",
+        "mean norm": "no finite row"
+        if table.mean_norm is None
+        else f"{table.mean_norm:.4g}",
         "rows of zeros": _share(table.zero_rows, table.rows),
         "rows never updated": "not known"
         if dead.count is None
@@ -188,7 +206,8 @@ def _section(number: int, table: TableReport) -> str:
     if table.not_finite_rows:
         facts["rows with NaN or infinity"] = _share(table.not_finite_rows, table.rows)
     optimizer = " or ".join(table.optimizers) or "of no known optimizer"
-    held = f"slots {', '.join(slots)}: {optimizer}" if slots else "no slots"
+    names = ", ".join(map(_name, slots))
+    held = f"slots {names}: {html.escape(optimizer)}" if slots else "no slots"
     compared = "All rows were compared."
     if table.equal.sampled > 1:
         compared = f"An estimate: one row of {table.equal.sampled} was compared."
@@ -201,8 +220,8 @@ def _section(number: int, table: TableReport) -> str:
         equal = _table(["equal rows", "rows"], listed)
     largest = [[str(row), f"{norm:.6g}"] for row, norm in table.largest]
     return f"""<section class="card" id="table-{number}">
-<h2>{html.escape(table.name)}</h2>
-<p class="note">{html.escape(held)}</p>
+<h2>{_name(table.name)}</h2>
+<p class="note">{held}</p>
 {_facts(facts)}
 <div class="columns">
 <div><h3>Rows by norm</h3>
@@ -217,7 +236,7 @@ Exact.</p></div>
 <p class="note">Rows with the same values, other than rows of zeros.
 {compared}</p></div>
 </div>
-<p class="note">Never updated: {html.escape(dead.reason)}</p>
+<p class="note">Never updated: {html.escape(printable(dead.reason))}</p>
 </section>"""
 
 
@@ -291,6 +310,11 @@ def _facts(facts: dict[str, Any]) -> str:
         for name, value in facts.items()
     )
     return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def _name(text: str) -> str:
+    """A name from a file, as HTML that keeps its direction of writing to itself."""
+    return f"<bdi>{html.escape(printable(text))}</bdi>"
 
 
 def _share(count: int, total: int) -> str:

@@ -63,7 +63,7 @@ class TableReport:
       norms: (lower bound, upper bound, rows) of buckets of equal ratio, ascending.
       zero_rows: Rows of zeros.
       not_finite_rows: Rows with a NaN or an infinity.
-      mean_norm: Of the rows that are finite.
+      mean_norm: Of the rows that are finite; None if there are none.
       largest: (row, norm) of the largest finite norms.
       dead: Rows that no gradient has changed.
       equal: Rows that are equal to another row.
@@ -78,7 +78,7 @@ class TableReport:
     norms: list[tuple[float, float, int]]
     zero_rows: int
     not_finite_rows: int
-    mean_norm: float
+    mean_norm: float | None
     largest: list[tuple[int, float]]
     dead: DeadRows
     equal: EqualRows
@@ -170,8 +170,8 @@ class _Norms:
         merged = sorted(self.largest + found, key=lambda pair: (-pair[1], pair[0]))
         self.largest = merged[:_NUM_ROWS]
 
-    def mean(self) -> float:
-        return self._sum / max(self._finite, 1)
+    def mean(self) -> float | None:
+        return self._sum / self._finite if self._finite else None
 
     def buckets(self, most: int = 32) -> list[tuple[float, float, int]]:
         """At most `most` buckets, each as wide as the others on a logarithmic scale."""
