@@ -143,7 +143,7 @@ def test_copies_of_stacks_are_found_in_the_program() -> None:
             "Table 'films', 'users' in stack 'films_users' (features film, user): 8192 "
             "distinct ids (8192 ids) in a partition need 295936 bytes of a "
             "SparseCore's memory, which has 262144. Set max_unique_ids_per_table["
-            "'films_users']",
+            "'films_users'] in SparseCoreEmbeddingConfig to at most 7168, with",
         ),
         (TENSOR, "compile", "'films_users' (features film, user): 25600000000 bytes"),
         (MEMORY, "compile", "119.22 GiB of 31.25 GiB. The largest stacks are films, "),

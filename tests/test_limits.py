@@ -69,7 +69,8 @@ def test_the_memory_of_a_device(generation: str, devices: int) -> None:
 @pytest.mark.parametrize("generation", ["v5p", "v6e", "7x"])
 def test_distinct_ids_of_a_partition(generation: str) -> None:
     known = GENERATIONS[generation]
-    most = known.max_unique_ids()
+    cores = 2 * known.sparse_cores_per_device
+    most = known.max_unique_ids(cores)
 
     def limits(ids: int, unique: int) -> Any:
         return {
@@ -85,29 +86,29 @@ def test_distinct_ids_of_a_partition(generation: str) -> None:
         "SparseCoreEmbeddingConfig, with minibatching=True",
     ):
         make(generation, 2, 1000, 8, **limits(most, most + 64))
-    ids = 16 * most
-    fewer = known.max_unique_ids(ids)
-    assert 0.8 * most < fewer < 0.9 * most
+    ids = 1024 * most
+    fewer = known.max_unique_ids(cores, ids)
+    assert 0.7 * most < fewer < 0.9 * most
     make(generation, 2, 1000, 8, **limits(ids, fewer))
-    possible = known.max_ids(most)
+    possible = known.max_ids(cores, most)
     with pytest.raises(
         ValueError,
         match=rf"Set max_unique_ids_per_table to at most {fewer} or max_ids_per_table "
         rf"to at most {possible} in",
     ):
         make(generation, 2, 1000, 8, **limits(ids, most))
-    possible = known.max_ids(256)
+    possible = known.max_ids(cores, 256)
     make(generation, 2, 1000, 8, **limits(possible, 256))
     with pytest.raises(
         ValueError, match=rf"Set max_ids_per_table to at most {possible} in"
     ):
-        make(generation, 2, 1000, 8, **limits(100 * most, 256))
+        make(generation, 2, 1000, 8, **limits(2 * possible, 256))
     with pytest.raises(
         ValueError,
         match=rf"max_unique_ids_per_table to at most {most}, and max_ids_per_table to "
-        rf"{known.max_ids(most)} in",
+        rf"{known.max_ids(cores, most)} in",
     ):
-        make(generation, 2, 1000, 8, **limits(100 * most, 2 * most))
+        make(generation, 2, 1000, 8, **limits(2 * possible, 2 * most))
 
 
 def test_multiples_that_libtpu_cannot_round() -> None:
@@ -169,7 +170,7 @@ def test_a_real_tpu_has_the_widest_limits_that_it_may_have() -> None:
     two, four = (tpu_generations.reported("V2", cores) for cores in (2, 4))
     assert two.spmem_bytes == GENERATIONS["7x"].spmem_bytes
     assert two.hbm_bytes == GENERATIONS["7x"].hbm_bytes
-    assert two.max_unique_ids() >= GENERATIONS["7x"].max_unique_ids()
+    assert two.max_unique_ids(8) >= GENERATIONS["7x"].max_unique_ids(8)
     assert four.hbm_bytes == GENERATIONS["v5p"].hbm_bytes
     assert tpu_generations.reported("V1", 0).hbm_bytes == 32 * GIB
 
@@ -182,7 +183,8 @@ def test_described_tpus_have_the_limits_of_their_generation(name: str) -> None:
         Described("V2", described.sparse_cores_per_device, local=True)
     )
     setattr(strategy.extended, distribution.DESCRIBED_GENERATION, described)
-    most = described.max_unique_ids(256)  # The default limit of ids.
+    cores = described.sparse_cores_per_device * strategy.num_replicas_in_sync
+    most = described.max_unique_ids(cores, 256)  # The default limit of ids.
     table = te.TableConfig(1000, 8, name="t")
     config = te.SparseCoreEmbeddingConfig(max_unique_ids_per_table={"t": most + 64})
     with (

@@ -22,7 +22,15 @@ import check_tpu
 import numpy as np
 
 COUNT = 40
-TOPOLOGIES = ("v6e:2x2", "v5p:2x2x1", "7x:2x2x1", "v6e:1x1", "v6e:4x4", "v5p:2x2x2")
+TOPOLOGIES = (
+    "v6e:2x2",
+    "v5p:2x2x1",
+    "7x:2x2x1",
+    "v6e:1x1",
+    "v6e:4x4",
+    "v5p:2x2x2",
+    "v6e:8x8",
+)
 DIMS = (1, 8, 12, 16, 32, 64, 100, 128, 256, 512)
 # Around the limits of ids, which are those of every width, wider programs compile for
 # minutes.
@@ -56,6 +64,7 @@ def random_case(seed: int, number: int) -> Random:
     about = ("device bytes", "tensor bytes", "distinct ids", "custom")[number % 4]
     topology = str(rng.choice(TOPOLOGIES))
     generation, devices = tpu_generations.topology(topology)
+    cores = generation.sparse_cores_per_device * devices
     samples = int(generation.sparse_cores_per_device * 2 ** rng.integers(3, 12))
     near = rng.uniform(*NEAR)
     rules = [te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1)]
@@ -81,12 +90,12 @@ def random_case(seed: int, number: int) -> Random:
         rows = min(int(near * most / (4 * width)), MAX_ROWS)
         tables = [make("t", rows, dim, te.SGD(0.1))]
     elif about == "distinct ids":
-        ids = int(generation.max_unique_ids() * rng.choice([1, 2, 16, 40]))
-        unique = int(near * (generation.max_unique_ids(ids) or 256)) // 8 * 8
+        ids = int(generation.max_unique_ids(cores) * rng.choice([1, 2, 16, 40]))
+        unique = int(near * generation.max_unique_ids(cores, ids)) // 8 * 8
         config["max_unique_ids_per_table"] = {"t": unique}
         config["max_ids_per_table"] = {"t": ids}
     else:
-        per_core = generation.max_unique_ids()
+        per_core = generation.max_unique_ids(cores)
         per_core //= tpu_generations.CUSTOM_IDS_PER_SAMPLE
         samples = int(near * per_core) * generation.sparse_cores_per_device
         config["minibatching"] = False

@@ -7,9 +7,11 @@ tensor of SparseCores, and the SPMEM that a lookup of so many ids needs.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 EmbeddingHardware = Literal["v1", "sparse_core", "none"]
@@ -64,38 +66,42 @@ class Generation:
     max_chips: int = 0
     topologies: tuple[str, ...] = ()
 
-    def partition_bytes(self, max_ids: int, max_unique_ids: int) -> float:
+    def partition_bytes(
+        self, max_ids: int, max_unique_ids: int, num_sparse_cores: int
+    ) -> int:
         """The SPMEM that a lookup needs with these limits of a partition.
 
-        >>> GENERATIONS["v6e"].partition_bytes(256, 256)
-        10336.0
+        >>> GENERATIONS["v6e"].partition_bytes(256, 256, num_sparse_cores=8)
+        10738
 
         Args:
           max_ids: Most ids.
           max_unique_ids: Most distinct ids.
+          num_sparse_cores: SparseCores of all devices that share a table.
         """
         ids, unique = (
             -(-count // self.id_multiple) * self.id_multiple
             for count in (max_ids, max_unique_ids)
         )
-        needed = ids * _SPMEM_BYTES_PER_ID + unique * _SPMEM_BYTES_PER_UNIQUE_ID
-        return self.spmem_reserved_bytes + needed
+        of_ids = math.ceil(_SPMEM_BYTES_OF_IDS * math.sqrt(num_sparse_cores * ids))
+        return self.spmem_reserved_bytes + unique * _SPMEM_BYTES_PER_UNIQUE_ID + of_ids
 
-    def max_unique_ids(self, max_ids: int | None = None) -> int:
+    def max_unique_ids(self, num_sparse_cores: int, max_ids: int | None = None) -> int:
         """The largest limit of distinct ids of a partition that compiles.
 
         >>> v6e = generation("v6e")
-        >>> v6e.max_unique_ids(), v6e.max_unique_ids(max_ids=99456)
-        (7176, 6216)
+        >>> v6e.max_unique_ids(8), v6e.max_unique_ids(8, max_ids=99456)
+        (7176, 6976)
 
         Args:
+          num_sparse_cores: SparseCores of all devices that share a table.
           max_ids: The limit of ids; None: as many as distinct ones.
         """
-        of_ids = 0.0 if max_ids is None else self.partition_bytes(max_ids, 0)
-        each = _SPMEM_BYTES_PER_UNIQUE_ID
-        if max_ids is None:
-            of_ids, each = self.partition_bytes(0, 0), each + _SPMEM_BYTES_PER_ID
-        return self._most(of_ids, each)
+        return self._most(
+            lambda unique: self.partition_bytes(
+                unique if max_ids is None else max_ids, unique, num_sparse_cores
+            )
+        )
 
     def compiles_multiple(self, max_unique_ids: int) -> bool:
         """Whether the compiler can round a limit of distinct ids.
@@ -105,21 +111,25 @@ class Generation:
         """
         return -(-max_unique_ids // 8) * 8 % self.id_multiple == 0
 
-    def max_ids(self, max_unique_ids: int) -> int:
+    def max_ids(self, num_sparse_cores: int, max_unique_ids: int) -> int:
         """The largest limit of ids of a partition that compiles.
 
-        >>> GENERATIONS["v6e"].max_ids(256)
-        671744
+        >>> GENERATIONS["v6e"].max_ids(8, max_unique_ids=7000)
+        85920
 
         Args:
+          num_sparse_cores: SparseCores of all devices that share a table.
           max_unique_ids: The limit of distinct ids.
         """
-        return self._most(self.partition_bytes(0, max_unique_ids), _SPMEM_BYTES_PER_ID)
+        return self._most(
+            lambda ids: self.partition_bytes(ids, max_unique_ids, num_sparse_cores)
+        )
 
-    def _most(self, taken: float, each: float) -> int:
-        """How many ids of `each` bytes the SPMEM has room for."""
-        count = int((self.spmem_bytes - taken) / each)
-        return max(count // self.id_multiple * self.id_multiple, 0)
+    def _most(self, needed: Callable[[int], int]) -> int:
+        """The largest limit whose bytes the SPMEM has."""
+        limits = range(0, _MAX_LIMIT + 1, self.id_multiple)
+        count = bisect.bisect_right(limits, self.spmem_bytes, key=needed)
+        return limits[max(count - 1, 0)]
 
 
 def _sparse_core(
@@ -142,11 +152,16 @@ def _sparse_core(
 
 
 # libtpu's reply E3001 names a "fixed_size_allocation" of 36 bytes for each distinct id
-# and some more, and a "row_dependent_size_allocation" of 12 for each id, of which a
-# lookup needs one part in 32 at least: on v6e 7176 ids, all distinct, compile and 7200
-# do not; beside 99584 ids 6224 distinct ones compile and 7104 do not.
+# and some more, and a "row_dependent_size_allocation" of 12 for each id, which it
+# divides by a number of replicas that itself needs SPMEM: at best both are equal, and
+# the sum grows with the square root of ids and SparseCores. Programs around the limit
+# needed 7.4 to 10.7 times the root (docs/tpu_check.md).
 _SPMEM_BYTES_PER_UNIQUE_ID = 36
-_SPMEM_BYTES_PER_ID = 12 / 32
+_SPMEM_BYTES_OF_IDS = 11
+_MAX_LIMIT = 2**31 - 1
+
+# The code of a step takes 0.5 to 0.7 MiB of HBM for each stack.
+PROGRAM_BYTES_PER_STACK = 2**20
 
 _SQUARES = ("2x2", "4x4", "8x8", "16x16")
 _RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

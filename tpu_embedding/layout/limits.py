@@ -10,6 +10,7 @@ from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.tpu_generations import (
     GIB,
+    PROGRAM_BYTES_PER_STACK,
     SPARSE_CORE_TENSOR_BYTES,
     Generation,
 )
@@ -59,11 +60,35 @@ def buffer_bytes(
       stack: The stack.
       pipelined: Add the bytes of the pending update: another batch and its gradients.
     """
+    batch = _batch_bytes(partitioning, stack)
+    return batch + (batch + _activation_bytes(stack) if pipelined else 0)
+
+
+def temporary_bytes(
+    partitioning: Partitioning, stack: Stack, *, pipelined: bool = False
+) -> int:
+    """Returns what the program of a step needs on one device beside its arguments.
+
+    As programs that libtpu 0.0.30 compiled: their code, the activations, and, where an
+    update is pending, the batch once more.
+
+    Args:
+      partitioning: The limits of each stack.
+      stack: The stack.
+      pipelined: Whether an update is pending between steps.
+    """
+    batch = _batch_bytes(partitioning, stack) if pipelined else 0
+    return PROGRAM_BYTES_PER_STACK + _activation_bytes(stack) + batch
+
+
+def _batch_bytes(partitioning: Partitioning, stack: Stack) -> int:
     ids = stack.samples * partitioning.max_ids_per_chip_per_sample
     positions = any(t.positions for t in partitioning.tables if t.name == stack.name)
-    batch = ids * (4 if positions else 3) + partitioning.num_row_pointers
-    pending = batch + stack.samples * stack.width if pipelined else 0
-    return _BYTES * (batch + pending)
+    return _BYTES * (ids * (4 if positions else 3) + partitioning.num_row_pointers)
+
+
+def _activation_bytes(stack: Stack) -> int:
+    return _BYTES * stack.samples * stack.width
 
 
 def sparse_core_excesses(
@@ -89,12 +114,15 @@ def sparse_core_excesses(
         found += _tensor_excess(stack, names)
         compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
         asked = (table.max_ids_per_partition, table.max_unique_ids_per_partition)
-        found += _partition_excess(stack, names, asked, compiled, generation)
+        found += _partition_excess(
+            stack, names, asked, compiled, (generation, partitioning.num_shards)
+        )
     used = [
         (
             ", ".join(plan.tables[index].name for index in stack.tables),
             array_bytes(stack) * num_arrays(plan.tables[stack.tables[0]])
-            + buffer_bytes(partitioning, stack, pipelined=pipelined),
+            + buffer_bytes(partitioning, stack, pipelined=pipelined)
+            + temporary_bytes(partitioning, stack, pipelined=pipelined),
         )
         for stack in layout.stacks
     ]
@@ -166,7 +194,7 @@ def device_excess(
             None,
             total,
             limit,
-            f"The tables, their slots and id buffers need {total} bytes "
+            f"The tables, their slots and a step need {total} bytes "
             f"({_gib(total)}) on {each}, and programs on {place} can use "
             f"{limit} bytes ({_gib(limit)}): {_gib(total - limit)} too much. The "
             f"largest are {shown}. Use more devices, a smaller vocabulary_size or dim, "
@@ -208,7 +236,7 @@ def _partition_excess(
     names: tuple[str, ...],
     asked: tuple[int, int],
     compiled: int | None,
-    generation: Generation,
+    place: tuple[Generation, int],
 ) -> Iterable[Excess]:
     """Yields the excess of a partition over the memory of a SparseCore.
 
@@ -218,17 +246,22 @@ def _partition_excess(
       asked: The limits of ids and distinct ids that the preprocessor holds.
       compiled: The limit, of ids and of distinct ids, that libtpu compiles for a
         CustomOptimizer or CustomCombiner; None for other tables.
-      generation: The TPU.
+      place: The TPU, and SparseCores of all its devices.
     """
+    generation, cores = place
     ids, unique = (max(number, compiled or 0) for number in asked)
-    size, spmem = generation.partition_bytes(ids, unique), generation.spmem_bytes
+    size, spmem = generation.partition_bytes(ids, unique, cores), generation.spmem_bytes
     if not spmem:
         return
     if size <= spmem:
         yield from _multiple_excess(stack, names, unique, compiled, generation)
         return
-    most = generation.max_unique_ids()
-    kind, number, limit = "unique ids", unique, generation.max_unique_ids(ids) or most
+    most = generation.max_unique_ids(cores)
+    kind, number, limit = (
+        "unique ids",
+        unique,
+        generation.max_unique_ids(cores, ids) or most,
+    )
     if compiled is not None:
         limit = most  # `compiled` is at least what the user asks for.
         what = (
@@ -243,12 +276,16 @@ def _partition_excess(
         )
         choices = [f"max_unique_ids_per_table to at most {limit}"]
         if unique <= most:
-            kind, number, limit = "ids", ids, generation.max_ids(unique)
+            kind, number, limit = "ids", ids, generation.max_ids(cores, unique)
             fewer = f"max_ids_per_table to at most {limit}"
             # So many ids may leave no memory for distinct ones.
-            choices = [*choices, fewer] if generation.max_unique_ids(ids) else [fewer]
-        elif generation.partition_bytes(ids, limit) > spmem:
-            choices[0] += f", and max_ids_per_table to {generation.max_ids(limit)}"
+            choices = (
+                [*choices, fewer] if generation.max_unique_ids(cores, ids) else [fewer]
+            )
+        elif generation.partition_bytes(ids, limit, cores) > spmem:
+            choices[0] += (
+                f", and max_ids_per_table to {generation.max_ids(cores, limit)}"
+            )
         way_out = (
             f"Set {' or '.join(choices)} in SparseCoreEmbeddingConfig, with "
             "minibatching=True if batches have more"
@@ -259,9 +296,9 @@ def _partition_excess(
         stack.name,
         number,
         limit,
-        f"{_tables(names)} in stack {stack.name!r}: {what}. A partition with these "
-        f"limits needs {int(size)} bytes of the memory of a SparseCore, which has "
-        f"{spmem} bytes (SPMEM) on {generation.name}. {way_out}.",
+        f"{_tables(names)} in stack {stack.name!r}: {what}. With these limits and "
+        f"{cores} SparseCores a partition needs {size} bytes of the memory of a "
+        f"SparseCore, which has {spmem} bytes (SPMEM) on {generation.name}. {way_out}.",
     )
 
 

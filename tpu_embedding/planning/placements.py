@@ -544,9 +544,8 @@ class _Planner:
         by_table: dict[str, int] = {}
         buffers = 0
         for stack in layout.stacks:
-            buffers += limits.buffer_bytes(
-                partitioning, stack, pipelined=self.pipelined
-            )
+            for needed in (limits.buffer_bytes, limits.temporary_bytes):
+                buffers += needed(partitioning, stack, pipelined=self.pipelined)
             spec = own.tables[stack.tables[0]]
             size = limits.array_bytes(stack) * limits.num_arrays(spec)
             heights = [

@@ -156,7 +156,7 @@ class Sample:
                 _stack_limits(
                     stack.name,
                     needs,
-                    generation,
+                    (generation, partitioning.num_shards),
                     stack.samples * partitioning.max_ids_per_chip_per_sample,
                 ),
                 max(stack.samples, 1),
@@ -208,19 +208,20 @@ def _partition(
 
 
 def _stack_limits(
-    name: str, needs: Sequence[_Need], generation: Generation, capacity: int
+    name: str, needs: Sequence[_Need], place: tuple[Generation, int], capacity: int
 ) -> StackLimits:
     counts = np.stack([need.counts for need in needs])
     unique = np.stack([need.unique for need in needs])
     required = np.stack([need.required for need in needs])
     total = max(int(counts.sum()), 1)
     max_ids, max_unique = int(counts.max()), int(unique.max())
+    generation, cores = place
     multiple = generation.id_multiple
     suggested_unique = min(
-        _with_headroom(max_unique, multiple), generation.max_unique_ids()
+        _with_headroom(max_unique, multiple), generation.max_unique_ids(cores)
     )
     suggested = min(
-        _with_headroom(max_ids, multiple), generation.max_ids(suggested_unique)
+        _with_headroom(max_ids, multiple), generation.max_ids(cores, suggested_unique)
     )
 
     def beyond(ids: int, distinct: int) -> float:

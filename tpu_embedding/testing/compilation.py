@@ -232,7 +232,7 @@ def compile_step(
             problem=_ended(target, ended.returncode, facts.get("stage", "")),
             message="\n".join(ended.stderr.strip().splitlines()[-20:]),
         )
-    return _report(topology, generation, facts)
+    return _report(topology, facts)
 
 
 def _ended(target: str, code: int, stage: str) -> str:
@@ -298,14 +298,13 @@ def _check_versions(executable: str, environment: dict[str, str]) -> None:
         )
 
 
-def _report(
-    topology: str, generation: tpu_generations.Generation, facts: dict[str, Any]
-) -> CompileReport:
+def _report(topology: str, facts: dict[str, Any]) -> CompileReport:
+    generation, devices = tpu_generations.topology(topology)
     stacks = facts["stacks"]
     message = facts.get("error", "")
     problem = ""
     if message:
-        problem = _translate(message, facts["stage"], stacks, generation)
+        problem = _translate(message, facts["stage"], stacks, generation, devices)
     return CompileReport(
         topology=topology,
         compiles=not message,
@@ -341,6 +340,7 @@ def _translate(
     stage: str,
     stacks: Sequence[dict[str, Any]],
     generation: tpu_generations.Generation,
+    num_devices: int,
 ) -> str:
     """The compiler's message in terms of tables and features."""
     if stage == "build":
@@ -353,7 +353,8 @@ def _translate(
         sizes = {"width": width, "samples": samples}
         own = [s for s in stacks if all(s[key] == size for key, size in sizes.items())]
         own = [s for s in own if s["max_unique_ids"] == unique] or own
-        most = generation.max_unique_ids(ids) or generation.max_unique_ids()
+        cores = num_devices * generation.sparse_cores_per_device
+        most = generation.max_unique_ids(cores, ids) or generation.max_unique_ids(cores)
         return (
             f"{_names(own)}: {unique} distinct ids ({ids} ids) in a partition need "
             f"{needed} bytes of a SparseCore's memory, which has {spmem}. Set "
