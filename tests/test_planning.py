@@ -76,17 +76,20 @@ def test_stacks_of_sparse_cores_on_paper() -> None:
     assert place.by_table == {"a": 2 * rows, "b": 2 * rows}
     pointers = 2 * 64 * 8
     batch, activations = 4 * (32 * 64 * 3 + pointers), 4 * 32 * 8
-    assert place.buffer_bytes == batch + activations + 2**20  # The program.
-    assert place.device_bytes == (4 * rows + place.buffer_bytes,) * 4
+    assert place.buffer_bytes == batch
+    assert place.program_bytes == 2**20 + activations
+    used = 4 * rows + place.buffer_bytes + place.program_bytes
+    assert place.device_bytes == (used,) * 4
     pipelined = te.plan(
         features,
         te.Adagrad(0.1),
         topologies=["v6e:2x2"],
         pipeline_execution_with_tensor_core=True,
     )
-    # The pending update is another batch and its gradients; a third batch is copied.
+    # The pending update is another batch and its gradients; the program copies it.
     found = placement(pipelined, "v6e:2x2")
-    assert found.buffer_bytes == place.buffer_bytes + 2 * batch + activations
+    assert found.buffer_bytes == 2 * batch + activations
+    assert found.program_bytes == place.program_bytes + batch
 
 
 def ragged(rng: np.random.Generator, rows: int, samples: int) -> tf.RaggedTensor:

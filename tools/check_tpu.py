@@ -317,10 +317,11 @@ def run_topology(topology: str, names: Sequence[str]) -> int:
         if not bad:
             line = f"compiles, {seconds:4.1f} s of CPU"
             if isinstance(case, Case):
-                planned = case.planned(topology).device_bytes[0]
-                ratio = planned / (facts["argument_bytes"] + facts["temp_bytes"])
+                place = case.planned(topology)
+                planned = place.device_bytes[0] - place.program_bytes
+                ratio = planned / facts["argument_bytes"]
                 bad |= abs(ratio - 1) > PLAN_LIMIT
-                line += f", planned / compiled {ratio:.3f}"
+                line += f", planned / arguments {ratio:.3f}"
             own = [(s["max_ids"], s["max_unique_ids"]) for s in facts["stacks"]]
             bad |= {tuple(pair) for pair in facts["compiled_limits"]} != set(own)
             bad |= bool(facts["copied"])

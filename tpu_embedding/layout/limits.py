@@ -64,7 +64,7 @@ def buffer_bytes(
     return batch + (batch + _activation_bytes(stack) if pipelined else 0)
 
 
-def temporary_bytes(
+def program_bytes(
     partitioning: Partitioning, stack: Stack, *, pipelined: bool = False
 ) -> int:
     """Returns what the program of a step needs on one device beside its arguments.
@@ -122,7 +122,7 @@ def sparse_core_excesses(
             ", ".join(plan.tables[index].name for index in stack.tables),
             array_bytes(stack) * num_arrays(plan.tables[stack.tables[0]])
             + buffer_bytes(partitioning, stack, pipelined=pipelined)
-            + temporary_bytes(partitioning, stack, pipelined=pipelined),
+            + program_bytes(partitioning, stack, pipelined=pipelined),
         )
         for stack in layout.stacks
     ]

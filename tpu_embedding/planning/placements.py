@@ -542,10 +542,14 @@ class _Planner:
                 unsupported=str(error),
             )
         by_table: dict[str, int] = {}
-        buffers = 0
+        buffers = program = 0
         for stack in layout.stacks:
-            for needed in (limits.buffer_bytes, limits.temporary_bytes):
-                buffers += needed(partitioning, stack, pipelined=self.pipelined)
+            buffers += limits.buffer_bytes(
+                partitioning, stack, pipelined=self.pipelined
+            )
+            program += limits.program_bytes(
+                partitioning, stack, pipelined=self.pipelined
+            )
             spec = own.tables[stack.tables[0]]
             size = limits.array_bytes(stack) * limits.num_arrays(spec)
             heights = [
@@ -560,7 +564,7 @@ class _Planner:
             needs, per_sample = self.sample.limits(
                 own, layout, partitioning, generation
             )
-        used = sum(by_table.values()) + buffers
+        used = sum(by_table.values()) + buffers + program
         return Placement(
             name=name,
             kind="tpu",
@@ -568,6 +572,7 @@ class _Planner:
             capacity=generation.hbm_bytes,
             device_bytes=(used,) * devices,
             buffer_bytes=buffers,
+            program_bytes=program,
             by_table=by_table,
             location=dict.fromkeys(by_table, "all"),
             limits=tuple(needs),

@@ -99,8 +99,8 @@ class Placement:
       kind: "host", "synchronous", "parameter_servers" or "tpu".
       num_devices: Machines, processes, servers or TPU devices.
       capacity: Bytes of each.
-      device_bytes: Bytes that each needs: tables, slots and buffers.
-      buffer_bytes: Of these, what one step needs on the fullest.
+      device_bytes: Bytes that each needs: tables, slots, and those of a step.
+      buffer_bytes: Of these, the buffers of one step on the fullest.
       by_table: By table, the bytes of it and its slots on the fullest.
       location: By table, "all" if its rows are divided, else the index of the device.
       wire_bytes: Bytes that leave one process in a training step, or None where the
@@ -109,6 +109,8 @@ class Placement:
       max_ids_per_chip_per_sample: Suggested id buffer, if there is a sample.
       excesses: Limits that the placement exceeds.
       unsupported: Why it is not possible whatever its size, or None.
+      program_bytes: Of `device_bytes`, what the compiled step of SparseCores needs
+        beside its arguments, which are tables, slots and buffers.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Placement:
     max_ids_per_chip_per_sample: int | None = None
     excesses: tuple[Excess, ...] = ()
     unsupported: str | None = None
+    program_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -244,6 +247,8 @@ def _table_rows(placement: Placement) -> Iterable[list[str]]:
     if rest:
         yield [f"{len(rest)} more", _size(sum(size for _, size in rest)), ""]
     yield ["buffers of a step", _size(placement.buffer_bytes), ""]
+    if placement.program_bytes:
+        yield ["program of a step", _size(placement.program_bytes), ""]
 
 
 def _statistics_rows(statistics: Sequence[TableStatistics]) -> Iterable[list[str]]:
