@@ -198,8 +198,8 @@ class PlanReport:
     def __str__(self) -> str:
         tables = len({array.table for array in self.arrays})
         parts = [
-            f"{tables} tables, {len(self.arrays) - tables} slots: "
-            f"{_size(self.total_bytes)}",
+            f"{_count(tables, 'table')}, "
+            f"{_count(len(self.arrays) - tables, 'slot')}: {_size(self.total_bytes)}",
             _grid(_placement_rows(self.placements)),
         ]
         problems: dict[str, list[str]] = {}
@@ -221,6 +221,10 @@ class PlanReport:
     def to_svg(self) -> str:
         """Returns a picture: the fullest device of each placement, by table."""
         return _svg(self.placements)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _placement_rows(placements: Sequence[Placement]) -> Iterable[list[str]]:
