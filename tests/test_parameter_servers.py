@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -69,17 +70,37 @@ def test_every_case_is_listed(found: dict[str, str]) -> None:
     assert set(found) == set(NAMES)
 
 
-def test_repeated_pushes_between_processes() -> None:
-    """Where the number of a push is read on another machine than it is checked."""
+@pytest.mark.parametrize("fault", ["repeated", "full_disk_te", "full_disk_tf"])
+def test_fault(fault: str) -> None:
+    """Of several processes; `make test-servers` runs the others."""
     done = subprocess.run(
-        [sys.executable, "-P", str(FAULTS), "repeated"],
+        [sys.executable, "-P", str(FAULTS), fault],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert "repeated: passed" in done.stdout, done.stderr[-4000:]
+    assert f"{fault}: passed" in done.stdout, done.stderr[-4000:]
+
+
+def test_logs_of_local_servers_are_kept_after_an_error_only() -> None:
+    printing = {"ps": [sys.executable, "-c", "print('started')"]}
+    with te.testing.LocalServers(1, 0, printing) as job:
+        job.processes["ps", 0].wait()
+        log = job.log("ps", 0)
+        assert log.read_text() == "started\n"
+    assert not log.parent.exists()
+
+    def fail() -> None:
+        with te.testing.LocalServers(1, 0, printing) as job:
+            raise ValueError(job.log("ps", 0))
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        fail()
+    (log,) = caught.value.args
+    assert log.exists()
+    shutil.rmtree(log.parent)
 
 
 def test_the_server_command_needs_a_task() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-P", "-m", "tpu_embedding", "server")
@@ -20,6 +22,8 @@ _COMMAND = (sys.executable, "-P", "-m", "tpu_embedding", "server")
 
 class LocalServers:
     """Processes of `python -m tpu_embedding server`, which end with the context.
+
+    Their logs are removed at its end, unless it ends with an error.
 
     For tests, examples and benchmarks of ParameterServerStrategy without a cluster:
 
@@ -96,7 +100,11 @@ class LocalServers:
         )
 
     def close(self) -> None:
-        """Kills the processes."""
+        """Kills the processes and removes their logs."""
+        self._end()
+        shutil.rmtree(self._logs, ignore_errors=True)
+
+    def _end(self) -> None:
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -104,5 +112,9 @@ class LocalServers:
     def __enter__(self) -> LocalServers:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *rest: object) -> None:
+        if error is None:
+            self.close()
+            return
+        self._end()
+        logging.warning("What the servers and workers printed is in %s.", self._logs)
