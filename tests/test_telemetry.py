@@ -333,6 +333,80 @@ def test_refused_steps_and_evaluation_are_not_counted(engine: str):
     assert telemetry.read()["films"]["ids"].value == 3
 
 
+@pytest.mark.parametrize("kind", ["queue", "v2"])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_refused_steps_of_replicas_and_tables_of_one_name(
+    engine: str, kind: str, pipelined: bool, tmp_path: pathlib.Path
+):
+    """In functions that are traced for several sizes, with a restore in between."""
+    random = np.random.default_rng(11)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    counters: list[collections.Counter[int]] = [collections.Counter() for _ in range(2)]
+    options = {"check_numerics": True, "pipeline_execution_with_tensor_core": pipelined}
+    make = {"queue": te.TPUEmbedding, "v2": te.TPUEmbeddingV2}[kind]
+    embeddings, readers, steps = [], [], []
+    for _ in counters:
+        films = te.TableConfig(8, 2, te.RowIdInitializer(), name="films")
+        with strategy.scope():
+            embedding = make(te.FeatureConfig(films, name="f"), te.SGD(0.5), **options)
+            embedding.build()
+        readers.append(te.Telemetry(embedding, every=1))
+
+        def in_replica(ids: Any, value: Any, embedding: Any = embedding) -> None:
+            if kind == "queue":
+                embedding.enqueue(ids)
+                activations = embedding.dequeue()
+                embedding.apply_gradients(value * tf.ones_like(activations))
+            else:
+                activations, batch = embedding(ids)
+                embedding.apply_gradients(value * tf.ones_like(activations), batch)
+
+        @tf.function
+        def step(ids: Any, value: Any, in_replica: Any = in_replica) -> None:
+            strategy.run(in_replica, args=(ids, value))
+
+        embeddings.append(embedding)
+        steps.append(step)
+    applied = [0, 0]
+    for number in range(14):
+        which = int(random.integers(2))
+        ids = list(random.integers(0, 8, [2, random.choice([1, 3])]))
+        value = [1.0, 1.0]
+        bad = number % 5 == 3
+        if bad and random.random() < 0.5:
+            ids[int(random.integers(2))][0] = 8
+        elif bad:
+            value[int(random.integers(2))] = np.nan
+        arguments = (
+            spread(strategy, [tf.constant(x, tf.int64) for x in ids]),
+            spread(strategy, [tf.constant(x) for x in value]),
+        )
+        if bad:
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                steps[which](*arguments)
+        else:
+            steps[which](*arguments)
+            applied[which] += 1
+            counters[which].update(np.concatenate(ids).tolist())
+        if number == 9:
+            path = te.checkpoint.save(embeddings[0], str(tmp_path / "saved"))
+            before = readers[0].read()
+            te.checkpoint.restore(embeddings[0], path)
+            after = readers[0].read()
+            assert after["films"] == before["films"]
+    for embedding, reader, counter, count in zip(
+        embeddings, readers, counters, applied, strict=True
+    ):
+        embedding.flush()
+        read = reader.read()
+        assert read["*"]["steps"].value == count
+        found = read["films"]
+        assert found["ids"] == (sum(counter.values()), True)
+        assert found["rows_touched"].value == len(counter)
+        hottest = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+        assert found["hottest_rows"].value == hottest
+
+
 def test_queue_depth(engine: str):
     embedding = simple()
     telemetry = te.Telemetry(embedding)
