@@ -144,9 +144,10 @@ fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make 
 
 STEPS ?= 20000
 
-test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## faults and costs of workers and parameter servers, 15 minutes
+test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## faults and costs of workers and parameter servers, 20 minutes
 	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_faults.py
 	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_costs.py
+	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_storage.py
 
 BATCHES ?= 1000
 

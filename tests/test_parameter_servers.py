@@ -14,8 +14,10 @@ import pytest
 import tpu_embedding as te
 
 PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PACKAGE), "TF_CPP_MIN_LOG_LEVEL": "2"}
+SEARCHED = os.pathsep.join([str(PACKAGE), str(pathlib.Path(__file__).parent)])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": SEARCHED, "TF_CPP_MIN_LOG_LEVEL": "2"}
 CASES = pathlib.Path(__file__).with_name("parameter_server_cases.py")
+STORAGE = pathlib.Path(__file__).with_name("parameter_server_storage.py")
 FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 NAMES = [
     "one_worker_has_the_bits_of_one_process",
@@ -70,11 +72,19 @@ def test_every_case_is_listed(found: dict[str, str]) -> None:
     assert set(found) == set(NAMES)
 
 
-@pytest.mark.parametrize("fault", ["repeated", "full_disk_te", "full_disk_tf"])
-def test_fault(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        (FAULTS, "repeated"),
+        (FAULTS, "full_disk_te"),
+        (FAULTS, "full_disk_tf"),
+        (STORAGE, "storage"),
+    ],
+)
+def test_fault(file: pathlib.Path, fault: str) -> None:
     """Of several processes; `make test-servers` runs the others."""
     done = subprocess.run(
-        [sys.executable, "-P", str(FAULTS), fault],
+        [sys.executable, "-P", str(file), fault],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
