@@ -74,12 +74,8 @@ def test_every_case_is_listed(found: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("file", "fault"),
-    [
-        (FAULTS, "repeated"),
-        (FAULTS, "full_disk_te"),
-        (FAULTS, "full_disk_tf"),
-        (STORAGE, "storage"),
-    ],
+    [(FAULTS, "repeated"), (STORAGE, "storage")],
+    ids=["repeated", "storage"],
 )
 def test_fault(file: pathlib.Path, fault: str) -> None:
     """Of several processes; `make test-servers` runs the others."""
