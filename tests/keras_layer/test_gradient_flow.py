@@ -65,6 +65,34 @@ def test_a_traced_forward_pass_under_an_outer_tape_updates_once():
 
 
 @on_both_engines
+def test_a_function_within_a_function_needs_its_tape_in_one_of_them():
+    layer = make_layer()
+    inner = tf.function(layer)
+
+    @tf.function
+    def outer(ids: Any) -> Any:
+        return inner(ids)
+
+    with (
+        tf.GradientTape(),
+        pytest.raises(
+            tf.errors.InternalError,
+            match="No unary variant unary_op function found for op ZEROS_LIKE",
+        ),
+    ):
+        outer(IDS)
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(inner(IDS))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    step()
+    np.testing.assert_array_equal(table_of(layer), ONCE)
+
+
+@on_both_engines
 @pytest.mark.parametrize("trainable_tables", [False, True])
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_scalar_id_is_a_sample_without_a_batch_axis(
