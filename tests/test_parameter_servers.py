@@ -6,8 +6,11 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import pytest
 
@@ -107,6 +110,24 @@ def test_logs_of_local_servers_are_kept_after_an_error_only() -> None:
     (log,) = caught.value.args
     assert log.exists()
     shutil.rmtree(log.parent)
+
+
+def test_local_servers_that_cannot_be_started_leave_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started, popen = [], subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(FileNotFoundError, match="no_such_command"):
+        te.testing.LocalServers(1, 1, {"ps": sleeping, "worker": ["no_such_command"]})
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_server_command_needs_a_task() -> None:

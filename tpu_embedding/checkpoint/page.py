@@ -218,7 +218,10 @@ def _section(number: int, table: TableReport) -> str:
             for count, rows in table.equal.groups
         ]
         equal = _table(["equal rows", "rows"], listed)
-    largest = [[str(row), f"{norm:.6g}"] for row, norm in table.largest]
+    largest = '<p class="note">None.</p>'
+    if table.largest:
+        listed = [[str(row), f"{norm:.6g}"] for row, norm in table.largest]
+        largest = _table(["row", "norm"], listed, numbers=(0, 1))
     return f"""<section class="card" id="table-{number}">
 <h2>{_name(table.name)}</h2>
 <p class="note">{held}</p>
@@ -229,7 +232,7 @@ def _section(number: int, table: TableReport) -> str:
 <p class="note">Euclidean norms, on a logarithmic scale, without rows of zeros.
 Exact.</p></div>
 <div><h3>Largest rows</h3>
-{_table(["row", "norm"], largest, numbers=(0, 1))}
+{largest}
 <p class="note">Exact.</p></div>
 <div><h3>Equal rows</h3>
 {equal}

@@ -59,8 +59,12 @@ class LocalServers:
             address = f"127.0.0.1:{bound.getsockname()[1]}"
             self.cluster.setdefault(job, []).append(address)
             bound.close()
-        for task in tasks:
-            self.start(*task)
+        try:
+            for task in tasks:
+                self.start(*task)
+        except OSError:
+            self.close()
+            raise
 
     def start(self, job: str, task: int) -> None:
         """Starts one task, also again after its process has ended.
