@@ -668,8 +668,9 @@ def test_wrong_arguments():
     star = te.FeatureConfig(te.TableConfig(8, 2, name="*"))
     with pytest.raises(ValueError, match=r"A table is called '\*'"):
         te.Telemetry(te.TPUEmbedding(star, te.SGD(1)))
-    with pytest.raises(TypeError, match="embedding"):
-        te.Telemetry(config)
+    for wrong in (config, te.TPUEmbeddingV0(config, None)):
+        with pytest.raises(TypeError, match="embedding"):
+            te.Telemetry(wrong)  # pyright: ignore[reportArgumentType]
     layer = te.keras.TPUEmbedding(config, None, trainable_tables=True)
     with pytest.raises(NotImplementedError, match="trainable_tables=True"):
         te.Telemetry(layer)
