@@ -267,24 +267,76 @@ def lose_server(call: str, moment: str) -> None:
 
 
 def stop_server() -> None:
-    """A save waits for a server that is stopped, until it goes on or is killed."""
+    """A save or restore waits for a server that is stopped, but not for ever."""
     with te.testing.LocalServers(2, 1) as job, tempfile.TemporaryDirectory() as folder:
-        embedding = make(connect(job.cluster))
+        strategy = connect(job.cluster)
+        embedding = make(strategy)
+        train(embedding)
         before = values(embedding)
         server = job.processes["ps", 1]
-        for number, how in enumerate((signal.SIGCONT, signal.SIGKILL)):
+
+        def stop() -> None:
             server.send_signal(signal.SIGSTOP)
-            threading.Timer(3, server.send_signal, [how]).start()
-            path, begun = f"{folder}/{number}", time.monotonic()
-            if how == signal.SIGCONT:
-                te.checkpoint.save(embedding, path)
-                require_same(stored(path), before)
-            else:
-                with pytest.raises(tf.errors.UnavailableError, match="/task:1"):
-                    te.checkpoint.save(embedding, path)
-            assert 3 <= time.monotonic() - begun < 30
+
+        def go_on() -> None:
+            server.send_signal(signal.SIGCONT)
+
+        stop()
+        threading.Timer(3, go_on).start()
+        te.checkpoint.save(embedding, f"{folder}/first")
+        require_same(stored(f"{folder}/first"), before)
+        coordinator = te.ClusterCoordinator(strategy)
+        calls: dict[str, Callable[[], Any]] = {
+            "save": lambda: te.checkpoint.save(embedding, f"{folder}/second"),
+            "save, stopped while it writes": lambda: te.checkpoint.save(
+                embedding, f"{folder}/second", progress=At("Writing", stop)
+            ),
+            "restore, stopped while it writes": lambda: te.checkpoint.restore(
+                embedding, f"{folder}/first", progress=At("Restoring", stop)
+            ),
+        }
+
+        @contextlib.contextmanager
+        def silent() -> Iterator[None]:
+            te.ClusterCoordinator(strategy, task_timeout=3)
+            try:
+                with pytest.raises(
+                    tf.errors.UnavailableError, match=f"^{LOST} has not .*End it"
+                ):
+                    yield
+            finally:
+                te.ClusterCoordinator(strategy, task_timeout=60)
+
+        for name, call in calls.items():
+            if name == "save":
+                stop()
+            begun = time.monotonic()
+            with small_parts(), silent():
+                call()
+            took = time.monotonic() - begun
+            print(f"{name}: {took:.1f} s")
+            assert took < 15
+            assert not list(pathlib.Path(folder).glob("second*"))
             assert not unfinished(folder)
-        require_same(stored(f"{folder}/0"), before)
+            go_on()
+            restore("te", embedding, f"{folder}/first")
+            require_same(values(embedding), before)
+        with tf.device("/job:ps/task:1"):
+            variable = tf.Variable(3.0)
+        assert coordinator.wait_for(variable.numpy) == 3
+        with pytest.raises(ZeroDivisionError):
+            coordinator.wait_for(lambda: 1 / 0)
+        stop()
+        for call in (variable.numpy, lambda: save("tf", embedding, f"{folder}/third")):
+            with silent():
+                coordinator.wait_for(call)
+        go_on()
+        stop()
+        threading.Timer(2, server.kill).start()
+        with pytest.raises(tf.errors.UnavailableError, match=f"^{LOST}, .*is lost"):
+            te.checkpoint.save(embedding, f"{folder}/second")
+        assert not unfinished(folder)
+        require_same(stored(f"{folder}/first"), before)
 
 
 def coordinate(cluster: str, moment: str, folder: str) -> None:

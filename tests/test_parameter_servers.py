@@ -77,8 +77,8 @@ def test_every_case_is_listed(found: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("file", "fault"),
-    [(FAULTS, "repeated"), (STORAGE, "storage")],
-    ids=["repeated", "storage"],
+    [(FAULTS, "repeated"), (STORAGE, "storage"), (STORAGE, "stop_server")],
+    ids=["repeated", "storage", "stop_server"],
 )
 def test_fault(file: pathlib.Path, fault: str) -> None:
     """Of several processes; `make test-servers` runs the others."""

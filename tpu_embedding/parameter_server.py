@@ -9,7 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from concurrent import futures
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -17,6 +18,7 @@ from tpu_embedding.ops import library
 
 _Base: Any = tf.distribute.coordinator.ClusterCoordinator
 _TASK = re.compile(r"/job:\w+/replica:\d+/task:\d+")
+_T = TypeVar("_T")
 
 
 class ClusterCoordinator(_Base):
@@ -49,8 +51,8 @@ class ClusterCoordinator(_Base):
 
         Args:
           strategy: A tf.distribute.ParameterServerStrategy.
-          task_timeout: After how many seconds without an answer `join` takes a server
-            or worker for lost that is stopped, stuck or out of reach. 60 unless it
+          task_timeout: After how many seconds without an answer `join` and `wait_for`
+            take a task for lost that is stopped, stuck or out of reach. 60 unless it
             was given before.
 
         Raises:
@@ -118,6 +120,45 @@ class ClusterCoordinator(_Base):
         except tf.errors.OpError as error:
             raise _named(error) from error
 
+    def wait_for(self, call: Callable[[], _T]) -> _T:
+        """Runs a call that uses the servers, for as long as all servers answer.
+
+        `te.checkpoint.save` and `te.checkpoint.restore` do so by themselves. For other
+        calls that read or write tables:
+
+            coordinator.wait_for(lambda: tf.train.Checkpoint(model=model).write(path))
+
+        The call runs eagerly, in a thread of its own. It cannot be ended: after an
+        error it goes on if the server does, so end the server first.
+
+        Args:
+          call: A function without arguments.
+
+        Returns:
+          What the function returns.
+
+        Raises:
+          tf.errors.UnavailableError: If a parameter server is lost, or has not answered
+            for `task_timeout`. The text names it.
+          Exception: One that the function raised.
+        """
+        self._watch()
+        result: futures.Future[_T] = futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            while not futures.wait([result], timeout=1.0).done:
+                self._require_answers("/job:ps/")
+            return result.result()
+        except tf.errors.OpError as error:
+            raise _named(error) from error
+
     def _watch(self) -> None:
         """Starts to ask all tasks whether they are alive, once."""
         if self._watches:
@@ -130,10 +171,11 @@ class ClusterCoordinator(_Base):
             for task in range(count)
         ]
 
-    def _require_answers(self) -> None:
+    def _require_answers(self, tasks: str = "") -> None:
+        """Raises UnavailableError if one does not answer whose name begins so."""
         for watch in self._watches:
             silent = watch.silent_for()
-            if silent > self._timeout:
+            if silent > self._timeout and watch.task.startswith(tasks):
                 raise tf.errors.UnavailableError(
                     None,
                     None,
@@ -185,8 +227,10 @@ class _Watch:
 
 
 def _named(error: tf.errors.OpError) -> tf.errors.OpError:
-    """An error of a scheduled function in words that name the task to look at."""
+    """An error of TensorFlow in words that name the task to look at."""
     text = error.message
+    if _RESTART in text:
+        return error
     if isinstance(error, tf.errors.NotFoundError) and "'TpuEmbedding" in text:
         return tf.errors.NotFoundError(
             None,

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import errors
@@ -41,7 +42,9 @@ from tpu_embedding.layout.output_shapes import OutputShapes, Shape, ShapesOfPart
 from tpu_embedding.layout.placement import part_of_plan, place_on_servers
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.ops import library
+from tpu_embedding.parameter_server import ClusterCoordinator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ class ParameterServerEngine(Engine):
         """
         super().__init__(options)
         topology = options.topology
+        self._coordinator = ClusterCoordinator(topology.strategy)
         _require_library(topology.servers)
         self._ops = library.load()
         self._batches = HostBatches(options, None)
@@ -304,7 +308,16 @@ class ParameterServerEngine(Engine):
         found = self._divided.tables() if self._divided else {}
         for server in self._servers:
             found |= server.engine.tables()
-        return {spec.name: found[spec.name] for spec in self._plan.tables}
+        return {
+            spec.name: dataclasses.replace(
+                found[spec.name],
+                rows={
+                    name: _ServedRows(rows, self._coordinator)
+                    for name, rows in found[spec.name].rows.items()
+                },
+            )
+            for spec in self._plan.tables
+        }
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
@@ -334,6 +347,12 @@ class ParameterServerEngine(Engine):
 
         Also applies an update whose worker was lost after its server had taken it.
         """
+        if tf.executing_eagerly():
+            self._coordinator.wait_for(self._apply_all)
+        else:
+            self._apply_all()
+
+    def _apply_all(self) -> None:
         for engine in self._engines():
             engine.apply_all()
 
@@ -383,6 +402,25 @@ class ParameterServerEngine(Engine):
             )
             for activation, gradient in zip(activations, gradients, strict=True)
         )
+
+
+class _ServedRows(MutableRows):
+    """A matrix on servers: an error, not a wait without end, if one does not answer."""
+
+    def __init__(self, rows: MutableRows, coordinator: ClusterCoordinator) -> None:
+        super().__init__(rows.shape, rows.dtype)
+        self._rows, self._coordinator = rows, coordinator
+        self.initial_value = rows.initial_value
+
+    @property
+    def variable(self) -> Any:
+        return self._rows.variable
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._coordinator.wait_for(lambda: self._rows.read(start, stop))
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        self._coordinator.wait_for(lambda: self._rows.write(start, values))
 
 
 class ParameterServerQueue(StepQueue):
