@@ -1,4 +1,4 @@
-"""Runs tests/tf_keras in a process in which tf.keras is tf_keras."""
+"""Runs tests in a process in which tf.keras is tf_keras."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 import pytest
 
 TESTS = pathlib.Path(__file__).parent
+# Those of tf_keras alone, and those that each Keras runs.
+FILES = ["tests/tf_keras", "tests/keras_layer/test_preprocessing_layers.py"]
 
 
 @pytest.mark.skipif(
@@ -18,7 +20,7 @@ TESTS = pathlib.Path(__file__).parent
 )
 def test_the_layer_of_tf_keras():
     run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", str(TESTS / "tf_keras")],
+        [sys.executable, "-P", "-m", "pytest", "-q", *FILES],
         cwd=TESTS.parent,
         env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
         capture_output=True,
