@@ -247,9 +247,9 @@ def _histogram(buckets: Sequence[tuple[float, float, int]]) -> str:
     """Bars of one width, with ticks on both axes."""
     if not buckets:
         return '<p class="note">No row has a finite norm above 0.</p>'
-    width, height, left, bottom = 360, 190, 44, 24
+    width, height, left, right, bottom = 360, 190, 44, 20, 24
     most = max(count for _, _, count in buckets)
-    inner, top = width - left - 8, 12
+    inner, top = width - left - right, 12
     step = min(inner / len(buckets), 48)
     tall = height - bottom - top
     parts = [
@@ -259,7 +259,7 @@ def _histogram(buckets: Sequence[tuple[float, float, int]]) -> str:
     for share in (0.0, 0.5, 1.0):
         y = height - bottom - tall * share
         parts.append(
-            f'<line class="axis" x1="{left}" x2="{width - 8}" y1="{y:.1f}" '
+            f'<line class="axis" x1="{left}" x2="{width - right}" y1="{y:.1f}" '
             f'y2="{y:.1f}"/><text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">'
             f"{_short(most * share)}</text>"
         )
