@@ -355,15 +355,6 @@ class HostEngine(WholeTablesEngine):
             replica=replica,
         )
 
-    def _activation_shapes(
-        self, shapes: Sequence[Shape] | None
-    ) -> list[tf.TensorShape]:
-        known = self._options.output_shapes.activations(shapes)
-        return [
-            tf.TensorShape((*shape, dim))
-            for shape, dim in zip(known, self._plan.dims, strict=True)
-        ]
-
     def _hand_in(
         self,
         batches: Sequence[tf.Tensor],

@@ -18,7 +18,9 @@ namespace tpu_embedding {
 
 struct RowEntry {
   int32_t row;
-  uint32_t sample;  // numbered through all features of the table
+  // Numbered through all features of the table, as CollectGradients of
+  // kernels/update.cc numbers gradients: another order updates wrong rows.
+  uint32_t sample;
   float gain;
 };
 
