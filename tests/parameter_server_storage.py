@@ -326,6 +326,8 @@ def stop_server() -> None:
         assert coordinator.wait_for(variable.numpy) == 3
         with pytest.raises(ZeroDivisionError):
             coordinator.wait_for(lambda: 1 / 0)
+        with pytest.raises(RuntimeError, match="wait_for runs its call"):
+            tf.function(lambda: coordinator.wait_for(variable.read_value))()
         stop()
         for call in (variable.numpy, lambda: save("tf", embedding, f"{folder}/third")):
             with silent():

@@ -128,8 +128,9 @@ class ClusterCoordinator(_Base):
 
             coordinator.wait_for(lambda: tf.train.Checkpoint(model=model).write(path))
 
-        The call runs eagerly, in a thread of its own. It cannot be ended: after an
-        error it goes on if the server does, so end the server first.
+        The call runs eagerly, in a thread of its own: a scope that is open here, e.g.
+        `strategy.scope()`, is not open there. The call cannot be ended: after an error
+        it goes on if the server does, so end the server first.
 
         Args:
           call: A function without arguments.
@@ -140,8 +141,13 @@ class ClusterCoordinator(_Base):
         Raises:
           tf.errors.UnavailableError: If a parameter server is lost, or has not answered
             for `task_timeout`. The text names it.
+          RuntimeError: In a tf.function.
           Exception: One that the function raised.
         """
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "wait_for runs its call eagerly. Use it outside of tf.function."
+            )
         self._watch()
         result: futures.Future[_T] = futures.Future()
 
