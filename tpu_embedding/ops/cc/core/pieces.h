@@ -30,6 +30,7 @@ constexpr int64_t kCyclesPerPiece = 50000;
 // Cuts each owner's units into pieces of about kCyclesPerPiece.
 inline std::vector<Piece> CutPieces(const std::vector<Work>& works) {
   std::vector<Piece> pieces;
+  pieces.reserve(works.size());
   for (size_t owner = 0; owner < works.size(); ++owner) {
     const auto [units, cycles] = works[owner];
     const int64_t count = std::clamp<int64_t>(cycles / kCyclesPerPiece, 1,

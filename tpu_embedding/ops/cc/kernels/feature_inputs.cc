@@ -115,6 +115,7 @@ absl::Status FeatureInputs::ReadInputs(
   TF_RETURN_IF_ERROR(context->input_list("ids", &ids));
   TF_RETURN_IF_ERROR(context->input_list("structures", &structures));
   TF_RETURN_IF_ERROR(context->input_list("shapes", &shapes));
+  inputs->reserve(specs_.size());
   int next_structure = 0;
   int next_shape = 0;
   for (size_t f = 0; f < specs_.size(); ++f) {

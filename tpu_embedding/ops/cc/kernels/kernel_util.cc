@@ -6,6 +6,7 @@
 #include <mutex>
 #include <new>
 
+#include "absl/container/inlined_vector.h"
 #include "kernels/plan.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/util/work_sharder.h"
@@ -47,6 +48,7 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
                              std::vector<Variable>* variables) {
   tensorflow::OpInputList handles;
   TF_RETURN_IF_ERROR(context->input_list(name, &handles));
+  variables->reserve(handles.size());
   for (const Tensor& handle : handles) {
     TF_RETURN_IF_ERROR(CheckScalar(name, handle));
     Variable variable;
@@ -129,7 +131,7 @@ absl::Status CheckScalar(const char* name, const Tensor& tensor) {
 absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
                              tensorflow::TensorShape* shape) {
   // Of status, where the constructor of a shape would end the process.
-  std::vector<int64_t> axes = samples;
+  absl::InlinedVector<int64_t, 4> axes(samples.begin(), samples.end());
   axes.push_back(dim);
   return tensorflow::TensorShape::BuildTensorShape(axes, shape);
 }
@@ -201,7 +203,7 @@ absl::Status CheckTables(const std::vector<Variable>& tables,
   for (size_t t = 0; t < tables.size(); ++t) {
     const TablePlan& table = plan.tables[t];
     const tensorflow::TensorShape& shape = tables[t]->tensor()->shape();
-    if (shape != tensorflow::TensorShape({table.rows, table.dim})) {
+    if (shape.dim_size(0) != table.rows || shape.dim_size(1) != table.dim) {
       return absl::InvalidArgumentError(absl::StrCat(
           "Table ", table.name, " has shape ", shape.DebugString(), ", but ",
           table.rows, " rows of width ", table.dim,
@@ -243,6 +245,7 @@ int64_t AddTo(Var* counter, int64_t number) {
 }
 
 ReadLocks::ReadLocks(const std::vector<Variable>& variables) {
+  variables_.reserve(variables.size());
   for (const Variable& variable : variables) {
     variables_.push_back(variable.get());
   }

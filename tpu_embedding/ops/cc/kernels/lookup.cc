@@ -120,6 +120,7 @@ class LookupOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(
         CheckLength("output_shapes", shapes_.size(), plan.features.size()));
     TF_RETURN_IF_ERROR(CheckTables(tables, plan));
+    outputs->reserve(batch.features.size());
     for (size_t f = 0; f < batch.features.size(); ++f) {
       tensorflow::TensorShape shape;
       TF_RETURN_IF_ERROR(ActivationShape(
@@ -139,6 +140,7 @@ class LookupOp : public tensorflow::OpKernel {
       resource->huge_pages.Advise(t, *tables[t]->tensor());
     }
     std::vector<Work> works;
+    works.reserve(batch.features.size());
     for (size_t f = 0; f < batch.features.size(); ++f) {
       works.push_back({batch.features[f].num_samples(),
                        LookupCycles(batch.features[f], plan.dim(f))});

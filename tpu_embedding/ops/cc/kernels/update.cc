@@ -210,6 +210,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
     std::vector<tensorflow::Var*> all;
+    all.reserve(tables.size() + slots.size());
     for (const Variable& variable : tables) all.push_back(variable.get());
     for (const Variable& variable : slots) all.push_back(variable.get());
     const WriteLocks locks(all);
@@ -366,8 +367,10 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   static void AddSamples(const float* data, int64_t dim, int64_t count,
                          std::vector<const float*>* samples) {
     const int64_t width = data ? dim : 0;
+    const size_t first = samples->size();
+    samples->resize(first + count);
     for (int64_t s = 0; s < count; ++s) {
-      samples->push_back(data);
+      (*samples)[first + s] = data;
       data += width;
     }
   }
@@ -403,6 +406,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                   const std::vector<TableWork>& work,
                   std::vector<CountedUpdate>* counted) {
     std::vector<Work> works;
+    works.reserve(work.size());
     for (size_t t = 0; t < work.size(); ++t) {
       const TablePlan& table = plan.tables[t];
       const int64_t rows = table.options.all_rows
