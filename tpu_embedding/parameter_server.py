@@ -13,6 +13,7 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager import context, executor
 
 from tpu_embedding.ops import library
 
@@ -222,14 +223,17 @@ class _Watch:
         return time.monotonic() - self._answered
 
     def _ask(self) -> None:
-        while True:
-            try:
-                with tf.device(f"{self.task}/device:CPU:0"):
-                    tf.raw_ops.NoOp()
-            except tf.errors.OpError:
-                pass
-            self._answered = time.monotonic()
-            time.sleep(1.0)
+        # An executor reports the error of one op by any op that runs at the same time:
+        # with that of the other threads, a save would report a worker that is down.
+        with context.executor_scope(executor.new_executor(enable_async=False)):
+            while True:
+                try:
+                    with tf.device(f"{self.task}/device:CPU:0"):
+                        tf.raw_ops.NoOp()
+                except tf.errors.OpError:
+                    pass
+                self._answered = time.monotonic()
+                time.sleep(1.0)
 
 
 def _named(error: tf.errors.OpError) -> tf.errors.OpError:
