@@ -37,10 +37,7 @@ FEATURE = FeatureConfig(TABLE)
 SLOT_OWNER = TableConfig(8, 4, name="a")
 SLOT_NAMED = TableConfig(8, 4, name="a/accumulators")
 OTHER = FeatureConfig(TableConfig(8, 4, name="films"))
-ENGINE_RULES = (
-    "Momentum, RMSProp, CenteredRMSProp, Adadelta, ProximalAdagrad, ProximalYogi, "
-    "FrequencyEstimator"
-)
+RULES = ", ".join(optimizers.OPTIMIZERS)
 RAGGED = tf.ragged.constant([[1, 2], []])
 
 
@@ -196,9 +193,8 @@ CALLS = [
         lambda: tf_configs.convert_optimizer("adagrad"),
         ValueError,
         "Unsupported optimizer for the whole embedding: 'adagrad' of type str. "
-        "Supported are SGD, Adagrad, AdagradMomentum, FTRL, Adam, RowwiseAdagrad, "
-        f"{ENGINE_RULES}, and those of tf.tpu.experimental.embedding with the same "
-        "names.",
+        f"Supported are {RULES}, and those of tf.tpu.experimental.embedding with the "
+        "same names.",
     ),
     Case(
         lambda: CustomCombiner(_all, 4).compute(1, np.zeros((4, 2))),

@@ -212,8 +212,8 @@ class FeatureConfig(_ChangeableUntilUsed):
       table: A TableConfig, of this package or of tf.tpu.experimental.embedding.
       max_sequence_length: L > 0 gives activations [B, L, D], one position for each
         entry, truncated or padded with zeros. Each position is combined alone, so a
-        weight has no effect under "mean", and only its sign has one under "sqrtn"; use
-        "sum" to scale rows. 0 combines the entries.
+        weight other than 0 has no effect under "mean", and only its sign has one under
+        "sqrtn"; use "sum" to scale rows. 0 combines the entries.
       validate_weights_and_indices: Accepted for compatibility with TensorFlow and
         ignored: ids are always checked, and samples without ids are zeros.
       output_shape: Shape of the activations without D, for each replica; None
