@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import operator
 from typing import Any
 
@@ -79,6 +80,15 @@ NAN = float("nan")
         ({"clipvalue": (1.0, -1.0)}, ValueError),
         ({"clipvalue": True}, TypeError),
         ({"low_dimensional_packing_status": 1}, TypeError),
+        # No float holds it, and TensorFlow has no fractions.
+        *(
+            ({argument: 10**400}, ValueError)
+            for argument in ("learning_rate", "clipvalue", "clip_weight_max")
+        ),
+        *(
+            ({argument: fractions.Fraction(1, 3)}, TypeError)
+            for argument in ("learning_rate", "clipvalue", "weight_decay_factor")
+        ),
     ],
     ids=str,
 )
@@ -115,6 +125,11 @@ def test_bad_common_arguments(
         ("RMSProp", {"epsilon": 1e-39}, ValueError),
         ("ProximalYogi", {"epsilon": 1e-39}, ValueError),
         ("RMSProp", {"rho": 1.0}, ValueError),
+        ("FTRL", {"initial_accumulator_value": 1e-40}, ValueError),
+        ("AdagradMomentum", {"exponent": 0.25}, ValueError),
+        ("AdagradMomentum", {"exponent": 0.9, "epsilon": 1.2e-38}, ValueError),
+        ("FrequencyEstimator", {"tau": 1e-46}, ValueError),
+        ("FrequencyEstimator", {"tau": 1 - 1e-12}, ValueError),
         ("CenteredRMSProp", {"epsilon": 0.0}, ValueError),
         ("Adadelta", {"rho": -0.1}, ValueError),
         ("Adadelta", {"epsilon": 0}, ValueError),
@@ -146,7 +161,9 @@ def test_every_option_of_a_rule_is_checked(case: Case) -> None:
         if isinstance(default, bool):
             refused = [(1, TypeError), (None, TypeError)]
         elif isinstance(default, float):
-            refused = [(NAN, ValueError), ("1", TypeError), (True, TypeError)]
+            refused = [(NAN, ValueError), (10**400, ValueError)]
+            wrong = ("1", True, None, fractions.Fraction(1, 3))
+            refused += [(value, TypeError) for value in wrong]
         else:
             continue  # One of `test_bad_common_arguments`.
         for value, error in refused:
@@ -162,7 +179,10 @@ AT_THE_LIMITS = [
     optimizers.CenteredRMSProp(rho=0.0, momentum=1.0, epsilon=1.2e-38),
     optimizers.AdagradMomentum(momentum=1.0, beta2=0.0, epsilon=1.2e-38),
     optimizers.AdagradMomentum(beta2=1.0),
+    optimizers.AdagradMomentum(exponent=0.26),
     optimizers.FTRL(beta=0.0, learning_rate_power=0.0),
+    optimizers.FTRL(initial_accumulator_value=1.2e-38),
+    optimizers.FTRL(initial_accumulator_value=0.0, allow_zero_accumulator=True),
     optimizers.Adam(beta_1=0.0, beta_2=0.0, epsilon=1.1e-19),
     optimizers.Adam(epsilon=1.2e-38, sum_inside_sqrt=False),
     optimizers.Adadelta(rho=0.0, epsilon=1.2e-38),
@@ -186,7 +206,7 @@ def test_each_engine_accepts_the_limits(
     with strategy.scope():
         tables = [te.TableConfig(4, 2, optimizer=one) for one in AT_THE_LIMITS]
         embedding = te.TPUEmbedding([te.FeatureConfig(table) for table in tables], None)
-    for gradient in (0.0, 1.0):
+    for gradient in (0.0, 1e-30, 1e-30, 1.0):
         embedding.enqueue([tf.constant([1, 3])] * len(tables))
 
         def step(gradient: float = gradient) -> None:

@@ -127,6 +127,10 @@ void TestRagged() {
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "
                "output shape (0,) that build() declares.");
+  spec.declared_shape = {8};  // A batch of 8, of which 4 are missing.
+  CheckRefused(spec, input,
+               "Feature user/film: a ragged input of 4 rows does not fill the "
+               "output shape (8,) that build() declares.");
   spec.declared_shape = {3};
   CheckRefused(spec, input,
                "Feature user/film: a ragged input of 4 rows does not fill the "

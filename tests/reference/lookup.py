@@ -168,7 +168,8 @@ def _fill(rows: list, output_shape: tuple[int | None, ...]) -> Samples:
     product = math.prod(shape)
     if num_open <= 1 and product == len(rows):
         return Samples([[entry for _, entry in row] for row in rows], shape)
-    if num_open == 0 and rows and product % len(rows) == 0:
+    several = len(output_shape) > 1
+    if several and num_open == 0 and rows and product % len(rows) == 0:
         return _positions(rows, product // len(rows), shape)
     raise ValueError(f"{len(rows)} ragged rows do not fill {output_shape}")
 

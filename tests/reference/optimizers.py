@@ -249,7 +249,8 @@ def _ftrl_step(h: dict, g: float, state: tuple, lr: float) -> tuple:
     sigma = (new**q - a**q) / lr
     linear += g - sigma * t
     quadratic = new**q / lr + 2 * l2 + h["beta"] / lr
-    t = 0.0 if abs(linear) <= l1 else (np.sign(linear) * l1 - linear) / quadratic
+    zero = abs(linear) <= l1 or quadratic == 0
+    t = 0.0 if zero else (np.sign(linear) * l1 - linear) / quadratic
     return t, new, linear
 
 
@@ -261,8 +262,8 @@ def _ftrl_step_times_rate(h: dict, g: float, state: tuple, lr: float) -> tuple:
     new = a + g**2
     linear += lr * g - (new**q - a**q) * t
     quadratic = new**q + 2 * lr * l2 + h["beta"]
-    small = abs(linear) <= lr * l1
-    t = 0.0 if small else (np.sign(linear) * lr * l1 - linear) / quadratic
+    zero = abs(linear) <= lr * l1 or quadratic == 0
+    t = 0.0 if zero else (np.sign(linear) * lr * l1 - linear) / quadratic
     return t, new, linear
 
 

@@ -94,10 +94,15 @@ class OutputShapes:
             raise errors.batch_size_conflict(self._batch_size, batch_size)
         self._batch_size = batch_size
 
-    def allow_any_batch_size(self, feature: int) -> None:
-        """Accepts any size of the first axis of a declared shape."""
+    def allow_any_batch_size(self, feature: int, *, ragged: bool) -> None:
+        """Accepts any size of the first axis of a declared shape.
+
+        Args:
+          feature: Index of the feature.
+          ragged: Whether its rows fill the shape: several axes then stay as they are.
+        """
         declared = self._declared[feature]
-        if declared is not None:
+        if declared is not None and not (ragged and len(declared.shape) > 1):
             shape = (None, *declared.shape[1:])
             self._declared[feature] = Declared(shape, declared.source)
 
@@ -295,13 +300,17 @@ def _compatible(a: Shape, b: Shape) -> bool:
 
 
 def _rows_fill(rows: int | None, shape: Shape) -> bool:
-    """Whether `rows` ragged rows, each of one or of m positions, can fill `shape`."""
+    """Whether `rows` ragged rows can fill `shape`.
+
+    Each row is one sample, or m positions if the shape has several axes.
+    """
     known = [axis for axis in shape if axis is not None]
     if rows is None:
         return True
     product = math.prod(known)
     if len(known) == len(shape):
-        return rows == product or (product > rows > 0 and product % rows == 0)
+        several = len(shape) > 1 and product > rows > 0 and product % rows == 0
+        return rows == product or several
     return product > 0 and rows % product == 0
 
 

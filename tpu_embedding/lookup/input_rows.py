@@ -241,13 +241,16 @@ def _filled(
     """The output shape of `count` ragged rows; returns as `output_axes`.
 
     The rows fill the declared shape if its product is `count`, where one axis may be
-    open, or if its product is m times `count`, where each row has m positions.
+    open, or if it has several axes and its product is m times `count`, where each row
+    has m positions.
     """
     known = math.prod(axis for axis in declared.shape if axis is not None)
     num_open = sum(axis is None for axis in declared.shape)
     divisor = max(known, 1)
     positions = None
-    if num_open == 0:
+    if num_open == 0 and len(declared.shape) == 1:
+        fills = tf.equal(count, known)
+    elif num_open == 0:
         multiple = known // tf.maximum(count, 1)
         positions = tf.where(tf.equal(count, known), tf.zeros_like(count), multiple)
         fills = tf.equal(count, known) | (

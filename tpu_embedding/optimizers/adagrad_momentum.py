@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
+import numpy as np
+
+from tpu_embedding import errors
 from tpu_embedding.optimizers import base
 
 
@@ -22,7 +26,8 @@ class AdagradMomentum(base.Optimizer):
     Attributes:
       momentum: In [0, 1]; 0 gives Adagrad without momentum.
       use_nesterov: Use Nesterov momentum.
-      exponent: The root of a that divides the gradient, positive; 2 is the square root.
+      exponent: The root of a that divides the gradient, positive, and so large that
+        epsilon^(-1/exponent) is finite in float32; 2 is the square root.
       beta2: In [0, 1]; 1 sums all squares, a smaller value averages over recent ones.
       epsilon: Added to a, positive.
     """
@@ -74,6 +79,16 @@ class AdagradMomentum(base.Optimizer):
         base.check_positive("exponent", self.exponent)
         base.check_share("beta2", self.beta2, closed=True)
         base.check_epsilon("epsilon", self.epsilon)
+        # Where a is 0, the gradient is multiplied by this power.
+        largest = float(np.finfo(np.float32).max)
+        smallest = -math.log(self.epsilon) / math.log(largest)
+        if self.exponent < smallest:
+            raise errors.argument_value(
+                "exponent",
+                self.exponent,
+                f"at least {smallest:.4g} where `epsilon` is {self.epsilon:.4g}: "
+                "otherwise epsilon^(-1/exponent) is infinite in float32",
+            )
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

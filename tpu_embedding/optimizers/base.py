@@ -11,7 +11,6 @@ import abc
 import dataclasses
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -360,9 +359,10 @@ def check_number(argument: str, value: object) -> None:
     """Raises unless `value` is a real number, no bool, and finite in float32."""
     if not is_number(value):
         raise errors.argument_type(argument, value, "a number")
-    if not math.isfinite(value):  # pyright: ignore[reportArgumentType]
+    number = _to_float(argument, value)
+    if not math.isfinite(number):
         raise errors.argument_value(argument, value, "finite")
-    if abs(value) > float(_FLOAT32.max):  # pyright: ignore[reportArgumentType]
+    if abs(number) > float(_FLOAT32.max):
         raise errors.argument_value(argument, value, "finite in float32")
 
 
@@ -396,7 +396,7 @@ def check_epsilon(argument: str, value: Any, *, squared: bool = False) -> None:
     """
     check_positive(argument, value)
     smallest = float(_FLOAT32.smallest_normal)
-    if value ** (2 if squared else 1) < smallest:
+    if float(value) ** (2 if squared else 1) < smallest:
         what = "its square is" if squared else "it is"
         limit = math.sqrt(smallest) if squared else smallest
         raise errors.argument_value(
@@ -419,7 +419,7 @@ def check_limits(
             continue
         if not is_number(limit):
             raise errors.argument_type(argument, limit, "a number or None")
-        if math.isnan(limit):
+        if math.isnan(_to_float(argument, limit)):
             raise errors.argument_value(argument, limit, "a number or None, not NaN")
     lower, upper = limits
     if lower is not None and upper is not None and lower > upper:
@@ -430,8 +430,16 @@ def check_limits(
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a real number and no bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether `value` is an int or float of Python or NumPy, and no bool."""
+    kinds = (int, float, np.integer, np.floating)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _to_float(argument: str, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise errors.argument_value(argument, value, "finite in float32") from None
 
 
 def _check_clipvalue(clipvalue: object) -> None:
@@ -446,7 +454,7 @@ def _check_clipvalue(clipvalue: object) -> None:
         raise errors.argument_type(
             "clipvalue", clipvalue, "None, a number or a tuple (min, max)"
         )
-    if not clipvalue >= 0:  # pyright: ignore[reportOperatorIssue]
+    if not _to_float("clipvalue", clipvalue) >= 0:
         raise errors.argument_value("clipvalue", clipvalue, ">= 0")
 
 

@@ -16,7 +16,8 @@ class FTRL(base.Optimizer):
       q = -learning_rate_power;  a' = a + G^2
       linear += G - (a'^q - a^q) / lr * T
       quadratic = a'^q / lr + 2 * l2 + beta / lr
-      T = 0 if |linear| <= l1 else (sign(linear) * l1 - linear) / quadratic;  a = a'
+      T = 0 if |linear| <= l1 or quadratic == 0, else
+        (sign(linear) * l1 - linear) / quadratic;  a = a'
 
     `base.Optimizer` describes the other attributes. Arguments, their order and
     defaults are those of tf.tpu.experimental.embedding.FTRL.
@@ -106,7 +107,7 @@ class FTRL(base.Optimizer):
         check_initial = (
             base.check_not_negative
             if self.allow_zero_accumulator
-            else base.check_positive
+            else base.check_epsilon
         )
         check_initial("initial_accumulator_value", self.initial_accumulator_value)
 
@@ -130,8 +131,9 @@ class FTRL(base.Optimizer):
         sigma = (root - self._root(ops, old)) / divisor
         linear = linear + scale * gradient - sigma * row
         quadratic = (root + self.beta) / divisor + 2.0 * l2
-        zero = ops.abs(linear) <= l1
-        # Where the row becomes 0 the quadratic term may be 0 too: avoid 0 / 0.
+        # `quadratic` is 0 where no gradient, or only squares that are 0 in float32,
+        # have reached an accumulator of 0.
+        zero = (ops.abs(linear) <= l1) | (quadratic <= 0.0)
         solution = (ops.sign(linear) * l1 - linear) / ops.where(zero, 1.0, quadratic)
         return ops.where(zero, 0.0, solution), new, linear
 

@@ -392,9 +392,8 @@ class FrequencyEstimator(base.KeywordOptimizer):
                 f"{errors.type_name(rate)}. Leave it out to count the updates of the "
                 "table, or pass `lambda: tf.cast(step, tf.float32)`."
             )
-        base.check_number("tau", self.tau)
-        if not 0 < self.tau < 1:
-            raise errors.argument_value("tau", self.tau, "> 0 and < 1")
+        base.check_epsilon("tau", self.tau)
+        base.check_share("tau", self.tau)
         base.check_positive("max_delta", self.max_delta)
         base.check_positive("outlier_threshold", self.outlier_threshold)
         base.check_number("weight_exponent", self.weight_exponent)

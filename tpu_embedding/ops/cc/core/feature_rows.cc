@@ -182,8 +182,8 @@ Error SetOutputShape(const FeatureSpec& spec, FeatureRows* rows) {
     shape = spec.declared_shape;
     const bool filled = FillOpenAxis(rows->count, &shape);
     const int64_t product = Product(shape);
-    if (filled && rows->count > 0 && product > rows->count &&
-        product % rows->count == 0) {
+    if (filled && shape.size() > 1 && rows->count > 0 &&
+        product > rows->count && product % rows->count == 0) {
       rows->positions = product / rows->count;
     } else if (!filled || product != rows->count) {
       return Concat("Feature ", spec.path, ": a ragged input of ", rows->count,

@@ -1,13 +1,15 @@
 // q = -learning_rate_power; b = a + g^2;
 // linear += g - (b^q - a^q) / rate * w;
 // quadratic = b^q / rate + 2 * l2 + beta / rate;
-// w = |linear| <= l1 ? 0 : (sign(linear) * l1 - linear) / quadratic; a = b.
+// w = |linear| <= l1 or quadratic == 0
+//         ? 0 : (sign(linear) * l1 - linear) / quadratic; a = b.
 // With multiply_linear_by_learning_rate the slot holds linear * rate and each
 // term above is taken times the rate, so that nothing is divided by it.
 // Slots: accumulators, linears.
 // Hyperparameters: learning_rate_power, l1, l2, beta,
 // multiply_linear_by_learning_rate. allow_zero_accumulator changes nothing
-// here: no term divides by a.
+// here: no term divides by a, and the quadratic term, which is 0 with a, b,
+// beta and l2, gives a row of zeros.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FTRL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FTRL_H_
@@ -64,7 +66,7 @@ class Ftrl {
       const float sigma = (root_b - root(a[d])) / divisor_;
       linear[d] += scale_ * g[d] - sigma * w[d];
       const float quadratic = (root_b + beta_) / divisor_ + 2.0f * l2_;
-      w[d] = std::fabs(linear[d]) <= l1_
+      w[d] = std::fabs(linear[d]) <= l1_ || quadratic <= 0.0f
                  ? 0.0f
                  : (std::copysign(l1_, linear[d]) - linear[d]) / quadratic;
       a[d] = b;
