@@ -72,11 +72,16 @@ class Structure:
         """
         try:
             leaves = self.flatten(what, shapes, container_leaves=True)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             leaves = list(_shapes_in(shapes))
-            if len(leaves) != self._num_leaves:
+            if len(leaves) == self._num_leaves:
+                return leaves
+            if not leaves or isinstance(error, ValueError):
                 raise
-            return leaves
+            raise ValueError(
+                f"`{what}` has {len(leaves)} shapes where there are "
+                f"{self._num_leaves} features. Give one for each feature."
+            ) from error
         # A leaf may be a container of one shape, as a single feature's [[16]] is.
         within = [list(_shapes_in(leaf)) for leaf in leaves]
         return [

@@ -275,3 +275,32 @@ def test_wrong_orders_of_version_2_on_tpu_v4() -> None:
 
 def _first_table(embedding: Any) -> Any:
     return next(iter(embedding.variables.values()))["parameters"]
+
+
+@pytest.mark.parametrize("engine", ["host", "portable", "v4", "v5p"])
+def test_a_shorter_ragged_batch_is_no_batch_of_sequences(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a last batch must not be cut into positions, to fill the shape."""
+    place(engine, monkeypatch)
+    strategy = strategy_of(engine, 1)
+    table = te.TableConfig(16, 8, te.RowIdInitializer(), combiner="sum")
+    with strategy.scope():
+        embedding = te.TPUEmbedding({"ids": te.FeatureConfig(table)}, te.SGD(1.0))
+    embedding.build([tf.TensorShape([8, None])])
+
+    def batch(rows: int) -> dict[str, tf.RaggedTensor]:
+        return {"ids": tf.ragged.constant([[1, 2, 3]] * rows, dtype=tf.int32)}
+
+    spec = {"ids": tf.RaggedTensorSpec([None, None], tf.int32)}
+    traced = tf.function(
+        lambda features: embedding.enqueue(features, training=False),
+        input_signature=[spec],
+    )
+    with pytest.raises(ValueError, match=r"\(8,\) given by build\(\) .* \(4,\)"):
+        embedding.enqueue(batch(4), training=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="4 rows does not fill"):
+        traced(batch(4))
+    traced(batch(8))
+    found = strategy.run(tf.function(embedding.dequeue))["ids"]
+    np.testing.assert_array_equal(found, np.full([8, 8], 6.0))

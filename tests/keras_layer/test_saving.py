@@ -193,6 +193,8 @@ def test_slots_that_the_user_makes():
     assert calls == [((11, 3), ["accumulators"]), ((7, 2), ["accumulators"])]
     state = models.state(models.embedding_of(model))
     np.testing.assert_allclose(state["films%2Faccumulators"], 2.1)
-    wrong = te.Adagrad(0.1, slot_variable_creation_fn=lambda *_: {})
-    with pytest.raises(ValueError, match="must return a dict with a float32 variable"):
-        models.make_model(wrong)
+    tensors = {"accumulators": tf.ones([11, 3])}
+    for made in ({}, None, [tf.Variable(tf.ones([11, 3]))], tensors):
+        wrong = te.Adagrad(0.1, slot_variable_creation_fn=lambda *_, made=made: made)
+        with pytest.raises(ValueError, match="must return a dict with a float32 vari"):
+            models.make_model(wrong)

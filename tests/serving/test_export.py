@@ -248,3 +248,16 @@ def test_batches_of_any_size(size: int, trained: Trained, served: Any) -> None:
     np.testing.assert_array_equal(answers["film"], films[ids])
     np.testing.assert_array_equal(answers["seen"], np.zeros([size, D]))
     np.testing.assert_array_equal(answers["history"], np.zeros([size, 2, D]))
+
+
+def test_names_that_arguments_of_python_cannot_have(tmp_path: pathlib.Path) -> None:
+    table = te.TableConfig(8, 2, te.RowIdInitializer())
+    names = ("from", "None", "self", "name")
+    embedding = te.TPUEmbedding(dict.fromkeys(names, te.FeatureConfig(table)), None)
+    embedding.build()
+    te.serving.export(embedding, tmp_path, signatures=["dense"])
+    dense = tf.saved_model.load(tmp_path).signatures["dense"]
+    inputs = ("feature_from", "feature_None", "feature_self", "name")
+    answers = dense(**{name: tf.constant([3], tf.int64) for name in inputs})
+    for name in inputs:
+        np.testing.assert_array_equal(answers[name], [[3, 3]])

@@ -343,9 +343,10 @@ def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variabl
         )
     for slot in wanted:
         shape = _slot_shape(slot, parameters.shape)
-        variable = made.get(slot.name)
+        variable = made.get(slot.name) if isinstance(made, Mapping) else made
         if (
-            variable is None
+            not isinstance(variable, tf.Variable)
+            or not isinstance(made, Mapping)
             or variable.dtype != tf.float32
             or tuple(variable.shape) != shape
         ):

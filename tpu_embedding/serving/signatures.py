@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -79,11 +80,14 @@ class _Field:
 def input_name(path: str) -> str:
     """A feature's path as a name that signatures allow.
 
-    >>> input_name("user/0")
-    'user_0'
+    The inputs of a signature are arguments of a Python method.
+
+    >>> input_name("user/0"), input_name("from")
+    ('user_0', 'feature_from')
     """
     name = re.sub(r"\W", "_", path, flags=re.ASCII)
-    return name if re.match("[A-Za-z]", name) else f"feature_{name}"
+    reserved = keyword.iskeyword(name) or name == "self"
+    return f"feature_{name}" if reserved or not name[:1].isalpha() else name
 
 
 def make_signature(kind: str, options: SignatureOptions) -> Signature:
