@@ -193,6 +193,17 @@ def test_a_scalar_id_has_no_shape_that_a_tpu_can_use(generation: str):
 
 
 @pytest.mark.parametrize("generation", ["v6e", "v4"])
+def test_the_batch_size_of_an_input_is_that_of_a_replica(generation: str):
+    with SoftwareTPUStrategy(generation, 2).scope():
+        ids = keras.Input([], batch_size=16, dtype="int64")
+        layer = TPUEmbedding(te.FeatureConfig(te.TableConfig(8, 8)), te.SGD(0.1))
+        model = keras.Model(ids, layer(ids))
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"\(16,\) given by the inputs of the model"):
+        model.fit(np.zeros(16, np.int64), np.zeros([16, 8]), batch_size=16, verbose=0)
+
+
+@pytest.mark.parametrize("generation", ["v6e", "v4"])
 def test_tpus_need_optimizers(generation: str):
     feature = te.FeatureConfig(te.TableConfig(8, 2, name="t"))
     with (

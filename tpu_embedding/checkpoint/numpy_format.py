@@ -52,7 +52,7 @@ def read_numpy(
     if not os.path.exists(path):
         raise errors.not_found(path)
     matrices: dict[str, Rows] = {}
-    checksums = _checksums(path)
+    checksums = _checksums_of(path)
     for name, where, load in _arrays(path):
         checksum = checksums.pop(where, None)
         array = _loaded(where, load)
@@ -135,14 +135,26 @@ def _write(path: str, matrices: Mapping[str, Rows], progress: Progress) -> None:
     scratch.rename(path)
 
 
-def _checksums(path: str) -> dict[str, int]:
-    """The CRC-32 of each file of a folder, by path, where they are stored."""
-    manifest = pathlib.Path(path, _CHECKSUMS)
-    if not os.path.isdir(path) or not manifest.exists():
+def _checksums_of(path: str) -> dict[str, int]:
+    """The CRC-32 of each file of a folder, or of one file, where they are stored."""
+    if os.path.isdir(path):
+        return _checksums(pathlib.Path(path))
+    # A slot is one folder below its table.
+    for folder in pathlib.Path(path).parents[:2]:
+        stored = _checksums(folder)
+        if path in stored:
+            return {path: stored[path]}
+    return {}
+
+
+def _checksums(path: pathlib.Path) -> dict[str, int]:
+    """The CRC-32 of each file of a folder, by path."""
+    manifest = path / _CHECKSUMS
+    if not manifest.exists():
         return {}
     try:
         stored = json.loads(manifest.read_text())
-        return {str(pathlib.Path(path, name)): int(crc) for name, crc in stored.items()}
+        return {str(path / name): int(crc) for name, crc in stored.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise errors.corrupted(
             str(manifest), f"it cannot be parsed ({error})"

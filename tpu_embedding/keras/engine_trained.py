@@ -340,12 +340,19 @@ class EngineTrainedTables:
         if shapes is not None:
             features = []
             for spec, shape in zip(plan.features, shapes, strict=True):
-                config = spec.config
+                config, source = spec.config, spec.shape_source
                 if config.max_sequence_length:
                     size = shape[0]
-                else:
+                elif config.output_shape is None:
                     config = dataclasses.replace(config, output_shape=shape)
-                features.append(dataclasses.replace(spec, config=config))
+                    source = "the layer's batch_size"
+                    if self._batch_size is None:
+                        source = (
+                            "the inputs of the model (their batch size is that of one "
+                            "replica, also in keras.Input)"
+                        )
+                spec = dataclasses.replace(spec, config=config, shape_source=source)
+                features.append(spec)
             plan = dataclasses.replace(plan, features=tuple(features))
         core = EmbeddingBase(plan, self._options, topology=self._topology)
         core.set_batch_size(size)

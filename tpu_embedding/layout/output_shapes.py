@@ -58,7 +58,7 @@ class OutputShapes:
         self._declared: list[Declared | None] = [
             None
             if spec.config.output_shape is None
-            else Declared(spec.config.output_shape, "FeatureConfig.output_shape")
+            else Declared(spec.config.output_shape, spec.shape_source)
             for spec in features
         ]
         self._ranks: list[int | None] = [None] * len(self._features)

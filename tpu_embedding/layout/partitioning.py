@@ -328,6 +328,7 @@ def _features(
                 row_offset=layout.row_offsets[spec.index],
                 rotation=layout.tables[spec.table].sparse_core_shard_rotation,
                 output_shape=shape,
+                shape_source=spec.shape_source,
                 sequence_length=spec.config.max_sequence_length,
                 max_valency=combiner.max_valency if combiner else 0,
             )

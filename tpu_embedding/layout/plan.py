@@ -56,12 +56,14 @@ class FeatureSpec:
       path: The feature's place in the user's structure, e.g. "user/0".
       config: The user's FeatureConfig, converted.
       table: Index of its table.
+      shape_source: Who gave `config.output_shape`, for error messages.
     """
 
     index: int
     path: str
     config: FeatureConfig
     table: int
+    shape_source: str = "FeatureConfig.output_shape"
 
 
 @dataclasses.dataclass(frozen=True)
