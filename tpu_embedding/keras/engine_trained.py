@@ -351,8 +351,9 @@ class EngineTrainedTables:
                             "the inputs of the model (their batch size is that of one "
                             "replica, also in keras.Input)"
                         )
-                spec = dataclasses.replace(spec, config=config, shape_source=source)
-                features.append(spec)
+                features.append(
+                    dataclasses.replace(spec, config=config, shape_source=source)
+                )
             plan = dataclasses.replace(plan, features=tuple(features))
         core = EmbeddingBase(plan, self._options, topology=self._topology)
         core.set_batch_size(size)
