@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     stacking_options,
 )
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES, FeatureSpec, Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.layout.table_arrays import checkpoint_name
 from tpu_embedding.preprocessing import PartitionOptions, partition
@@ -66,7 +67,7 @@ class SparseCoreEngine(Engine):
         topology, plan, layout = options.topology, options.plan, options.layout
         assert layout is not None
         self._partitioning = make_partitioning(
-            plan,
+            dataclasses.replace(plan, features=_with_shape_sources(options)),
             layout,
             _stacking_options(topology, options.sparse_core),
             options.sparse_core,
@@ -572,6 +573,17 @@ class PendingUpdate:
             (self._is_there, tf.constant(False)),
             *((variable, tf.zeros(variable.shape, tf.int32)) for variable in pointers),
         ]
+
+
+def _with_shape_sources(options: EngineOptions) -> tuple[FeatureSpec, ...]:
+    """The features of the plan; each says who gave its output shape."""
+    pairs = zip(
+        options.plan.features, options.output_shapes.all_declared(), strict=True
+    )
+    return tuple(
+        dataclasses.replace(spec, shape_source=declared.source) if declared else spec
+        for spec, declared in pairs
+    )
 
 
 def _stacking_options(
