@@ -94,15 +94,10 @@ class OutputShapes:
             raise errors.batch_size_conflict(self._batch_size, batch_size)
         self._batch_size = batch_size
 
-    def allow_any_batch_size(self, feature: int, *, ragged: bool) -> None:
-        """Accepts any size of the first axis of a declared shape.
-
-        Args:
-          feature: Index of the feature.
-          ragged: Whether its rows fill the shape: several axes then stay as they are.
-        """
+    def allow_any_batch_size(self, feature: int) -> None:
+        """Accepts any size of the first axis of a declared shape."""
         declared = self._declared[feature]
-        if declared is not None and not (ragged and len(declared.shape) > 1):
+        if declared is not None:
             shape = (None, *declared.shape[1:])
             self._declared[feature] = Declared(shape, declared.source)
 

@@ -153,8 +153,8 @@ class FeatureLookup:
             shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED
             for declared in (expected, shapes):
-                if self.any_batch_size:
-                    declared.allow_any_batch_size(spec.index, ragged=ragged)
+                if self.any_batch_size and not ragged:
+                    declared.allow_any_batch_size(spec.index)
                 declared.check_input(spec.index, shape, ragged=ragged)
         return shapes
 
