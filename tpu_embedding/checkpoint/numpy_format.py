@@ -139,11 +139,11 @@ def _checksums_of(path: str) -> dict[str, int]:
     """The CRC-32 of each file of a folder, or of one file, where they are stored."""
     if os.path.isdir(path):
         return _checksums(pathlib.Path(path))
-    # A slot is one folder below its table.
-    for folder in pathlib.Path(path).parents[:2]:
+    file = pathlib.Path(path)
+    for folder in file.parents[:2]:  # A slot is one folder below its table.
         stored = _checksums(folder)
-        if path in stored:
-            return {path: stored[path]}
+        if str(file) in stored:
+            return {path: stored[str(file)]}
     return {}
 
 

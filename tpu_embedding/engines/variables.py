@@ -343,17 +343,16 @@ def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variabl
         )
     for slot in wanted:
         shape = _slot_shape(slot, parameters.shape)
-        variable = made.get(slot.name) if isinstance(made, Mapping) else made
+        variable = made.get(slot.name) if isinstance(made, Mapping) else None
         if (
             not isinstance(variable, tf.Variable)
-            or not isinstance(made, Mapping)
             or variable.dtype != tf.float32
             or tuple(variable.shape) != shape
         ):
             raise ValueError(
                 f"Table {spec.name}: `slot_variable_creation_fn` must return a dict "
                 f"with a float32 variable of shape {shape} under {slot.name!r}. "
-                f"Received: {variable!r}."
+                f"Received: {made!r}."
             )
     return {slot.name: made[slot.name] for slot in wanted}
 
