@@ -133,7 +133,7 @@ class FTRL(base.Optimizer):
         quadratic = (root + self.beta) / divisor + 2.0 * l2
         # `quadratic` is 0 where no gradient, or only squares that are 0 in float32,
         # have reached an accumulator of 0.
-        zero = (ops.abs(linear) <= l1) | (quadratic <= 0.0)
+        zero = (ops.abs(linear) <= l1) | (ops.abs(quadratic) <= 0.0)
         solution = (ops.sign(linear) * l1 - linear) / ops.where(zero, 1.0, quadratic)
         return ops.where(zero, 0.0, solution), new, linear
 

@@ -66,7 +66,7 @@ class Ftrl {
       const float sigma = (root_b - root(a[d])) / divisor_;
       linear[d] += scale_ * g[d] - sigma * w[d];
       const float quadratic = (root_b + beta_) / divisor_ + 2.0f * l2_;
-      w[d] = std::fabs(linear[d]) <= l1_ || quadratic <= 0.0f
+      w[d] = std::fabs(linear[d]) <= l1_ || quadratic == 0.0f
                  ? 0.0f
                  : (std::copysign(l1_, linear[d]) - linear[d]) / quadratic;
       a[d] = b;
