@@ -285,8 +285,22 @@ class Topology:
         if self.tpu is None or not self.tpu.simulated or context is None:
             return list(tensors)
         with tf.control_dependencies(tensors):
-            nothing = tf.zeros([], tf.int32)
-            return [context.all_reduce(tf.distribute.ReduceOp.SUM, nothing)]
+            return [self.sum_over_replicas(tf.zeros([], tf.int32))]
+
+    def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of what all replicas of a TPU program pass here.
+
+        `all_reduce` of the context does the same and registers a gradient, which keeps
+        the graph of each traced step in memory.
+        """
+        context = tf.distribute.get_replica_context()
+        assert context is not None
+        return context.merge_call(
+            lambda strategy, part: strategy.extended.reduce_to(
+                tf.distribute.ReduceOp.SUM, part, destinations=part
+            ),
+            (value,),
+        )
 
     def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns `value`, which a TPU's program has only when `before` is computed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pathlib
@@ -138,6 +139,34 @@ def test_an_export_after_a_refused_batch(
     served = tf.saved_model.load(tmp_path / "served").signatures["dense"]
     (rows,) = served(tf.range(4, dtype=tf.int64)).values()
     assert rows[:, 0].numpy().tolist() == [0, 1 - 4, 2 - 4, 3]
+
+
+@pytest.mark.parametrize("engine", ["host", "portable", "v4", "v5p"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_step_stays_in_memory(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of traced steps are released with their embedding."""
+    place(engine, monkeypatch)
+    options: dict[str, Any] = {"pipeline_execution_with_tensor_core": True}
+    if engine == "v5p":
+        options["sparse_core_embedding_config"] = te.SparseCoreEmbeddingConfig(
+            minibatching=True
+        )
+
+    def graphs_after_a_step() -> int:
+        strategy = strategy_of(engine, 2)
+        with strategy.scope():
+            feature = te.FeatureConfig(te.TableConfig(4, 4), output_shape=[4])
+            embedding = getattr(te, name)(feature, te.SGD(1.0), **options)
+        embedding.build()
+        step_of(embedding, strategy)([1, 1, 2, 2])
+        del embedding
+        gc.collect()
+        return sum(isinstance(each, tf.Graph) for each in gc.get_objects())
+
+    before = graphs_after_a_step()
+    assert graphs_after_a_step() == before
 
 
 def test_random_histories(seed: int) -> None:

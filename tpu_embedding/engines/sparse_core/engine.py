@@ -193,8 +193,9 @@ class SparseCoreEngine(Engine):
                     "enqueue inside strategy.run, enqueue those of all replicas at "
                     "once, or raise the limits and set minibatching to False."
                 )
-            union = host_to_device.union_of_cuts(topology.on_host(self._cuts, batch))
-            cuts = topology.on_host(host_to_device.cuts_of_union, union)
+            own = topology.on_host(self._cuts, batch)
+            total = topology.sum_over_replicas(host_to_device.cuts_to_sum(own))
+            cuts = topology.on_host(host_to_device.cuts_of_sum, total)
         if device is None:
             features = topology.on_host(self._preprocess, batch, cuts)
         else:

@@ -136,25 +136,30 @@ def check_gradients(
         return [None if g is None else tf.identity(g) for g in gradients]
 
 
-def union_of_cuts(cuts: tf.Tensor) -> tf.Tensor:
-    """Returns the minibatch cuts of all replicas; each replica must call it.
+def cuts_to_sum(cuts: tf.Tensor) -> tf.Tensor:
+    """Returns the minibatch cuts of a replica as numbers that replicas can sum.
 
     TPUs can only sum over replicas, so each bit becomes a number of its own.
 
     Args:
       cuts: int64 [stacks], one bit for each cut.
+
+    Returns:
+      int32 [stacks, cuts].
     """
-    context = tf.distribute.get_replica_context()
-    assert context is not None
     bits = tf.range(_NUM_CUTS, dtype=tf.int64)
     words = tf.broadcast_to(cuts[:, tf.newaxis], [cuts.shape[0], _NUM_CUTS])
     flags = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words, bits), 1)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(flags, tf.int32))
+    return tf.cast(flags, tf.int32)
 
 
-def cuts_of_union(union: tf.Tensor) -> tf.Tensor:
-    """Returns the cuts as int64 [stacks], one bit for each, from `union_of_cuts`."""
-    bits = tf.cast(union > 0, tf.int64)
+def cuts_of_sum(total: tf.Tensor) -> tf.Tensor:
+    """Returns the minibatch cuts of all replicas: int64 [stacks], one bit for each.
+
+    Args:
+      total: The sum over the replicas of what `cuts_to_sum` returned.
+    """
+    bits = tf.cast(total > 0, tf.int64)
     places = tf.range(_NUM_CUTS, dtype=tf.int64)
     return tf.reduce_sum(tf.bitwise.left_shift(bits, places), 1)
 
