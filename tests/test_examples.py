@@ -120,7 +120,7 @@ def test_example_runs(
 ):
     if example == RANKING:
         request.getfixturevalue("unbroken")  # It ran already.
-    elif example not in (SPARSE_CORE, SERVE, MANY_MACHINES, EVERYWHERE):
+    elif example not in (SPARSE_CORE, SERVE, MANY_MACHINES, STRINGS, EVERYWHERE):
         # The others run below.
         run(example, "--out", tmp_path)
 
