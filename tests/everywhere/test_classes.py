@@ -149,7 +149,7 @@ def test_no_step_stays_in_memory(
     """Graphs of traced steps are released with their embedding."""
     place(engine, monkeypatch)
     options: dict[str, Any] = {"pipeline_execution_with_tensor_core": True}
-    if engine == "v5p":
+    if engine == "v5p":  # Then `prepare`, too, sums over the replicas.
         options["sparse_core_embedding_config"] = te.SparseCoreEmbeddingConfig(
             minibatching=True
         )
