@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.plan import FeatureSpec, Plan
 from tpu_embedding.layout.stacking import Layout, Stack, StackingOptions
 from tpu_embedding.tpu_generations import CUSTOM_IDS_PER_SAMPLE
 
@@ -59,9 +59,7 @@ class PartitionedFeature:
     sequence_length: int = 0
     max_valency: int = 0
     # Not part of the checksum: it changes no batch.
-    shape_source: str = dataclasses.field(
-        default="FeatureConfig.output_shape", repr=False
-    )
+    shape_source: str = dataclasses.field(default=FeatureSpec.shape_source, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -44,9 +45,8 @@ from tpu_embedding.lookup.input_rows import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Entries:
-    """The entries of one feature, sample by sample.
+class Entries(NamedTuple):
+    """The entries of one feature, sample by sample, or the specs of their tensors.
 
     Attributes:
       rows: int64 [n], each in [0, V).
@@ -56,11 +56,11 @@ class Entries:
       num_invalid: int64 scalar, ids that were dropped or taken modulo V.
     """
 
-    rows: tf.Tensor
-    samples: tf.Tensor
-    gains: tf.Tensor
-    shape: tf.Tensor
-    num_invalid: tf.Tensor
+    rows: Any
+    samples: Any
+    gains: Any
+    shape: Any
+    num_invalid: Any
 
     @property
     def num_samples(self) -> tf.Tensor:
@@ -309,9 +309,9 @@ def _check_entries(
         entry = first(~tf.reduce_all(tf.stack(masks), axis=0))
         invalid = text(
             f"{feature.name}, table {feature.table.name}: sample ",
-            row[entry],
+            tf.gather(row, entry),
             " has id ",
-            ids[entry],
+            tf.gather(ids, entry),
             f", but ids must be in [0, {config.vocabulary_size}). Fix the input, or "
             'set invalid_ids="drop" or "mod" where the table or the embedding is '
             "configured.",
@@ -320,12 +320,12 @@ def _check_entries(
             return invalid
         infinite = text(
             f"{feature.name}: sample ",
-            row[entry],
+            tf.gather(row, entry),
             " has a weight that is not finite (",
-            weights[entry],
+            tf.gather(weights, entry),
             ").",
         )
-        return tf.where(finite[entry], invalid, infinite)
+        return tf.where(tf.gather(finite, entry), invalid, infinite)
 
     # One check for each mask: their sizes may differ, which an earlier check reports.
     return [Check(mask, message) for mask in masks]

@@ -7,13 +7,12 @@ not run after a failed check need the control inputs that the check returns.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-_MAX_BRANCHES = 8  # Of one switch; a feature has up to eight checks.
+_MAX_BRANCHES = 4  # Of one switch; two to four are traced fastest.
 
 # Makes ops that run before an error is raised.
 Change = Callable[[], list[Any]]
@@ -196,17 +195,19 @@ def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[An
 def _one_of(makers: Sequence[Callable[[], tf.Tensor]], index: tf.Tensor) -> tf.Tensor:
     """Calls `makers[index]`.
 
-    Each branch of a switch takes the inputs of all branches. With hundreds of branches
-    that would take most of the time of tracing, so they are split into levels.
+    Each branch of a switch takes the inputs of all branches. One switch of hundreds
+    would take most of the time of tracing, so there is one for a few makers at a time.
+    Those that do not have the index give "".
     """
-    if len(makers) <= _MAX_BRANCHES:
-        return tf.switch_case(index, list(makers))
-    inner = index % _MAX_BRANCHES
-    parts = [
-        functools.partial(_one_of, makers[start : start + _MAX_BRANCHES], inner)
+    texts = [
+        tf.switch_case(
+            index - start,
+            list(makers[start : start + _MAX_BRANCHES]),
+            default=lambda: tf.constant(""),
+        )
         for start in range(0, len(makers), _MAX_BRANCHES)
     ]
-    return tf.switch_case(index // _MAX_BRANCHES, parts)
+    return tf.strings.join(texts)
 
 
 def refuse(

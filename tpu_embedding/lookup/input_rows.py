@@ -157,7 +157,7 @@ def _op_name(part: str, feature: FeatureInput) -> str:
 
 def first(mask: tf.Tensor) -> tf.Tensor:
     """int64 scalar, the first index at which `mask` is true."""
-    return tf.where(mask)[0, 0]
+    return tf.argmax(tf.cast(mask, tf.int32))
 
 
 def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
@@ -313,9 +313,9 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
             f"{name}: row_splits must not decrease, but row ",
             row,
             " goes from ",
-            begins[row],
+            tf.gather(begins, row),
             " to ",
-            ends[row],
+            tf.gather(ends, row),
             ".",
         )
 
@@ -385,7 +385,7 @@ def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check |
             " is out of order or occurs twice. Call tf.sparse.reorder first and keep "
             "one entry per index.",
         )
-        return tf.where(entry_inside[entry], unordered, outside)
+        return tf.where(tf.gather(entry_inside, entry), unordered, outside)
 
     return [Check(inside, message), Check(ascends, message)]
 

@@ -6,7 +6,6 @@ sample of its own, at its position in its sample.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -86,10 +85,7 @@ class Combiners:
             for feature, combiner in self._of_features.items()
         ]
         with tf.control_dependencies(require(checks)):
-            return [
-                dataclasses.replace(entry, rows=tf.identity(entry.rows))
-                for entry in entries
-            ]
+            return [entry._replace(rows=tf.identity(entry.rows)) for entry in entries]
 
     def _valency_check(self, feature: int, limit: int, entries: Entries) -> Check:
         spec = self._plan.features[feature]
@@ -119,8 +115,7 @@ class Combiners:
             own = entries[feature]
             numbers = tf.range(tf.size(own.samples, tf.int64))
             begins = tf.searchsorted(own.samples, own.samples, out_type=tf.int64)
-            spread[feature] = dataclasses.replace(
-                own,
+            spread[feature] = own._replace(
                 samples=own.samples * combiner.max_valency + numbers - begins,
                 shape=tf.concat([own.shape, [combiner.max_valency]], 0),
             )

@@ -26,13 +26,8 @@ from tpu_embedding.engines.portable.combiners import (
     check_functions,
 )
 from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
-from tpu_embedding.engines.portable.tables import (
-    CountedUpdate,
-    count_samples,
-    entry_gradients,
-    sum_by_row,
-    update_table,
-)
+from tpu_embedding.engines.portable.sums import NestQueue, Sums, Update
+from tpu_embedding.engines.portable.tables import CountedUpdate, update_table
 from tpu_embedding.engines.telemetry import Counts, Recorder
 from tpu_embedding.engines.variables import create_state
 from tpu_embedding.inputs import IdBatch
@@ -117,16 +112,14 @@ class PortableEngine(WholeTablesEngine):
             self._combiners = Combiners(self._plan, options.layout)
         self._recorder = Recorder(self._plan)
         self._traced_uncounted = False  # Whether a function trains without counts.
-        dtypes = [tf.float32, tf.int64]
-        dtypes += [tf.int64, tf.float32, tf.int64] * len(self._plan.tables)
+        sums = Sums.specs(self._plan, self._combiners.num_weights)
+        rates = tf.TensorSpec([self._rates.size])
+        pending = Update(tf.TensorSpec([], tf.int64), rates, sums)
         with tf.device(self.host):
             self._waiting = [
-                tf.queue.FIFOQueue(_MAX_UPDATES, dtypes)
-                for _ in range(self._num_replicas - 1)
+                NestQueue(_MAX_UPDATES, sums) for _ in range(self._num_replicas - 1)
             ]
-            # One element is all of the pending update, so that it changes as one.
-            pending = [tf.int64, tf.float32, *dtypes]
-            self._pending = tf.queue.FIFOQueue(1, pending) if self._pipelined else None
+            self._pending = NestQueue(1, pending) if self._pipelined else None
             self._batches = BatchQueue(self._num_replicas, QUEUE_CAPACITY)
             # The number of steps given up, by which late gradients are told. Written by
             # each use of a lookup, too, so that graphs make the uses in order.
@@ -209,9 +202,7 @@ class PortableEngine(WholeTablesEngine):
             with tf.control_dependencies([entries[-1].rows]):
                 begun = self._begin_lookup(replica)
             with tf.control_dependencies(begun):
-                entries = [
-                    dataclasses.replace(e, rows=tf.identity(e.rows)) for e in entries
-                ]
+                entries = [e._replace(rows=tf.identity(e.rows)) for e in entries]
         activations, found = self.look_up(entries, shapes)
         if batch is not None:
             tables = self._combiners.pack(batch.tables, found)
@@ -262,8 +253,9 @@ class PortableEngine(WholeTablesEngine):
             size = self._pending.size()
             if self._rates.updates is not None:
                 self._rates.updates.assign_sub(tf.cast(size, tf.int64))
-            _discard(self._pending, size)
+            self._pending.discard(size)
 
+    @_in_turn
     def start_counting(self, every: int) -> None:
         """See `Engine.start_counting`."""
         if every and self._traced_uncounted:
@@ -310,7 +302,7 @@ class PortableEngine(WholeTablesEngine):
         """
         self._epoch.assign_add(tf.cast(condition, tf.int64), read_value=False)
         for queue in self._waiting[replica:]:
-            _discard(queue, tf.where(condition, queue.size(), 0))
+            queue.discard(tf.where(condition, queue.size(), 0))
 
     def flush_if(self, condition: tf.Tensor) -> tf.Tensor:
         """Applies the pending update if there is one and `condition` holds."""
@@ -319,10 +311,7 @@ class PortableEngine(WholeTablesEngine):
             return tf.constant(False)
 
         def apply() -> tf.Tensor:
-            number, rates, *sums = queue.dequeue()
-            number.set_shape([])
-            rates.set_shape([self._rates.size])
-            self._apply(number, rates, self._with_shapes(sums))
+            self._apply(queue.dequeue())
             return tf.constant(True)
 
         return tf.cond(condition & (queue.size() > 0), apply, lambda: False)
@@ -353,22 +342,27 @@ class PortableEngine(WholeTablesEngine):
         # Before anything changes: a learning rate that fails changes nothing.
         rates = self._rates.evaluate() if self.is_last(replica) else tf.zeros([0])
         with tf.control_dependencies(self._check_gradients(entries, gradients)):
-            sums = self._row_sums(entries, gradients, found)
-        accepted = [rates, *sums]
+            sums = self._row_sums(entries, gradients, found, counted=counted)
+        accepted = [rates, *tf.nest.flatten(sums)]
         with tf.control_dependencies(accepted):
             accepted += self._check_turn(replica)
         with tf.control_dependencies(accepted):
             accepted += self._use(*ticket) if ticket else []
         with tf.control_dependencies(accepted):
             if self.is_last(replica):
-                parts = [self._with_shapes(queue.dequeue()) for queue in self._waiting]
-                self._complete(rates, _merged([*parts, sums], counted=counted))
+                others = [queue.dequeue() for queue in self._waiting]
+                merged = Sums.merged([*others, sums], counted=counted)
+                self._complete(rates, merged)
             else:
                 self._waiting[replica].enqueue(sums)
         return accepted
 
     def _begin_lookup(self, replica: int) -> list[Any]:
-        """Gives a refused step up, if the one before was; returns control inputs."""
+        """Gives up the step before this one if it was refused.
+
+        Returns:
+          Control inputs for ops that must not run if this lookup is refused.
+        """
         if self.is_last(replica):
             return []
         partial = self.is_partial(replica)
@@ -401,49 +395,37 @@ class PortableEngine(WholeTablesEngine):
         with tf.control_dependencies([done]):
             return [self._epoch.assign_add(0, read_value=False)]
 
-    def _complete(self, rates: tf.Tensor, sums: Sequence[tf.Tensor]) -> None:
+    def _complete(self, rates: tf.Tensor, sums: Sums) -> None:
         """Applies an update, or leaves it pending and applies the one before it."""
         updates = self._rates.updates
         number = tf.zeros([], tf.int64) if updates is None else updates.read_value()
         number = tf.identity(number)
+        update = Update(number, rates, sums)
         if self._pending is None:
-            self._apply(number, rates, sums)
+            self._apply(update)
         else:
             with tf.control_dependencies([self.flush_if(tf.constant(True))]):
-                self._pending.enqueue([number, rates, *sums])
+                self._pending.enqueue(update)
         if updates is not None:
             with tf.control_dependencies([number]):
                 updates.assign_add(1)
 
-    def _apply(
-        self, number: tf.Tensor, rates: tf.Tensor, sums: Sequence[tf.Tensor]
-    ) -> None:
-        """Applies one update.
-
-        Args:
-          number: int64 scalar, the number of updates before it.
-          rates: What `Rates.evaluate` returned for it.
-          sums: As of `_row_sums`, of all replicas.
-        """
-        of_weights, totals, *by_table = sums
+    def _apply(self, update: Update) -> None:
+        """Applies one update."""
+        number, rates, sums = update
         numbers = [self._rates.of_table(rates, t.index) for t in self._plan.tables]
         with tf.device(self._device):
             self._combiners.update(
-                of_weights, lambda table: numbers[table].combiner_rate
+                sums.of_weights, lambda table: numbers[table].combiner_rate
             )
-            touched = [by_table[i : i + 3] for i in range(0, len(by_table), 3)]
             counting = None
             if self._note_trace():
                 counting = CountedUpdate(
-                    self._recorder, self._plan, self._variables, touched, totals
+                    self._recorder, self._plan, self._variables, sums
                 )
-            for spec, (rows, gradient, _) in zip(
-                self._plan.tables, touched, strict=True
-            ):
+            for spec, table in zip(self._plan.tables, sums.tables, strict=True):
                 variables = self._variables[spec.index]
-                update_table(
-                    spec, variables, numbers[spec.index], number, rows, gradient
-                )
+                update_table(spec, variables, numbers[spec.index], number, table)
             if counting is not None:
                 counting.finish()
 
@@ -453,14 +435,20 @@ class PortableEngine(WholeTablesEngine):
 
     def unpack_entries(self, batch: tf.Tensor) -> list[Entries]:
         """Undoes `_pack_entries`."""
-        specs = []
-        for feature in self._plan.features:
-            shape = self._options.output_shapes.activation(feature.index)
-            ids, gains = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None])
-            axes, number = (tf.TensorSpec(s, tf.int64) for s in ([len(shape)], []))
-            specs += [ids, ids, gains, axes, number]
-        tensors = unpack(batch, specs)
-        return [Entries(*tensors[i : i + 5]) for i in range(0, len(tensors), 5)]
+        shapes = self._options.output_shapes
+        vector = tf.TensorSpec([None], tf.int64)
+        specs = [
+            Entries(
+                rows=vector,
+                samples=vector,
+                gains=tf.TensorSpec([None]),
+                shape=tf.TensorSpec([len(shapes.activation(f.index))], tf.int64),
+                num_invalid=tf.TensorSpec([], tf.int64),
+            )
+            for f in self._plan.features
+        ]
+        tensors = unpack(batch, tf.nest.flatten(specs))
+        return tf.nest.pack_sequence_as(specs, tensors)
 
     def check_shapes(self, batch: tf.Tensor, shapes: Sequence[Shape]) -> list[Any]:
         """Checks that a graph may look a batch up; returns control inputs."""
@@ -514,39 +502,20 @@ class PortableEngine(WholeTablesEngine):
         entries: Sequence[Entries],
         gradients: Sequence[tf.Tensor | None],
         found: Mapping[int, Found],
-    ) -> list[tf.Tensor]:
-        """The sums of one replica's gradients.
-
-        Returns:
-          [Gradients of the weights of all custom combiners; int64 [tables, 3], invalid
-          ids, samples and samples without ids; then for each table the rows, each once,
-          the sums of their gradients, and int64 the number of ids for each]. What is
-          counted is empty without telemetry.
-        """
+        *,
+        counted: bool,
+    ) -> Sums:
+        """The sums of one replica's gradients."""
         with tf.device(self._device):
             gradients, of_weights = self._combiners.backward(found, gradients)
-            positions = self._combiners.positions(entries)
-            counted = self._recorder.is_on
-            sums = [of_weights, count_samples(self._plan, entries, counted=counted)]
-            for table in self._plan.tables:
-                rows = tf.concat([entries[f].rows for f in table.features], 0)
-                values = [
-                    entry_gradients(gradients[f], positions[f], table.config.dim)
-                    for f in table.features
-                ]
-                sums += sum_by_row(rows, tf.concat(values, 0))
-                ids = tf.ones_like(rows) if counted else tf.zeros([0], tf.int64)
-                sums.append(sum_by_row(rows, ids)[1] if counted else ids)
-        return sums
-
-    def _with_shapes(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums that come out of a queue, with their static shapes."""
-        shapes: list[Any] = [[self._combiners.num_weights], [None, 3]]
-        for table in self._plan.tables:
-            shapes += [[None], [None, table.config.dim], [None]]
-        for tensor, shape in zip(sums, shapes, strict=True):
-            tensor.set_shape(shape)
-        return list(sums)
+            return Sums.of_replica(
+                self._plan,
+                entries,
+                gradients,
+                of_weights=of_weights,
+                positions=self._combiners.positions(entries),
+                counted=counted,
+            )
 
 
 class _Queue(StepQueue):
@@ -641,38 +610,7 @@ class _Queue(StepQueue):
 
 def _pack_entries(entries: Sequence[Entries]) -> tf.Tensor:
     """The entries of all features as one scalar variant."""
-    return pack(
-        [
-            x
-            for e in entries
-            for x in (e.rows, e.samples, e.gains, e.shape, e.num_invalid)
-        ]
-    )
-
-
-def _merged(
-    replicas: Sequence[Sequence[tf.Tensor]], *, counted: bool
-) -> list[tf.Tensor]:
-    """The sums of all replicas, as of `PortableEngine._row_sums`, in replica order."""
-    if len(replicas) == 1:
-        return list(replicas[0])
-    of_weights, totals, *by_table = zip(*replicas, strict=True)
-    merged = [tf.add_n(of_weights), tf.add_n(totals)]
-    for i in range(0, len(by_table), 3):
-        rows, sums, ids = (tf.concat(parts, 0) for parts in by_table[i : i + 3])
-        merged += sum_by_row(rows, sums)
-        merged.append(sum_by_row(rows, ids)[1] if counted else ids)
-    return merged
-
-
-def _discard(queue: tf.queue.FIFOQueue, count: tf.Tensor) -> None:
-    """Takes `count` elements out of a queue that holds as many."""
-
-    def discard_one(left: tf.Tensor) -> list[tf.Tensor]:
-        with tf.control_dependencies(queue.dequeue()):
-            return [left - 1]
-
-    tf.while_loop(lambda left: left > 0, discard_one, [count])
+    return pack(tf.nest.flatten(list(entries)))
 
 
 def _static_check(path: str, shape: tf.Tensor, static: Shape) -> Check:

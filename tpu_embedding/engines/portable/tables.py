@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.engines.portable.sums import Sums, TableSums
 from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.telemetry import Recorder
 from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.layout.plan import Plan, TableSpec
-from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers.base import ArrayOps, apply_rule
 
 _ROTATIONS = (
@@ -25,54 +25,6 @@ _LARGEST = 0x7F7FFFFF
 _QUIET = 0x00400000
 
 
-def entry_gradients(
-    gradient: tf.Tensor | None, entries: Entries, dim: int
-) -> tf.Tensor:
-    """The gradient that each entry adds to its row, float32 [n, dim].
-
-    Args:
-      gradient: float32 [*entries.shape, dim], of the activation, or None for zeros.
-      entries: The entries of the lookup.
-      dim: D.
-    """
-    if gradient is None:
-        return tf.zeros([tf.size(entries.rows), dim])
-    of_samples = tf.reshape(gradient, [-1, dim])
-    of_entries = tf.gather(of_samples, entries.samples)
-    return of_entries * entries.gains[:, tf.newaxis]
-
-
-def sum_by_row(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The sums of the values of each row.
-
-    Args:
-      rows: int64 [n].
-      values: float32 [n, D].
-
-    Returns:
-      (rows [u], each once; sums [u, D]).
-    """
-    unique = tf.unique(rows, out_idx=tf.int64)
-    return unique.y, tf.math.unsorted_segment_sum(values, unique.idx, tf.size(unique.y))
-
-
-def count_samples(
-    plan: Plan, entries: Sequence[Entries], *, counted: bool
-) -> tf.Tensor:
-    """int64 [tables, 3], invalid ids, samples and samples without ids; or [0, 3]."""
-    if not counted:
-        return tf.zeros([0, 3], tf.int64)
-
-    def of_feature(entry: Entries) -> tf.Tensor:
-        found = tf.size(tf.unique(entry.samples).y, tf.int64)
-        samples = entry.num_samples
-        return tf.stack([entry.num_invalid, samples, samples - found])
-
-    return tf.stack(
-        [tf.add_n([of_feature(entries[f]) for f in t.features]) for t in plan.tables]
-    )
-
-
 class CountedUpdate:
     """One update of all tables, which `recorder` may count."""
 
@@ -81,8 +33,7 @@ class CountedUpdate:
         recorder: Recorder,
         plan: Plan,
         variables: Sequence[TableVariables],
-        touched: Sequence[Sequence[tf.Tensor]],
-        totals: tf.Tensor,
+        sums: Sums,
     ) -> None:
         """Asks whether it counts, and copies what the update changes.
 
@@ -90,29 +41,26 @@ class CountedUpdate:
           recorder: Receives the counts.
           plan: The tables.
           variables: Of each table.
-          touched: For each table the rows [k], each once, their summed gradients
-            [k, D], and the number of ids for each.
-          totals: As of `count_samples`; empty if the update was not counted when its
-            gradients were summed.
+          sums: What the update applies.
         """
         self._recorder, self._plan = recorder, plan
-        self._variables, self._touched, self._totals = variables, touched, totals
-        countable = tf.shape(totals)[0] > 0
-        self._counts = tf.numpy_function(recorder.next, [countable], tf.bool)
-        self._counts.set_shape([])
+        self._variables, self._sums = variables, sums
+        countable = tf.shape(sums.sample_counts)[0] > 0
+        self._is_counted = tf.numpy_function(recorder.next, [countable], tf.bool)
+        self._is_counted.set_shape([])
         self._before = tf.cond(
-            self._counts,
+            self._is_counted,
             self._values,
             lambda: [tf.zeros([0, t.config.dim]) for t in plan.tables],
         )
 
     def _values(self) -> list[tf.Tensor]:
         values = []
-        for spec, (rows, _, _) in zip(self._plan.tables, self._touched, strict=True):
+        for spec, sums in zip(self._plan.tables, self._sums.tables, strict=True):
             assert spec.optimizer is not None
             table = self._variables[spec.index].parameters
             every = spec.optimizer.touches_all_rows
-            found = table.read_value() if every else tf.gather(table, rows)
+            found = table.read_value() if every else tf.gather(table, sums.rows)
             values.append(tf.cast(found, tf.float32))
         return values
 
@@ -120,16 +68,17 @@ class CountedUpdate:
         """Counts the update, after it."""
 
         def add() -> tf.Tensor:
-            arrays = []
-            for (rows, gradient, ids), before, after in zip(
-                self._touched, self._before, self._values(), strict=True
+            arrays = [self._sums.sample_counts]
+            for table, before, after in zip(
+                self._sums.tables, self._before, self._values(), strict=True
             ):
-                arrays += [rows, ids, gradient, after - before]
-            added = tf.numpy_function(self._recorder.add, [self._totals, *arrays], [])
+                changes = after - before
+                arrays += [table.rows, table.num_ids, table.gradients, changes]
+            added = tf.numpy_function(self._recorder.add, arrays, [])
             del added
             return tf.constant(True)
 
-        tf.cond(self._counts, add, lambda: False)
+        tf.cond(self._is_counted, add, lambda: False)
 
 
 def update_table(
@@ -137,8 +86,7 @@ def update_table(
     variables: TableVariables,
     numbers: TableNumbers,
     number: tf.Tensor,
-    rows: tf.Tensor,
-    gradient: tf.Tensor,
+    sums: TableSums,
 ) -> None:
     """Applies one update to a table and its slots.
 
@@ -147,10 +95,10 @@ def update_table(
       variables: The table and its slots.
       numbers: The learning rate and the hyperparameters of this update.
       number: int64 scalar, the number of updates before this one.
-      rows: int64 [n], each once.
-      gradient: float32 [n, D], summed.
+      sums: The gradients of all replicas.
     """
     assert spec.optimizer is not None
+    rows, gradient = sums.rows, sums.gradients
     optimizer = spec.optimizer.with_hyperparameters(numbers.hyperparameters)
     state = [variables.parameters, *variables.slots.values()]
     if optimizer.touches_all_rows:
