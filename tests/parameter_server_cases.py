@@ -527,6 +527,27 @@ def check_refused_steps(configs: Any) -> None:
 
 
 @case
+def a_refused_evaluation_in_a_function_leaves_what_is_pending() -> None:
+    for configs in (features(), features(placements=MIXED)):
+        options = {"pipeline_execution_with_tensor_core": True}
+        one, served = make(te.TPUEmbedding, configs, te.Adagrad(0.1), **options)
+        step, expected = tf.function(step_of(served)), step_of(one)
+
+        @tf.function
+        def evaluate(ids: Any, served: Any = served) -> None:
+            served.enqueue({**batch(0), "a": ids}, training=False)
+            served.dequeue()
+
+        assert schedule(step, range(1)) == [float(expected(0))]
+        for _ in range(5):
+            JOB.coordinator.schedule(evaluate, args=(batch(0)["a"] + V,))
+            with pytest.raises(tf.errors.InvalidArgumentError, match="has id"):
+                JOB.coordinator.join()
+        # The lookup is one update old, as that update is pending.
+        assert schedule(step, range(1, 2)) == [float(expected(1))]
+
+
+@case
 def what_servers_refuse_of_divided_tables_changes_none() -> None:
     configs = features(placements=MIXED)
     _, served = make(te.TPUEmbedding, configs, te.Adagrad(0.1))

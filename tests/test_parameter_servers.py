@@ -37,6 +37,7 @@ NAMES = [
     "a_push_that_reached_one_server_is_completed",
     "a_check_before_the_push_keeps_all_servers",
     "a_refused_step_changes_no_server",
+    "a_refused_evaluation_in_a_function_leaves_what_is_pending",
     "what_servers_refuse_of_divided_tables_changes_none",
     "workers_preprocess_in_their_data_sets",
     "calls_in_the_wrong_order_are_errors",

@@ -222,6 +222,34 @@ def test_a_multi_worker_strategy_of_one_process_trains() -> None:
     assert column(embedding) == AFTER
 
 
+def test_replicas_with_batches_of_other_sizes_in_a_function(
+    strategy: tf.distribute.Strategy,
+) -> None:
+    embedding = make(strategy)
+
+    @tf.function
+    def step(features: Any) -> Any:
+        embedding.enqueue(features)
+        return strategy.run(lambda: train_step(embedding))
+
+    ids = [[0, 1], [1, 2, 4], [1]]
+    found = step(distributed(strategy, ids)).values
+    assert [a.numpy()[:, 0].tolist() for a in found] == ids
+    assert column(embedding) == [-1.0, -2.0, 1.0, 3.0, 3.0, 5.0, 6.0, 7.0]
+
+
+def test_the_device_of_one_replica_is_a_place_of_its_own() -> None:
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    embedding = make(strategy)
+    (device,) = strategy.extended.worker_devices
+    for name in (device, "CPU:0"):
+        embedding.enqueue({"film": tf.constant([3])}, device=name)
+        assert strategy.run(lambda: train_step(embedding)).shape == (1, D)
+    assert column(embedding)[3] == 1
+    with pytest.raises(ValueError, match="must name a device of the strategy"):
+        embedding.enqueue({"film": tf.constant([3])}, device="CPU:1")
+
+
 @pytest.mark.parametrize("device", ["/device:CPU:", "CPU:"])
 def test_each_device_of_the_strategy_stands_for_its_replica(
     strategy: tf.distribute.Strategy, device: str

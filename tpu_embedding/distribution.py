@@ -39,6 +39,12 @@ _TPU_STRATEGIES: tuple[Any, ...] = (
     tf.distribute.TPUStrategy,
     tf.distribute.experimental.TPUStrategy,
 )
+# Strategies without TPUs whose replicas are named by their devices.
+_WITH_DEVICES = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+)
 
 
 def _unwatched(ended: str) -> Callable[[], list[Any]]:
@@ -278,22 +284,21 @@ class Topology:
     def barrier(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns control inputs that wait for `tensors` in all replicas of a program.
 
-        A real TPU needs no barrier: it writes the variables of a program last, unless
-        the program fails.
+        A real TPU needs no barrier: it writes variables at the end of a program, and
+        none if the program fails.
         """
-        context = tf.distribute.get_replica_context()
-        if self.tpu is None or not self.tpu.simulated or context is None:
+        if self.tpu is None or not self.tpu.simulated or self.run_context() is None:
             return list(tensors)
         with tf.control_dependencies(tensors):
             return [self.sum_over_replicas(tf.zeros([], tf.int32))]
 
     def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of what all replicas of a TPU program pass here.
+        """Returns the sum of what all replicas pass; only inside of strategy.run.
 
         `all_reduce` of the context does the same and registers a gradient, which keeps
         the graph of each traced step in memory.
         """
-        context = tf.distribute.get_replica_context()
+        context = self.run_context()
         assert context is not None
         return context.merge_call(
             lambda strategy, part: strategy.extended.reduce_to(
@@ -393,8 +398,8 @@ class Topology:
     def _devices(self) -> list[str]:
         if self.tpu is not None:
             return list(itertools.chain.from_iterable(self.tpu.devices))
-        if not isinstance(self.strategy, tf.distribute.MirroredStrategy):
-            return []  # One replica has no place of its own.
+        if not isinstance(self.strategy, _WITH_DEVICES):
+            return []  # Replicas have no places of their own.
         return list(self.strategy.extended.worker_devices)
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:

@@ -239,7 +239,7 @@ class TPUEmbedding(NestedEmbedding):
                 cores = 1 if place is None else self._cores_per_replica()
                 batches = topology.on_host(self._read, values, weights, replica, cores)
                 if not tf.executing_eagerly():
-                    self._remember_static_shapes(batches[0])
+                    self._remember_static_shapes(batches)
                 engine = self._engine or self._engine_for(batches[0], cores)
                 queue = self._queue or self._engine_queue(engine)
             with tf.name_scope(name or "embedding_enqueue"):
@@ -457,9 +457,11 @@ class TPUEmbedding(NestedEmbedding):
             return None, topology.replica_of(topology.find(device))
         return device if tf.is_tensor(device) else topology.find(device), 0
 
-    def _remember_static_shapes(self, batch: Sequence[IdBatch]) -> None:
-        """Keeps what is known of a batch that is queued in a graph, for `dequeue`."""
-        shapes = self._output_shapes.of_inputs([_static_shape(b) for b in batch])
+    def _remember_static_shapes(self, batches: Sequence[Sequence[IdBatch]]) -> None:
+        """Keeps what is known of batches that are queued in a graph, for `dequeue`."""
+        of_features = zip(*batches, strict=True)
+        common = [_common_static_shape(own) for own in of_features]
+        shapes = self._output_shapes.of_inputs(common)
         self._queued_shapes.setdefault(tf.compat.v1.get_default_graph(), shapes)
         self._one_shape &= shapes in (self._first_shapes, self._first_shapes or shapes)
         self._first_shapes = self._first_shapes or shapes
@@ -507,6 +509,12 @@ def _is_distributed(value: Any) -> bool:
 
 def _static_shape(batch: IdBatch) -> tuple[int | None, ...]:
     return tuple(batch.static_shape.as_list())
+
+
+def _common_static_shape(replicas: Sequence[IdBatch]) -> tuple[int | None, ...]:
+    """What is known of the batches of one feature in all replicas."""
+    first, *others = [batch.static_shape for batch in replicas]
+    return tuple(first.most_specific_common_supertype(others).as_list())
 
 
 def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:

@@ -150,6 +150,58 @@ def test_reset_discards_the_queue() -> None:
     np.testing.assert_array_equal(embedding.embedding_tables[table], expected)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_refused_evaluation_in_a_function_leaves_what_is_pending(
+    inside: bool,
+) -> None:
+    table = te.TableConfig(8, 2, initializer=tf.zeros_initializer(), name="a")
+    strategy = strategy_of("v6e", 1)
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            te.FeatureConfig(table, output_shape=[2]), te.SGD(1.0), True
+        )
+
+    @tf.function
+    def enqueue(ids: Any, training: bool) -> None:
+        def call(own: Any) -> None:
+            embedding.enqueue(own, training=training)
+
+        if inside:
+            strategy.run(call, [ids])
+        else:
+            call(ids)
+
+    def train() -> None:
+        embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+    enqueue(tf.constant([1, 2]), True)
+    strategy.run(train)
+    assert embedding._engine is not None
+    parts = embedding._engine.stacked_tables()["a"]  # Without what is pending.
+    for _ in range(40):  # In any order of its ops.
+        with pytest.raises(tf.errors.InvalidArgumentError, match="has id 99"):
+            enqueue(tf.constant([1, 99]), False)
+        assert not any(np.any(part) for part in parts)
+    expected = [[0, 0], [-1, -1], [-1, -1], *[[0, 0]] * 5]
+    np.testing.assert_array_equal(embedding.embedding_tables[table], expected)
+
+
+def test_no_replica_takes_its_batch_unless_all_have_one() -> None:
+    table = te.TableConfig(8, 1, initializer=te.RowIdInitializer(), name="a")
+    strategy = strategy_of("v6e", 2)
+    with strategy.scope():
+        feature = te.FeatureConfig(table, output_shape=[2])
+        embedding = te.TPUEmbedding(feature, te.SGD(1.0))
+    devices = strategy.extended.worker_devices
+    embedding.enqueue(tf.constant([3, 4]), training=False, device=devices[0])
+    for _ in range(2):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is enq"):
+            strategy.run(embedding.dequeue)
+    embedding.enqueue(tf.constant([5, 6]), training=False, device=devices[1])
+    found = strategy.experimental_local_results(strategy.run(embedding.dequeue))
+    assert [rows[:, 0].numpy().tolist() for rows in found] == [[3, 4], [5, 6]]
+
+
 @pytest.mark.parametrize("engine", ["sparse_core", "tpu_v2_v4"])
 def test_random_steps(engine: str, seed: int) -> None:
     """A few of the steps of `make fuzz-refusals`."""

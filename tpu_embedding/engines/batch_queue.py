@@ -37,6 +37,7 @@ _OWES = (
     "apply_gradients first, or enqueue with training=False; after a step that failed "
     "call flush and reset."
 )
+_REFUSED_DEQUEUE = ("", _OTHERS_OWE, _EMPTY, _OWES)  # By code.
 _NO_TRAINING = (
     "apply_gradients: the batch was enqueued with training=False. Enqueue with "
     "training=True to train on it."
@@ -302,6 +303,16 @@ class BatchQueue:
         full = tf.reduce_any(counts.enqueued - counts.dequeued >= self._capacity)
         return refuse(tf.cast(full, tf.int32), ["", self._full()])
 
+    def check_batch(self, replica: int) -> list[Any]:
+        """Control inputs for ops that must not run if `dequeue` would be refused.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If it would be.
+        """
+        rule = self._rule(_dequeue, replica, False)
+        code, *_ = rule(self._read(), tf.constant(False))
+        return refuse(code, _REFUSED_DEQUEUE)
+
     def enqueue(
         self,
         batches: Sequence[tf.Tensor],
@@ -371,8 +382,7 @@ class BatchQueue:
         """
         rule = self._rule(_dequeue, replica, begins)
         code, matrix, gave_up, training = rule(self._read(), partial)
-        messages = ["", _OTHERS_OWE, _EMPTY, _OWES]
-        with tf.control_dependencies(refuse(code, messages)):
+        with tf.control_dependencies(refuse(code, _REFUSED_DEQUEUE)):
             cell = self._cell(replica, matrix[1, replica] - 1)
             batch = self._store.get(cell)
             checked = check(batch)

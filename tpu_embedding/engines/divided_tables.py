@@ -109,9 +109,9 @@ class DividedTables:
             for place, device in zip(places, servers, strict=True)
         ]
 
-    def check(self, batch: Sequence[IdBatch]) -> None:
-        """Raises the errors of a batch of the whole plan."""
-        self._ops.tpu_embedding_check_batch(batch=self._prepare(batch))
+    def check(self, batch: Sequence[IdBatch]) -> Any:
+        """Raises the errors of a batch of the whole plan; returns a control input."""
+        return self._ops.tpu_embedding_check_batch(batch=self._prepare(batch))
 
     def look_up(
         self,

@@ -126,6 +126,7 @@ class ParameterServerEngine(Engine):
             if divided
             else None
         )
+        self.pipelined = options.pipelined
         self._queue = ParameterServerQueue(self)
 
     @classmethod
@@ -201,20 +202,25 @@ class ParameterServerEngine(Engine):
             raise errors.enqueue_device(device)
         return Prepared((tuple(batch), training))
 
-    def check(self, prepared: Prepared) -> None:
+    def check(self, prepared: Prepared) -> list[Any]:
         """Raises the errors of a batch that `prepare` returned.
+
+        Returns:
+          Control inputs for ops that must not run if it is refused.
 
         Raises:
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
         batch, training = prepared.value
+        checked = []
         for server in self._servers:
             own = [batch[f] for f in server.features]
             refused = server.engine.batches.prepare(own, training=training)
             with tf.device(server.engine.device):
-                self._ops.tpu_embedding_check_batch(batch=refused)
+                checked.append(self._ops.tpu_embedding_check_batch(batch=refused))
         if self._divided:
-            self._divided.check(batch)
+            checked.append(self._divided.check(batch))
+        return checked
 
     def lookup(
         self,
@@ -454,11 +460,15 @@ class ParameterServerQueue(StepQueue):
                 "once for each enqueue."
             )
         (batch,) = batches
-        if tf.executing_eagerly():
-            self._engine.check(batch)
+        # In a function a batch is checked when it is looked up. It is checked here if
+        # its refusal is to leave the pending update as it is.
+        checked: list[Any] = []
+        if tf.executing_eagerly() or (self._engine.pipelined and not training):
+            checked = self._engine.check(batch)
         queued.append((batch, training))
         if not training:
-            self._engine.flush()
+            with tf.control_dependencies(checked):
+                self._engine.flush()
 
     def dequeue(
         self,

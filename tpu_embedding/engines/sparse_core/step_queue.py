@@ -15,7 +15,7 @@ import tensorflow as tf
 from tpu_embedding.distribution import Topology, outside_of_replicas
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Prepared, StepQueue
-from tpu_embedding.engines.batch_queue import BatchQueue, CallsOfRun, pack, unpack
+from tpu_embedding.engines.batch_queue import BatchQueue, pack, unpack
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
 
@@ -75,7 +75,6 @@ class HostQueues(StepQueue):
             topology.tpu.host_of_program(r) for r in range(topology.num_replicas)
         ]
         self._queues: list[BatchQueue] = outside_of_replicas(self._create)
-        self._calls = CallsOfRun(topology)
         # A program, and the handles of the replica's queue in it.
         self._of_program: tuple[Any, list[tf.Tensor]] | None = None
         # The last lookup, with the graph in which its tensors can be used.
@@ -93,15 +92,14 @@ class HostQueues(StepQueue):
         del name
         tensors = [_queued(batch) for batch in batches]
         if replica is None:
-            self._put(range(len(batches)), self._queues, tensors, training)
+            done = self._put(range(len(batches)), self._queues, tensors, training)
         else:
-            self._on_host(
+            done = self._on_host(
                 replica,
                 lambda queue, *own: self._put([replica], [queue], [own], training),
                 *tensors[0],
             )
-        if not training:
-            self._engine.flush()
+        self._flush_after(done, training=training)
 
     def enqueue_on(
         self,
@@ -116,11 +114,11 @@ class HostQueues(StepQueue):
         checked = errors.check_device(self._topology, device)
 
         def put(replica: int) -> tf.Tensor:
-            self._put([replica], [self._queues[replica]], [_queued(batch)], training)
-            return tf.constant(True)
+            queue = self._queues[replica]
+            return self._put([replica], [queue], [_queued(batch)], training)
 
         if isinstance(device, str):
-            put(self._devices.index(device))
+            done = put(self._devices.index(device))
         else:
             tpu = self._topology.tpu
             assert tpu is not None
@@ -129,9 +127,8 @@ class HostQueues(StepQueue):
                 found = tf.where(ordinals == tf.cast(device, tf.int64))[0, 0]
             replicas = range(self._topology.num_replicas)
             branches = [lambda replica=replica: put(replica) for replica in replicas]
-            tf.switch_case(tf.cast(found, tf.int32), branches)
-        if not training:
-            self._engine.flush()
+            done = tf.switch_case(tf.cast(found, tf.int32), branches)
+        self._flush_after(done, training=training)
 
     def dequeue(
         self,
@@ -142,12 +139,7 @@ class HostQueues(StepQueue):
     ) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`: all batches have the same shapes."""
         del shapes, name
-        several = self._topology.num_replicas > 1
-        begins = several and not self._calls.made("dequeue", "apply_gradients")
-        self._calls.note("dequeue")
-        tensors, training = self._on_host(
-            replica, lambda queue: self._take(queue, begins)
-        )
+        tensors, training = self._on_host(replica, self._take)
         activations, looked_up = self._look_up(tensors, replica)
         self._last = tf.compat.v1.get_default_graph(), looked_up
         return self._engine.flush_after_lookup(looked_up, activations, training)
@@ -161,7 +153,6 @@ class HostQueues(StepQueue):
     ) -> None:
         """See `StepQueue.apply_gradients`."""
         del name
-        self._calls.note("apply_gradients")
         last, self._last = self._last, None
         if last is not None and last[0] is tf.compat.v1.get_default_graph():
             looked_up, owed = last[1], self._on_host(replica, self._owed)[0]
@@ -227,8 +218,12 @@ class HostQueues(StepQueue):
         queues: Sequence[BatchQueue],
         batches: Sequence[Sequence[tf.Tensor]],
         training: bool,
-    ) -> None:
-        """Queues a batch in each of some queues, or none at all."""
+    ) -> tf.Tensor:
+        """Queues a batch in each of some queues, or none at all.
+
+        Returns:
+          A control input for ops that must not run if a batch is refused.
+        """
         inside = self._topology.replica() is not None
         places = [None if inside else self._hosts[r] for r in replicas]
         packed, room = [], []
@@ -237,7 +232,7 @@ class HostQueues(StepQueue):
                 packed.append(pack(batch))
                 room += queue.check_room()
         done = []
-        with tf.control_dependencies([*self._topology.barrier(packed), *room]):
+        with tf.control_dependencies(self._topology.barrier([*packed, *room])):
             for place, queue, batch in zip(places, queues, packed, strict=True):
                 with tf.device(place):
                     done.append(
@@ -245,17 +240,23 @@ class HostQueues(StepQueue):
                             [batch], 0, training=training, begins=False, outside=False
                         )
                     )
-        self._topology.barrier(done)
+        with tf.control_dependencies(self._topology.barrier(done)):
+            return tf.constant(True)
 
-    def _take(
-        self, queue: BatchQueue, begins: bool
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _flush_after(self, enqueued: tf.Tensor, *, training: bool) -> None:
+        """Applies the pending update after an evaluation batch was queued."""
+        if not training:
+            with tf.control_dependencies([enqueued]):
+                self._engine.flush()
+
+    def _take(self, queue: BatchQueue) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The tensors of the next batch, and whether it is for training."""
-        with tf.control_dependencies(self._topology.barrier([])):
+        # No replica takes its batch unless all can.
+        with tf.control_dependencies(self._topology.barrier(queue.check_batch(0))):
             batch, training, _ = queue.dequeue(
                 0,
                 partial=tf.constant(False),
-                begins=begins,
+                begins=False,
                 check=lambda batch: [],
             )
         with tf.control_dependencies(self._topology.barrier([batch, training])):
