@@ -263,6 +263,8 @@ def test_configs_can_be_changed_until_an_embedding_is_made(which: int) -> None:
         table.name = "users"
     with pytest.raises(AttributeError, match=r"dataclasses.replace\(config, table="):
         feature.table = TableConfig(4, 2)
+    with pytest.raises(AttributeError, match="`name` of this TableConfig cannot be de"):
+        del table.name
     assert table.name == "films"
     assert table.dtype == "float32"
     other = dataclasses.replace(table, name="users")

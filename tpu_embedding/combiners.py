@@ -7,7 +7,6 @@ With weights w_1..w_k (1 where none are given), entry j of a sample has the gain
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +14,9 @@ from typing import Any, ClassVar
 from tpu_embedding import errors
 
 COMBINERS: tuple[str, ...] = ("sum", "mean", "sqrtn")
+
+
+_LARGEST = (2 - 2**-23) * 2.0**127  # The largest number of float32.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +46,9 @@ class CustomCombiner:
         callable without arguments that apply_gradients calls.
 
     Raises:
-      ValueError: If a number is out of range.
-      TypeError: If a number or a callable is of the wrong type, or `initializer` is
-        missing.
+      ValueError: If a number is out of range, or `initializer` is missing although
+        there are weights.
+      TypeError: If a number or a callable is of the wrong type.
     """
 
     CUSTOM_COMBINER_SLOT_NAME: ClassVar[str] = "custom_combiner_variables"
@@ -82,8 +84,8 @@ class CustomCombiner:
         argument = "combiner_weights_learning_rate"
         if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
             raise errors.argument_type(argument, rate, "a number or a callable")
-        if not math.isfinite(rate):
-            raise errors.argument_value(argument, rate, "finite")
+        if not abs(rate) <= _LARGEST:
+            raise errors.argument_value(argument, rate, "finite in float32")
 
     def __str__(self) -> str:
         """A word, as other combiners are, and the same in all processes."""

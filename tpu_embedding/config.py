@@ -46,13 +46,21 @@ class _ChangeableUntilUsed:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_frozen" in self.__dict__:
-            cls = type(self).__name__
-            raise AttributeError(
-                f"`{name}` of this {cls} cannot be changed to {value!r}: an embedding "
-                f"or layer was made of the {cls}. Change it before, or make a new one "
-                f"with dataclasses.replace(config, {name}=...)."
-            )
+            raise self._refusal(name, f"changed to {value!r}")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if "_frozen" in self.__dict__:
+            raise self._refusal(name, "deleted")
+        super().__delattr__(name)
+
+    def _refusal(self, name: str, change: str) -> AttributeError:
+        cls = type(self).__name__
+        return AttributeError(
+            f"`{name}` of this {cls} cannot be {change}: an embedding or layer was "
+            f"made of the {cls}. Change it before, or make a new one with "
+            f"dataclasses.replace(config, {name}=...)."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # No embedding was made of a copy, so a copy can be changed.

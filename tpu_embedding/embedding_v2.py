@@ -485,3 +485,12 @@ class _TablesByConfig(dict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         return self._by_name[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or key in self._by_name
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default

@@ -56,15 +56,20 @@ def test_save_and_restore_come_after_what_is_pending(tmp_path: pathlib.Path) -> 
 
 
 class Training:
-    """Trains a step in another thread while something is saved."""
+    """Trains a step in another thread while something is saved, in each `call`."""
 
-    def __init__(self, embedding: te.TPUEmbedding) -> None:
-        self._embedding = embedding
+    def __init__(self, embedding: te.TPUEmbedding, call: str = "advance") -> None:
+        self._embedding, self._call = embedding, call
 
     def start(self, task: str, total: int) -> None:
-        pass
+        self._train("start")
 
     def advance(self, count: int) -> None:
+        self._train("advance")
+
+    def _train(self, call: str) -> None:
+        if call != self._call:
+            return
         thread = threading.Thread(target=models.train, args=(self._embedding,))
         thread.start()
         thread.join()
@@ -85,6 +90,20 @@ def test_a_save_that_another_thread_changes_leaves_no_checkpoint(
     )
     path = checkpoint.save(embedding, tmp_path / "a")
     models.assert_same(read(path), after)
+
+
+def test_a_save_whose_number_of_updates_changed_leaves_no_checkpoint(
+    tmp_path: pathlib.Path,
+) -> None:
+    """A step before the first row is read makes the number older than the rows."""
+    embedding = models.make(te.SGD(lambda step: 1 / tf.cast(step + 1, tf.float32)))
+    models.train(embedding)
+    progress = Training(embedding, "start")
+    with pytest.raises(tf.errors.AbortedError, match="The number of updates changed"):
+        checkpoint.save(embedding, tmp_path / "a", progress=progress)
+    assert list(tmp_path.iterdir()) == []
+    path = checkpoint.save(embedding, tmp_path / "a")
+    assert checkpoint.read(path).updates == 2
 
 
 def test_a_refused_restore_leaves_what_is_pending(tmp_path: pathlib.Path) -> None:

@@ -184,6 +184,22 @@ def test_empty_samples_touch_row_0_as_on_a_cpu(tmp_path: pathlib.Path):
     assert found == {True: 0.0, False: 1.0}
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_activations_keep_the_static_batch_size(safe: bool, tmp_path: pathlib.Path):
+    column = embedding("a", 2, use_safe_embedding_lookup=safe)
+    shapes = []
+
+    def model_fn(features: Any, labels: Any, mode: str) -> Any:
+        shapes.append(features["a"].shape.as_list())
+        return linear_model([column])(features, labels, mode)
+
+    spec = interop.EmbeddingConfigSpec([column], optimization_parameters=SGD)
+    trained = make_estimator(model_fn, tmp_path, spec)
+    ids = tf.constant([[1, 2, 3], [4, 5, 6]], tf.int64)
+    trained.train(batches({"a": dense(ids)}), steps=1)
+    assert shapes == [[2, 2]]
+
+
 def sequence_model(column: Any) -> Any:
     def model_fn(features: Any, mode: str) -> Any:
         out, lengths = estimator.sequence_features(features, [column])

@@ -165,6 +165,17 @@ def test_serving_config_looks_other_features_up(graph: bool):
     assert out[1].numpy()[..., 0].tolist() == [[1, 0], [2, 3]]
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_serving_config_takes_other_batch_sizes_than_its_output_shape(trainable: bool):
+    table = te.TableConfig(9, 2, te.RowIdInitializer(), name="t")
+    optimizer = None if trainable else te.SGD(1.0)
+    features = {"a": te.FeatureConfig(table)}
+    layer = TPUEmbedding(features, optimizer, trainable_tables=trainable)
+    serving = {"a": te.FeatureConfig(table, output_shape=[8])}
+    out = layer({"a": tf.constant([1, 2])}, serving_config=serving)["a"]
+    assert out.numpy().tolist() == [[1, 1], [2, 2]]
+
+
 def test_serving_config_under_a_tape_trains_nothing():
     table = te.TableConfig(9, 2, te.RowIdInitializer(), name="t")
     layer = TPUEmbedding({"a": te.FeatureConfig(table)}, te.SGD(1.0))

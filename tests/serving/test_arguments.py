@@ -277,6 +277,15 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         "The inputs 'F_values', of feature F, and 'f_values', of feature f, of the",
     ),
     (KEPT, {"model": lambda activations: 3}, TypeError, "must return a tensor or a d"),
+    (
+        TABLE,
+        {
+            "feature_config": {"a": {"b": FEATURES["film"]}, "a_b": FEATURES["film"]},
+            "signatures": ["examples"],
+        },
+        ValueError,
+        "Both feature a/b and feature a_b would be the output 'a_b' of the exported",
+    ),
 ]
 
 

@@ -155,7 +155,12 @@ def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
                 error,
                 "combiner_weights_learning_rate",
             )
-            for rate, error in ((True, TypeError), (math.nan, ValueError))
+            for rate, error in (
+                (True, TypeError),
+                (math.nan, ValueError),
+                (1e39, ValueError),
+                (10**400, ValueError),
+            )
         ),
         (lambda: te.CustomCombiner(captures, 0), ValueError, "max_valency"),
         (lambda: te.CustomCombiner(captures, 2.0), TypeError, "max_valency"),
@@ -174,7 +179,7 @@ def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
             "combiner_weights_learning_rate",
         ),
     ],
-    ids=range(22),
+    ids=range(24),
 )
 def test_arguments(make: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

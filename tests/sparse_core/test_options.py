@@ -234,9 +234,28 @@ def test_limits_are_those_of_the_statistics() -> None:
     assert run(STRATEGY, lambda: embedding(BATCH["b"])[0])[1][0, 0] == 8
 
 
+def test_limits_of_a_stack_that_a_batch_does_not_use() -> None:
+    features = {
+        name: te.FeatureConfig(te.TableConfig(8, dim, name=name), output_shape=[8])
+        for name, dim in (("a", 8), ("b", 128))
+    }
+    nothing = tf.RaggedTensor.from_row_splits(tf.zeros([0], tf.int64), [0] * 9)
+    ids, unique_ids = te.TPUEmbeddingV2.compute_sparse_core_stats(
+        {"a": tf.range(8), "b": nothing}, features, 1, 4, te.SGD()
+    )
+    limits = te.SparseCoreEmbeddingConfig(
+        max_ids_per_table=ids, max_unique_ids_per_table=unique_ids
+    )
+    assert limits.max_ids_per_table is not None
+    assert limits.max_ids_per_table["b"] == 1
+
+
 def test_tables_and_stacks_are_found_by_name() -> None:
     tables = two_tables().embedding_tables
     assert len(tables) == 2
+    assert "users" in tables
+    assert tables.get("users") is tables["users"]
+    assert ("tags" in tables, tables.get("tags", 3)) == (False, 3)
     assert tables["users"].numpy()[:, 0].tolist() == [100, 101, 102, 103, 104]
     parts = tables["films_users"].values
     assert [part.shape for part in parts] == [(32, 8), (32, 8)]

@@ -85,15 +85,19 @@ def save(
         tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
     alike = {"path": os.fspath(path), "root": root, "slots": slots}
     require_alike(process_group(tables), alike)
-    updates = embedding.checkpoint_updates() if slots else None
+    counter = embedding.checkpoint_updates() if slots else None
+
+    def updates() -> int | None:
+        return None if counter is None else int(counter.numpy())
+
     return write_tensorflow(
         os.fspath(path),
         tables,
         root,
         layouts=layouts,
-        updates=None if updates is None else int(updates.numpy()),
+        updates=updates(),
         progress=progress,
-        may_change=True,
+        updates_now=updates,
     )
 
 

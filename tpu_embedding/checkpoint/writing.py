@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -127,7 +127,7 @@ def write_tensorflow(
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
     progress: Progress,
-    may_change: bool = False,
+    updates_now: Callable[[], int | None] | None = None,
 ) -> str:
     """Writes one object with tables and slots as a checkpoint.
 
@@ -138,8 +138,9 @@ def write_tensorflow(
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
-      may_change: Whether another thread may write to the tables: all rows are read a
-        second time after the last was written. Not for tables of several processes.
+      updates_now: Reads the number of updates again, where another thread may write
+        to the tables: after the last row was written, this number and all rows are
+        read a second time. Not for tables of several processes.
 
     Returns:
       `path`.
@@ -173,7 +174,7 @@ def write_tensorflow(
     small = {keys[name]: value for name, value in values.items()}
     small[GRAPH_KEY] = tf.constant(make_graph(root, keys))
     group = process_group(tables)
-    seen = _Seen() if may_change and group is None else None
+    seen = _Seen(updates, updates_now) if updates_now and group is None else None
     pieces = _own_pieces(matrices, keys, group)
     if seen is not None:
         pieces = seen.note(pieces)
@@ -319,7 +320,10 @@ class _Seen:
     one between the two readings.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, updates: int | None, updates_now: Callable[[], int | None]
+    ) -> None:
+        self._updates, self._updates_now = updates, updates_now
         self._sums: list[int] = []
 
     def note(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -332,11 +336,13 @@ class _Seen:
         """Compares a second reading.
 
         Raises:
-          tf.errors.AbortedError: If a piece is another one.
+          tf.errors.AbortedError: If a piece or the number of updates is another one.
         """
         for piece, before in zip(pieces, self._sums, strict=True):
             if _checksum(piece) != before:
                 raise errors.changed_while_saved(piece.key)
+        if self._updates_now() != self._updates:
+            raise errors.changed_while_saved("The number of updates")
 
 
 def _checksum(piece: Piece) -> int:

@@ -190,7 +190,10 @@ class EmbeddingTables:
                     )
                 dim = value.shape[-1]
                 self._gradients[key] = tf.reshape(upstream, [-1, dim])
-                return tf.zeros_like(dummy), tf.zeros_like(value)
+                # The model's update, with the global step, comes after the lookups,
+                # also if its gradients do not depend on the activations.
+                with tf.control_dependencies([value]):
+                    return tf.zeros_like(dummy), tf.zeros_like(value)
 
             return tf.identity(value), gradient
 

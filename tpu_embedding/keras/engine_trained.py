@@ -263,6 +263,7 @@ class EngineTrainedTables:
             dict(enumerate(table.reader for table in tables)),
             check_numerics=self._check_numerics,
             batch_size=self._batch_size if checked else None,
+            any_batch_size=not own,
         )
         activations = lookup(plan.features, values, weights)
         if not trainable or tf.executing_eagerly():

@@ -126,5 +126,6 @@ class KerasTrainedTables:
                 for spec in plan.tables
             },
             check_numerics=self._check_numerics,
+            any_batch_size=plan is not self._plan,
         )
         return lookup(plan.features, values, weights)

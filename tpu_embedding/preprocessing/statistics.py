@@ -32,8 +32,8 @@ class SparseCoreRequirements(NamedTuple):
     """The smallest limits under which a batch is neither refused nor split.
 
     Attributes:
-      max_ids: By stack name, int32 scalars for max_ids_per_table.
-      max_unique_ids: By stack name, int32 scalars for max_unique_ids_per_table.
+      max_ids: By stack name, int32 scalars >= 1 for max_ids_per_table.
+      max_unique_ids: By stack name, int32 scalars >= 1 for max_unique_ids_per_table.
       required_ids: By stack name, int32 scalars: size of the id buffer of a device,
         including padding.
       max_ids_per_chip_per_sample: int32 scalar that gives every stack an id buffer of
@@ -110,8 +110,8 @@ def requirements(
         batches.append(batch)
     found = partition(batches, partitioning, options=PartitionOptions(padded=False))
     return SparseCoreRequirements(
-        max_ids=_int32(found.max_ids),
-        max_unique_ids=_int32(found.max_unique_ids),
+        max_ids=_limits(found.max_ids),
+        max_unique_ids=_limits(found.max_unique_ids),
         required_ids=_int32(found.required_ids),
         max_ids_per_chip_per_sample=_per_sample(partitioning, found.required_ids),
     )
@@ -141,6 +141,11 @@ def _unlimited(
         for table in partitioning.tables
     ]
     return dataclasses.replace(partitioning, tables=tuple(tables))
+
+
+def _limits(most: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Limits for the largest numbers that were found: a limit of 0 does not exist."""
+    return {name: tf.maximum(value, 1) for name, value in _int32(most).items()}
 
 
 def _int32(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:

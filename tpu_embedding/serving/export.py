@@ -117,6 +117,8 @@ def export(
         )
     exported = _read_source(source, feature_config, invalid_ids)
     plan = exported.plan
+    if model is None:
+        _require_different_outputs(plan)
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
     storages = _storages(plan, storage)
     group = exported.tables[0].rows.group
@@ -194,6 +196,20 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
         )
     plan = plan_of(convert_features(feature_config, invalid_ids))
     return _Exported(plan, Structure(feature_config), _gathered(plan, source))
+
+
+def _require_different_outputs(plan: Plan) -> None:
+    """Checks that no two features have one name where activations are outputs."""
+    taken: dict[str, str] = {}
+    for spec in plan.features:
+        name = input_name(spec.path)
+        other = taken.setdefault(name, spec.path)
+        if other != spec.path:
+            raise ValueError(
+                f"Both feature {other} and feature {spec.path} would be the output "
+                f"{name!r} of the exported model. Rename one of them in the feature "
+                "configuration, or pass a `model` that names its outputs."
+            )
 
 
 def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
