@@ -177,6 +177,20 @@ void Run(const RuleArguments& arguments, const RowOptions& options,
   for (std::thread& thread : pool) thread.join();
 }
 
+// The same on this thread in ranges of `length`, so that blocks of rows have
+// other sizes.
+template <class Rule>
+void RunRanges(const RuleArguments& arguments, const RowOptions& options,
+               const Gradients& gradients, int64_t length, State* state) {
+  const TableView view = state->View();
+  const TableGradients given{&gradients.groups, gradients.samples.data()};
+  const int64_t size = options.all_rows ? kRows : gradients.groups.num_rows();
+  for (int64_t begin = 0; begin < size; begin += length) {
+    Update<Rule>(arguments, options, given, view, begin,
+                 std::min(begin + length, size));
+  }
+}
+
 // All rows by one thread, of a dim that the compiler does not know.
 template <class Rule>
 void RunAnyDim(const RuleArguments& arguments, const RowOptions& options,
@@ -192,15 +206,43 @@ void TestBits(const std::vector<float>& hyperparameters, int64_t dim) {
   const RuleArguments arguments{hyperparameters, 0.1f};
   for (bool all_rows : {false, true}) {
     const Gradients gradients(dim);
-    State one(dim, Rule::kNumSlots, Rule::kSlotsPerRow ? 1 : dim);
-    State many = one;
-    State any = one;
+    const State start(dim, Rule::kNumSlots, Rule::kSlotsPerRow ? 1 : dim);
+    State one = start;
+    State many = start;
+    State any = start;
     Run<Rule>(arguments, Options(all_rows), gradients, 1, &one);
     Run<Rule>(arguments, Options(all_rows), gradients, 4, &many);
     RunAnyDim<Rule>(arguments, Options(all_rows), gradients, &any);
     one.CheckSame(many);
     one.CheckSame(any);
+    for (int64_t length : {1, 3, 6}) {
+      State parts = start;
+      RunRanges<Rule>(arguments, Options(all_rows), gradients, length, &parts);
+      one.CheckSame(parts);
+    }
   }
+}
+
+// Rows of bfloat16, which are opened in blocks: the same bits for any ranges,
+// and some row has changed.
+void TestBFloat16(int64_t dim) {
+  const RuleArguments arguments{{}, 0.1f, {1, 2}};
+  const Gradients gradients(dim);
+  const TableGradients given{&gradients.groups, gradients.samples.data()};
+  const int64_t size = gradients.groups.num_rows();
+  const std::vector<BFloat16> start(kRows * dim, BFloat16{0x3F80});
+  const size_t bytes = start.size() * sizeof(BFloat16);
+  std::vector<std::vector<BFloat16>> tables;
+  for (int64_t length : {int64_t{1}, int64_t{3}, int64_t{6}, size}) {
+    tables.push_back(start);
+    const TableView view{tables.back().data(), kRows, dim, {}};
+    for (int64_t begin = 0; begin < size; begin += length) {
+      Update<Sgd, BFloat16>(arguments, {}, given, view, begin,
+                            std::min(begin + length, size));
+    }
+    CHECK_TRUE(std::memcmp(tables.back().data(), tables[0].data(), bytes) == 0);
+  }
+  CHECK_TRUE(std::memcmp(tables[0].data(), start.data(), bytes) != 0);
 }
 
 // 0.5 is a valid value of most hyperparameters; as a flag it means true.
@@ -246,6 +288,7 @@ int main() {
       TestLookup(dim, gains);
       TestFrame(dim, gains);
     }
+    TestBFloat16(dim);
     TestAllRules(AllRules(), dim);
     // These numbers take other branches: square roots instead of powers, and no
     // Nesterov momentum.

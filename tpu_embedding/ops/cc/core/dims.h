@@ -22,8 +22,8 @@ struct AnyDim {
   static constexpr int64_t Of(int64_t dim) { return dim; }
 };
 
-// The dim that a loop compiled with F32xN knows. CPUs without AVX2 are too rare
-// to compile every rule again for each dim.
+// The dim that a loop compiled with F32xN knows. CPUs without AVX2 are rare: on
+// them all dims have the code of any dim.
 template <class F32xN, class Dim>
 using DimOn = std::conditional_t<kWidth<F32xN> <= 4, AnyDim, Dim>;
 

@@ -16,7 +16,8 @@
 
 namespace tpu_embedding {
 
-// Groups ahead whose row is prefetched, and entries ahead whose gradient is.
+// How many groups ahead a row is prefetched, and how many entries ahead a
+// gradient.
 constexpr int64_t kRowsAhead = 3;
 constexpr int64_t kGradientsAhead = 8;
 
@@ -71,14 +72,14 @@ TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
   }
 }
 
-// The rows that a rule updates in one call.
+// The most rows that a rule updates in one call.
 constexpr int kRowsOfBlock = 4;
 
 struct RowBlock {
   int size = 0;
   std::array<int64_t, kRowsOfBlock> rows;
   std::array<float*, kRowsOfBlock> weights;
-  float* gradients;  // [size, dim], the sums; changed by the rule
+  float* gradients;  // [size, dim], the sums, which UpdateRows clips in place
 };
 
 // The rows of a table as a rule sees them: floats that it changes in place.
@@ -133,9 +134,11 @@ class TableRows<BFloat16> {
   std::vector<float> rows_;  // of the block
 };
 
-// A rule, without its type, and the table that it updates.
-struct AnyRule {
-  using UpdateRowsFn = void (*)(const AnyRule* rule, const RowBlock* block);
+// What a block of rows needs: a rule, whose type only update_rows knows, and
+// its table.
+struct TableUpdate {
+  using UpdateRowsFn = void (*)(const TableUpdate* update,
+                                const RowBlock* block);
 
   const void* rule;
   int num_slots;
@@ -158,21 +161,22 @@ TPU_EMBEDDING_INLINE void Clip(float low, float high, int64_t dim,
 template <class Rule, class KnownDim>
 struct UpdateRows {
   template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const AnyRule* any,
+  TPU_EMBEDDING_INLINE static void Run(const TableUpdate* update,
                                        const RowBlock* block) {
     // A copy, which no write to a row can change: only so can GCC vectorize
     // loops that read the constants of a rule conditionally.
-    const Rule rule = *static_cast<const Rule*>(any->rule);
-    const RowOptions& options = *any->options;
-    const float decay = any->decay;
-    const int64_t dim = DimOn<F32xN, KnownDim>::Of(any->table->dim);
+    const Rule rule = *static_cast<const Rule*>(update->rule);
+    const RowOptions& options = *update->options;
+    const float decay = update->decay;
+    const int64_t dim = DimOn<F32xN, KnownDim>::Of(update->table->dim);
     for (int i = 0; i < block->size; ++i) {
       const int64_t row = block->rows[i];
       float* const weights = block->weights[i];
       float* const gradient = block->gradients + i * dim;
       std::array<float*, Rule::kNumSlots> slots;
       for (int k = 0; k < Rule::kNumSlots; ++k) {
-        slots[k] = any->table->slots[k] + row * (Rule::kSlotsPerRow ? 1 : dim);
+        slots[k] =
+            update->table->slots[k] + row * (Rule::kSlotsPerRow ? 1 : dim);
       }
       if (options.clips_gradient()) {
         Clip(options.clip_gradient_min, options.clip_gradient_max, dim,
@@ -191,12 +195,12 @@ struct UpdateRows {
 
 template <class Element>
 TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
-                                      const AnyRule& rule, int64_t dim,
+                                      const TableUpdate& update, int64_t dim,
                                       int64_t row) {
   Prefetch(parameters + row * dim, dim);
-  for (int k = 0; k < rule.num_slots; ++k) {
-    const float* slot = rule.table->slots[k];
-    if (rule.slots_per_row) {
+  for (int k = 0; k < update.num_slots; ++k) {
+    const float* slot = update.table->slots[k];
+    if (update.slots_per_row) {
       Prefetch(slot + row, 1);
     } else {
       Prefetch(slot + row * dim, dim);
@@ -204,20 +208,20 @@ TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
   }
 }
 
-// The loop over the rows of one table; a body of simd.h. All rules share it and
-// are called for each block of rows, which takes no longer than a loop for each
-// rule; calls for each row took 2 % of a DLRM step with SGD. The sum is
-// inlined, as a call of it took a tenth of the time of short rows. Compiled for
-// each rule, these loops took 60 seconds.
+// The loop over the rows of one table; a body of simd.h. It is compiled once
+// for all rules, which makes them compile five times as fast, and calls a rule
+// through a pointer for each block of rows: a call for each row made a DLRM
+// step with SGD 2 % slower. The sum is inlined: as a call it added a tenth to
+// the time of short rows. docs/performance-notes.md has the measurements.
 template <class Element, class KnownDim>
 struct RowLoop {
   template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const AnyRule& rule,
+  TPU_EMBEDDING_INLINE static void Run(const TableUpdate& update,
                                        const Rounding& rounding,
                                        const TableGradients& gradients,
                                        int64_t begin, int64_t end) {
-    const TableView& table = *rule.table;
-    const bool all_rows = rule.options->all_rows;
+    const TableView& table = *update.table;
+    const bool all_rows = update.options->all_rows;
     const int64_t dim = DimOn<F32xN, KnownDim>::Of(table.dim);
     TableRows<Element> parameters(table, dim, rounding);
     std::vector<float> sums(kRowsOfBlock * dim);
@@ -238,7 +242,7 @@ struct RowLoop {
         if (group < num_groups && rows[group] == row) {
           const int64_t ahead = group + kRowsAhead;
           if (ahead < num_groups) {
-            PrefetchRow(parameters.data(), rule, dim, rows[ahead]);
+            PrefetchRow(parameters.data(), update, dim, rows[ahead]);
           }
           SumGradients<F32xN>(gradients, group++, dim, sum);
         } else {
@@ -247,7 +251,7 @@ struct RowLoop {
         block.rows[k] = row;
         block.weights[k] = parameters.Open(k, row);
       }
-      rule.update_rows(&rule, &block);
+      update.update_rows(&update, &block);
       for (int k = 0; k < block.size; ++k) parameters.Close(k, block.rows[k]);
     }
   }
@@ -260,16 +264,17 @@ void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
                    int64_t begin, int64_t end) {
   const Rule rule(arguments);
   const float rate = options.multiply_decay_by_rate ? arguments.rate : 1.0f;
-  const AnyRule any{&rule,
-                    Rule::kNumSlots,
-                    Rule::kSlotsPerRow,
-                    &options,
-                    &table,
-                    options.weight_decay_factor * rate,
-                    FunctionForThisCpu<UpdateRows<Rule, Dim>, const AnyRule*,
-                                       const RowBlock*>()};
-  RunOnThisCpu<RowLoop<Element, Dim>>(any, arguments.rounding, gradients, begin,
-                                      end);
+  const TableUpdate update{
+      &rule,
+      Rule::kNumSlots,
+      Rule::kSlotsPerRow,
+      &options,
+      &table,
+      options.weight_decay_factor * rate,
+      FunctionForThisCpu<UpdateRows<Rule, Dim>, const TableUpdate*,
+                         const RowBlock*>()};
+  RunOnThisCpu<RowLoop<Element, Dim>>(update, arguments.rounding, gradients,
+                                      begin, end);
 }
 
 // An UpdateFn. Rows are independent: any split of [begin, end) over threads
