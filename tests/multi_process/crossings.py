@@ -427,3 +427,18 @@ def export(strategy: Any, case: Case, folder: str) -> Any:
     ]
     raised = failure(lambda: te.serving.export(embedding, f"{folder}/int8"))
     return reports, raised, training.tables_of(embedding)
+
+
+def enqueue_on_own_device(strategy: Any) -> list[float]:
+    """Trains on the batch of this process's device; a column of the table."""
+    with strategy.scope():
+        table = te.TableConfig(4, 1, tf.zeros_initializer(), name="table")
+        embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(1.0))
+    (device,) = strategy.extended.worker_devices
+    embedding.enqueue(tf.constant([1 + rank(strategy)]), device=device)
+
+    def train() -> None:
+        embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+
+    strategy.run(train)
+    return embedding.embedding_tables[table].numpy()[:, 0].tolist()

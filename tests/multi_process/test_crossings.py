@@ -164,3 +164,7 @@ def test_all_processes_export_one_model(two: Job, tmp_path: pathlib.Path) -> Non
     served = tf.saved_model.load(tmp_path / "int8").signatures["dense"]
     error = np.abs(served(dense=ids)["dense"] - rows).max()
     assert 0 < error <= 2 * reports[1].tables[0].max_error * 1.001
+
+
+def test_the_device_of_a_process_names_its_replica(two: Job) -> None:
+    assert two.run("crossings.enqueue_on_own_device") == [[0, -1, -1, 0]] * 2
