@@ -47,6 +47,23 @@ def test_stores_hold_any_tensors(make: Any) -> None:
         assert tensor.dtype == result.dtype
 
 
+def test_the_first_of_many_checks_that_fails_is_named() -> None:
+    @tf.function
+    def check(holds: tf.Tensor) -> tf.Tensor:
+        checks = [
+            Check(holds[k], lambda k=k: text(f"Check {k} failed.")) for k in range(9)
+        ]
+        with tf.control_dependencies(require(checks)):
+            return tf.constant(True)
+
+    assert check(tf.ones([9], tf.bool))
+    for number in range(9):
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            check(tf.range(9) < number)
+        assert f"Check {number} failed." in raised.value.message
+        assert raised.value.message.count("Check") == 1
+
+
 @pytest.mark.parametrize("function", [lambda call: call, tf.function])
 def test_errors_say_the_message_as_it_is(function: Any) -> None:
     message = """It's "quoted", {0} %s \\n and 7."""

@@ -238,6 +238,25 @@ def test_replicas_with_batches_of_other_sizes_in_a_function(
     assert column(embedding) == [-1.0, -2.0, 1.0, 3.0, 3.0, 5.0, 6.0, 7.0]
 
 
+def test_replicas_with_inputs_of_other_ranks_in_a_function(
+    strategy: tf.distribute.Strategy,
+) -> None:
+    embedding = make(strategy)
+
+    @tf.function
+    def step(features: Any) -> Any:
+        embedding.enqueue(features)
+        return strategy.run(lambda: train_step(embedding))
+
+    ids = [tf.constant([0, 1]), tf.constant([[1], [2]]), tf.sparse.from_dense([[1, 3]])]
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: ids[context.replica_id_in_sync_group]
+    )
+    found = step({"film": values}).values
+    assert [a.numpy()[:, 0].tolist() for a in found] == [[0, 1], [1, 2], [4]]
+    assert column(embedding) == AFTER
+
+
 def test_the_device_of_one_replica_is_a_place_of_its_own() -> None:
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     embedding = make(strategy)

@@ -17,6 +17,7 @@ from tpu_embedding.embedding_base import (
 )
 from tpu_embedding.engines import EmbeddingOptions, Engine, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.tf_configs import (
     ConstructorArguments,
     check_batch_size,
@@ -201,9 +202,10 @@ class TPUEmbedding(NestedEmbedding):
           training: Whether gradients will be applied for this batch.
           name: A name for the ops.
           device: Outside of strategy.run the device of the strategy whose batch this
-            is: a TPU core, or the device of a replica of a MirroredStrategy. By name;
-            a TPU core of a single host also by its number, an integer tensor that may
-            be known only when a graph runs.
+            is: a TPU core, or the device of a replica of a MirroredStrategy, a
+            OneDeviceStrategy or, in its own process, a MultiWorkerMirroredStrategy. By
+            name; a TPU core of a single host also by its number, an integer tensor
+            that may be known only when a graph runs.
 
         Raises:
           TypeError: If a container or dtype is of the wrong type.
@@ -459,9 +461,11 @@ class TPUEmbedding(NestedEmbedding):
 
     def _remember_static_shapes(self, batches: Sequence[Sequence[IdBatch]]) -> None:
         """Keeps what is known of batches that are queued in a graph, for `dequeue`."""
-        of_features = zip(*batches, strict=True)
-        common = [_common_static_shape(own) for own in of_features]
-        shapes = self._output_shapes.of_inputs(common)
+        of_replicas = [
+            self._output_shapes.of_inputs([_static_shape(b) for b in own])
+            for own in batches
+        ]
+        shapes = [_common(own) for own in zip(*of_replicas, strict=True)]
         self._queued_shapes.setdefault(tf.compat.v1.get_default_graph(), shapes)
         self._one_shape &= shapes in (self._first_shapes, self._first_shapes or shapes)
         self._first_shapes = self._first_shapes or shapes
@@ -511,10 +515,10 @@ def _static_shape(batch: IdBatch) -> tuple[int | None, ...]:
     return tuple(batch.static_shape.as_list())
 
 
-def _common_static_shape(replicas: Sequence[IdBatch]) -> tuple[int | None, ...]:
-    """What is known of the batches of one feature in all replicas."""
-    first, *others = [batch.static_shape for batch in replicas]
-    return tuple(first.most_specific_common_supertype(others).as_list())
+def _common(shapes: Sequence[Shape]) -> Shape:
+    """What holds in all replicas: axes in which they differ are not known."""
+    axes = zip(*shapes, strict=True)
+    return tuple(own[0] if len(set(own)) == 1 else None for own in axes)
 
 
 def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:

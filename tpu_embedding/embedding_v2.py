@@ -216,7 +216,8 @@ class TPUEmbeddingV2(NestedEmbedding):
           features: As for embedding_lookup.
           weights: As for embedding_lookup.
           device: Outside of strategy.run the device of the strategy whose batch this
-            is, by name: a TPU, or the device of a replica of a MirroredStrategy.
+            is, by name: a TPU, or the device of a replica of a MirroredStrategy, a
+            OneDeviceStrategy or, in its own process, a MultiWorkerMirroredStrategy.
 
         Raises:
           ValueError: If `device` is not one of the strategy, or features or weights are

@@ -230,7 +230,10 @@ void TestBFloat16(int64_t dim) {
   const Gradients gradients(dim);
   const TableGradients given{&gradients.groups, gradients.samples.data()};
   const int64_t size = gradients.groups.num_rows();
-  const std::vector<BFloat16> start(kRows * dim, BFloat16{0x3F80});
+  std::vector<BFloat16> start(kRows * dim);
+  for (int64_t i = 0; i < kRows * dim; ++i) {
+    start[i] = {static_cast<uint16_t>(0x3F80 + i)};  // 1 and more
+  }
   const size_t bytes = start.size() * sizeof(BFloat16);
   std::vector<std::vector<BFloat16>> tables;
   for (int64_t length : {int64_t{1}, int64_t{3}, int64_t{6}, size}) {

@@ -268,12 +268,13 @@ class SparseCoreEpisode(Episode):
         )
 
     def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            given = [self._split(a) for a in arguments if not isinstance(a, int)]
-            found = self.strategy.run(call, given)
-            return self.strategy.experimental_local_results(found)
+        return self._splitting(super()._traced(call))
 
-        return run
+    def _splitting(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls `run` with the values of each replica; `bad` is known from them."""
+        return lambda *arguments: run(
+            *[self._split(a) for a in arguments if not isinstance(a, int)]
+        )
 
     def _step(self, kind: str) -> Callable[..., tf.Tensor]:
         del kind
@@ -298,15 +299,14 @@ class HardwareEpisode(SparseCoreEpisode):
     tpus = ("v2", "v4")
 
     def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        run = super()._traced(call)
         training = call != self._evaluate
 
-        def queued(ids: Any, *arguments: Any) -> Any:
-            split = self._split(np.asarray(ids))
-            self.user.embedding.enqueue({"film": split}, training=training)
-            return run(*arguments) if training else run()
+        def run(ids: Any, *arguments: Any) -> Any:
+            self.user.embedding.enqueue({"film": ids}, training=training)
+            found = self.strategy.run(call, arguments)
+            return self.strategy.experimental_local_results(found)
 
-        return queued
+        return self._splitting(tf.function(run, autograph=False) if self.graph else run)
 
     def _step(self, kind: str) -> Callable[..., tf.Tensor]:
         del kind

@@ -286,6 +286,15 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "Both feature a/b and feature a_b would be the output 'a_b' of the exported",
     ),
+    (
+        TABLE,
+        {
+            "feature_config": CLASH,
+            "signatures": {"own": Signature({}, lambda inputs: Request({}))},
+        },
+        ValueError,
+        "Both feature film/0 and feature film/0 would be the output 'film_0' of the",
+    ),
 ]
 
 

@@ -150,12 +150,14 @@ def test_reset_discards_the_queue() -> None:
     np.testing.assert_array_equal(embedding.embedding_tables[table], expected)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_refused_evaluation_in_a_function_leaves_what_is_pending(
-    inside: bool,
+    inside: bool, replicas: int
 ) -> None:
+    """Refused in the last replica."""
     table = te.TableConfig(8, 2, initializer=tf.zeros_initializer(), name="a")
-    strategy = strategy_of("v6e", 1)
+    strategy = strategy_of("v6e", replicas)
     with strategy.scope():
         embedding = te.TPUEmbedding(
             te.FeatureConfig(table, output_shape=[2]), te.SGD(1.0), True
@@ -174,15 +176,23 @@ def test_a_refused_evaluation_in_a_function_leaves_what_is_pending(
     def train() -> None:
         embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
 
-    enqueue(tf.constant([1, 2]), True)
+    def each(last: list[int]) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                last if context.replica_id_in_sync_group == replicas - 1 else [1, 2]
+            )
+        )
+
+    enqueue(each([1, 2]), True)
     strategy.run(train)
     assert embedding._engine is not None
     parts = embedding._engine.stacked_tables()["a"]  # Without what is pending.
     for _ in range(40):  # In any order of its ops.
         with pytest.raises(tf.errors.InvalidArgumentError, match="has id 99"):
-            enqueue(tf.constant([1, 99]), False)
+            enqueue(each([1, 99]), False)
         assert not any(np.any(part) for part in parts)
-    expected = [[0, 0], [-1, -1], [-1, -1], *[[0, 0]] * 5]
+    expected = np.zeros([8, 2])
+    expected[1:3] = -replicas
     np.testing.assert_array_equal(embedding.embedding_tables[table], expected)
 
 

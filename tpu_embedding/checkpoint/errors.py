@@ -44,7 +44,7 @@ def changed_while_saved(array: str) -> tf.errors.AbortedError:
     return tf.errors.AbortedError(
         None,
         None,
-        f"{array} changed while it was saved, so its rows would be those of several "
+        f"{array} changed while it was saved, so the checkpoint would mix several "
         "updates. No checkpoint was written, and the tables are as they were. Save "
         "between two steps of the thread that trains, or stop it until the save is "
         "done.",

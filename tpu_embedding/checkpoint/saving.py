@@ -66,7 +66,8 @@ def save(
       TypeError: If `embedding` is not an embedding, or another argument has the wrong
         type.
       tf.errors.AlreadyExistsError: If a checkpoint is there.
-      tf.errors.AbortedError: If a table changed while it was saved.
+      tf.errors.AbortedError: If a table or the number of updates changed while it was
+        saved.
       ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
         processes of a job pass different arguments.
     """
@@ -80,24 +81,26 @@ def save(
         for layout in layouts:
             if not isinstance(layout, TableLayout):
                 raise argument_type("layouts", layouts, expected)
+    counter = embedding.checkpoint_updates() if slots else None
+
+    def updates_now() -> int | None:
+        return None if counter is None else int(counter.numpy())
+
+    # Before what is pending is applied: it is counted, and a later step is noticed.
+    updates = updates_now()
     tables = embedding.checkpoint_rows()
     if not slots:
         tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
     alike = {"path": os.fspath(path), "root": root, "slots": slots}
     require_alike(process_group(tables), alike)
-    counter = embedding.checkpoint_updates() if slots else None
-
-    def updates() -> int | None:
-        return None if counter is None else int(counter.numpy())
-
     return write_tensorflow(
         os.fspath(path),
         tables,
         root,
         layouts=layouts,
-        updates=updates(),
+        updates=updates,
         progress=progress,
-        updates_now=updates,
+        updates_now=updates_now,
     )
 
 

@@ -147,7 +147,8 @@ def write_tensorflow(
 
     Raises:
       tf.errors.AlreadyExistsError: If a checkpoint is there.
-      tf.errors.AbortedError: If a table changed meanwhile; then there is no checkpoint.
+      tf.errors.AbortedError: If a table or the number of updates changed meanwhile;
+        then there is no checkpoint.
       ValueError: If the path ends in a slash, or a table has no rows or columns.
     """
     if not os.path.basename(path):

@@ -67,6 +67,9 @@ class ParameterServerEngine(Engine):
     """Tables are looked up and updated on servers.
 
     Each is whole on one server, or its rows are divided over all of them.
+
+    Attributes:
+      pipelined: Whether an update stays pending until the lookups of the next step.
     """
 
     name = "parameter_server"

@@ -175,9 +175,9 @@ def _filled(
     ids: tf.SparseTensor, weights: tf.SparseTensor | None
 ) -> tuple[tf.SparseTensor, tf.SparseTensor]:
     """Ids and weights with the entry (id 0, weight 0) in each empty row."""
-    # Room for the entry; of two parts, so that TensorFlow still knows the batch size.
-    rows, columns = tf.split(ids.dense_shape, 2)
-    shape = tf.concat([rows, tf.maximum(columns, 1)], 0)
+    # Room for the entry; by axis, so that TensorFlow still knows the batch size.
+    rows, columns = tf.unstack(ids.dense_shape, num=2)
+    shape = tf.stack([rows, tf.maximum(columns, 1)])
     values = tf.ones_like(ids.values, tf.float32) if weights is None else weights.values
     indices = ids.indices if weights is None else weights.indices
     ids = tf.SparseTensor(ids.indices, ids.values, shape)

@@ -64,7 +64,8 @@ class FeatureLookup:
         for chosen in self._choose(specs, values, weights):
             activation = combine(chosen.selection, self._reader(chosen.spec))
             activation.set_shape((*chosen.shape, self._dim(chosen.spec)))
-            if chosen.spec.config.output_shape is None:
+            is_declared = chosen.spec.config.output_shape is not None
+            if not (is_declared and chosen.batch.kind is InputKind.RAGGED):
                 static = tuple(chosen.batch.static_shape.as_list())
                 rows = from_input(chosen.spec.path, chosen.spec.config, static)
                 activation.set_shape((*rows, self._dim(chosen.spec)))

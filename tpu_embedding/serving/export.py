@@ -117,9 +117,9 @@ def export(
         )
     exported = _read_source(source, feature_config, invalid_ids)
     plan = exported.plan
+    named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
     if model is None:
         _require_different_outputs(plan)
-    named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
     storages = _storages(plan, storage)
     group = exported.tables[0].rows.group
     require_alike(group, {"path": os.fspath(path), "storage": storages})
@@ -203,13 +203,13 @@ def _require_different_outputs(plan: Plan) -> None:
     taken: dict[str, str] = {}
     for spec in plan.features:
         name = input_name(spec.path)
-        other = taken.setdefault(name, spec.path)
-        if other != spec.path:
+        if name in taken:
             raise ValueError(
-                f"Both feature {other} and feature {spec.path} would be the output "
-                f"{name!r} of the exported model. Rename one of them in the feature "
-                "configuration, or pass a `model` that names its outputs."
+                f"Both feature {taken[name]} and feature {spec.path} would be the "
+                f"output {name!r} of the exported model. Rename one of them in the "
+                "feature configuration, or pass a `model` that names its outputs."
             )
+        taken[name] = spec.path
 
 
 def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:

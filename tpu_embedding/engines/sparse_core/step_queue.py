@@ -251,7 +251,8 @@ class HostQueues(StepQueue):
 
     def _take(self, queue: BatchQueue) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The tensors of the next batch, and whether it is for training."""
-        # No replica takes its batch unless all can.
+        # Of a software TPU no replica takes its batch unless all can. The hosts of a
+        # TPU decide alone: there this repeats what `dequeue` checks.
         with tf.control_dependencies(self._topology.barrier(queue.check_batch(0))):
             batch, training, _ = queue.dequeue(
                 0,

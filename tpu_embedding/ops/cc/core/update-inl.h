@@ -208,11 +208,12 @@ TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
   }
 }
 
-// The loop over the rows of one table; a body of simd.h. It is compiled once
-// for all rules, which makes them compile five times as fast, and calls a rule
-// through a pointer for each block of rows: a call for each row made a DLRM
-// step with SGD 2 % slower. The sum is inlined: as a call it added a tenth to
-// the time of short rows. docs/performance-notes.md has the measurements.
+// The loop over the rows of one table; a body of simd.h. It is compiled for
+// each type of elements and each dim, not for each rule, which takes a fifth of
+// the time, and calls a rule through a pointer for each block of rows: a call
+// for each row made a DLRM step with SGD 2 to 3 % slower. The sum is inlined:
+// as a call it added a tenth to the time of short rows.
+// docs/performance-notes.md has the measurements.
 template <class Element, class KnownDim>
 struct RowLoop {
   template <class F32xN>
