@@ -56,6 +56,17 @@ def train_step(embedding: te.TPUEmbedding) -> Any:
     return activations["film"]
 
 
+def traced_step(strategy: tf.distribute.Strategy, embedding: te.TPUEmbedding) -> Any:
+    """One training step of all replicas, with its enqueue, as a tf.function."""
+
+    @tf.function
+    def step(features: Any) -> Any:
+        embedding.enqueue(features)
+        return strategy.run(lambda: train_step(embedding))
+
+    return step
+
+
 IDS = [[0, 1], [1, 2], [1, 3]]  # row 1 is in every replica
 AFTER = [-1.0, -2.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
 
@@ -226,12 +237,7 @@ def test_replicas_with_batches_of_other_sizes_in_a_function(
     strategy: tf.distribute.Strategy,
 ) -> None:
     embedding = make(strategy)
-
-    @tf.function
-    def step(features: Any) -> Any:
-        embedding.enqueue(features)
-        return strategy.run(lambda: train_step(embedding))
-
+    step = traced_step(strategy, embedding)
     ids = [[0, 1], [1, 2, 4], [1]]
     found = step(distributed(strategy, ids)).values
     assert [a.numpy()[:, 0].tolist() for a in found] == ids
@@ -242,12 +248,7 @@ def test_replicas_with_inputs_of_other_ranks_in_a_function(
     strategy: tf.distribute.Strategy,
 ) -> None:
     embedding = make(strategy)
-
-    @tf.function
-    def step(features: Any) -> Any:
-        embedding.enqueue(features)
-        return strategy.run(lambda: train_step(embedding))
-
+    step = traced_step(strategy, embedding)
     ids = [tf.constant([0, 1]), tf.constant([[1], [2]]), tf.sparse.from_dense([[1, 3]])]
     values = strategy.experimental_distribute_values_from_function(
         lambda context: ids[context.replica_id_in_sync_group]

@@ -285,7 +285,7 @@ class Topology:
         """Returns control inputs that wait for `tensors` in all replicas of a program.
 
         A real TPU needs no barrier: it writes variables at the end of a program, and
-        none if the program fails. Queues on its hosts are no such variables.
+        none if the program fails. Queues on its hosts are not undone.
         """
         if self.tpu is None or not self.tpu.simulated or self.run_context() is None:
             return list(tensors)
