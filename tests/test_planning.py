@@ -476,8 +476,9 @@ def test_what_code_prints_is_not_a_part_of_the_answer(
             {"liked": np.array([[1], [2, 3]], object), "users": np.arange(2)},
             "ids.npz is no .npz file of arrays of numbers",
         ),
+        ({"liked": 3, "users": np.arange(2)}, "'liked' is a scalar. Batch it."),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_files_of_ids_that_are_wrong(
     arrays: Any,
@@ -491,6 +492,13 @@ def test_files_of_ids_that_are_wrong(
     code, _, error = run(capsys, config, "--sample", sample)
     assert code == 2
     assert expected in error
+    pathlib.Path(sample).write_bytes(b"")
+    code, _, error = run(capsys, config, "--sample", sample)
+    assert code == 2
+    assert "ids.npz is no .npz file" in error
+    code, _, error = run(capsys, config, "--machine-gib=1e300")
+    assert code == 2
+    assert "--machine-gib must be a positive number" in error
 
 
 def test_files_that_cannot_be_parsed(

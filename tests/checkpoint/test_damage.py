@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from checkpoint import models
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
+from tpu_embedding.checkpoint import object_graph
 from tpu_embedding.checkpoint.writing import SCRATCH
 
 INDEX, DATA = "saved.index", "saved.data-00000-of-00002"
@@ -116,6 +119,85 @@ def test_damaged_arrays_that_were_converted(
             checkpoint.read(file)["films"].parameters.numpy()
         (folder / "checksums.json").unlink()
         checkpoint.read(folder)["films"].parameters.numpy()
+
+
+HEADER = b"{'descr': '<f4', 'fortran_order': False, 'shape': (9, 2), }"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        HEADER.replace(b"(9, 2)", b"(9, 2L"),  # TokenError in NumPy.
+        HEADER.replace(b"9", b"9" * 25),
+        HEADER.replace(b"}", b"\xff"),
+        HEADER.replace(b"<f4", b"|O8"),
+    ],
+)
+@pytest.mark.parametrize("command", ["restore", "inspect", "report"])
+def test_damaged_headers_of_arrays(
+    header: bytes,
+    command: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "films.npy"
+    start = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little")
+    file.write_bytes(start + header.ljust(117) + b"\n" + bytes(72))
+    if command == "restore":
+        embedding = models.make(te.SGD(0.1), {"films": (9, 2)})
+        with pytest.raises(tf.errors.DataLossError) as raised:
+            checkpoint.restore(embedding, file)
+        text = str(raised.value)
+    else:
+        arguments = {"inspect": ["checkpoint", "inspect"], "report": ["report"]}
+        assert main([*arguments[command], str(file)]) == 2
+        text = capsys.readouterr().err
+    assert f"{file} is damaged" in text
+    assert "allow_pickle" not in text
+
+
+def test_objects_that_are_not_there() -> None:
+    graph = object_graph.make_graph("embedding", {"films": "films"})
+    keys = {"films": [9, 2]}
+    assert "embedding" in object_graph.read_objects("saved.index", graph, keys)
+    for of_slot in (False, True):
+        damaged: Any = object_graph._Graph.FromString(graph)
+        if of_slot:
+            damaged.nodes[1].slot_variables.add(slot_variable_node_id=7)
+        else:
+            damaged.nodes[1].children[0].node_id = 7
+        with pytest.raises(tf.errors.DataLossError, match=r"saved\.index is damaged"):
+            object_graph.read_objects("saved.index", damaged.SerializeToString(), keys)
+
+
+def test_a_conversion_to_arrays_that_fails_leaves_nothing(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    embedding = models.make(te.SGD(0.1), {"films": (100_000, 2)})
+    path = checkpoint.save(embedding, tmp_path / "saved")
+    before = sorted(tmp_path.iterdir())
+    convert = ["checkpoint", "convert", path, str(tmp_path / "arrays"), "--to", "numpy"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))  # As a full disk.
+    try:
+        assert main(convert) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path / "arrays") in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", ["tensorflow", "numpy"])
+def test_names_that_no_file_can_have(
+    kind: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = models.make(te.SGD(0.1), {"films": (9, 2)})
+    path = checkpoint.save(source, tmp_path / "first")
+    before = sorted(tmp_path.iterdir())
+    arguments = ["convert", path, str(tmp_path / "a\0b"), "--to", kind]
+    assert main(["checkpoint", *arguments]) == 2
+    assert "a NUL character" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"films.npy": "one"}'])

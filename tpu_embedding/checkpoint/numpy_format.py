@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import shutil
-import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -89,6 +88,7 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
     Raises:
       tf.errors.AlreadyExistsError: If the folder is there.
       ValueError: If a name cannot be the path of a file below the folder.
+      OSError: If a file cannot be written; then there is no folder.
     """
     for name in matrices:  # Names in checkpoints must not lead out of the folder.
         if not {"", ".", ".."}.isdisjoint(name.split("/")):
@@ -100,13 +100,22 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
     with one_writer(path):
         if os.path.exists(path):
             raise errors.exists(path)
-        _write(path, matrices, progress)
+        scratch = pathlib.Path(path + SCRATCH)
+        shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
+        try:
+            _write(scratch, matrices, progress)
+            scratch.rename(path)
+        except OSError as error:  # That of a full disk names no file.
+            where = error.filename or path
+            raise OSError(error.errno, error.strerror, where) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
-def _write(path: str, matrices: Mapping[str, Rows], progress: Progress) -> None:
-    scratch = pathlib.Path(path + SCRATCH)
-    shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
+def _write(
+    scratch: pathlib.Path, matrices: Mapping[str, Rows], progress: Progress
+) -> None:
     progress.start("Writing", sum(rows.nbytes for rows in matrices.values()))
     checksums = {}
     for name, rows in matrices.items():
@@ -132,7 +141,6 @@ def _write(path: str, matrices: Mapping[str, Rows], progress: Progress) -> None:
                 progress.advance((stop - start) * rows.row_bytes)
         checksums[name + _FILE] = checksum
     (scratch / _CHECKSUMS).write_text(json.dumps(checksums, indent=2))
-    scratch.rename(path)
 
 
 def _checksums_of(path: str) -> dict[str, int]:
@@ -240,10 +248,14 @@ def _archive(path: str, name: str | None) -> Any:
 
 
 def _loaded(path: str, load: Callable[[], Any]) -> Any:
+    """Calls `load`; NumPy has no one type of error for a file that is damaged."""
     try:
         return load()
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise errors.corrupted(path, str(error)) from error
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if "allow_pickle" in reason:  # Whose advice runs code of the file.
+            reason = "it holds Python objects, or no header of NumPy"
+        raise errors.corrupted(path, reason) from error
 
 
 def _is_floating(dtype: np.dtype[Any]) -> bool:

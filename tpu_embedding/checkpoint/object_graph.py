@@ -74,6 +74,14 @@ def read_objects(
         graph = _Graph.FromString(record)
     except message.DecodeError as error:
         raise errors.corrupted(path, "its object graph cannot be parsed") from error
+    numbers = {child.node_id for node in graph.nodes for child in node.children}
+    for node in graph.nodes:
+        for slot in node.slot_variables:
+            numbers |= {slot.original_variable_node_id, slot.slot_variable_node_id}
+    if not numbers <= {*range(len(graph.nodes))}:
+        raise errors.corrupted(
+            path, "its object graph names objects that are not there"
+        )
     keys = {number: _value_key(node) for number, node in enumerate(graph.nodes)}
     lost = [key for key in keys.values() if key and key not in stored]
     if lost:

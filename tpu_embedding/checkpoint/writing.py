@@ -69,7 +69,12 @@ def one_writer(path: str) -> Iterator[None]:
 
     The system releases the lock when the process ends, however it ends. Remote
     paths ("gs://...") and file systems without locks have none.
+
+    Raises:
+      ValueError: If no file can have that name.
     """
+    if "\0" in path:  # TensorFlow would write to what stands before.
+        raise ValueError(f"A path cannot hold a NUL character. Received: {path!r}.")
     if "://" in path:
         yield
         return

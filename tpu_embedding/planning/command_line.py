@@ -6,7 +6,6 @@ import argparse
 import inspect
 import json
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -89,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.sample is not None:
         sample = load_sample(arguments.sample, config.features, batch_size)
     memory = arguments.machine_gib
-    if memory is not None and not 0 < memory < float("inf"):
+    if memory is not None and not 0 < memory * 2**30 < float("inf"):
         raise ValueError(f"--machine-gib must be a positive number, not {memory}.")
     report = plan(
         config.features,
@@ -168,10 +167,11 @@ def _arrays_of(name: str) -> dict[str, np.ndarray]:
     try:
         with np.load(name, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in arrays.files}
-    except (ValueError, AttributeError, zipfile.BadZipFile) as error:
+    except OSError:
+        raise
+    except Exception as error:  # NumPy has no one type for a file that is damaged.
         raise ValueError(
-            f"{name} is no .npz file of arrays of numbers, as numpy.savez writes them: "
-            f"{error}"
+            f"{name} is no .npz file of arrays of numbers, as numpy.savez writes them."
         ) from error
 
 
@@ -185,6 +185,9 @@ def _batches(
     """Cuts the arrays of a file; the last batch is left out if it is short."""
     counts = {}
     for path in paths:
+        for part in (path, f"{path}.values", f"{path}.row_splits"):
+            if part in values and values[part].ndim == 0:
+                raise ValueError(f"{name}: {part!r} is a scalar. Batch it.")
         counts[path] = len(values.get(path, ()))
         if path not in values:
             splits = values[f"{path}.row_splits"]
