@@ -80,6 +80,30 @@ def test_nothing_is_replaced_unless_asked():
     assert not hasattr(tf, "estimator")
 
 
+def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):
+    def names() -> list[object]:
+        found = [vars(tf.tpu.experimental.embedding), vars(tf.tpu.experimental)]
+        found += [vars(tf.distribute), vars(tf.config), sys.meta_path]
+        modules = [name for name in sys.modules if "estimator" in name]
+        return [*map(str, found), modules, hasattr(tf, "estimator")]
+
+    before = names()
+    for on in ("v4:2", "host"):
+        te.install(on)
+        assert tf.tpu.experimental.embedding.TPUEmbedding is te.TPUEmbedding
+        assert names() != before
+        te.uninstall()
+        assert names() == before
+    te.uninstall()
+    te.install("host")
+    monkeypatch.setitem(sys.modules, drop_in._TFRS_LAYER, te)
+    with pytest.raises(RuntimeError, match="Use another process"):
+        te.uninstall()
+    monkeypatch.undo()
+    te.uninstall()
+    assert names() == before
+
+
 PROGRAM = """
 import sys
 import tensorflow as tf

@@ -18,7 +18,7 @@ from tpu_embedding.config import (
     SparseCoreEmbeddingConfig,
     TableConfig,
 )
-from tpu_embedding.drop_in import install
+from tpu_embedding.drop_in import install, uninstall
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.embedding_v2 import TPUEmbeddingV2
@@ -78,6 +78,7 @@ __all__ = [
     "serving",
     "serving_embedding_lookup",
     "testing",
+    "uninstall",
 ]
 __all__ += _optimizers.__all__
 

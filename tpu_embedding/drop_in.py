@@ -66,11 +66,13 @@ class _Process:
       on: The argument of `install`, or "".
       strategy: What `TPUStrategy` gives, once it was created.
       cores: The devices of each replica, if a program assigned them.
+      undo: What `uninstall` does.
     """
 
     on: str = ""
     strategy: Any = None
     cores: list[list[int]] | None = None
+    undo: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
 
 _process = _Process()
@@ -80,7 +82,7 @@ def install(on: str = "host") -> None:
     """Replaces TensorFlow's TPU embedding classes by those of this package.
 
     For this process, and before the program imports the names that it uses. What was
-    replaced is printed once to stderr:
+    replaced is printed once to stderr, and `uninstall` takes it back:
 
     - `tf.tpu.experimental.embedding`: each name that this package has.
     - `tf.distribute.TPUStrategy` gives the strategy of `on`;
@@ -122,7 +124,7 @@ def install(on: str = "host") -> None:
     if _process.on:
         raise RuntimeError(
             f"tpu_embedding.install({on!r}): names were installed for {_process.on!r} "
-            "in this process already. Call it once."
+            "in this process already. Call uninstall() before."
         )
     if _TFRS_LAYER in sys.modules:
         raise RuntimeError(
@@ -139,12 +141,48 @@ def install(on: str = "host") -> None:
     )
 
 
+def uninstall() -> None:
+    """Gives the names that `install` replaced back to TensorFlow and to TFRS.
+
+    What the program has imported or made keeps the classes of this package. Without
+    `install` before, nothing happens.
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> te.install("host")
+    >>> tf.tpu.experimental.embedding.TPUEmbedding is te.TPUEmbedding
+    True
+    >>> te.uninstall()
+    >>> tf.tpu.experimental.embedding.TPUEmbedding is te.TPUEmbedding
+    False
+
+    Raises:
+      RuntimeError: If TFRS was imported since: its own names are this package's.
+    """
+    if _process.on and _TFRS_LAYER in sys.modules:
+        raise RuntimeError(
+            "tensorflow_recommenders was imported after tpu_embedding.install(), and "
+            "its names cannot be given back. Use another process."
+        )
+    _process.undo.close()
+    _process.on, _process.strategy, _process.cores = "", None, None
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute, until `uninstall`."""
+    if hasattr(owner, name):
+        _process.undo.callback(setattr, owner, name, getattr(owner, name))
+    else:
+        _process.undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
 def _replace_embedding() -> Iterator[str]:
     import tpu_embedding as ours
 
     for module in _modules("tpu.experimental.embedding"):
         for name in [n for n in dir(module) if n in ours.__all__]:
-            setattr(module, name, getattr(ours, name))
+            _replace(module, name, getattr(ours, name))
     yield "tf.tpu.experimental.embedding.*"
 
 
@@ -313,7 +351,7 @@ def _replace_tpu_system() -> Iterator[str]:
         parent, _, name = path.rpartition(".")
         for module in _modules(parent):
             if hasattr(module, name):
-                setattr(module, name, value)
+                _replace(module, name, value)
         yield f"tf.{path}"
 
 
@@ -358,7 +396,7 @@ def _replace_estimator() -> Iterator[str]:
     parameters = [name for name in interop.__all__ if name.endswith("Parameters")]
     for module in _modules("tpu.experimental", roots=("compat.v1.",)):
         for name in parameters:
-            setattr(module, name, getattr(interop, name))
+            _replace(module, name, getattr(interop, name))
     yield "tf.compat.v1.tpu.experimental.*Parameters"
     for root in ("tensorflow.", "tensorflow.compat.v1."):
         parent = importlib.import_module(root.rstrip("."))
@@ -369,8 +407,9 @@ def _replace_estimator() -> Iterator[str]:
             module = _Estimator(name)
             module.__path__ = []
             sys.modules[name] = module
+            _process.undo.callback(sys.modules.pop, name)
             owner, _, leaf = name.rpartition(".")
-            setattr(sys.modules[owner], leaf, module)
+            _replace(sys.modules[owner], leaf, module)
         yield f"{root.replace('tensorflow', 'tf')}estimator.*"
 
 
@@ -395,7 +434,9 @@ class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _replace_tfrs() -> Iterator[str]:
     if importlib.util.find_spec("tensorflow_recommenders") is None:
         return
-    sys.meta_path.insert(0, _TfrsLayer())
+    finder = _TfrsLayer()
+    sys.meta_path.insert(0, finder)
+    _process.undo.callback(sys.meta_path.remove, finder)
     yield "tensorflow_recommenders.layers.embedding.TPUEmbedding"
 
 
