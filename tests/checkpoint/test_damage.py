@@ -33,6 +33,13 @@ def empty(file: pathlib.Path) -> None:
     file.write_bytes(b"")
 
 
+def point_elsewhere(file: pathlib.Path) -> None:
+    """Makes the last 48 bytes of an index name a block that is not in the file."""
+    content = bytearray(file.read_bytes())
+    content[-44] ^= 64
+    file.write_bytes(bytes(content))
+
+
 def flip(at: float) -> Callable[[pathlib.Path], None]:
     """Changes one bit, at this share of the file."""
 
@@ -51,6 +58,7 @@ DAMAGE: dict[str, Callable[[pathlib.Path], None]] = {
     "middle": flip(0.5),
     "last byte": flip(1.0),
     "lost": lambda file: file.unlink(),
+    "pointer": point_elsewhere,
 }
 
 

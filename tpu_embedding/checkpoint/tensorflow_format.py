@@ -80,7 +80,7 @@ class Bundle:
             shapes = reader.get_variable_to_shape_map()
             self.shapes: dict[str, list[int]] = dict(sorted(shapes.items()))
             self.dtypes: dict[str, tf.DType] = reader.get_variable_to_dtype_map()
-        except (tf.errors.OpError, UnicodeDecodeError) as error:
+        except Exception as error:  # Of any type: pybind11 translates the status.
             raise errors.corrupted(self.index, str(error)) from error
 
     def restore(self, key: str, spec: str = "") -> Any:
