@@ -303,6 +303,21 @@ void TestFailedPrograms() {
   CHECK_FLOATS(program.Receive(), 5);
 }
 
+void TestFailedProgramsKeepWhatIsPending() {
+  EngineConfig config = MakeConfig(1);
+  config.pipelined = true;
+  Program program(config);
+  for (int i = 0; i < 4; ++i) {
+    CHECK_TRUE(program.Enqueue(0, {3, 0}, true).done());
+  }
+  CHECK_FLOATS(program.Receive(), 3);
+  CHECK_TRUE(program.Send({1}).done());
+  CHECK_FLOATS(program.Receive([] { return true; }), 3);
+  CHECK_FLOATS(program.Receive(), 3);  // still without the update of step 0
+  CHECK_TRUE(program.Send({1}).done());
+  CHECK_FLOATS(program.Receive(), 2);
+}
+
 void TestSharding() {
   for (const bool mod : {false, true}) {
     EngineConfig config = MakeConfig(1);
@@ -412,6 +427,7 @@ int main() {
   TestTablesMustBeLoaded();
   TestRefusedSteps();
   TestFailedPrograms();
+  TestFailedProgramsKeepWhatIsPending();
   TestSharding();
   TestWithoutAccumulation();
   TestFullQueues();

@@ -289,13 +289,15 @@ class SparseCoreEpisode(Episode):
 
 
 class HardwareEpisode(SparseCoreEpisode):
-    """TPUEmbedding on a software TPU v4.
+    """TPUEmbeddingV2 on a software TPU v4."""
 
-    What fails after a dequeue leaves a TPU waiting for gradients, so only batches fail.
-    """
+    tpus = ("v2", "v4")
+
+
+class HardwareQueueEpisode(SparseCoreEpisode):
+    """TPUEmbedding on a software TPU v4."""
 
     classes = ("queue",)
-    kinds = ("good", "good", "id", "flush")
     tpus = ("v2", "v4")
 
     def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,11 +324,13 @@ class HardwareEpisode(SparseCoreEpisode):
     def _evaluate(self) -> tf.Tensor:
         return self.user.embedding.dequeue()["film"]
 
+    def _refused(self, kind: str, bad: int) -> None:
+        """Nothing is left: what the program received is dropped with it."""
 
-class SparseCoreQueueEpisode(HardwareEpisode):
+
+class SparseCoreQueueEpisode(HardwareQueueEpisode):
     """TPUEmbedding on software SparseCores, where batches wait on the host."""
 
-    kinds = ("good", "good", "id", "nan", "assertion", "flush")
     tpus = ("v5p", "v6e", "7x")
 
     def _refused(self, kind: str, bad: int) -> None:
@@ -342,6 +346,7 @@ EPISODES: dict[str, type[Episode]] = {
     "sparse_core": SparseCoreEpisode,
     "sparse_core_queue": SparseCoreQueueEpisode,
     "tpu_v2_v4": HardwareEpisode,
+    "tpu_v2_v4_queue": HardwareQueueEpisode,
 }
 
 

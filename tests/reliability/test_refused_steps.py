@@ -319,7 +319,7 @@ def test_random_steps(seed: int, engine: str) -> None:
     assert refusals.run(50 if engine == "portable" else 250, seed, (engine,))
 
 
-@pytest.mark.parametrize("tpu", ["sparse_core", "sparse_core_queue", "tpu_v2_v4"])
+@pytest.mark.parametrize("tpu", [name for name in refusals.EPISODES if "_" in name])
 def test_random_steps_of_tpus(seed: int, tpu: str) -> None:
     """The same on software TPUs."""
     assert refusals.run(50, seed, (tpu,))

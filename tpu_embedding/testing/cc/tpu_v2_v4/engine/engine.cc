@@ -114,10 +114,7 @@ Outcome Engine::Receive(const std::vector<std::vector<float*>>& outputs,
   for (size_t core = 0; core < batches.size(); ++core) {
     tables_.LookUp(*batches[core], outputs[core], parallel_for);
   }
-  if (training) {
-    ApplyPending(parallel_for);
-    awaiting_gradients_ = {step, std::move(batches), failed};
-  }
+  if (training) awaiting_gradients_ = {step, std::move(batches), failed};
   return {};
 }
 
@@ -129,6 +126,8 @@ Outcome Engine::Send(StepGradients gradients, const ParallelFor& parallel_for) {
             "that a program enqueues under a name is for training only if "
             "apply_gradients has that name."};
   }
+  // Not before: a step that fails until here leaves what is pending pending.
+  ApplyPending(parallel_for);
   pending_ = {std::move(awaiting_gradients_->batches), std::move(gradients)};
   awaiting_gradients_.reset();
   if (!config_.pipelined) ApplyPending(parallel_for);

@@ -54,7 +54,7 @@ class Engine {
                   const Failed& failed, const ParallelFor& parallel_for);
 
   // Takes the gradients of the step that owes them. They are applied at once,
-  // or where the engine is pipelined after the lookups of the next step.
+  // or where the engine is pipelined when the gradients of the next step come.
   Outcome Send(StepGradients gradients, const ParallelFor& parallel_for);
 
   // See EngineTables; what is pending is applied first.
