@@ -10,7 +10,8 @@ namespace tpu_embedding {
 
 template <class... Parts>
 std::string Concat(const Parts&... parts) {
-  std::ostringstream text;
+  // The constructor without an argument is newer than TensorFlow's systems.
+  std::ostringstream text(std::ios_base::out);
   (text << ... << parts);
   return text.str();
 }

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
-#include <mutex>
 #include <new>
 
 #include "absl/container/inlined_vector.h"
+#include "core/worker_failure.h"
 #include "kernels/plan.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/util/work_sharder.h"
@@ -71,19 +70,13 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
 ParallelFor WorkerPool(OpKernelContext* context) {
   const auto* threads = context->device()->tensorflow_cpu_worker_threads();
   return [threads](int64_t total, int64_t cost, const Range& body) {
-    std::mutex mutex;
-    std::exception_ptr failure;
+    WorkerFailure failure;
     const auto guarded = [&](int64_t begin, int64_t end) {
-      try {
-        body(begin, end);
-      } catch (...) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        failure = std::current_exception();
-      }
+      failure.Guard([&] { body(begin, end); });
     };
     tensorflow::Shard(threads->num_threads, threads->workers, total, cost,
                       guarded);
-    if (failure) std::rethrow_exception(failure);
+    failure.Rethrow();
   };
 }
 

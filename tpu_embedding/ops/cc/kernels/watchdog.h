@@ -65,7 +65,10 @@ class Watchdog {
         }
       }
       if (expired.empty()) {
-        changed_.wait_until(lock, next);
+        // By the system's clock, because to wait by the steady one needs glibc
+        // 2.30. Where that clock is set back, this wait is longer.
+        changed_.wait_until(lock,
+                            std::chrono::system_clock::now() + (next - now));
         continue;
       }
       lock.unlock();

@@ -45,7 +45,9 @@ class Watch {
 
   std::vector<std::shared_ptr<Timed>> Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
-    added_.wait(lock, [this] { return !watched_.empty(); });
+    // wait() itself, compiled on Debian 12, needs the libstdc++ of GCC 12.
+    added_.wait_until(lock, std::chrono::system_clock::time_point::max(),
+                      [this] { return !watched_.empty(); });
     std::vector<std::shared_ptr<Timed>> alive;
     for (const auto& weak : watched_) {
       if (auto timed = weak.lock()) alive.push_back(std::move(timed));
