@@ -29,7 +29,7 @@ unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
-    bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow fuzz fuzz-clang \
+    bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow test-aarch64 fuzz fuzz-clang \
     fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
@@ -71,22 +71,28 @@ format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
 ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-wheels: ## one wheel in dist for TensorFlow 2.18 to 2.21, with auditwheel's verdict: seven CPU minutes
+wheels: ## the wheels into dist, for TensorFlow 2.18 to 2.22, with auditwheel's verdicts: make wheels WHEELS='2.21 2.22'
 	$(PYTHON) tools/build_wheel.py $(WHEELS)
 
-# The folder of tools/build_wheel.py has an environment for each. tf_keras is installed
-# without its requirements, among which is the TensorFlow for GPUs.
-MINORS ?= 2.18 2.19 2.20 2.21
+# tf_keras is installed without its requirements, among which is the TensorFlow for GPUs;
+# there is none for 2.22 yet, whose release candidate brings keras-nightly.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+MINORS ?= 2.18 2.19 2.20 2.21 2.22
 
 test-minors: $(MINORS:%=test-minor-%) ## the tests from the wheel of `make wheels`: make test-minors MINORS=2.19 PYTEST='-k csr'
 
+test-minor-%: MINOR = build/test-minors/$*
 test-minor-%:
-	$(PYTHON) -c '$(REQUIREMENTS)' examples test | grep -v tf_keras > build/wheel/tests.txt
-	build/wheel/tf$*/bin/python -m pip --disable-pip-version-check --quiet install \
-	    --requirement build/wheel/tests.txt $(if $(filter 2.21,$*),,'protobuf<6')
-	build/wheel/tf$*/bin/python -m pip --disable-pip-version-check --quiet install \
-	    --no-deps --force-reinstall 'tf_keras==$*.*' dist/*.whl
-	TPU_EMBEDDING_TEST_INSTALLED=1 build/wheel/tf$*/bin/pytest -n $(JOBS) \
+	$(PYTHON) -m venv $(MINOR)
+	$(PYTHON) -c '$(REQUIREMENTS)' examples test | grep -v -e tf_keras \
+	    $(if $(filter 2.22,$*),-e ^keras) > $(MINOR)/tests.txt
+	$(MINOR)/bin/python -m pip --disable-pip-version-check --quiet install \
+	    setuptools wheel 'tensorflow-cpu>=$*.0rc0,<$*.99' --requirement $(MINOR)/tests.txt \
+	    $(if $(filter 2.18 2.19 2.20,$*),'protobuf<6')
+	$(MINOR)/bin/python -m pip --disable-pip-version-check --quiet install \
+	    --no-deps --force-reinstall --find-links dist tpu_embedding==$(VERSION) \
+	    $(if $(filter 2.22,$*),,'tf_keras==$*.*')
+	TPU_EMBEDDING_TEST_INSTALLED=1 $(MINOR)/bin/pytest -n $(JOBS) \
 	    --dist worksteal tests $(PYTEST)
 
 check-tpu: $(VENV)/demo.stamp ## compile 29 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
@@ -176,6 +182,11 @@ TF_TESTS ?=
 
 test-tensorflow: $(VENV)/dev.stamp ops ## TensorFlow's own tests: make test-tensorflow TF_TESTS=tensorflow
 	PYTHONPATH=. $(BIN)/python -P tools/test_tensorflow.py $(TF_TESTS)
+
+test-aarch64: $(VENV)/dev.stamp ## the C++ tests for aarch64: needs g++-aarch64-linux-gnu and qemu-user-static
+	CXX=aarch64-linux-gnu-g++ \
+	    TPU_EMBEDDING_TEST_EMULATOR="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
+	    $(BIN)/python -m pytest tests/test_cc.py $(PYTEST)
 
 CLANG ?= clang++
 

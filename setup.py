@@ -11,6 +11,8 @@ Environment variables:
         engine, which needs none.
     TPU_EMBEDDING_BUILD_SOFTWARE_TPU  0: leave out the library of SoftwareTPUStrategy,
         a test double, which takes about half of the time.
+    TPU_EMBEDDING_TENSORFLOW  The folder `tensorflow` of an unpacked wheel, to compile
+        for another machine than this one, by a compiler for that machine.
     CXX  The C++ compiler, `g++` by default.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -59,8 +62,11 @@ FLAGS = (
 # which must be the same objects in the whole process.
 CORE_FLAGS = ("-O3", "-fvisibility=hidden")
 OP_FLAGS = ("-O2",)
-# -z defs: a symbol that TensorFlow lacks is an error here, not when loading.
-LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
+# -z defs: a symbol that TensorFlow lacks is an error here, not when loading. The linker
+# of macOS has neither option, and its default is that of -z defs.
+LINK_FLAGS = ("-shared", "-pthread")
+if sys.platform == "linux":
+    LINK_FLAGS += ("-Wl,-z,defs", "-Wl,--as-needed")
 # Most of the time of compiling an op goes into TensorFlow's headers. So an installation
 # compiles all ops of a library as one file. A build into the checkout compiles each by
 # itself, and an edit only one; it precompiles the headers where that pays.
@@ -81,6 +87,12 @@ from tensorflow.python.framework.versions import VERSION
 from tensorflow.python.platform import sysconfig
 print(json.dumps([VERSION, sysconfig.get_compile_flags(), sysconfig.get_link_flags()]))
 """
+
+TENSORFLOWS = ("tensorflow", "tensorflow_cpu")
+WHEEL_FLAGS = (
+    *("-D_GLIBCXX_USE_CXX11_ABI=1", "--std=c++17"),
+    "-DEIGEN_MAX_ALIGN_BYTES=64",
+)
 
 
 def fail(problem: str) -> SystemExit:
@@ -111,6 +123,25 @@ def ask_tensorflow() -> tuple[str, list[str], list[str]]:
             "then run\n    pip install --no-build-isolation ."
         )
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+def read_tensorflow(folder: pathlib.Path) -> tuple[str, list[str], list[str]]:
+    """Returns what `ask_tensorflow` does of an unpacked wheel.
+
+    The flags are those of all wheels of TensorFlow since 2.18.
+    """
+    unpacked = importlib.metadata.distributions(path=[str(folder.parent)])
+    versions = {d.version for d in unpacked if d.name.replace("-", "_") in TENSORFLOWS}
+    if len(versions) != 1:
+        raise fail(
+            f"beside TPU_EMBEDDING_TENSORFLOW={folder} there must be the metadata of "
+            f"one version of {' or '.join(TENSORFLOWS)}. Found: {len(versions)}."
+        )
+    return (
+        versions.pop(),
+        [f"-I{folder}/include", *WHEEL_FLAGS],
+        [f"-L{folder}", "-l:libtensorflow_framework.so.2"],
+    )
 
 
 def run(command: list[str]) -> None:
@@ -146,7 +177,10 @@ class BuildOps(build_ext.build_ext):
                 f"no C++ compiler: {shlex.join(self.cxx)!r} is not on the PATH. "
                 "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
             )
-        version, compile_flags, self.tf_link_flags = ask_tensorflow()
+        folder = os.environ.get("TPU_EMBEDDING_TENSORFLOW")
+        version, compile_flags, self.tf_link_flags = (
+            read_tensorflow(pathlib.Path(folder)) if folder else ask_tensorflow()
+        )
         # The core includes none of TensorFlow's headers, so that its objects serve all
         # versions whose other flags, the C++ standard and ABI, are equal.
         others = [flag for flag in compile_flags if not flag.startswith("-I")]

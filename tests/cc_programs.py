@@ -25,6 +25,8 @@ CORE = CC / "core"
 SOFTWARE_TPU = PACKAGE / "testing" / "cc"
 KEPT = TESTS.parents[1] / "build" / "cc"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+# What runs programs for another processor: `make test-aarch64`.
+EMULATOR = shlex.split(os.environ.get("TPU_EMBEDDING_TEST_EMULATOR", ""))
 FLAGS = [
     # -g1: the lines that a sanitizer names, and no more, which takes time to write.
     *("-std=c++17", "-pthread", "-g1", "-fno-math-errno", "-ffp-contract=off"),
@@ -40,6 +42,8 @@ BUILDS = {
     # For minutes of fuzzing.
     "fast_address": ["-O1", *ADDRESS],
     "thread": ["-O1", "-fsanitize=thread"],
+    # For another processor: as in a library, with its vectors.
+    "emulated": ["-O3", "-fno-trapping-math"],
 }
 # The table of all rules: update_test takes each of them itself, for float32.
 NOT_LINKED = ("rules.cc",)
@@ -66,7 +70,8 @@ def run_program(
     program: str, *arguments: str, timeout: float = TIMEOUT_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """Runs what `build_program` gave."""
-    return run([*_without_randomization(), program, *arguments], timeout=timeout)
+    prefix = EMULATOR or _without_randomization()
+    return run([*prefix, program, *arguments], timeout=timeout)
 
 
 def build_program(

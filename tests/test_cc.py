@@ -13,7 +13,6 @@ import pytest
 # Folders of plain C++ that a test links beyond the core.
 MORE_FOLDERS = {"engine_test": cc_programs.SOFTWARE_TPU / "tpu_v2_v4" / "engine"}
 
-
 # Each build shows what no other does; that of "address" runs all checks.
 WHERE = {
     "address": "",
@@ -21,6 +20,8 @@ WHERE = {
     # Instrumented code is compiled for one level of CPU only.
     "plain": "TPU_EMBEDDING_LEVELS",
 }
+if cc_programs.EMULATOR:  # It has no sanitizers.
+    WHERE = {"emulated": ""}
 PROGRAMS = [
     pytest.param(source, build, id=f"{source.stem}-{build}")
     for source in sorted(cc_programs.TESTS.glob("*_test.cc"))
@@ -29,6 +30,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.skipif(bool(cc_programs.EMULATOR), reason="has one build")
 def test_each_build_has_its_programs() -> None:
     """At least those that were written for it."""
     names = {str(program.id) for program in PROGRAMS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
+import platform
 import re
 
 import pytest
@@ -73,6 +74,24 @@ def test_a_missing_library_is_named(tmp_path: pathlib.Path):
     assert problem is not None
     assert f"is not installed: there is no {path}. " in problem
     assert MEND in problem
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"),
+    [("Darwin", "arm64"), ("Windows", "AMD64"), ("Linux", "ppc64le")],
+)
+def test_where_no_wheel_has_a_library_nobody_is_sent_to_a_compiler(
+    system: str, machine: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    problem = library.problem_with(tmp_path / "ops.so", tf.__version__)
+    assert problem is not None
+    assert problem.startswith(
+        f"There is no custom-op library for {system} on {machine}"
+    )
+    assert "only for Linux on x86_64 and Linux on aarch64. The portable" in problem
+    assert "pip" not in problem
 
 
 def test_a_source_tree_that_is_not_built_is_named(tmp_path: pathlib.Path):

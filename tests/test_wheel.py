@@ -1,13 +1,15 @@
-"""`make wheels`: a library for each TensorFlow in one wheel, and which is loaded."""
+"""`make wheels`: a library for each TensorFlow in one wheel, and where it runs."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 
 import build_wheel
@@ -29,22 +31,23 @@ print(tpu_embedding.__file__, library.PATH.name, software_tpu.PATH.name)
 
 
 def test_a_wheel_of_several_libraries_loads_the_fitting_one(tmp_path: pathlib.Path):
-    for name, path in zip(
-        build_wheel.LIBRARIES, (library.PATH, software_tpu.PATH), strict=True
-    ):
-        for minor in (MINOR, OTHER):
-            target = tmp_path / f"lib{minor}" / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target)
+    built = {minor: tmp_path / f"lib{minor}" for minor in (MINOR, OTHER)}
+    for folder in built.values():
+        for name, path in zip(
+            build_wheel.LIBRARIES, (library.PATH, software_tpu.PATH), strict=True
+        ):
+            (folder / name).parent.mkdir(parents=True)
+            shutil.copy(path, folder / name)
     python = pathlib.Path(sys.executable)
-    wheel = build_wheel.pack(python, [MINOR, OTHER], tmp_path)
+    pure = build_wheel.pack_pure(python, tmp_path / "wheels")
+    assert pure.name.endswith("-py3-none-any.whl")
+    assert not _libraries_in(pure)
+    wheel = build_wheel.add_libraries(python, pure, built, "x86_64")
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".so")]
-    assert sorted(names) == sorted(
+    assert _libraries_in(wheel) == sorted(
         name.replace(".so", f".tf{minor}.so")
         for name in build_wheel.LIBRARIES
-        for minor in (MINOR, OTHER)
+        for minor in built
     )
     # pip would do no more than this with a wheel of files alone.
     with zipfile.ZipFile(wheel) as archive:
@@ -62,6 +65,91 @@ def test_a_wheel_of_several_libraries_loads_the_fitting_one(tmp_path: pathlib.Pa
         f"_tpu_embedding_ops.tf{MINOR}.so",
         f"_software_tpu.tf{MINOR}.so",
     ]
+
+
+def test_the_loader_knows_what_wheels_are_built_for():
+    systems = [f"Linux on {machine}" for machine in build_wheel.MACHINES]
+    assert list(library.SYSTEMS) == systems
+
+
+WITHOUT_FCNTL = """
+import sys
+sys.modules["fcntl"] = None  # As on Windows: to import it raises ImportError.
+import tensorflow as tf
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+
+films = te.TableConfig(vocabulary_size=4, dim=2)
+features = {"seen": te.FeatureConfig(films)}
+embedding, restored = (te.TPUEmbedding(features, te.SGD(1.0)) for _ in range(2))
+embedding.enqueue({"seen": tf.constant([1])})
+before = embedding.dequeue()["seen"].numpy()
+embedding.apply_gradients({"seen": tf.ones([1, 2])})
+checkpoint.save(embedding, "saved")
+checkpoint.restore(restored, "saved")
+table = restored.embedding_tables[films]
+tf.debugging.assert_equal(table[1:2], before - 1)
+"""
+
+
+def test_windows_trains_and_saves_with_the_portable_engine(tmp_path: pathlib.Path):
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_FCNTL],
+        env={
+            **os.environ,
+            "TPU_EMBEDDING_ENGINE": "portable",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        cwd=tmp_path,
+        check=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def setup_py() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "setup_py", build_wheel.ROOT / "setup.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_unpacked_tensorflow_has_the_flags_of_an_installed_one(
+    setup_py: types.ModuleType,
+):
+    folder = pathlib.Path(tf.__file__).parent
+    assert list(setup_py.read_tensorflow(folder)) == setup_py.ask_tensorflow()
+
+
+def test_a_folder_that_is_no_tensorflow_is_refused(
+    setup_py: types.ModuleType, tmp_path: pathlib.Path
+):
+    with pytest.raises(SystemExit, match=r"metadata of one version.*Found: 0"):
+        setup_py.read_tensorflow(tmp_path / "tensorflow")
+
+
+def _libraries_in(wheel: pathlib.Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(name for name in archive.namelist() if name.endswith(".so"))
+
+
+@pytest.mark.parametrize("path", [library.PATH, software_tpu.PATH])
+def test_a_library_needs_no_newer_system_than_tensorflow_s_wheels(path: pathlib.Path):
+    """The highest versions of symbols that libtensorflow_framework itself needs."""
+    highest = {"GLIBC": (2, 27), "GLIBCXX": (3, 4, 22), "CXXABI": (1, 3, 9)}
+    symbols = subprocess.check_output(["objdump", "-T", path], text=True, timeout=60)
+    needed = re.findall(r"\*UND\*.*\((\w+)_([\d.]+)\) +(\S+)", symbols)
+    assert {kind for kind, _, _ in needed} > highest.keys()
+    newer = [
+        f"{symbol} of {kind}_{version}"
+        for kind, version, symbol in needed
+        if tuple(map(int, version.split("."))) > highest.get(kind, (99,))
+    ]
+    assert not newer, "core/older_systems.cc says how such symbols are avoided"
 
 
 @pytest.mark.parametrize("into_checkout", [True, False])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -33,6 +32,11 @@ from tpu_embedding.layout.table_arrays import (
     Rows,
     by_checkpoint_name,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # A folder beside the files being written, emptied first. Users must not use the name.
 SCRATCH = ".tpu_embedding_unfinished"
@@ -68,14 +72,14 @@ def one_writer(path: str) -> Iterator[None]:
     """Waits until no other process writes into the folder of `path`.
 
     The system releases the lock when the process ends, however it ends. Remote
-    paths ("gs://...") and file systems without locks have none.
+    paths ("gs://..."), file systems without locks and Windows have none.
 
     Raises:
       ValueError: If no file can have that name.
     """
     if "\0" in path:  # TensorFlow would write to what stands before.
         raise ValueError(f"A path cannot hold a NUL character. Received: {path!r}.")
-    if "://" in path:
+    if "://" in path or fcntl is None:
         yield
         return
     parent = os.path.dirname(os.path.abspath(path))

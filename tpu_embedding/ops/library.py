@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import mmap
 import pathlib
+import platform
 import re
 import sys
 import types
@@ -19,6 +20,8 @@ import tensorflow as tf
 
 # cc/kernels/version.cc writes this text into the library.
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
+# What wheels have libraries for (tools/build_wheel.py).
+SYSTEMS = ("Linux on x86_64", "Linux on aarch64")
 _FIX = (
     "To fix it, build the library for this TensorFlow: in the source tree of "
     f"tpu_embedding, run `{sys.executable} -m pip install --no-build-isolation "
@@ -115,6 +118,13 @@ def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
                 f"custom-op library is not built: there is no {path}. To fix it, run "
                 f"`make ops` in {tree}; or, if tpu_embedding is installed, start "
                 "Python in another folder."
+            )
+        system = f"{platform.system()} on {platform.machine()}"
+        if system not in SYSTEMS:
+            return (
+                f"There is no custom-op library for {system}, only for "
+                f"{' and '.join(SYSTEMS)}. The portable engine needs none. It is "
+                "slower, and docs/limitations.md says what it lacks."
             )
         return f"The custom-op library is not installed: there is no {path}. {_FIX}"
     version = built_for(path)
