@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -23,6 +24,17 @@ def test_tensorflow_and_the_reference_know_every_combiner(combiner: str) -> None
 @pytest.mark.parametrize("combiner", ["", "max", "Mean", None, 0, ["sum"]])
 def test_other_combiners_are_refused(combiner: object) -> None:
     with pytest.raises(ValueError, match="combiner"):
+        combiners.convert_combiner(combiner)
+
+
+def test_the_positional_combiner_of_tensorflow_is_refused_by_name() -> None:
+    stock: Any = tf.tpu.experimental.embedding
+    if hasattr(stock, "PositionalWeightedCombiner"):  # TensorFlow 2.22
+        rule = stock.CustomOptimizer(lambda *values: values, 0.1)
+        combiner = stock.PositionalWeightedCombiner(3, tf.ones_initializer(), rule)
+    else:
+        combiner = types.SimpleNamespace(combiner="positional_weighted", max_valency=3)
+    with pytest.raises(NotImplementedError, match=r"A PositionalWeighted.* Custom"):
         combiners.convert_combiner(combiner)
 
 

@@ -124,9 +124,18 @@ def convert_combiner(combiner: Any) -> Any:
 
     Raises:
       ValueError: If `combiner` is neither in `COMBINERS` nor a CustomCombiner.
+      NotImplementedError: If it is a PositionalWeightedCombiner of TensorFlow 2.22.
     """
     if isinstance(combiner, CustomCombiner):
         return combiner
+    if getattr(combiner, "combiner", None) == "positional_weighted":
+        raise NotImplementedError(
+            "A PositionalWeightedCombiner is not supported. A CustomCombiner computes "
+            "the same sum, and trains the weights by SGD: CustomCombiner(lambda "
+            "valency, vectors, weights: tf.linalg.matvec(vectors, weights, True), "
+            f"max_valency={combiner.max_valency}, num_weights={combiner.max_valency}, "
+            "initializer=...)."
+        )
     if hasattr(combiner, "combiner_computation"):
         initializers = combiner._slot_initializers()
         return CustomCombiner(
