@@ -15,6 +15,7 @@ import zipfile
 import build_wheel
 import pytest
 import tensorflow as tf
+from lint_report import sources
 
 from tpu_embedding.ops import library
 from tpu_embedding.testing import library as software_tpu
@@ -152,17 +153,46 @@ def test_a_library_needs_no_newer_system_than_tensorflow_s_wheels(path: pathlib.
     assert not newer, "core/older_systems.cc says how such symbols are avoided"
 
 
+@pytest.fixture(scope="module")
+def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Returns the folder of an unpacked one."""
+    folder = tmp_path_factory.mktemp("sdist")
+    subprocess.run(
+        [
+            *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder),
+            *("sdist", "--dist-dir", folder),
+        ],
+        cwd=build_wheel.ROOT,
+        check=True,
+        timeout=120,
+    )
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_source_distribution_has_the_package_and_nothing_else(
+    source_distribution: pathlib.Path,
+):
+    files = {
+        str(path.relative_to(source_distribution))
+        for path in source_distribution.rglob("*.*")
+        if path.suffix in (".py", ".cc", ".h")
+    }
+    package = {
+        file
+        for file in sources(".py", ".cc", ".h")
+        if file.startswith("tpu_embedding/")
+    }
+    assert files == {*package, "setup.py"}
+
+
 @pytest.mark.parametrize("into_checkout", [True, False])
 def test_a_build_into_the_checkout_compiles_each_op_by_itself(
-    into_checkout: bool, tmp_path: pathlib.Path
+    into_checkout: bool, source_distribution: pathlib.Path, tmp_path: pathlib.Path
 ):
     """By a compiler that writes only what it is asked to."""
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(build_wheel.ROOT / name, tmp_path)
-    for name in ("ops/cc", "testing/cc"):
-        shutil.copytree(
-            build_wheel.ROOT / "tpu_embedding" / name, tmp_path / "tpu_embedding" / name
-        )
+    shutil.copytree(source_distribution, tmp_path, dirs_exist_ok=True)
     compiler, log = tmp_path / "compiler", tmp_path / "log"
     compiler.write_text(
         f'#!/bin/sh\necho "$@" >> {log}\n'
