@@ -72,7 +72,11 @@ def python(tmp_path: pathlib.Path) -> Any:
             f"#!{sys.executable}\n"
             "import json, os, sys\n"
             f"if sys.argv[1] == '-c': print({json.dumps(versions)!r}); sys.exit()\n"
-            f"open({str(log)!r}, 'w').write(json.dumps([sys.argv, dict(os.environ)]))\n"
+            "path = os.environ.get('PYTHONPATH', '').split(':')[0]\n"
+            "folders = os.listdir(path) if path else []\n"
+            "found = {f: os.listdir(os.path.join(path, f)) for f in folders}\n"
+            "seen = [sys.argv, dict(os.environ), found]\n"
+            f"open({str(log)!r}, 'w').write(json.dumps(seen))\n"
             f"print({json.dumps(facts)!r})\n"
             f"sys.exit({code})\n"
         )
@@ -90,7 +94,7 @@ def test_the_metadata_server_is_never_asked(
     monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
     report = compile_step("model:build", python=python())
     assert report.compiles
-    arguments, environment = json.loads((tmp_path / "seen.json").read_text())
+    arguments, environment, _ = json.loads((tmp_path / "seen.json").read_text())
     module = "tpu_embedding.testing.tpu_compiler"
     assert arguments[1:] == ["-m", module, "model:build", "v6e:2x2"]
     assert environment["TPU_SKIP_MDS_QUERY"] == "1"
@@ -99,8 +103,44 @@ def test_the_metadata_server_is_never_asked(
     assert environment["TPU_WORKER_ID"] == "0"
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert environment["TF_ENABLED_DEVICE_TYPES"] == "CPU"
-    package = pathlib.Path(compilation.__file__).parents[2]
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(package)
+
+
+@pytest.fixture
+def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Says that this package is installed in the folder, beside a TensorFlow."""
+    site = tmp_path / "site-packages"
+    for name in ("tpu_embedding/testing/compilation.py", "tensorflow/__init__.py"):
+        file = site / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+    path = site / "tpu_embedding/testing/compilation.py"
+    monkeypatch.setattr(compilation, "__file__", str(path))
+    return site
+
+
+@pytest.mark.usefixtures("installed")
+def test_only_this_package_goes_to_the_other_python(
+    python: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the folders of PYTHONPATH, where the user's modules may be."""
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    compile_step("model:build", python=python())
+    _, environment, found = json.loads((tmp_path / "seen.json").read_text())
+    folder, *others = environment["PYTHONPATH"].split(os.pathsep)
+    assert others == ["/of/the/user"]
+    assert found == {"tpu_embedding": ["testing"]}
+    assert not pathlib.Path(folder).exists()
+
+
+def test_the_package_of_the_other_python_is_used(
+    python: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library fits that TensorFlow; the one here may not."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    versions = {**compilation.VERSIONS, "tpu_embedding": "0.1.0"}
+    compile_step("model:build", python=python(versions=versions))
+    _, environment, _ = json.loads((tmp_path / "seen.json").read_text())
+    assert "PYTHONPATH" not in environment
 
 
 def test_a_report(python: Any) -> None:
@@ -166,6 +206,10 @@ def test_what_the_compiler_says_in_terms_of_tables(
     assert not report.compiles
     assert text in report.problem
     assert report.message == message
+    # A step that libtpu did not see may compile.
+    assert report.reached_compiler == (stage == "compile")
+    assert ("DOES NOT COMPILE" in str(report)) == (stage == "compile")
+    assert ("NOT CHECKED, libtpu did not see" in str(report)) == (stage != "compile")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +227,17 @@ def test_a_process_that_ends_is_a_report(
     report = compile_step("model:build", python=python(facts, code))
     assert not report.compiles
     assert text in report.problem
+    assert report.reached_compiler == (facts.get("stage") == "compile")
+
+
+def test_a_library_that_is_missing_is_said(python: Any) -> None:
+    """Without it TensorFlow's ops preprocess, which refuse some configurations."""
+    facts = {**FACTS, "error": "ValueError: no", "stage": "trace", "library": "Run it."}
+    report = compile_step("model:build", python=python(facts))
+    assert report.problem == (
+        "The step cannot be traced: ValueError: no. That environment lacks the "
+        "library: Run it."
+    )
 
 
 def test_other_versions_are_refused(python: Any) -> None:
@@ -213,7 +268,7 @@ def test_arguments(python: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="for example 'v5p:2x2x1'"):
         compile_step("model:build", "v6e")
     compile_step(test_arguments, python=python())
-    arguments, _ = json.loads((tmp_path / "seen.json").read_text())
+    arguments, _, _ = json.loads((tmp_path / "seen.json").read_text())
     assert arguments[3] == f"{pathlib.Path(__file__).resolve()}:test_arguments"
 
 

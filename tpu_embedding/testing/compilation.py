@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ UNKNOWN = (
     "transfers between host and TPU: what the host computes is an argument here",
     "what else is in the memory of the TPU",
 )
+_PACKAGE = "tpu_embedding"
+_LIBTPU = "compile"  # The stage of tpu_compiler.py in which libtpu compiles.
 _NO_CHECK = (
     "TPU v2 to v4 have no such check: libtpu lowers their embedding ops only beside a "
     "TPU. `python -m tpu_embedding plan` estimates their memory."
@@ -104,6 +107,8 @@ class CompileReport:
         is copied.
       compiled_limits: The pairs (ids, distinct ids) that the program has.
       unknown: What the check cannot know.
+      reached_compiler: Whether libtpu saw the step. One that does not reach it may
+        still compile where what stopped it is mended.
     """
 
     topology: str
@@ -118,6 +123,7 @@ class CompileReport:
     updated_in_place: bool = False
     compiled_limits: tuple[tuple[int, int], ...] = ()
     unknown: tuple[str, ...] = UNKNOWN
+    reached_compiler: bool = False
 
     @property
     def limits_agree(self) -> bool:
@@ -137,6 +143,8 @@ class CompileReport:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {v}" for name, v in self.versions.items())
         verdict = "compiles" if self.compiles else "DOES NOT COMPILE"
+        if not self.reached_compiler:
+            verdict = "NOT CHECKED, libtpu did not see the step"
         lines = [f"{self.topology}: {verdict} ({versions})"]
         if self.problem:
             lines.append(self.problem)
@@ -191,7 +199,8 @@ def compile_step(
 
     Returns:
       The report. A step that does not compile, a compiler that ends its process, and
-      an error of `build` are reports, no exceptions.
+      an error of `build` are reports, no exceptions; `reached_compiler` tells them
+      apart.
 
     Raises:
       ValueError: If the topology is unknown, or `build` cannot be found by its name.
@@ -204,33 +213,38 @@ def compile_step(
         return CompileReport(topology, False, problem=_NO_CHECK)
     executable = os.fspath(python or os.environ.get(PYTHON_VARIABLE) or sys.executable)
     environment = {**os.environ, **ENVIRONMENT}
-    package = pathlib.Path(__file__).parents[1]
-    paths = [str(package.parent), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    _check_versions(executable, environment)
+    has_package = _check_versions(executable, environment)
     command = [executable, "-m", "tpu_embedding.testing.tpu_compiler", target, topology]
-    try:
-        ended = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return CompileReport(
-            topology, False, problem=f"The compiler was ended after {timeout} seconds."
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        if not has_package:
+            # The folder of this package may have another TensorFlow beside it.
+            package = pathlib.Path(__file__).parents[1]
+            (pathlib.Path(folder) / package.name).symlink_to(package)
+            paths = [folder, environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        try:
+            ended = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            problem = f"The compiler was ended after {timeout} seconds."
+            return CompileReport(topology, False, problem)
     facts = {}
     for line in ended.stdout.splitlines():  # The stages, and last the facts.
         facts = json.loads(line)
     if ended.returncode or "tensorflow" not in facts:
+        stage = facts.get("stage", "")
         return CompileReport(
             topology,
             False,
-            problem=_ended(target, ended.returncode, facts.get("stage", "")),
+            problem=_ended(target, ended.returncode, stage),
             message="\n".join(ended.stderr.strip().splitlines()[-20:]),
+            reached_compiler=stage == _LIBTPU,
         )
     return _report(topology, facts)
 
@@ -265,8 +279,12 @@ def _target(build: str | Callable[..., Any]) -> str:
     return f"{pathlib.Path(inspect.getfile(build)).resolve()}:{name}"
 
 
-def _check_versions(executable: str, environment: dict[str, str]) -> None:
-    """Asks that Python for its packages, without importing any of them."""
+def _check_versions(executable: str, environment: dict[str, str]) -> bool:
+    """Asks that Python for its packages, without importing any of them.
+
+    Returns:
+      Whether it has this one, too, with a library for its TensorFlow.
+    """
     asked = (
         "import importlib.metadata as m, json, sys\n"
         "found = {}\n"
@@ -277,7 +295,7 @@ def _check_versions(executable: str, environment: dict[str, str]) -> None:
     )
     try:
         answer = subprocess.run(
-            [executable, "-c", asked, *VERSIONS],
+            [executable, "-c", asked, *VERSIONS, _PACKAGE],
             env=environment,
             capture_output=True,
             text=True,
@@ -296,6 +314,7 @@ def _check_versions(executable: str, environment: dict[str, str]) -> None:
             f"{executable} is no environment for the check of TPU programs: "
             f"{'; '.join(wrong)}. {_INSTALL}"
         )
+    return found.get(_PACKAGE) is not None
 
 
 def _report(topology: str, facts: dict[str, Any]) -> CompileReport:
@@ -305,6 +324,8 @@ def _report(topology: str, facts: dict[str, Any]) -> CompileReport:
     problem = ""
     if message:
         problem = _translate(message, facts["stage"], stacks, generation, devices)
+        if facts.get("library") and facts["stage"] in ("build", "trace"):
+            problem += f" That environment lacks the library: {facts['library']}"
     return CompileReport(
         topology=topology,
         compiles=not message,
@@ -332,6 +353,7 @@ def _report(topology: str, facts: dict[str, Any]) -> CompileReport:
         compiled_limits=tuple(
             (ids, unique) for ids, unique in facts.get("compiled_limits", ())
         ),
+        reached_compiler=facts["stage"] in (_LIBTPU, "done"),
     )
 
 

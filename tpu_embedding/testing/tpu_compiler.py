@@ -30,6 +30,7 @@ from tpu_embedding.engines.sparse_core import engine as sparse_core_engine
 from tpu_embedding.engines.sparse_core import state
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.partitioning import make_partitioning
+from tpu_embedding.ops import library
 from tpu_embedding.testing.strategy import create_topology, describe_hardware
 
 _DEVICE = "/job:localhost/replica:0/task:0/device:TPU:"
@@ -462,6 +463,7 @@ def check(
     facts: dict[str, Any] = {
         "libtpu": getattr(libtpu, "__version__", "?"),
         "tensorflow": tf.__version__,
+        "library": library.unavailable_reason(),
         "stacks": [],
     }
 
