@@ -9,6 +9,7 @@ import xml.etree.ElementTree
 from typing import Any
 
 import numpy as np
+import planned_jobs
 import pytest
 import tensorflow as tf
 from software_tpu.calls import strategy_of
@@ -49,10 +50,9 @@ def test_bytes_on_paper() -> None:
     host = placement(report, "one machine")
     assert host.by_table == {"films": 72072, "users": 1280}
     assert host.device_bytes[0] == 73352 + host.buffer_bytes
-    rows = placement(report, "3 processes, synchronous, rows")
+    # Each is more than the third part of all work.
+    rows = placement(report, "3 processes, synchronous")
     assert rows.by_table == {"films": 334 * 72, "users": 22 * 20}
-    whole = placement(report, "3 processes, synchronous, whole tables")
-    assert whole.location == {"films": "all", "users": 1}
     servers = placement(report, "3 parameter servers")
     assert servers.location == {"films": 0, "users": 1}
     assert servers.wire_bytes == 64 * (8 + 2 * 24) + 64 * (8 + 2 * 32)
@@ -163,18 +163,111 @@ def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
     # Entries, and the lengths and the weights of their mean of samples.
     exact += 4 * (away.sum() + 2 * away.any(1).sum())
     exact += away.any(1).sum() * 64  # Gradients of the samples.
-    found = placement(report, "2 processes, synchronous, rows").wire_bytes
+    found = placement(report, "2 processes, synchronous").wire_bytes
     assert abs(found - exact) < 0.02 * exact
     # Ids and gradients to the owner of the table, activations from it, each half.
-    whole = te.plan(
-        [feature, te.FeatureConfig(table(100_000, 16, "u"), name="g")],
-        te.SGD(0.1),
-        sample=[[ids, ids]],
-        processes=[2],
-        topologies=[],
-    )
-    found = placement(whole, "2 processes, synchronous, whole tables").wire_bytes
-    assert found == 4 * own.size + (4 + 2 * 64) * 1024
+    for wire, size in (("float32", 4), ("bfloat16", 2)):
+        whole = te.plan(
+            feature,
+            te.SGD(0.1),
+            sample=[ids],
+            processes=[2],
+            topologies=[],
+            distributed_options=te.DistributedOptions("whole", wire),
+        )
+        found = placement(whole, "2 processes, synchronous").wire_bytes
+        assert found == (4 * own.size + (4 + 2 * 16 * size) * 1024) // 2
+    refused = placement(whole, "2 parameter servers").unsupported
+    assert "does not support `wire_dtype='bfloat16'`" in refused
+
+
+@pytest.mark.parametrize("seed", range(1000, 1008))
+def test_a_plan_is_what_jobs_allocate(seed: int) -> None:
+    """`python -m planned_jobs 400` compares more of them."""
+    _, error = planned_jobs.compare(seed)
+    assert error <= planned_jobs.LIMIT
+
+
+def test_initializers_that_make_whole_tables_are_counted() -> None:
+    """Beside the table, as many arrays as tf.random.normal has."""
+
+    def normal(shape: Any, dtype: Any) -> Any:
+        return tf.random.normal(shape, dtype=dtype)
+
+    size = 1_000_000 * 64 * 4
+
+    def planned(initializer: Any, placement: str) -> dict[str, tuple[float, ...]]:
+        report = te.plan(
+            te.FeatureConfig(table(1_000_000, 64, initializer=initializer)),
+            batch_size=4,
+            processes=[2],
+            topologies=[],
+            distributed_options=te.DistributedOptions(placement),
+        )
+        engine = 40 * 2**20
+        return {
+            place.kind: tuple(
+                round((used - engine) / size, 2) for used in place.device_bytes
+            )
+            for place in report.placements
+        }
+
+    by_rows = {"host": (1.0,), "synchronous": (0.5, 0.5)}
+    assert planned(None, "rows") == {**by_rows, "parameter_servers": (0.5, 0.5)}
+    # Every process draws all numbers; of servers the owner, or the first one.
+    drawn = {"host": (3.0,), "synchronous": (3.0, 3.0)}
+    assert planned(normal, "rows") == {**drawn, "parameter_servers": (3.0, 0.5)}
+    assert planned(normal, "whole") == {**drawn, "parameter_servers": (3.0, 0.0)}
+    zeros = tf.zeros_initializer()
+    assert planned(zeros, "rows") == {
+        "host": (1.0,),
+        "synchronous": (1.0, 1.0),
+        "parameter_servers": (1.0, 0.5),
+    }
+
+
+def test_placements_of_tables_are_those_of_jobs() -> None:
+    features = [
+        te.FeatureConfig(table(1000, 8, name, placement=choice), name=name)
+        for name, choice in (("a", "whole"), ("b", "rows"), ("c", None))
+    ]
+    for own in ("rows", "whole"):
+        report = te.plan(
+            features,
+            batch_size=4,
+            processes=[2],
+            topologies=[],
+            distributed_options=te.DistributedOptions(own),
+        )
+        assert {
+            place.kind: place.location
+            for place in report.placements
+            if place.num_devices > 1
+        } == {
+            kind: {"a": 0, "b": "all", "c": "all" if own == "rows" else 1}
+            for kind in ("synchronous", "parameter_servers")
+        }
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v4:2x2x1", "v6e:2x2"])
+def test_batches_of_tpus_are_counted(topology: str) -> None:
+    """Rows of 8 columns are stored as 128."""
+
+    def planned(samples: int) -> Any:
+        report = te.plan(
+            te.FeatureConfig(table(1000, 8)),
+            te.SGD(0.1),
+            batch_size=samples,
+            topologies=[topology],
+            processes=[],
+        )
+        return placement(report, topology)
+
+    assert planned(2**16).fits
+    assert planned(2**22).device_bytes[0] >= 2**20 * 128 * 4
+    assert not planned(2**30).fits
+    if topology != "v6e:2x2":
+        assert "how the " in planned(2**16).not_counted
 
 
 def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> None:

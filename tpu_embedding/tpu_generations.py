@@ -23,6 +23,8 @@ NAME_ATTRIBUTE = "_tpu_embedding_layer"
 GIB = 2**30
 # "SparseCore only supports 16 GiB of HBM per tensor": a table or slot on one device.
 SPARSE_CORE_TENSOR_BYTES = 16 * GIB
+# Outside of SparseCores, rows of float32 are stored as multiples of so many columns.
+TENSOR_CORE_LANES = 128
 # libtpu limits the partitions of a CustomOptimizer's update and of a CustomCombiner,
 # whose ops have no attributes for limits, to so many ids for each sample of a
 # SparseCore.

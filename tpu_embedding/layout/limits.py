@@ -12,6 +12,7 @@ from tpu_embedding.tpu_generations import (
     GIB,
     PROGRAM_BYTES_PER_STACK,
     SPARSE_CORE_TENSOR_BYTES,
+    TENSOR_CORE_LANES,
     Generation,
 )
 
@@ -138,8 +139,17 @@ def sparse_core_excesses(
     ]
 
 
+def stored_row_bytes(columns: int) -> int:
+    """Returns the bytes of a row of float32 outside of SparseCores, with its padding.
+
+    >>> stored_row_bytes(8), stored_row_bytes(128), stored_row_bytes(129)
+    (512, 512, 1024)
+    """
+    return -(-columns // TENSOR_CORE_LANES) * TENSOR_CORE_LANES * _BYTES
+
+
 def whole_table_excesses(
-    plan: Plan, generation: Generation, num_devices: int
+    plan: Plan, generation: Generation, num_devices: int, *, step_bytes: int = 0
 ) -> list[Excess]:
     """Returns the limits that tables exceed whose rows are divided without stacks.
 
@@ -149,6 +159,7 @@ def whole_table_excesses(
       plan: The tables.
       generation: The TPU.
       num_devices: Devices that share the rows; 1 for tables that each has whole.
+      step_bytes: What a step needs beside the tables, where that is known.
     """
     used = [
         (
@@ -161,6 +172,8 @@ def whole_table_excesses(
         )
         for spec in plan.tables
     ]
+    if step_bytes:
+        used.append(("a step", step_bytes))
     names = tuple(spec.name for spec in plan.tables)
     return device_excess(
         names, used, num_devices, (generation.name, generation.hbm_bytes)

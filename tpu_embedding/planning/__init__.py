@@ -3,7 +3,7 @@
 from tpu_embedding.planning.placements import plan
 from tpu_embedding.planning.report import (
     ArrayBytes,
-    Placement,
+    PlannedPlacement,
     PlanReport,
     StackLimits,
     TableStatistics,
@@ -11,8 +11,8 @@ from tpu_embedding.planning.report import (
 
 __all__ = [
     "ArrayBytes",
-    "Placement",
     "PlanReport",
+    "PlannedPlacement",
     "StackLimits",
     "TableStatistics",
     "plan",

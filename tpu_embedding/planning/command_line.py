@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import optimizers, user_code
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import DistributedOptions, FeatureConfig, TableConfig
 from tpu_embedding.errors import type_name
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.planning.placements import plan
@@ -67,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a number of machines; may be repeated (2, 4 and 8)",
     )
     parser.add_argument(
+        "--placement",
+        choices=("auto", "rows", "whole"),
+        default="auto",
+        help="of DistributedOptions, for several machines (auto)",
+    )
+    parser.add_argument(
         "--machine-gib", type=float, help="memory of one machine (this one's)"
     )
     parser.add_argument(
@@ -96,6 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         batch_size=batch_size,
         topologies=arguments.topology,
         processes=arguments.processes or (2, 4, 8),
+        distributed_options=DistributedOptions(placement=arguments.placement),
         machine_bytes=None if memory is None else int(memory * 2**30),
         pipeline_execution_with_tensor_core=arguments.pipelined,
         sample=sample,

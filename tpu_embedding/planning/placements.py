@@ -9,7 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tpu_embedding import tpu_generations
-from tpu_embedding.config import FeatureConfig, SparseCoreEmbeddingConfig
+from tpu_embedding.config import (
+    DistributedOptions,
+    FeatureConfig,
+    SparseCoreEmbeddingConfig,
+)
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
@@ -17,20 +21,12 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     stacking_options,
 )
-from tpu_embedding.layout.placement import (
-    divided_table_bytes,
-    place_on_servers,
-    whole_table_bytes,
-)
-from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
+from tpu_embedding.layout.plan import Plan, make_plan, require_dtypes
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.planning.report import ArrayBytes, Placement, PlanReport
-from tpu_embedding.planning.sample import (
-    Sample,
-    Traffic,
-    to_feature_ids,
-)
+from tpu_embedding.planning.machines import Machines
+from tpu_embedding.planning.report import PlannedPlacement, PlanReport, table_arrays
+from tpu_embedding.planning.sample import Sample, Traffic, to_feature_ids
 from tpu_embedding.tf_configs import (
     check_batch_size,
     convert_features,
@@ -39,10 +35,11 @@ from tpu_embedding.tf_configs import (
 )
 from tpu_embedding.tpu_generations import GENERATIONS, Generation
 
-# What the host engine needs beside tables: kernels, threads' stacks, a queue.
-_HOST_BYTES = 40 * 2**20
-_FLOAT, _ID = 4, 8  # Bytes of a value and of an id.
-_ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
+_ID_AND_WEIGHT = 8  # Bytes: int32 and float32.
+_NOT_COUNTED = {
+    "v1": "how the hardware pads tables and what it keeps of a batch",
+    "none": "how the compiler lays out tables and what else its program needs",
+}
 
 
 def plan(
@@ -52,6 +49,7 @@ def plan(
     batch_size: int | None = None,
     topologies: Sequence[str] | None = None,
     processes: Sequence[int] = (2, 4, 8),
+    distributed_options: DistributedOptions | None = None,
     machine_bytes: int | None = None,
     sparse_core_embedding_config: Any = None,
     pipeline_execution_with_tensor_core: bool = False,
@@ -78,6 +76,8 @@ def plan(
       topologies: Names such as "v6e:2x2"; None: of each generation the smallest that
         fits, or the largest.
       processes: Numbers of processes, for synchronous training and for servers.
+      distributed_options: As for TPUEmbeddingV2: where they have which tables, and what
+        travels.
       machine_bytes: Memory of one machine; None: of this one.
       sparse_core_embedding_config: The limits that the user intends.
       pipeline_execution_with_tensor_core: As for TPUEmbeddingV2: a batch and its
@@ -133,11 +133,17 @@ def plan(
         counts,
         convert_sparse_core(sparse_core_embedding_config),
         pipeline_execution_with_tensor_core,
+    )
+    machines = Machines(
+        own,
+        planner.traffic,
+        distributed_options or DistributedOptions(),
         machine_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
     placements = [
-        planner.host(),
-        *(place for count in processes for place in planner.several(count)),
+        machines.one(),
+        *map(machines.synchronous, processes),
+        *map(machines.servers, processes),
         *planner.tpus(topologies),
     ]
     placements.sort(
@@ -149,7 +155,7 @@ def plan(
         )
     )
     return PlanReport(
-        arrays=tuple(array for table in own.tables for array in _arrays(table)),
+        arrays=tuple(array for table in own.tables for array in table_arrays(table)),
         statistics=() if counts is None else tuple(counts.statistics(own)),
         placements=tuple(placements),
     )
@@ -165,32 +171,9 @@ def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> Iterator[lis
         ]
 
 
-def _arrays(table: TableSpec) -> list[ArrayBytes]:
-    """The table and its slots."""
-    rows, dim = table.config.vocabulary_size, table.config.dim
-    size = 2 if table.config.dtype == "bfloat16" else _FLOAT
-    found = [
-        ArrayBytes(
-            table.name,
-            "parameters",
-            (rows, dim),
-            table.config.dtype,
-            rows * dim * size,
-        )
-    ]
-    for slot in table.optimizer.slots if table.optimizer else ():
-        shape = (rows, 1 if slot.per_row else dim)
-        found.append(
-            ArrayBytes(
-                table.name, slot.name, shape, "float32", shape[0] * shape[1] * _FLOAT
-            )
-        )
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class _Planner:
-    """Makes placements of one plan.
+    """Plans TPUs.
 
     Attributes:
       plan: The tables.
@@ -198,7 +181,6 @@ class _Planner:
       sample: The sample, or None.
       config: The user's limits.
       pipelined: Whether a step leaves its update to the next one.
-      machine_bytes: Memory of one machine.
     """
 
     plan: Plan
@@ -206,44 +188,8 @@ class _Planner:
     sample: Sample | None
     config: SparseCoreEmbeddingConfig
     pipelined: bool
-    machine_bytes: int
 
-    def host(self) -> Placement:
-        """The host engine of one machine."""
-        by_table = self._bytes()
-        traffic = self._traffic(1)
-        buffers = _HOST_BYTES + self._step_bytes(traffic)
-        used = sum(by_table.values()) + buffers
-        return Placement(
-            name="one machine",
-            kind="host",
-            num_devices=1,
-            capacity=self.machine_bytes,
-            device_bytes=(used,),
-            buffer_bytes=buffers,
-            by_table=by_table,
-            location=dict.fromkeys(by_table, 0),
-            wire_bytes=0,
-            excesses=self._memory_excess(used, by_table),
-        )
-
-    def several(self, count: int) -> list[Placement]:
-        """Synchronous training by `count` processes, and as many servers."""
-        by_table = self._bytes()
-        whole = {table.index: place for table, place in self._greedy(count)}
-        # A table that is larger than a fair share is divided, the others are not.
-        share = sum(by_table.values()) / count
-        mixed = {
-            table.index: None if by_table[table.name] > share else whole[table.index]
-            for table in self.plan.tables
-        }
-        rows = dict.fromkeys(mixed)
-        found = [self._synchronous(count, "rows", rows)]
-        if any(place is not None for place in mixed.values()):
-            found.append(self._synchronous(count, "whole tables", mixed))
-        return [*found, self._servers(count)]
-
-    def tpus(self, topologies: Sequence[str] | None) -> list[Placement]:
+    def tpus(self, topologies: Sequence[str] | None) -> list[PlannedPlacement]:
         """The given topologies, or the smallest of each generation that fits."""
         if topologies is not None:
             return [
@@ -270,7 +216,7 @@ class _Planner:
 
     def _bytes(self) -> dict[str, int]:
         return {
-            table.name: sum(array.bytes for array in _arrays(table))
+            table.name: sum(array.bytes for array in table_arrays(table))
             for table in self.plan.tables
         }
 
@@ -286,198 +232,16 @@ class _Planner:
                 found.append(self.batch_size * (spec.config.max_sequence_length or 1))
         return found
 
-    def _traffic(self, processes: int) -> Traffic:
+    def traffic(self, processes: int) -> Traffic:
+        """The ids in the batch of one of so many processes or devices."""
         return Traffic.of(self.plan, self._samples(processes), self.sample, processes)
 
-    def _step_bytes(self, traffic: Traffic) -> int:
-        """The prepared batch, activations and gradients of one process."""
-        return int(
-            sum(
-                3 * _FLOAT * traffic.samples[f] * self.plan.dims[f]
-                + _ENTRY * traffic.entries[f]
-                for f in range(len(self.plan.features))
-            )
-        )
-
-    def _greedy(self, count: int) -> Iterator[tuple[TableSpec, int]]:
-        """Places the largest table first, where least is (Graham, 1969)."""
-        sizes, load = self._bytes(), [0] * count
-        for table in sorted(self.plan.tables, key=lambda t: (-sizes[t.name], t.name)):
-            place = min(range(count), key=lambda i: load[i])
-            load[place] += sizes[table.name]
-            yield table, place
-
-    def _synchronous(
-        self, count: int, how: str, places: dict[int, int | None]
-    ) -> Placement:
-        traffic = self._traffic(count)
-        buffers = _HOST_BYTES + self._step_bytes(traffic)
-        sizes, used = self._bytes(), [0] * count
-        by_table, location, wire = {}, {}, 0.0
-        for table in self.plan.tables:
-            size, place = sizes[table.name], places[table.index]
-            location[table.name] = "all" if place is None else place
-            if place is None:
-                rows = table.config.vocabulary_size
-                own = -(-rows // count) * size // rows
-                used = [before + own for before in used]
-                by_table[table.name] = own
-                wire += self._divided_bytes(table, traffic, count, count - 1)
-            else:
-                used[place] += size
-                by_table[table.name] = size
-                wire += self._whole_bytes(table, traffic, count)
-        used = [before + buffers for before in used]
-        fullest = used.index(max(used))
-        by_table = {
-            name: size
-            for name, size in by_table.items()
-            if location[name] in ("all", fullest)
-        }
-        return Placement(
-            name=f"{count} processes, synchronous, {how}",
-            kind="synchronous",
-            num_devices=count,
-            capacity=self.machine_bytes,
-            device_bytes=tuple(used),
-            buffer_bytes=buffers,
-            by_table=by_table,
-            location=location,
-            wire_bytes=int(wire),
-            excesses=self._memory_excess(max(used), by_table),
-            unsupported=self._on_processes(),
-        )
-
-    def _divided_bytes(
-        self, table: TableSpec, traffic: Traffic, count: int, others: int
-    ) -> float:
-        """Bytes of a step for a table that is divided by rows, without weights.
-
-        IDs are spread evenly over `count` owners, of which `others` are on other
-        machines.
-        """
-        config, away = table.config, others / count
-        value = 2 if config.dtype == "bfloat16" else _FLOAT
-        rows = traffic.distinct[table.index] * away
-        entries = samples = lengths = gains = 0.0
-        for f in table.features:
-            number = traffic.samples[f]
-            per_sample = traffic.entries[f] / number if number else 0.0
-            entries += traffic.entries[f] * away
-            # Owners among the others that a sample has an id of.
-            sent = number * others * (1 - (1 - 1 / count) ** per_sample)
-            samples += sent
-            if per_sample > 1:
-                lengths += sent
-                gains += sent * (config.combiner != "sum")
-        found = divided_table_bytes(
-            rows=rows,
-            rows_served=rows,
-            entries=entries,
-            samples=samples,
-            lengths=lengths,
-            gains=gains,
-            row_bytes=value * config.dim,
-            gradient_bytes=_FLOAT * config.dim,
-        )
-        return sum(found.values())
-
-    def _whole_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
-        """Bytes of a step for a table in one process, the mean over all processes."""
-        config = table.config
-        entries = samples = lengths = gains = 0.0
-        for f in table.features:
-            number = traffic.samples[f]
-            per_sample = traffic.entries[f] / number if number else 0.0
-            entries += traffic.entries[f]
-            samples += number
-            lengths += number * (not per_sample.is_integer())
-            gains += number * (config.combiner != "sum" and per_sample > 1)
-        found = whole_table_bytes(
-            entries=entries,
-            samples=samples,
-            samples_served=samples,
-            lengths=lengths,
-            gains=gains,
-            activation_bytes=_FLOAT * config.dim,
-        )
-        return sum(found.values()) * (count - 1) / count
-
-    def _server_bytes(self, table: TableSpec, traffic: Traffic) -> float:
-        """Ids as the user gives them, activations back, gradients out."""
-        return sum(
-            traffic.entries[f] * _ID
-            + 2 * traffic.samples[f] * table.config.dim * _FLOAT
-            for f in table.features
-        )
-
-    def _servers(self, count: int) -> Placement:
-        sizes, used = self._bytes(), [float(_HOST_BYTES)] * count
-        places = place_on_servers(self.plan, count)
-        traffic = self._traffic(1)
-        buffers = self._step_bytes(traffic)
-        location: dict[str, Any] = {}
-        wire = 0.0
-        for table in self.plan.tables:
-            name, owner = table.name, places.owners[table.index]
-            if places.is_divided(table.index):
-                location[name] = "all"
-                sizes[name] = -(-sizes[name] // count)
-                used = [before + sizes[name] for before in used]
-                wire += self._divided_bytes(table, traffic, count, count)
-            else:
-                location[name] = owner
-                used[owner] += sizes[name]
-                wire += self._server_bytes(table, traffic)
-        held = [int(before + buffers) for before in used]
-        fullest = held.index(max(held))
-        by_table = {
-            name: sizes[name]
-            for name, place in location.items()
-            if place in ("all", fullest)
-        }
-        return Placement(
-            name=f"{count} parameter servers",
-            kind="parameter_servers",
-            num_devices=count,
-            capacity=self.machine_bytes,
-            device_bytes=tuple(held),
-            buffer_bytes=_HOST_BYTES + buffers,
-            by_table=by_table,
-            location=location,
-            wire_bytes=int(wire),
-            excesses=self._memory_excess(max(held), by_table),
-            unsupported=self._on_processes(),
-        )
-
-    def _on_processes(self) -> str | None:
-        for table in self.plan.tables:
-            custom = table.optimizer is not None and table.optimizer.is_custom
-            if custom or table.config.custom_combiner is not None:
-                return (
-                    f"Table {table.name!r}: a CustomOptimizer or CustomCombiner runs "
-                    "in one process."
-                )
-        return None
-
-    def _memory_excess(
-        self, used: int, by_table: dict[str, int]
-    ) -> tuple[limits.Excess, ...]:
-        return tuple(
-            limits.device_excess(
-                tuple(by_table),
-                [*by_table.items(), ("buffers", used - sum(by_table.values()))],
-                1,
-                ("this machine", self.machine_bytes),
-            )
-        )
-
-    def _tpu(self, name: str, generation: Generation, devices: int) -> Placement:
+    def _tpu(self, name: str, generation: Generation, devices: int) -> PlannedPlacement:
         if generation.embedding == "sparse_core":
             return self._sparse_cores(name, generation, devices)
         shared = 1 if generation.embedding == "none" else devices
         by_table = {n: -(-size // shared) for n, size in self._bytes().items()}
-        used = sum(by_table.values())
+        buffers = self._tensor_core_bytes(generation, devices)
         unsupported = None
         if generation.embedding == "v1":
             unsupported = next(
@@ -492,18 +256,37 @@ class _Planner:
                 ),
                 None,
             )
-        return Placement(
+        return PlannedPlacement(
             name=name,
             kind="tpu",
             num_devices=devices,
             capacity=generation.hbm_bytes,
-            device_bytes=(used,) * devices,
-            buffer_bytes=0,
+            device_bytes=(sum(by_table.values()) + buffers,) * devices,
+            table_bytes=(sum(by_table.values()),) * devices,
+            buffer_bytes=buffers,
             by_table=by_table,
             location=dict.fromkeys(by_table, "all"),
-            excesses=tuple(limits.whole_table_excesses(self.plan, generation, shared)),
+            excesses=tuple(
+                limits.whole_table_excesses(
+                    self.plan, generation, shared, step_bytes=buffers
+                )
+            ),
             unsupported=unsupported or self._dtypes(generation),
+            not_counted=_NOT_COUNTED[generation.embedding],
         )
+
+    def _tensor_core_bytes(self, generation: Generation, devices: int) -> int:
+        """The batch of a device without SparseCores, its activations and gradients.
+
+        A lookup of v5e also has the row of each id.
+        """
+        traffic, total = self.traffic(devices), 0.0
+        for f, dim in enumerate(self.plan.dims):
+            rows = traffic.samples[f]
+            rows += traffic.entries[f] if generation.embedding == "none" else rows
+            total += rows * limits.stored_row_bytes(dim)
+            total += traffic.entries[f] * _ID_AND_WEIGHT
+        return int(total)
 
     def _dtypes(self, generation: Generation) -> str | None:
         try:
@@ -514,7 +297,7 @@ class _Planner:
 
     def _sparse_cores(
         self, name: str, generation: Generation, devices: int
-    ) -> Placement:
+    ) -> PlannedPlacement:
         options = stacking_options(
             devices,
             generation.sparse_cores_per_device,
@@ -530,12 +313,13 @@ class _Planner:
             partitioning = make_partitioning(own, layout, options, self.config)
         except (ValueError, NotImplementedError) as error:
             by_table = {n: -(-s // devices) for n, s in self._bytes().items()}
-            return Placement(
+            return PlannedPlacement(
                 name=name,
                 kind="tpu",
                 num_devices=devices,
                 capacity=generation.hbm_bytes,
                 device_bytes=(sum(by_table.values()),) * devices,
+                table_bytes=(sum(by_table.values()),) * devices,
                 buffer_bytes=0,
                 by_table=by_table,
                 location=dict.fromkeys(by_table, "all"),
@@ -565,12 +349,13 @@ class _Planner:
                 own, layout, partitioning, generation
             )
         used = sum(by_table.values()) + buffers + program
-        return Placement(
+        return PlannedPlacement(
             name=name,
             kind="tpu",
             num_devices=devices,
             capacity=generation.hbm_bytes,
             device_bytes=(used,) * devices,
+            table_bytes=(sum(by_table.values()),) * devices,
             buffer_bytes=buffers,
             program_bytes=program,
             by_table=by_table,

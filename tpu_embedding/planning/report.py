@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpu_embedding.layout.limits import Excess
+from tpu_embedding.layout.plan import TableSpec
 
 _SHOWN_TABLES = 8
 _COLORS = (
@@ -35,6 +36,26 @@ class ArrayBytes:
     shape: tuple[int, int]
     dtype: str
     bytes: int
+
+
+def table_arrays(table: TableSpec) -> list[ArrayBytes]:
+    """A table, and its slots."""
+    rows, dim = table.config.vocabulary_size, table.config.dim
+    slots = table.optimizer.slots if table.optimizer else ()
+    shapes = [
+        ("parameters", (rows, dim), table.config.dtype),
+        *((s.name, (rows, 1 if s.per_row else dim), "float32") for s in slots),
+    ]
+    return [
+        ArrayBytes(
+            table.name,
+            name,
+            shape,
+            dtype,
+            math.prod(shape) * (2 if dtype == "bfloat16" else 4),
+        )
+        for name, shape, dtype in shapes
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +112,7 @@ class StackLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class PlannedPlacement:
     """One way to place all tables.
 
     Attributes:
@@ -99,7 +120,8 @@ class Placement:
       kind: "host", "synchronous", "parameter_servers" or "tpu".
       num_devices: Machines, processes, servers or TPU devices.
       capacity: Bytes of each.
-      device_bytes: Bytes that each needs: tables, slots, and those of a step.
+      device_bytes: Bytes that each needs: tables, slots, and those of a step, or more
+        while initializers make tables.
       buffer_bytes: Of these, the buffers of one step on the fullest.
       by_table: By table, the bytes of it and its slots on the fullest.
       location: By table, "all" if its rows are divided, else the index of the device.
@@ -111,6 +133,10 @@ class Placement:
       unsupported: Why it is not possible whatever its size, or None.
       program_bytes: Of `device_bytes`, what the compiled step of SparseCores needs
         beside its arguments, which are tables, slots and buffers.
+      initializer_bytes: Of `device_bytes`, what initializers that make a whole table at
+        a time need on the fullest, beyond tables, slots and a step.
+      not_counted: What `device_bytes` leaves out, or "".
+      table_bytes: Of `device_bytes`, tables and slots.
     """
 
     name: str
@@ -127,6 +153,9 @@ class Placement:
     excesses: tuple[Excess, ...] = ()
     unsupported: str | None = None
     program_bytes: int = 0
+    initializer_bytes: int = 0
+    not_counted: str = ""
+    table_bytes: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -165,10 +194,10 @@ class PlanReport:
 
     arrays: tuple[ArrayBytes, ...]
     statistics: tuple[TableStatistics, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[PlannedPlacement, ...]
 
     @property
-    def best(self) -> Placement | None:
+    def best(self) -> PlannedPlacement | None:
         """The first placement that fits, or None."""
         return next((p for p in self.placements if p.fits), None)
 
@@ -206,6 +235,10 @@ class PlanReport:
         for own in self.placements:
             if not own.fits:
                 problems.setdefault(own.problem, []).append(own.name)
+        for own in self.placements:
+            if own.not_counted:
+                text = f"not counted is {own.not_counted}"
+                problems.setdefault(text, []).append(own.name)
         parts += [f"{', '.join(names)}: {text}" for text, names in problems.items()]
         best = self.best
         if best is not None:
@@ -227,7 +260,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _placement_rows(placements: Sequence[Placement]) -> Iterable[list[str]]:
+def _placement_rows(placements: Sequence[PlannedPlacement]) -> Iterable[list[str]]:
     yield ["placement", "fits", "devices", "fullest", "of", "balance", "wire a step"]
     for p in placements:
         wire = "-" if p.wire_bytes is None else _size(p.wire_bytes)
@@ -242,7 +275,7 @@ def _placement_rows(placements: Sequence[Placement]) -> Iterable[list[str]]:
         ]
 
 
-def _table_rows(placement: Placement) -> Iterable[list[str]]:
+def _table_rows(placement: PlannedPlacement) -> Iterable[list[str]]:
     yield ["table", "bytes", "where"]
     largest = sorted(placement.by_table.items(), key=lambda item: -item[1])
     for name, size in largest[:_SHOWN_TABLES]:
@@ -253,6 +286,8 @@ def _table_rows(placement: Placement) -> Iterable[list[str]]:
     yield ["buffers of a step", _size(placement.buffer_bytes), ""]
     if placement.program_bytes:
         yield ["program of a step", _size(placement.program_bytes), ""]
+    if placement.initializer_bytes:
+        yield ["initializers", _size(placement.initializer_bytes), ""]
 
 
 def _statistics_rows(statistics: Sequence[TableStatistics]) -> Iterable[list[str]]:
@@ -267,7 +302,7 @@ def _statistics_rows(statistics: Sequence[TableStatistics]) -> Iterable[list[str
         ]
 
 
-def _limit_rows(placement: Placement) -> Iterable[list[str]]:
+def _limit_rows(placement: PlannedPlacement) -> Iterable[list[str]]:
     yield [
         f"stack ({placement.name})",
         "ids",
@@ -313,7 +348,7 @@ def _size(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
-def _svg(placements: Sequence[Placement]) -> str:
+def _svg(placements: Sequence[PlannedPlacement]) -> str:
     """One bar for each placement, its tables stacked, a line where memory ends."""
     width, left, height = 640, 190, 26
     top = max([max(p.peak_bytes, p.capacity) for p in placements], default=1)

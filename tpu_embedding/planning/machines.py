@@ -1,0 +1,300 @@
+"""What CPUs need: one machine, processes that train together, parameter servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tpu_embedding.config import DistributedOptions
+from tpu_embedding.layout import limits
+from tpu_embedding.layout.placement import (
+    ALL_PROCESSES,
+    Placement,
+    divided_table_bytes,
+    place_on_servers,
+    place_tables,
+    whole_table_bytes,
+)
+from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.planning.report import PlannedPlacement, table_arrays
+from tpu_embedding.planning.sample import Traffic
+
+# What the host engine needs beside tables: kernels, threads' stacks, a queue.
+_HOST_BYTES = 40 * 2**20
+_FLOAT, _HALF, _ID = 4, 2, 8  # Bytes of a value, a bfloat16 and an id.
+_ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
+# Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
+# the numbers, their product with the deviation, and the sum with the mean.
+_INITIALIZER_ARRAYS = 3
+_OF_ONE_ARRAY = {"Zeros", "Ones", "Constant"}  # Classes of TensorFlow and Keras.
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+    """Plans places that are no TPUs.
+
+    Attributes:
+      plan: The tables.
+      traffic: The ids in the batch of one of so many processes.
+      options: Of a job.
+      memory: Bytes of one machine.
+    """
+
+    plan: Plan
+    traffic: Callable[[int], Traffic]
+    options: DistributedOptions
+    memory: int
+
+    def one(self) -> PlannedPlacement:
+        """The host engine of one machine."""
+        place = Placement(0, 1, (0,) * len(self.plan.tables))
+        step = [self._step_bytes(place, self.traffic(1))]
+        return self._place("one machine", "host", [place], step, 0.0)
+
+    def synchronous(self, count: int) -> PlannedPlacement:
+        """So many processes that train together."""
+        first = place_tables(self.plan, 0, count, self.options.placement)
+        traffic, wire = self.traffic(count), 0.0
+        for table in self.plan.tables:
+            if first.is_divided(table.index):
+                wire += self._divided_bytes(table, traffic, count, count - 1)
+            else:
+                wire += self._whole_bytes(table, traffic, count)
+        # Owners look up and combine what others ask for: as much as they ask for.
+        step = self._step_bytes(Placement(0, 1, (0,) * len(self.plan.tables)), traffic)
+        found = self._place(
+            f"{count} processes, synchronous",
+            "synchronous",
+            [dataclasses.replace(first, process=process) for process in range(count)],
+            [step] * count,
+            wire,
+        )
+        return dataclasses.replace(found, unsupported=self._on_processes())
+
+    def servers(self, count: int) -> PlannedPlacement:
+        """So many parameter servers, of which one worker asks."""
+        first = place_on_servers(self.plan, count, self.options.placement)
+        places = [dataclasses.replace(first, process=server) for server in range(count)]
+        traffic, wire = self.traffic(1), 0.0
+        for table in self.plan.tables:
+            if first.is_divided(table.index):
+                wire += self._divided_bytes(table, traffic, count, count)
+            else:
+                wire += self._served_bytes(table, traffic)
+        found = self._place(
+            f"{count} parameter servers",
+            "parameter_servers",
+            places,
+            [self._step_bytes(place, traffic) for place in places],
+            wire,
+        )
+        refused = None
+        if self.options.wire_dtype != "float32":
+            refused = (
+                "ParameterServerStrategy does not support "
+                f"`wire_dtype={self.options.wire_dtype!r}` of DistributedOptions. "
+                'Leave it at "float32", or use tables of bfloat16.'
+            )
+        return dataclasses.replace(found, unsupported=refused or self._on_processes())
+
+    def _place(
+        self,
+        name: str,
+        kind: str,
+        places: list[Placement],
+        step: list[int],
+        wire: float,
+    ) -> PlannedPlacement:
+        """What each process needs: for steps, or before that to make the tables."""
+        least = 1 if kind == "synchronous" else 0  # Of rows, as `create_parts` does.
+        tables = [self._table_bytes(place, least) for place in places]
+        buffers = [_HOST_BYTES + size for size in step]
+        held = [sum(own.values()) for own in tables]
+        steady = [own + size for own, size in zip(held, buffers, strict=True)]
+        used = [
+            max(size, _HOST_BYTES + self._making_bytes(place, kind))
+            for size, place in zip(steady, places, strict=True)
+        ]
+        fullest = used.index(max(used))
+        by_table = {
+            table.name: tables[fullest][table.name]
+            for table in self.plan.tables
+            if places[0].owners[table.index] in (ALL_PROCESSES, fullest)
+        }
+        making = used[fullest] - steady[fullest]
+        parts = [
+            *by_table.items(),
+            ("buffers", buffers[fullest]),
+            ("initializers", making),
+        ]
+        return PlannedPlacement(
+            name=name,
+            kind=kind,
+            num_devices=len(places),
+            capacity=self.memory,
+            device_bytes=tuple(used),
+            table_bytes=tuple(held),
+            buffer_bytes=buffers[fullest],
+            initializer_bytes=making,
+            by_table=by_table,
+            location={
+                table.name: "all" if owner == ALL_PROCESSES else owner
+                for table, owner in zip(self.plan.tables, places[0].owners, strict=True)
+            },
+            wire_bytes=int(wire),
+            excesses=tuple(
+                limits.device_excess(
+                    tuple(by_table), parts, 1, ("this machine", self.memory)
+                )
+            ),
+        )
+
+    def _table_bytes(self, place: Placement, least: int) -> dict[str, int]:
+        """By table, the bytes of its rows and their slots in one process."""
+        found = {}
+        for table in self.plan.tables:
+            rows = place.count(table.index, table.config.vocabulary_size)
+            found[table.name] = max(rows, least) * sum(self._row_bytes[table.index])
+        return found
+
+    @functools.cached_property
+    def _row_bytes(self) -> list[list[int]]:
+        """For each table, the bytes of a row of it and of each slot."""
+        return [
+            [array.bytes // array.shape[0] for array in table_arrays(table)]
+            for table in self.plan.tables
+        ]
+
+    def _making_bytes(self, place: Placement, kind: str) -> int:
+        """The most that a process has of tables while it makes them, one by one.
+
+        Slots come after all tables. A synchronous process calls each initializer that
+        has no `by_rows`, and keeps its part; of servers the owner does, and the first
+        one for a table that is divided.
+        """
+        most = held = 0
+        for table in self.plan.tables:
+            config = table.config
+            rows = place.count(table.index, config.vocabulary_size)
+            own = made = rows * self._row_bytes[table.index][0]
+            if (
+                kind == "synchronous"
+                or place.owners[table.index] == place.process
+                or (place.is_divided(table.index) and place.process == 0)
+            ):
+                arrays = _initializer_arrays(config.initializer)
+                made = max(own, arrays * config.vocabulary_size * config.dim * _FLOAT)
+            most = max(most, held + made)
+            held += own
+        return most
+
+    def _step_bytes(self, place: Placement, traffic: Traffic) -> int:
+        """The prepared batch, activations and gradients of the rows of a process."""
+        total = 0.0
+        for table in self.plan.tables:
+            rows = place.count(table.index, table.config.vocabulary_size)
+            share = rows / table.config.vocabulary_size
+            for f in table.features:
+                size = 3 * _FLOAT * traffic.samples[f] * table.config.dim
+                total += share * (size + _ENTRY * traffic.entries[f])
+        return int(total)
+
+    def _value_bytes(self, table: TableSpec) -> int:
+        """Of a number of a row between processes."""
+        on_wire = self.options.wire_dtype
+        return _HALF if "bfloat16" in (table.config.dtype, on_wire) else _FLOAT
+
+    def _gradient_bytes(self) -> int:
+        """Of a number of an activation or a gradient between processes."""
+        return _HALF if self.options.wire_dtype == "bfloat16" else _FLOAT
+
+    def _divided_bytes(
+        self, table: TableSpec, traffic: Traffic, count: int, others: int
+    ) -> float:
+        """Bytes of a step for a table that is divided by rows, without weights.
+
+        IDs are spread evenly over `count` owners, of which `others` are on other
+        machines.
+        """
+        config, away = table.config, others / count
+        rows = traffic.distinct[table.index] * away
+        entries = samples = lengths = gains = 0.0
+        for f in table.features:
+            number = traffic.samples[f]
+            per_sample = traffic.entries[f] / number if number else 0.0
+            entries += traffic.entries[f] * away
+            # Owners among the others that a sample has an id of.
+            sent = number * others * (1 - (1 - 1 / count) ** per_sample)
+            samples += sent
+            if per_sample > 1:
+                lengths += sent
+                gains += sent * (config.combiner != "sum")
+        found = divided_table_bytes(
+            rows=rows,
+            rows_served=rows,
+            entries=entries,
+            samples=samples,
+            lengths=lengths,
+            gains=gains,
+            row_bytes=self._value_bytes(table) * config.dim,
+            gradient_bytes=self._gradient_bytes() * config.dim,
+        )
+        return sum(found.values())
+
+    def _whole_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
+        """Bytes of a step for a table in one process, the mean over all processes."""
+        config = table.config
+        entries = samples = lengths = gains = 0.0
+        for f in table.features:
+            number = traffic.samples[f]
+            per_sample = traffic.entries[f] / number if number else 0.0
+            entries += traffic.entries[f]
+            samples += number
+            lengths += number * (not per_sample.is_integer())
+            gains += number * (config.combiner != "sum" and per_sample > 1)
+        found = whole_table_bytes(
+            entries=entries,
+            samples=samples,
+            samples_served=samples,
+            lengths=lengths,
+            gains=gains,
+            activation_bytes=self._gradient_bytes() * config.dim,
+        )
+        return sum(found.values()) * (count - 1) / count
+
+    def _served_bytes(self, table: TableSpec, traffic: Traffic) -> float:
+        """Ids as the user gives them, activations back, gradients out."""
+        return sum(
+            traffic.entries[f] * _ID
+            + 2 * traffic.samples[f] * table.config.dim * _FLOAT
+            for f in table.features
+        )
+
+    def _on_processes(self) -> str | None:
+        """Why several processes cannot have the tables."""
+        for table in self.plan.tables:
+            optimizer = table.optimizer
+            custom = optimizer is not None and optimizer.is_custom
+            if custom or table.config.custom_combiner is not None:
+                return (
+                    f"Table {table.name!r}: a CustomOptimizer or CustomCombiner runs "
+                    "in one process."
+                )
+            if optimizer is not None and optimizer.slot_variable_creation_fn:
+                return (
+                    f"Table {table.name!r}: `slot_variable_creation_fn` makes slots in "
+                    "one process."
+                )
+        return None
+
+
+def _initializer_arrays(initializer: Any) -> int:
+    """How many arrays of a table's size an initializer has at a time.
+
+    0: it makes the rows of each process there.
+    """
+    if initializer is None or hasattr(initializer, "by_rows"):
+        return 0
+    return 1 if type(initializer).__name__ in _OF_ONE_ARRAY else _INITIALIZER_ARRAYS
