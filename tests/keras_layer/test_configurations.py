@@ -111,10 +111,8 @@ def test_rates_that_are_objects_of_keras_survive(tmp_path: pathlib.Path):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
     for optimizer in (
         te.SGD(schedule),
-        translate_keras_optimizer(keras.optimizers.Adam(0.5), bias_correction=True),
-        translate_keras_optimizer(
-            keras.optimizers.Adam(schedule), bias_correction=True
-        ),
+        translate_keras_optimizer(keras.optimizers.Adam(0.5)),
+        translate_keras_optimizer(keras.optimizers.Adam(schedule)),
         translate_keras_optimizer(keras.optimizers.SGD(0.5)),
     ):
         layer = TPUEmbedding(models.feature_config(), optimizer)

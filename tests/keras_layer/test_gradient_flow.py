@@ -137,6 +137,30 @@ def _initial(layer: Any) -> tuple[Any, Any]:
     return table, te.RowIdInitializer()((4, 2))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_table_is_not_read_where_its_gradient_would_be_lost(graph: bool):
+    """As tied logits read it, without the part of the gradient that is the table's."""
+    layer = make_layer()
+    (table,) = layer.embedding_tables
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            activations = layer(IDS)
+            with tape.stop_recording():
+                assert layer.embedding_tables
+            tf.matmul(layer.embedding_tables[table], activations, transpose_b=True)
+
+    with pytest.raises(RuntimeError, match=r"`trainable_tables=True`, or use"):
+        (tf.function(step, autograph=False) if graph else step)()
+    layer.trainable = False
+    step()
+    tied = TPUEmbedding(te.FeatureConfig(table), None, trainable_tables=True)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tied(IDS) @ tf.transpose(tied.embedding_tables[table]))
+    (of_table,) = tape.gradient(loss, tied.trainable_variables)
+    assert np.all(tf.convert_to_tensor(of_table).numpy() != 0)
+
+
 def test_a_trace_without_a_tape_says_why_it_has_no_gradient():
     layer = make_layer()
     forward = tf.function(layer)

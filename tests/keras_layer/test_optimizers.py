@@ -83,10 +83,9 @@ def test_subclasses_are_refused():
     ],
 )
 def test_the_numbers_are_those_of_keras(name: str, options: dict[str, Any]):
-    """On rows that every step touches; Adam with its bias correction."""
+    """On rows that every step touches."""
     optimizer = getattr(keras.optimizers, name)(0.25, **options)
-    ours = translate_keras_optimizer(optimizer, bias_correction=name == "Adam")
-    layer, table = make_layer(ours)
+    layer, table = make_layer(optimizer)
     expected = keras.Variable([[1.0, 1.0]])
     optimizer.build([expected])
     for scale in (1.0, -0.5, 2.0, 0.3):
@@ -97,18 +96,25 @@ def test_the_numbers_are_those_of_keras(name: str, options: dict[str, Any]):
     )
 
 
-def test_without_bias_correction_adam_starts_slowly():
-    optimizer = keras.optimizers.Adam(0.25)
-    layer, table = make_layer(optimizer)
-    step(layer)
-    # m / sqrt(v) = (1 - 0.9) / sqrt(1 - 0.999), where Keras gets 1.
-    moved = 1 - layer.embedding_tables[table].numpy()[1]
-    np.testing.assert_allclose(moved, 0.25 * 0.1 / np.sqrt(0.001), rtol=1e-4)
-
-
-def test_bias_correction_is_for_adam():
-    with pytest.raises(ValueError, match=r"is for Adam\. Received: the optimizer SGD"):
-        translate_keras_optimizer(keras.optimizers.SGD(), bias_correction=True)
+@pytest.mark.parametrize("engine", ["host", "portable"])
+def test_adam_is_that_of_keras_only_as_an_object_of_keras(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", engine)
+    adam = keras.optimizers.Adam(0.25)
+    rule_of_tpus = translate_keras_optimizer(adam, bias_correction=False)
+    # In the first step m / sqrt(v) is (1 - 0.9) / sqrt(1 - 0.999) on a TPU.
+    for optimizer, expected in [
+        (adam, 0.25),
+        (rule_of_tpus, 0.25 * 0.1 / np.sqrt(0.001)),
+        (te.Adam(0.25), 0.25 * 0.1 / np.sqrt(0.001)),
+        ("adam", 0.001 * 0.1 / np.sqrt(0.001)),
+    ]:
+        for arguments in ((optimizer,), (te.SGD(), optimizer)):  # Also of a table.
+            layer, table = make_layer(*arguments)
+            step(layer)
+            moved = 1 - layer.embedding_tables[table].numpy()[1]
+            np.testing.assert_allclose(moved, expected, rtol=1e-3)
 
 
 def test_a_plain_rate_is_read_at_each_update():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.keras import TPUEmbedding, symbols
 
 TABLE = te.TableConfig(6, 2, name="t")
 CONFIG = [
@@ -115,6 +116,60 @@ def test_symbolic_weights_that_are_wrong(weights: Any, error: Any, text: str):
     ids = {"a": keras.Input((3,), dtype="int64")}
     with pytest.raises(error, match=text):
         layer(ids, weights())
+
+
+def test_an_input_that_is_combined_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(
+        symbols.logging, "log_first_n", lambda level, text, n: said.append(text)
+    )
+    layer = TPUEmbedding(te.FeatureConfig(TABLE), "sgd")
+    sequence = te.FeatureConfig(TABLE, max_sequence_length=5)
+    for shape in ((), (1,), (2, 3)):
+        layer(keras.Input(shape, dtype="int64"))
+    layer(keras.Input((5,), dtype="int64", ragged=True))
+    TPUEmbedding(sequence, "sgd")(keras.Input((5,), dtype="int64"))
+    assert not said
+    layer(keras.Input((5,), dtype="int64"))
+    (text,) = said
+    assert "(None, 5): the ids of its last axis are combined ('mean')" in text
+    assert "FeatureConfig(max_sequence_length=5)" in text
+
+
+DENSE = np.array([[3, -1, 2], [0, 1, 9]])
+RAGGED = tf.ragged.constant([[3, -1, 2], [9, 4]], dtype=tf.int64)
+SPARSE = tf.SparseTensor([[0, 0], [0, 2], [0, 6], [1, 1]], [3, 9, 2, 1], [2, 7])
+
+
+@pytest.mark.parametrize(
+    ("ids", "policy", "length", "expected"),
+    [
+        (DENSE % 3, "error", 4, [[1, 1, 1, 0], [1, 1, 1, 0]]),
+        (DENSE, "drop", 2, [[1, 0], [1, 1]]),
+        (DENSE, "drop", 4, [[1, 0, 1, 0], [1, 1, 0, 0]]),
+        (RAGGED, "mod", 3, [[1, 1, 1], [1, 1, 0]]),
+        (RAGGED, "drop", 4, [[1, 0, 1, 0], [0, 1, 0, 0]]),
+        (SPARSE, "mod", 4, [[1, 0, 1, 0], [0, 1, 0, 0]]),
+        (SPARSE, "drop", 4, [[1, 0, 0, 0], [0, 1, 0, 0]]),
+    ],
+    ids=range(7),
+)
+def test_sequences_carry_a_mask(ids: Any, policy: str, length: int, expected: Any):
+    table = te.TableConfig(8, 2, te.RowIdInitializer(), invalid_ids=policy)
+    config = te.FeatureConfig(table, max_sequence_length=length)
+    layer = TPUEmbedding({"a": config, "b": te.FeatureConfig(table)}, "sgd")
+    features = {"a": ids, "b": tf.constant([0, 1])}
+    for call in (layer, tf.function(lambda given: layer(given)["a"]._keras_mask)):
+        found = call(features)
+        if isinstance(found, dict):
+            assert getattr(found["b"], "_keras_mask", None) is None
+            pooled = keras.layers.GlobalAveragePooling1D()(found["a"])
+            present = np.array(expected, bool)[..., np.newaxis]
+            values = found["a"].numpy()
+            expected_mean = np.sum(values, 1, where=present) / present.sum(1)
+            np.testing.assert_allclose(pooled, expected_mean)
+            found = found["a"]._keras_mask
+        np.testing.assert_array_equal(found, np.array(expected, bool))
 
 
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])

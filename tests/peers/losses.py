@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras_layer import models
 
-from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
+from tpu_embedding.keras import TPUEmbedding
 
 STEPS = 50
 RATE = 0.1
@@ -82,8 +82,8 @@ def of_this_package(package: Any, name: str, seed: int) -> list[float]:
       seed: Of the batches.
     """
     optimizer = getattr(package, name)(RATE)
-    rule = translate_keras_optimizer(optimizer, bias_correction=name == "Adam")
-    return losses(TPUEmbedding(make_feature_config(), rule), optimizer, batches(seed))
+    layer = TPUEmbedding(make_feature_config(), optimizer)
+    return losses(layer, optimizer, batches(seed))
 
 
 if __name__ == "__main__":

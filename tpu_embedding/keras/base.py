@@ -12,10 +12,14 @@ from absl import logging
 
 from tpu_embedding import distribution
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
-from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
+from tpu_embedding.config import (
+    DistributedOptions,
+    FeatureConfig,
+    SparseCoreEmbeddingConfig,
+)
 from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.errors import argument_type
-from tpu_embedding.keras import serialization, symbols
+from tpu_embedding.keras import gradient_hook, serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
 from tpu_embedding.keras.engine_trained import EngineTrainedTables
 from tpu_embedding.keras.keras_api import keras_api
@@ -147,6 +151,12 @@ class EmbeddingLayer(RestoresLayouts):
             )
         if self.compute_dtype != "float32":
             activations = [tf.cast(a, self.compute_dtype) for a in activations]
+        if distribution.current().program() is None:  # Which takes only its arguments.
+            for spec, ids, activation in zip(
+                wanted.plan.features, values, activations, strict=True
+            ):
+                if spec.config.max_sequence_length:
+                    activation._keras_mask = _sequence_mask(spec.config, ids)
         if any(scalars):
             activations = [
                 activation[0] if scalar else activation
@@ -217,8 +227,21 @@ class EmbeddingLayer(RestoresLayouts):
         Keyed by the TableConfig that the user passed. Builds the layer. Under a TPU
         strategy the values are not variables, but are read and assigned like
         variables, outside of graphs.
+
+        Raises:
+          RuntimeError: While a tf.GradientTape records, unless the tables are ordinary
+            weights or not trainable: a gradient would not reach them.
         """
         self._ensure_built()
+        by_engine = self.trainable and not self._parts.arguments.trainable_tables
+        if by_engine and gradient_hook.is_recording():
+            raise RuntimeError(
+                "`embedding_tables` was read while a tf.GradientTape records. What is "
+                "computed from a table, such as tied logits, would not train it: only "
+                "lookups do. Create the layer with `trainable_tables=True`, or use "
+                "tpu_embedding.keras.Embedding; or read the table before, or within "
+                "`tape.stop_recording()`, if it is not to be trained by this."
+            )
         variables = self._parts.tables.variables()
         return {
             spec.key: variables[spec.name] for spec in self._parts.features.plan.tables
@@ -330,6 +353,24 @@ def _with_integer_ids(values: Sequence[Any]) -> list[Any]:
         else value
         for value in values
     ]
+
+
+def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
+    """Which positions of a sequence have an entry, bool [B, L]."""
+    length, table = config.max_sequence_length, config.table
+    flat = ids if isinstance(ids, tf.Tensor) else ids.values
+    valid = tf.ones_like(flat, tf.bool)
+    if table.invalid_ids == "drop":
+        valid = (flat >= 0) & (flat < table.vocabulary_size)
+    if isinstance(ids, tf.SparseTensor):
+        # Not to_dense: a row may be of any length.
+        present = valid & (ids.indices[:, 1] < length)
+        places = tf.boolean_mask(ids.indices, present)
+        shape = (ids.dense_shape[0], length)
+        return tf.scatter_nd(places, tf.ones_like(places[:, 0]), shape) > 0
+    rows: Any = tf.RaggedTensor
+    rows = rows.from_tensor(valid) if flat is ids else ids.with_values(valid)
+    return rows.to_tensor(False, shape=(None, length))
 
 
 def _is_scalar(value: Any) -> bool:

@@ -89,7 +89,7 @@ def is_keras_optimizer(value: object) -> bool:
 
 
 def translate_keras_optimizer(
-    optimizer: Any, *, bias_correction: bool = False
+    optimizer: Any, *, bias_correction: bool = True
 ) -> rules.Optimizer:
     """Converts an optimizer of Keras 3 or tf_keras for embedding tables.
 
@@ -98,11 +98,10 @@ def translate_keras_optimizer(
     of updates that the table has had; `optimizer.iterations` is neither read nor
     written.
 
-    The numbers are those of Keras, with three differences: rows that do not occur in
-    the batch do not change (in Keras the moments of Adam decay in all rows, and all
-    rows move); Adam has no bias correction unless `bias_correction` is set; Adagrad
-    has no epsilon in the divisor (in Keras 1e-7, next to an accumulator of at least
-    0.1).
+    The layer converts optimizers of Keras by it. The numbers are those of Keras, with
+    two differences: rows that do not occur in the batch do not change (in Keras the
+    moments of Adam decay in all rows, and all rows move); Adagrad has no epsilon in
+    the divisor (in Keras 1e-7, next to an accumulator of at least 0.1).
 
     >>> import keras
     >>> translate_keras_optimizer(keras.optimizers.Ftrl(0.5, beta=0.25)).beta
@@ -111,7 +110,8 @@ def translate_keras_optimizer(
     Args:
       optimizer: SGD (without momentum), Adagrad, Adam or Ftrl; not a subclass.
       bias_correction: For Adam: multiply the learning rate by
-        sqrt(1 - beta_2^t) / (1 - beta_1^t) in the t-th update.
+        sqrt(1 - beta_2^t) / (1 - beta_1^t) in the t-th update, as Keras does. False
+        gives the rule of TPUs and of `te.Adam`, which do not.
 
     Returns:
       An optimizer of this package.
@@ -129,17 +129,12 @@ def translate_keras_optimizer(
             f"{cls.__qualname__}. It accepts {', '.join(_CONVERSIONS)} of Keras 3 and "
             f"of tf_keras, but not their subclasses.{hint if wraps else ''}"
         )
-    if bias_correction and conversion.rule is not rules.Adam:
-        raise ValueError(
-            "`bias_correction=True` is for Adam. Received: the optimizer "
-            f"{cls.__name__}."
-        )
     options = optimizer.get_config()
     _check(cls.__name__, conversion, options)
     rate = _held_rate(optimizer)
     if not callable(rate):
         rate = OptimizerRate(optimizer)
-    if bias_correction:
+    if bias_correction and conversion.rule is rules.Adam:
         rate = BiasCorrectedRate(rate, options["beta_1"], options["beta_2"])
     return conversion.rule(
         learning_rate=rate,

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tpu_embedding import errors
+from tpu_embedding.config import TableConfig
 from tpu_embedding.inputs import InputKind, kind_of
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape, from_input
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.plan import FeatureSpec, Plan
 
 PLACEHOLDER = "virtual"  # The name of the placeholder variable in files.
 
@@ -89,6 +91,7 @@ def output_shapes(
         rows = spec.config.output_shape
         if rows is None:
             rows = from_input(spec.path, spec.config, shape)
+            _tell_what_is_combined(spec, plan.tables[spec.table].config, symbol)
         found.append((*rows, plan.tables[spec.table].config.dim))
     return found
 
@@ -109,6 +112,21 @@ def from_shape(path: str, shape: Any) -> Symbol:
     # An input of rank 2 may be ragged, which can fill more output shapes.
     kind = InputKind.RAGGED if len(sizes) == 2 else InputKind.DENSE
     return Symbol(kind, sizes, "int64")
+
+
+def _tell_what_is_combined(spec: FeatureSpec, table: TableConfig, ids: Symbol) -> None:
+    """Warns once of a model's inputs that keras.layers.Embedding would not combine."""
+    if spec.config.max_sequence_length or ids.may_differ:
+        return
+    if ids.kind is InputKind.DENSE and len(ids.shape) == 2 and ids.shape[1] != 1:
+        logging.log_first_n(
+            logging.WARNING,
+            f"Feature {spec.path} has an Input of shape {ids.shape}: the ids of its "
+            f"last axis are combined ({table.combiner!r}), and the activations are "
+            f"[batch, {table.dim}]. For an activation of each position pass "
+            f"FeatureConfig(max_sequence_length={ids.shape[1] or 'the length'}).",
+            1,
+        )
 
 
 def _check_ids(path: str, ids: Symbol) -> None:
