@@ -188,6 +188,10 @@ def test_output_shape_is_kept_as_a_tuple(given: Any, kept: Any) -> None:
         stock.TableConfig(4, 2, name="t"), output_shape=given
     ).output_shape
     assert theirs.as_list() == list(kept) if kept is not None else theirs.rank is None
+    if kept is not None:
+        ours = FeatureConfig(TableConfig(4, 2), output_shape=given).output_shape
+        assert ours.as_list() == theirs.as_list()
+        assert (ours.rank, ours.num_elements()) == (theirs.rank, theirs.num_elements())
 
 
 def test_a_sequence_has_no_output_shape() -> None:

@@ -226,7 +226,7 @@ class FeatureConfig(_ChangeableUntilUsed):
         ignored: ids are always checked, and samples without ids are zeros.
       output_shape: Shape of the activations without D, for each replica; None
         takes it from build() or from the input. Kept as a tuple whose unknown
-        axes are None.
+        axes are None, with `rank`, `as_list` and `num_elements` of a tf.TensorShape.
       name: A name for messages and for SparseCore, or None.
 
     Raises:
@@ -491,12 +491,28 @@ def _quantization(value: Any) -> QuantizationConfig | None:
     return QuantizationConfig(value.num_buckets, value.lower, value.upper)
 
 
-def _shape(shape: Any) -> tuple[int | None, ...] | None:
+class _OutputShape(tuple[int | None, ...]):
+    """A tuple that programs can ask what they ask a tf.TensorShape."""
+
+    __slots__ = ()
+
+    @property
+    def rank(self) -> int:
+        return len(self)
+
+    def as_list(self) -> list[int | None]:
+        return list(self)
+
+    def num_elements(self) -> int | None:
+        return None if None in self else math.prod(axis or 0 for axis in self)
+
+
+def _shape(shape: Any) -> _OutputShape | None:
     """A shape as a tuple; None, as for TensorShape(None), if the rank is unknown."""
     if shape is None or getattr(shape, "rank", 0) is None:
         return None
     if hasattr(shape, "as_list"):
-        return tuple(shape.as_list())
+        return _OutputShape(shape.as_list())
     axes = (shape,) if _is_int(shape) else shape
     if not isinstance(axes, (list, tuple)):
         raise errors.argument_type("output_shape", shape, "a sequence of ints or None")
@@ -507,4 +523,4 @@ def _shape(shape: Any) -> tuple[int | None, ...] | None:
             )
         if axis is not None and axis < 0:
             raise errors.argument_value("output_shape", shape, "without negative axes")
-    return tuple(axes)
+    return _OutputShape(axes)
