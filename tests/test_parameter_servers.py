@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import tpu_embedding as te
+from tpu_embedding.__main__ import main
 
 PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
 SEARCHED = os.pathsep.join([str(PACKAGE), str(pathlib.Path(__file__).parent)])
@@ -133,14 +135,38 @@ def test_local_servers_that_cannot_be_started_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_server_command_needs_a_task() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tpu_embedding", "server"],
-        env={**ENVIRONMENT, "TF_CONFIG": '{"cluster": {"worker": ["localhost:1"]}}'},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "TF_CONFIG" in done.stderr
+@pytest.mark.parametrize(
+    ("cluster", "task", "text"),
+    [
+        ({"worker": ["localhost:1"]}, None, "Received: type None"),
+        ({"worker": ["localhost:1"]}, ["worker", 1], "No task with index 1 in job"),
+        ({"worker": ["localhost:1"]}, ["ps", 0], "No such job in cluster: 'ps'"),
+        ({"worker": ["localhost:1"]}, ["worker", "x"], "invalid literal for int"),
+        (3, ["worker", 0], "`cluster` must be a dictionary"),
+        ({"ps": ["localhost:x"]}, ["ps", 0], "ps 0 cannot listen at localhost:x, "),
+        (
+            {"ps": ["localhost:{taken}"]},
+            ["ps", 0],
+            "cannot listen at localhost:{taken}",
+        ),
+    ],
+    ids=range(7),
+)
+def test_the_server_command_names_what_is_wrong(
+    cluster: Any,
+    task: Any,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = {"cluster": cluster}
+    if task:
+        config["task"] = dict(zip(("type", "index"), task, strict=True))
+    with socket.create_server(("localhost", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        value = json.dumps(config).replace("{taken}", port)
+        monkeypatch.setenv("TF_CONFIG", value)
+        assert main(["server"]) == 2
+    said = capsys.readouterr().err
+    assert text.replace("{taken}", port) in said
+    assert "TF_CONFIG" in said
