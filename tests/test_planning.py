@@ -129,6 +129,53 @@ def test_limits_are_those_of_the_preprocessor(rng: np.random.Generator) -> None:
     assert first.distinct_ids == len(np.unique(np.concatenate(ids)))
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"max_sequence_length": 5}, "ragged"),
+        ({"max_sequence_length": 5}, "sparse"),
+        ({"max_sequence_length": 5}, "dense"),
+        ({"output_shape": [64, 5]}, "ragged"),
+        ({"output_shape": [320]}, "dense"),
+    ],
+    ids=["ragged", "sparse", "dense", "axes", "rows"],
+)
+def test_each_position_of_a_sequence_is_a_sample(
+    options: Any, kind: str, rng: np.random.Generator
+) -> None:
+    ids = ragged(rng, 40, 320 if options == {"output_shape": [320]} else 64)
+    values: Any = {
+        "ragged": ids,
+        "sparse": ids.to_sparse(),
+        "dense": ids.to_tensor(),  # Pads by id 0.
+    }[kind]
+    place = placement(
+        te.plan(
+            te.FeatureConfig(table(40, 8, "a"), name="a", **options),
+            te.SGD(0.1),
+            batch_size=64,
+            topologies=["v5p:1x1x1"],
+            sample=[values],
+            processes=[],
+        ),
+        "v5p:1x1x1",
+    )
+    if "max_sequence_length" in options:
+        options = {"output_shape": [64, 5]}
+        values = tf.RaggedTensor.from_tensor(values) if kind == "dense" else ids
+    needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(
+        values,
+        te.FeatureConfig(table(40, 8, "a"), name="a", **options),
+        1,
+        4,
+        te.SGD(0.1),
+    )
+    (own,) = place.limits
+    assert own.max_ids == int(needs.max_ids["a"])
+    assert own.max_unique_ids == int(needs.max_unique_ids["a"])
+    assert own.required_ids == int(needs.required_ids["a"])
+
+
 def test_ids_beyond_limits_and_out_of_range(rng: np.random.Generator) -> None:
     feature = te.FeatureConfig(table(10_000, 8, invalid_ids="drop"), name="f")
     ids = rng.integers(0, 1250, (4096, 8)) + 1250 * np.arange(8)  # None twice.

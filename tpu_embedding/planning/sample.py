@@ -28,12 +28,30 @@ class FeatureIds(NamedTuple):
     Attributes:
       ids: int64 [entries].
       samples: int64 [entries], the sample of each, ascending.
+      positions: int64 [entries], the position of each in its sample, ascending.
       num_samples: Samples of the batch.
     """
 
     ids: np.ndarray
     samples: np.ndarray
+    positions: np.ndarray
     num_samples: int
+
+    def entries(self, chosen: np.ndarray) -> FeatureIds:
+        """Some of the entries."""
+        ids, samples, positions = (array[chosen] for array in self[:3])
+        return FeatureIds(ids, samples, positions, self.num_samples)
+
+    def split(self, length: int) -> FeatureIds:
+        """With a sample of its own for each of the first positions of a sample."""
+        if length == 1:
+            return self
+        own = self.entries(self.positions < length)
+        return own._replace(
+            samples=own.samples * length + own.positions,
+            positions=np.zeros_like(own.positions),
+            num_samples=own.num_samples * length,
+        )
 
 
 # For each feature of a plan.
@@ -54,19 +72,20 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
         lengths = np.diff(np.asarray(value.row_splits, np.int64))
         ids = np.asarray(value.values).reshape(-1)
         samples = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(len(ids)) - np.asarray(value.row_splits)[samples]
         count = len(lengths)
     elif hasattr(value, "dense_shape"):
         shape = np.asarray(value.dense_shape)
         ids, count = np.asarray(value.values), int(np.prod(shape[:-1]))
-        places = tuple(np.asarray(value.indices).T[:-1])
-        samples = np.asarray(np.ravel_multi_index(places, tuple(shape[:-1])))
+        *places, positions = np.asarray(value.indices).T
+        samples = np.asarray(np.ravel_multi_index(tuple(places), tuple(shape[:-1])))
     else:
         dense = np.asarray(value)
         if dense.ndim == 0:
             raise ValueError(f"Feature {path}: the sample has a scalar. Batch it.")
         dense = dense.reshape(-1, 1 if dense.ndim == 1 else dense.shape[-1])
         ids, count = dense.reshape(-1), len(dense)
-        samples = np.repeat(np.arange(count), dense.shape[1])
+        samples, positions = np.divmod(np.arange(len(ids)), dense.shape[1])
     if ids.dtype.kind not in "iuf":
         raise ValueError(
             f"Feature {path}: the sample has values of {ids.dtype}, and ids are "
@@ -74,7 +93,8 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
         )
     if ids.dtype.kind == "f" and (ids != np.floor(ids)).any():
         raise ValueError(f"Feature {path}: the sample has ids that are not whole.")
-    return FeatureIds(ids.astype(np.int64), samples.astype(np.int64), count)
+    entries = (array.astype(np.int64) for array in (ids, samples, positions))
+    return FeatureIds(*entries, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +111,16 @@ class Sample:
 
     @classmethod
     def of(cls, plan: Plan, batches: Iterable[Batch]) -> Sample:
-        """Applies the policy of each table for ids that are out of range."""
+        """Applies the policy of each table for ids that are out of range.
+
+        Each position of a sequence is a sample.
+        """
         kept: list[list[FeatureIds]] = []
         out_of_range = dict.fromkeys(range(len(plan.tables)), 0)
         for batch in batches:
             own = []
-            for spec, feature in zip(plan.features, batch, strict=True):
+            for spec, whole in zip(plan.features, batch, strict=True):
+                feature = whole.split(spec.config.max_sequence_length or 1)
                 config = plan.tables[spec.table].config
                 rows = config.vocabulary_size
                 wrong = (feature.ids < 0) | (feature.ids >= rows)
@@ -104,11 +128,7 @@ class Sample:
                 if config.invalid_ids == "mod":
                     own.append(feature._replace(ids=feature.ids % rows))
                 else:
-                    own.append(
-                        feature._replace(
-                            ids=feature.ids[~wrong], samples=feature.samples[~wrong]
-                        )
-                    )
+                    own.append(feature.entries(~wrong))
             kept.append(own)
         return cls(kept, out_of_range)
 
@@ -186,7 +206,11 @@ def _partition(
     shards, cores = partitioning.num_shards, partitioning.sparse_cores_per_device
     partitions, rows = [], []
     for f in layout.stacks[stack].features:
-        samples, ids = batch[f].samples, batch[f].ids
+        filled = batch[f]
+        if len(layout.output_shapes[f]) > 1:  # Ragged rows may fill several axes.
+            number = layout.samples[f] * partitioning.num_replicas
+            filled = filled.split(max(number // max(filled.num_samples, 1), 1))
+        samples, ids = filled.samples, filled.ids
         table = layout.tables[plan.features[f].table]
         if not partitioning.features[f].max_valency:
             # An id that occurs twice in a sample is one entry of twice the gain.
@@ -194,7 +218,7 @@ def _partition(
             samples, ids = np.divmod(np.unique(samples * height + ids), height)
         shard = (ids + table.sparse_core_shard_rotation) % shards
         # SparseCores have equal blocks of the samples, in order.
-        core = samples * shards // max(batch[f].num_samples, 1)
+        core = samples * shards // max(filled.num_samples, 1)
         partitions.append(core * shards + shard)
         rows.append(layout.row_offsets[f] // shards + ids // shards)
     partition, row = np.concatenate(partitions), np.concatenate(rows)
