@@ -30,6 +30,7 @@ import tensorflow as tf
 from tpu_embedding import tpu_generations
 
 _TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
+_TFRS_UNIFIED = "tensorflow_recommenders.layers.feature_multiplexing.unified_embedding"
 _NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
 _ONLY_IN_TF_KERAS = ("DenseFeatures", "SequenceFeatures")  # Keras 3 has removed them.
 _PLACES = re.compile(r"host|(mirrored|v[234]|v5e|v5p|v6e|7x):([1-9]\d*)")
@@ -417,7 +418,9 @@ class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports the layer of this package as the module of TFRS's layer."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        del path, target
+        del target
+        if fullname == _TFRS_UNIFIED:
+            return _mended(importlib.machinery.PathFinder.find_spec(fullname, path))
         if fullname != _TFRS_LAYER:
             return None
         return importlib.machinery.ModuleSpec(fullname, self)
@@ -429,6 +432,32 @@ class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise ImportError("The layer must be loaded for the Keras of tf.keras.")
         for name in keras.__all__:
             setattr(module, name, getattr(keras, name))
+        _replace(keras.TPUEmbedding, "_keeps_dense_axes", True)
+
+
+def _mended(spec: Any) -> Any:
+    """The module of UnifiedEmbedding, whose `from_config` asks for a wrong key."""
+    load = spec.loader.exec_module
+
+    def exec_module(module: types.ModuleType) -> None:
+        load(module)
+        of_tfrs: Any = module
+
+        def from_config(cls: Any, config: dict[str, Any]) -> Any:
+            arguments = dict(config)
+            unified = of_tfrs.UnifiedEmbeddingConfig(0, 0, 0, "")
+            unified.hashing_config.update(arguments.pop("hash_config"))
+            embedding = tf.keras.saving.deserialize_keras_object(
+                arguments.pop("embed_layer")
+            )
+            layer = cls(config=unified, optimizer=None, **arguments)
+            layer._embedding_layer = embedding
+            return layer
+
+        of_tfrs.UnifiedEmbedding.from_config = classmethod(from_config)
+
+    spec.loader.exec_module = exec_module
+    return spec
 
 
 def _replace_tfrs() -> Iterator[str]:

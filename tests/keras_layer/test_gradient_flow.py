@@ -123,6 +123,33 @@ def test_a_scalar_id_is_a_sample_without_a_batch_axis(
     np.testing.assert_array_equal(table_of(layer), expected)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_dense_ids_keep_their_axes_in_the_place_of_the_layer_of_tfrs(
+    graph: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(TPUEmbedding, "_keeps_dense_axes", True)
+    layer = make_layer()
+    ids = tf.constant([[1, 2], [2, 1], [2, 2]])
+
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            found = layer(ids)
+            loss = tf.reduce_sum(found)
+        tape.gradient(loss, layer.trainable_variables)
+        return found
+
+    (table,) = layer.embedding_tables.values()
+    before = table.numpy()
+    found = (tf.function(step, autograph=False) if graph else step)()
+    np.testing.assert_array_equal(found, before[ids.numpy()])
+    updates = np.array([[0, 0], [2, 2], [4, 4], [0, 0]])
+    np.testing.assert_array_equal(table, before - updates)
+    inputs = keras.Input((2,), dtype="int64")
+    model = keras.Model(inputs, layer(inputs))
+    assert model.output_shape == (None, 2, 2)
+    np.testing.assert_array_equal(model(ids), table.numpy()[ids.numpy()])
+
+
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_scalar_id_is_refused_where_a_batch_is_needed(length: int):
     table = te.TableConfig(4, 2, name="t")

@@ -73,6 +73,7 @@ def test_the_losses_of_three_layers_agree(name: str):
     [
         ("layers/embedding/tpu_embedding_layer_test.py", 12),
         ("experimental/layers/embedding/partial_tpu_embedding_test.py", 4),
+        ("layers/feature_multiplexing/unified_embedding_test.py", 6),
     ],
 )
 def test_the_tests_of_layers_of_tfrs_pass(file: str, cases: int):
@@ -83,6 +84,31 @@ def test_the_tests_of_layers_of_tfrs_pass(file: str, cases: int):
     passed = re.findall(r"\[       OK \] (\w+\.test_(?!session)\w+)", run.stderr)
     assert len({*passed}) == cases
     assert "FAILED" not in run.stderr
+
+
+UNIFIED = """
+import tpu_embedding as te
+te.install()
+import numpy as np
+import tensorflow as tf
+from tensorflow_recommenders.layers.feature_multiplexing import unified_embedding
+config = unified_embedding.UnifiedEmbeddingConfig(10, 8, 3, "films")
+config.add_feature("liked", 2)
+layer = unified_embedding.UnifiedEmbedding(config, te.SGD())
+ids = {"liked": tf.constant([["a", "b"], ["c", "a"]])}
+(expected,) = layer(ids)
+assert expected.shape == [2, 2, 16]
+copy = unified_embedding.UnifiedEmbedding.from_config(layer.get_config())
+copy(ids)
+copy.set_weights(layer.get_weights())
+np.testing.assert_array_equal(copy(ids)[0], expected)
+"""
+
+
+def test_unified_embedding_is_made_of_its_configuration():
+    """Its own `from_config` asks for a key that its `get_config` does not give."""
+    run = run_python("-c", UNIFIED, legacy="1")
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 class Ranking(tfrs.Model):

@@ -80,6 +80,9 @@ class EmbeddingLayer(RestoresLayouts):
     _parts: _Parts
     _has_tables: bool
     _refused_load: ValueError | None
+    # Whether a dense input [..., k] gives [..., k, dim], as TFRS's layer does on a CPU;
+    # `tpu_embedding.install` sets it.
+    _keeps_dense_axes = False
 
     def _configure(self, arguments: Arguments) -> None:
         check_flag(
@@ -137,10 +140,14 @@ class EmbeddingLayer(RestoresLayouts):
         if keras_api.is_tracing_shapes():
             values = _with_integer_ids(values)
         flat_weights = structure.flatten_weights(weights)
-        scalars = [_is_scalar(value) for value in values]
-        if any(scalars):
-            values = _as_samples(values, scalars)
-            flat_weights = _as_samples(flat_weights, scalars)
+        given = values
+        alone = [
+            self._stands_alone(spec.config, _rank_of(value))
+            for spec, value in zip(wanted.plan.features, values, strict=True)
+        ]
+        if any(alone):
+            values = _as_samples(values, alone)
+            flat_weights = _as_samples(flat_weights, alone)
         if serving_config is None:
             activations = parts.tables.look_up(
                 values, flat_weights, trainable=self.trainable
@@ -157,12 +164,26 @@ class EmbeddingLayer(RestoresLayouts):
             ):
                 if spec.config.max_sequence_length:
                     activation._keras_mask = _sequence_mask(spec.config, ids)
-        if any(scalars):
+        if any(alone):
             activations = [
-                activation[0] if scalar else activation
-                for activation, scalar in zip(activations, scalars, strict=True)
+                _of_shape(activation, value) if each else activation
+                for activation, value, each in zip(
+                    activations, given, alone, strict=True
+                )
             ]
         return structure.pack(activations)
+
+    def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
+        """Whether each id of a dense input of some rank is a sample.
+
+        A scalar always is; other ids where this layer stands for that of TFRS, on a
+        CPU, unless the configuration says what they are.
+        """
+        if rank is None or rank == 1:
+            return False
+        declared = config.output_shape is not None or config.max_sequence_length
+        keeps = self._keeps_dense_axes and distribution.current().tpu is None
+        return rank == 0 or (keeps and not declared)
 
     @tf.autograph.experimental.do_not_convert
     def _infer(
@@ -177,14 +198,24 @@ class EmbeddingLayer(RestoresLayouts):
         if serving_config is not None:
             wanted = self._convert_serving(serving_config)
         structure = wanted.structure
+        ids = [keras_api.symbol(v) for v in structure.flatten("features", features)]
+        of_weights = [
+            None if weight is None else keras_api.symbol(weight)
+            for weight in structure.flatten_weights(weights)
+        ]
+        alone = [
+            self._stands_alone(spec.config, symbol.dense_rank)
+            for spec, symbol in zip(wanted.plan.features, ids, strict=True)
+        ]
         shapes = symbols.output_shapes(
             wanted.plan,
-            [keras_api.symbol(v) for v in structure.flatten("features", features)],
-            [
-                None if weight is None else keras_api.symbol(weight)
-                for weight in structure.flatten_weights(weights)
-            ],
+            symbols.as_samples(ids, alone),
+            symbols.as_samples(of_weights, alone),
         )
+        shapes = [
+            (*symbol.shape, shape[-1]) if each else shape
+            for symbol, shape, each in zip(ids, shapes, alone, strict=True)
+        ]
         return structure.pack([make(shape, self.compute_dtype) for shape in shapes])
 
     def _infer_from_shapes(self, shapes: Any) -> Any:
@@ -373,16 +404,24 @@ def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
     return rows.to_tensor(False, shape=(None, length))
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.shape.rank == 0
+def _rank_of(value: Any) -> int | None:
+    """The rank of a dense input, else None."""
+    return value.shape.rank if isinstance(value, tf.Tensor) else None
 
 
-def _as_samples(values: Sequence[Any], scalars: Sequence[bool]) -> list[Any]:
-    """Makes each scalar id or weight a batch of one sample, as TFRS takes it."""
+def _as_samples(values: Sequence[Any], alone: Sequence[bool]) -> list[Any]:
+    """Makes each id or weight that stands alone a sample, as TFRS takes it."""
     return [
-        tf.reshape(value, [1]) if scalar and _is_scalar(value) else value
-        for value, scalar in zip(values, scalars, strict=True)
+        tf.reshape(value, [-1]) if each and isinstance(value, tf.Tensor) else value
+        for value, each in zip(values, alone, strict=True)
     ]
+
+
+def _of_shape(activation: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    """Gives the activations of ids that stand alone the shape of the ids."""
+    axes = tf.concat([tf.shape(ids), tf.shape(activation)[1:]], 0)
+    shaped = tf.reshape(activation, axes)
+    return tf.ensure_shape(shaped, ids.shape.concatenate(activation.shape[1:]))
 
 
 def _check_hints(arguments: Arguments, topology: distribution.Topology) -> None:

@@ -56,6 +56,12 @@ class Symbol:
             self.may_differ and len(self.shape) == 2
         )
 
+    @property
+    def dense_rank(self) -> int | None:
+        """The rank of a dense input, else None."""
+        dense = self.kind is InputKind.DENSE and not self.may_differ
+        return len(self.shape) if dense else None
+
     @classmethod
     def of(cls, value: Any) -> Symbol:
         """Describes a tensor, or anything else."""
@@ -96,6 +102,14 @@ def output_shapes(
     return found
 
 
+def as_samples(values: Sequence[Symbol | None], alone: Sequence[bool]) -> list[Any]:
+    """Makes each of the ids or weights that stand alone a sample."""
+    return [
+        dataclasses.replace(value, shape=(None,)) if each and value else value
+        for value, each in zip(values, alone, strict=True)
+    ]
+
+
 def from_shape(path: str, shape: Any) -> Symbol:
     """Describes the ids of a feature of which only the shape is known.
 
@@ -116,9 +130,8 @@ def from_shape(path: str, shape: Any) -> Symbol:
 
 def _tell_what_is_combined(spec: FeatureSpec, table: TableConfig, ids: Symbol) -> None:
     """Warns once of a model's inputs that keras.layers.Embedding would not combine."""
-    if spec.config.max_sequence_length or ids.may_differ:
-        return
-    if ids.kind is InputKind.DENSE and len(ids.shape) == 2 and ids.shape[1] != 1:
+    combined = ids.dense_rank == 2 and ids.shape[1] != 1
+    if combined and not spec.config.max_sequence_length:
         logging.log_first_n(
             logging.WARNING,
             f"Feature {spec.path} has an Input of shape {ids.shape}: the ids of its "
