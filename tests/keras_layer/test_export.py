@@ -13,7 +13,8 @@ from keras_layer import models
 from tensorflow.core.protobuf import saved_model_pb2
 
 import tpu_embedding as te
-from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.engines.full_table_view import LogicalVariable
+from tpu_embedding.keras import TPUEmbedding, keras3
 
 CONFIG = models.feature_config
 
@@ -213,3 +214,18 @@ def test_serving_config_of_a_foreign_table():
     foreign = {"x": te.FeatureConfig(te.TableConfig(9, 2, name="t"))}
     with pytest.raises(ValueError, match="Feature x of `serving_config` has a Table"):
         layer({"x": tf.constant([1])}, serving_config=foreign)
+
+
+def test_what_keras_tracks_of_a_table_in_parts_saves_nothing(tmp_path: pathlib.Path):
+    """Keras 3.16 tracks the value of a weight, earlier ones the weight."""
+    values = np.ones([3, 2], np.float32)
+    table = LogicalVariable(
+        "films", (3, 2), values.dtype, lambda: values, lambda _: None
+    )
+    layer = keras.layers.Layer()
+    keras3.set_state(layer, {"films": table})
+    (weight,) = layer.weights
+    np.testing.assert_array_equal(weight, values)
+    module = tf.Module()
+    module.tracked = [weight, weight._value]
+    tf.saved_model.save(module, tmp_path)

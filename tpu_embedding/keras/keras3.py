@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -179,6 +180,25 @@ class _TableWeight(keras.Variable):
         self._initialize(initializer(self.shape, dtype=self.dtype))
 
 
+class _Unsaved(tf.__internal__.tracking.Trackable):
+    """A LogicalVariable of which exported models save nothing.
+
+    Keras 3.16 tracks the values of weights there, and earlier ones the weights.
+    """
+
+    def __init__(self, variable: LogicalVariable) -> None:
+        self._variable = variable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variable, name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._variable.__array__(dtype, copy)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return self._variable.__tf_tensor__(dtype, name)
+
+
 class _LogicalWeight(_TableWeight):
     """A view of a table that TensorFlow does not store as one variable.
 
@@ -190,7 +210,7 @@ class _LogicalWeight(_TableWeight):
         raise AttributeError  # TensorFlow checks whether the attribute exists.
 
     def _initialize(self, value: Any) -> None:
-        self._value = value
+        self._value = _Unsaved(value)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         return {}
