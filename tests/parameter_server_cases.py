@@ -26,9 +26,9 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
-from tpu_embedding.engines import variables
 from tpu_embedding.layout.placement import ALL_PROCESSES, place_on_servers
 from tpu_embedding.ops import library
+from tpu_embedding.tables import variables
 
 V, D, B, H = 50, 8, 16, 3
 FEATURES = "abcd"

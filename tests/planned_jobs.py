@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 
 import tpu_embedding as te
-from tpu_embedding.engines.variables import (
-    TableVariables,
-    create_divided,
-    create_parts,
-)
+from tpu_embedding.engines.parameter_server import places_on_servers
 from tpu_embedding.layout.placement import place_on_servers, place_tables
 from tpu_embedding.layout.plan import Plan, make_plan
+from tpu_embedding.tables.variables import TableVariables, create_parts
 from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
 OPTIMIZERS = (te.SGD, te.Adagrad, te.Adam, te.FTRL, te.RowwiseAdagrad)
@@ -58,19 +55,21 @@ def allocated(tables: list[TableVariables]) -> int:
 
 def of_processes(plan: Plan, count: int, placement: str) -> list[int]:
     """What each process of a synchronous job allocates."""
-    places = [place_tables(plan, k, count, placement) for k in range(count)]
-    return [allocated(create_parts(plan, "CPU:0", own.rows_of)) for own in places]
+    found = []
+    for process in range(count):
+        own = place_tables(plan, process, count, placement)
+        rows = [own.rows_of(t.index, t.config.vocabulary_size) for t in plan.tables]
+        parts = create_parts(plan, [[("CPU:0", r)] for r in rows])
+        found.append(allocated([part for (part,) in parts]))
+    return found
 
 
 def of_servers(plan: Plan, count: int, placement: str) -> list[int]:
     """What each of some parameter servers allocates."""
     place = place_on_servers(plan, count, placement)
-    devices = [
-        ["CPU:0"] * (count if place.is_divided(t) else 1)
-        for t in range(len(plan.tables))
-    ]
+    places = [places_on_servers(t, place, ["CPU:0"] * count) for t in plan.tables]
     found: list[list[TableVariables]] = [[] for _ in range(count)]
-    for t, parts in enumerate(create_divided(plan, devices)):
+    for t, parts in enumerate(create_parts(plan, places)):
         for k, part in enumerate(parts):
             found[k if place.is_divided(t) else place.owners[t]].append(part)
     return list(map(allocated, found))

@@ -14,7 +14,8 @@ from conformance import cases
 from described_tpu import Described
 
 import tpu_embedding as te
-from tpu_embedding.lookup.combine import Padded, VariableReader, combine_padded
+from tpu_embedding.lookup.combine import Padded, combine_padded
+from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 V, D = 11, 4

@@ -9,44 +9,59 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.tpu import tpu_embedding_v3_utils as stock
 
-from tpu_embedding.layout.stacking import ModSharding
+from tpu_embedding.layout.partition import Partition
 
 
 @st.composite
-def shardings(draw: st.DrawFn, most_offset: int = 10**6) -> ModSharding:
+def partitions(draw: st.DrawFn, most_offset: int = 10**6) -> Partition:
     shards = draw(st.integers(1, 20))
-    return ModSharding(
+    return Partition(
         shards,
         rotation=draw(st.integers(0, shards - 1)),
-        row_offset=draw(st.integers(0, most_offset)),
+        offset=draw(st.integers(0, most_offset)),
     )
 
 
-@given(sharding=shardings(), size=st.integers(1, 200))
-def test_places_are_those_of_tensorflow(sharding: ModSharding, size: int) -> None:
+@given(partition=partitions(), size=st.integers(1, 200))
+def test_places_are_those_of_tensorflow(partition: Partition, size: int) -> None:
     ids = np.arange(size)
     shards, rows = stock.map_indices_in_shard(
-        sharding.num_shards, sharding.row_offset, sharding.rotation, ids
+        partition.parts, partition.offset, partition.rotation, ids
     )
-    np.testing.assert_array_equal(sharding.shard_of(ids), shards)
-    np.testing.assert_array_equal(sharding.local_row(ids), rows)
+    np.testing.assert_array_equal(partition.owner(ids), shards)
+    np.testing.assert_array_equal(partition.local(ids), rows)
+
+
+@given(partition=partitions(), start=st.integers(0, 100), size=st.integers(0, 100))
+def test_runs_have_each_row_once(partition: Partition, start: int, size: int) -> None:
+    rows = np.arange(start, start + size)
+    found = []
+    for part, first, within in partition.runs(start, start + size):
+        found.append(rows[within])
+        local = np.arange(first, first + len(found[-1]))
+        np.testing.assert_array_equal(partition.owner(found[-1]), part)
+        np.testing.assert_array_equal(partition.local(found[-1]), local)
+        np.testing.assert_array_equal(partition.row(part, local), found[-1])
+        own = partition.rows(part, start + size)
+        assert found[-1].tolist() == [row for row in own if row >= start]
+    np.testing.assert_array_equal(np.sort(np.concatenate([[], *found])), rows)
 
 
 @given(
-    sharding=shardings(most_offset=5),
+    partition=partitions(most_offset=5),
     size=st.integers(1, 60),
     others=st.integers(0, 3),
 )
 def test_tensorflow_reads_what_was_stacked(
-    sharding: ModSharding, size: int, others: int
+    partition: Partition, size: int, others: int
 ) -> None:
     ids = np.arange(size)
-    own = -(-size // sharding.num_shards)
-    rows_per_shard = sharding.row_offset + own + others
-    stacked = np.full([sharding.num_shards * rows_per_shard, 1], -1.0, np.float32)
-    stacked[sharding.stack_row(ids, rows_per_shard), 0] = ids
+    own = -(-size // partition.parts)
+    rows_per_shard = partition.offset + own + others
+    stacked = np.full([partition.parts * rows_per_shard, 1], -1.0, np.float32)
+    stacked[partition.stacked(ids, rows_per_shard), 0] = ids
     assert (stacked >= 0).sum() == size  # No two ids share a row.
     read: Any = stock.unshuffle_from_sc_to_cpu(
-        stacked, sharding.num_shards, sharding.row_offset, own, sharding.rotation
+        stacked, partition.parts, partition.offset, own, partition.rotation
     )
     np.testing.assert_array_equal(read[:size, 0], ids)

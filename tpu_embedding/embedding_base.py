@@ -27,9 +27,9 @@ from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import Layout, TableLayout
-from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
 from tpu_embedding.lookup.weight_gradients import watched, with_weight_gradients
 from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tables.rows import PARAMETERS, TableRows
 from tpu_embedding.tf_configs import (
     check_batch_size,
     convert_features,
@@ -189,7 +189,7 @@ class EmbeddingBase(TrackableTables):
         """Internal: whether weights and gradients must be finite."""
         return self._options.check_numerics
 
-    def table_rows(self) -> dict[str, Rows]:
+    def table_rows(self) -> dict[str, TableRows]:
         """Internal: each table by name, to be read by rows, on every engine."""
         engine = self._create_engine()
         engine.retrieve()

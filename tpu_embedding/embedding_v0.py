@@ -13,21 +13,17 @@ from tpu_embedding.checkpoint import errors as checkpoint_errors
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.embedding_base import do_not_convert
 from tpu_embedding.engines.cpu_base import refuse_layouts
-from tpu_embedding.engines.variables import (
-    initial_value,
-    initializer_of,
-    variable_copies,
-)
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
-from tpu_embedding.layout.table_arrays import (
-    PARAMETERS,
-    MutableRows,
-    by_checkpoint_name,
-    checkpoint_name,
-)
-from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tables.initial import slot_values, table_values
+from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    MutableTableRows,
+    by_checkpoint_name,
+)
+from tpu_embedding.tables.variables import VariableRows
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 
@@ -192,15 +188,15 @@ class TPUEmbeddingV0(RestoresLayouts):
     def _table_names(self) -> list[str]:
         return [spec.name for spec in self._plan.tables]
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_rows`."""
         self.build()
-        found: dict[str, dict[str, MutableRows]] = {}
+        found: dict[str, dict[str, MutableTableRows]] = {}
         for spec in self._plan.tables:
             slots = spec.optimizer.slots if spec.optimizer else ()
             starts = {slot.name: slot.initial_value for slot in slots}
             found[spec.name] = {
-                name: variable_copies(variable, starts.get(name))
+                name: VariableRows(variable, starts.get(name))
                 for name, variable in self._variables[spec.name].items()
             }
         return found
@@ -219,15 +215,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
 def _create_table(spec: TableSpec) -> dict[str, Any]:
     """The table and its slots, by the creators of the strategy whose scope is open."""
-    shape = (spec.config.vocabulary_size, spec.config.dim)
-    initializer = initializer_of(spec)
-    parameters = tf.Variable(
-        lambda: initial_value(
-            spec.name, shape, lambda: initializer(shape, dtype=tf.float32)
-        ),
-        trainable=True,
-        name=spec.name,
-    )
+    parameters = tf.Variable(table_values(spec).whole, trainable=True, name=spec.name)
     if not isinstance(parameters, tf.Variable):
         raise NotImplementedError(
             f"Table {spec.name} would be cut by the strategy's `variable_partitioner`, "
@@ -240,17 +228,13 @@ def _create_table(spec: TableSpec) -> dict[str, Any]:
 def _create_slots(spec: TableSpec, parameters: Any) -> dict[str, Any]:
     if spec.optimizer is None:
         return {}
-    rows, dim = parameters.shape
     slots = spec.optimizer.slots
     create = spec.optimizer.slot_variable_creation_fn
     if create is not None:
         initializers = [tf.constant_initializer(slot.initial_value) for slot in slots]
         return dict(create(parameters, [slot.name for slot in slots], initializers))
+    values = {slot.name: slot_values(spec, slot) for slot in slots}
     return {
-        slot.name: tf.Variable(
-            tf.fill([rows, 1 if slot.per_row else dim], float(slot.initial_value)),
-            trainable=False,
-            name=checkpoint_name(spec.name, slot.name),
-        )
-        for slot in slots
+        name: tf.Variable(start.whole(), trainable=False, name=start.name)
+        for name, start in values.items()
     }

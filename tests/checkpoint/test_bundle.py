@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tpu_embedding import checkpoint
-from tpu_embedding.layout import table_arrays
+from tpu_embedding.tables import rows as table_rows
 
 
 def save(path: pathlib.Path, tensors: dict[tuple[str, str], np.ndarray]) -> str:
@@ -59,7 +59,7 @@ def test_several_slices_of_16_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """RestoreV2 cannot join slices of float16, nor read a part of one."""
-    monkeypatch.setattr(table_arrays, "SLICE_BYTES", 24)
+    monkeypatch.setattr(table_rows, "SLICE_BYTES", 24)
     table = rng.standard_normal((9, 3)).astype(tf.as_dtype(dtype).as_numpy_dtype)
     specs = {"": table}
     if sliced:
@@ -90,7 +90,7 @@ def test_slices_in_several_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the size of the slices in memory, beside that in the files."""
-    monkeypatch.setattr(table_arrays, "SLICE_BYTES", size)
+    monkeypatch.setattr(table_rows, "SLICE_BYTES", size)
     table = rng.standard_normal((9, 3)).astype(np.float32)
     for name, first, last in (("p0", 0, 2), ("p1", 2, 7), ("p2", 7, 9)):
         spec = f"9 3 {first},{last - first}:0,3"

@@ -16,7 +16,7 @@ from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint import statistics
 from tpu_embedding.checkpoint.command_line import TextProgress
-from tpu_embedding.layout import table_arrays
+from tpu_embedding.tables import rows as table_rows
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 
@@ -50,7 +50,7 @@ def assign(embedding: Any, rows: dict[Any, Any]) -> np.ndarray:
 
 @pytest.fixture(params=[1 << 22, 100], ids=["whole", "slices"])
 def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_arrays, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(table_rows, "SLICE_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("slices")

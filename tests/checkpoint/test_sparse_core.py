@@ -28,9 +28,9 @@ import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.checkpoint import TableLayout
 from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS, LayoutRecord
-from tpu_embedding.engines.variables import VariableRows
 from tpu_embedding.keras import TPUEmbedding
-from tpu_embedding.layout.table_arrays import JoinedRows, MutableUnstackedRows
+from tpu_embedding.tables.rows import joined, unstacked
+from tpu_embedding.tables.variables import VariableRows
 
 GRIDS = pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 4), (4, 2)])
 
@@ -207,9 +207,9 @@ def test_stacks_in_use(rng: np.random.Generator) -> None:
     ]
     stacked = stock_stack(tables, members)
     parts = [tf.Variable(tf.zeros_like(part)) for part in np.split(stacked, 2)]
-    joined = JoinedRows([VariableRows(part, 0.0) for part in parts], 0.0)
+    stack = joined([VariableRows(part, 0.0) for part in parts], 0.0)
     for proto, table in zip(members, tables, strict=True):
-        rows = MutableUnstackedRows(joined, layout_of(proto), 0.0)
+        rows = unstacked(stack, layout_of(proto), 0.0)
         for start in range(0, len(table), 3):
             rows.write(start, table[start : start + 3])
         np.testing.assert_array_equal(rows.numpy(), table)

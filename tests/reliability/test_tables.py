@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.engines import variables
+from tpu_embedding.tables import memory
 
 BATCH = {"film": tf.constant([1, 2])}
 GRADIENTS = {"film": tf.ones([2, 2])}
@@ -67,7 +67,7 @@ def test_an_initializer_without_dtype() -> None:
 def test_tables_that_do_not_fit(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 GiB of table and twice that of slots, and no byte of it is taken."""
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", engine)
-    monkeypatch.setattr(variables, "available_bytes", lambda root: 40 * 2**30)
+    monkeypatch.setattr(memory, "available_bytes", lambda root: 40 * 2**30)
     called = []
     embedding = make(te.Adam(0.1), lambda shape, dtype: called.append(shape), 2**31 - 1)
     with pytest.raises(tf.errors.ResourceExhaustedError) as raised:
@@ -83,8 +83,8 @@ def test_tables_that_do_not_fit(engine: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_this_machine_says_what_is_free() -> None:
     with pytest.raises(tf.errors.ResourceExhaustedError, match="and 3 more"):
-        variables.require_memory(dict.fromkeys("abcdefg", 2**50))
-    variables.require_memory({"a": 8})
+        memory.require_memory(dict.fromkeys("abcdefg", 2**50))
+    memory.require_memory({"a": 8})
 
 
 MEMINFO = "MemTotal: 900 kB\nMemAvailable:   300 kB\nSwapFree:     100 kB\n"
@@ -128,4 +128,4 @@ def test_what_is_free(
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    assert variables.available_bytes(tmp_path) == available
+    assert memory.available_bytes(tmp_path) == available

@@ -13,11 +13,11 @@ from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
-from tpu_embedding.layout.table_arrays import MutableRows
+from tpu_embedding.tables.rows import MutableTableRows
 
 SIZES = {"films": (37, 3), "genres": (5, 8), "users": (70, 6)}
 WHERE: list[Any] = [None, ("v5p", 1), ("v6e", 2), ("v6e", 4)]
-Arrays = Mapping[str, Mapping[str, MutableRows]]
+Arrays = Mapping[str, Mapping[str, MutableTableRows]]
 
 
 def make(system: tuple[str, int] | None, *, stacked: bool = True) -> Any:

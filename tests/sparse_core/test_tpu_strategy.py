@@ -17,8 +17,8 @@ from test_distribution import TOPOLOGY, Described
 
 import tpu_embedding as te
 from tpu_embedding.engines.sparse_core import engine, state
-from tpu_embedding.engines.variables import create_state
 from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.tables.variables import create_state
 
 CORES, REPLICAS = 4, 8
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.layout.table_arrays import PARAMETERS, Rows
+from tpu_embedding.tables.rows import PARAMETERS, TableRows
 
 _SUFFIX = f"/{PARAMETERS}"
 
@@ -22,11 +22,11 @@ class LogicalTable:
     """
 
     name: str
-    parameters: Rows
-    slots: Mapping[str, Rows]
+    parameters: TableRows
+    slots: Mapping[str, TableRows]
 
     @property
-    def arrays(self) -> dict[str, Rows]:
+    def arrays(self) -> dict[str, TableRows]:
         """The parameters, then the slots."""
         return {PARAMETERS: self.parameters, **self.slots}
 
@@ -73,7 +73,7 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
 
 
 def group_tables(
-    matrices: Mapping[str, Rows], tables: Collection[str] = ()
+    matrices: Mapping[str, TableRows], tables: Collection[str] = ()
 ) -> dict[str, LogicalTable]:
     """Tables with their slots, from matrices named `<table>` and `<table>/<slot>`.
 
@@ -108,7 +108,7 @@ def group_tables(
 
 
 def _owner(
-    name: str, matrices: Mapping[str, Rows], tables: Collection[str]
+    name: str, matrices: Mapping[str, TableRows], tables: Collection[str]
 ) -> str | None:
     """The table that `name` is a slot of, or None if it is a table."""
     before, slash, _ = name.rpartition("/")

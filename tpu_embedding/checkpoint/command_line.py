@@ -21,7 +21,7 @@ from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
-from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
+from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 
 PATH_HELP = (
     "a TensorFlow checkpoint or its folder, a .keras or .weights.h5 file, a .npy or "

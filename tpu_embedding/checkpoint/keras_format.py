@@ -27,7 +27,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     group_tables,
 )
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.table_arrays import Rows
+from tpu_embedding.tables.rows import TableRows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
 _WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
@@ -45,7 +45,7 @@ def read_keras(
     """See `formats.read`."""
     if not os.path.exists(path):
         raise errors.not_found(path)
-    holders: dict[str, dict[str, Rows]] = {}
+    holders: dict[str, dict[str, TableRows]] = {}
     updates: dict[str, int] = {}
     weights = _Weights(path, _unpacked(path))
     for name, item in _datasets(weights):
@@ -145,7 +145,7 @@ def _place(name: str, item: _Dataset) -> tuple[str, str]:
     return owner, ""
 
 
-class _DatasetRows(Rows):
+class _DatasetRows(TableRows):
     """A dataset of an HDF5 file."""
 
     def __init__(self, item: _Dataset, weights: _Weights, name: str) -> None:

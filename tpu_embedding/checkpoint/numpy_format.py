@@ -22,7 +22,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, group_tables
 from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
-from tpu_embedding.layout.table_arrays import SLICE_BYTES, Rows
+from tpu_embedding.tables.rows import SLICE_BYTES, TableRows
 
 _FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
 _MAX_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
@@ -50,7 +50,7 @@ def read_numpy(
         )
     if not os.path.exists(path):
         raise errors.not_found(path)
-    matrices: dict[str, Rows] = {}
+    matrices: dict[str, TableRows] = {}
     checksums = _checksums_of(path)
     for name, where, load in _arrays(path):
         checksum = checksums.pop(where, None)
@@ -75,7 +75,9 @@ def read_numpy(
     return LogicalCheckpoint(path, "NumPy", group_tables(matrices, tables))
 
 
-def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> str:
+def write_numpy(
+    path: str, matrices: Mapping[str, TableRows], progress: Progress
+) -> str:
     """Writes a folder of `.npy` files, which appears when all of them are complete.
 
     bfloat16, which NumPy does not have, becomes float32.
@@ -114,7 +116,7 @@ def write_numpy(path: str, matrices: Mapping[str, Rows], progress: Progress) -> 
 
 
 def _write(
-    scratch: pathlib.Path, matrices: Mapping[str, Rows], progress: Progress
+    scratch: pathlib.Path, matrices: Mapping[str, TableRows], progress: Progress
 ) -> None:
     progress.start("Writing", sum(rows.nbytes for rows in matrices.values()))
     checksums = {}
@@ -169,7 +171,7 @@ def _checksums(path: pathlib.Path) -> dict[str, int]:
         ) from error
 
 
-class _LoadedRows(Rows):
+class _LoadedRows(TableRows):
     """An array that is opened for each read, so that none of it stays in memory."""
 
     def __init__(

@@ -17,7 +17,7 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.command_line import PATH_HELP, TextProgress, printable
 from tpu_embedding.checkpoint.formats import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
-from tpu_embedding.layout.table_arrays import PARAMETERS
+from tpu_embedding.tables.rows import PARAMETERS
 
 _STYLE = """
 :root {

@@ -10,15 +10,15 @@ import tensorflow as tf
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.writing import Progress
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows, Rows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
     table: str
     array: str
-    source: Rows
-    target: MutableRows
+    source: TableRows
+    target: MutableTableRows
 
     def run(self, progress: Progress) -> None:
         common = min(self.source.shape[0], self.target.shape[0])
@@ -41,14 +41,14 @@ class Job:
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
-    resets: list[MutableRows] = dataclasses.field(default_factory=list)
+    resets: list[MutableTableRows] = dataclasses.field(default_factory=list)
     lacking: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def match(
         cls,
         source: LogicalCheckpoint,
-        live: Mapping[str, Mapping[str, MutableRows]],
+        live: Mapping[str, Mapping[str, MutableTableRows]],
         names: Mapping[str, str],
         *,
         slots: bool,

@@ -22,7 +22,7 @@ from tpu_embedding.checkpoint.writing import (
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -185,7 +185,7 @@ def _require(value: object, kind: type, argument: str, expected: str) -> None:
 
 
 def _names(
-    live: Mapping[str, Mapping[str, MutableRows]],
+    live: Mapping[str, Mapping[str, MutableTableRows]],
     tables: Collection[str] | None,
     rename: Mapping[str, str],
 ) -> dict[str, str]:

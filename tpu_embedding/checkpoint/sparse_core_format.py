@@ -19,12 +19,12 @@ from tensorflow.python.trackable import base
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import (
+from tpu_embedding.tables.rows import (
     PARAMETERS,
-    Rows,
     StackedRows,
-    UnstackedRows,
+    TableRows,
     checkpoint_name,
+    unstacked,
 )
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
@@ -60,7 +60,7 @@ def to_proto(layout: TableLayout) -> Any:
 
 
 def unstack(
-    path: str, stacks: Mapping[str, Rows], layouts: Sequence[TableLayout]
+    path: str, stacks: Mapping[str, TableRows], layouts: Sequence[TableLayout]
 ) -> dict[str, LogicalTable]:
     """Reads tables from stacks with the names `<stack>` and `<stack>/<slot>`.
 
@@ -72,22 +72,23 @@ def unstack(
         stack = layout.stacked_table_name
         if stack not in stacks:
             raise errors.corrupted(path, f"it lacks the stack {stack} of its record")
-        slots = {
-            name[len(stack) + 1 :]: UnstackedRows(rows, layout)
+        found = {
+            name[len(stack) + 1 :]: rows
             for name, rows in stacks.items()
-            if name.startswith(stack + "/")
+            if name == stack or name.startswith(stack + "/")
         }
-        parameters = UnstackedRows(stacks[stack], layout)
-        for rows in (parameters, *slots.values()):
-            _check_rows(path, rows)
+        for rows in found.values():
+            _check_shape(path, rows.shape, layout)
+        parameters = unstacked(found.pop(""), layout)
+        slots = {name: unstacked(rows, layout) for name, rows in found.items()}
         name = layout.table_name
         tables[name] = LogicalTable(name, parameters, slots)
     return tables
 
 
 def stack(
-    tables: Mapping[str, Mapping[str, Rows]], layouts: Sequence[TableLayout]
-) -> tuple[dict[str, Rows], dict[str, Any]]:
+    tables: Mapping[str, Mapping[str, TableRows]], layouts: Sequence[TableLayout]
+) -> tuple[dict[str, TableRows], dict[str, Any]]:
     """Stacks tables for a checkpoint.
 
     Args:
@@ -115,7 +116,7 @@ def stack(
                 f"shape {errors.shape_text(layout.unsharded_shape)}."
             )
         by_stack.setdefault(layout.stacked_table_name, []).append(layout)
-    matrices: dict[str, Rows] = {}
+    matrices: dict[str, TableRows] = {}
     for name, members in by_stack.items():
         arrays = [tables[layout.table_name] for layout in members]
         if any(other.keys() != arrays[0].keys() for other in arrays):
@@ -172,8 +173,8 @@ def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> 
     return places(some) == places(others)
 
 
-def _check_rows(path: str, rows: UnstackedRows) -> None:
-    layout, (stored, width) = rows.layout, rows.stack.shape
+def _check_shape(path: str, shape: tuple[int, int], layout: TableLayout) -> None:
+    stored, width = shape
     expected = layout.total_rows_per_sparse_core_shard * layout.num_sparse_cores
     widths = (1, layout.unsharded_padded_shape[1])
     if stored != expected or width not in widths:

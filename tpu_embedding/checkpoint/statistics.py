@@ -10,9 +10,9 @@ import numpy as np
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.writing import Progress
-from tpu_embedding.layout.table_arrays import Rows
 from tpu_embedding.optimizers import OPTIMIZERS
 from tpu_embedding.optimizers.base import Optimizer
+from tpu_embedding.tables.rows import TableRows
 
 _PER_OCTAVE = 8  # Buckets of norms from a power of two to the next.
 _MAX_HASHES = 1 << 20  # Hashes of rows that are held in memory.
@@ -130,7 +130,7 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
 
 
 def _slices(
-    arrays: Sequence[Rows], progress: Progress
+    arrays: Sequence[TableRows], progress: Progress
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Yields the same rows of all arrays, and the first of them."""
     size = min(rows.slice_rows for rows in arrays)

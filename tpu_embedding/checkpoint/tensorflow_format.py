@@ -36,7 +36,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import Rows
+from tpu_embedding.tables.rows import TableRows
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
 # Stored slices that are kept because the next read may need another part of them: a
@@ -144,7 +144,7 @@ class Bundle:
         self.kept_slices.cache_clear()
 
 
-class _BundleRows(Rows):
+class _BundleRows(TableRows):
     """One tensor of rank 2 of a checkpoint. Every read checks the checksums."""
 
     def __init__(self, bundle: Bundle, key: str) -> None:

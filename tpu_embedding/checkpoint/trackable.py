@@ -24,7 +24,7 @@ from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import MutableRows
+from tpu_embedding.tables.rows import MutableTableRows
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
@@ -43,10 +43,10 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         return ()
 
     @abc.abstractmethod
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: for each table "parameters" and slots, as matrices of rows."""
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: `checkpoint_rows` whose values may be old; changes nothing."""
         return self.checkpoint_rows()
 
@@ -233,12 +233,12 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         """Internal: the number of updates, if a rate or bfloat16 table needs it."""
         return self._create_engine().updates()
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: for each table "parameters" and slots, as matrices of rows."""
         self._create_engine().retrieve()
         return self.checkpoint_targets()
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_targets`."""
         engine = self._create_engine()
         for table in self.plan.tables:

@@ -27,9 +27,9 @@ from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variabl
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.layout.table_arrays import (
+from tpu_embedding.tables.rows import (
     ProcessGroup,
-    Rows,
+    TableRows,
     by_checkpoint_name,
 )
 
@@ -130,7 +130,7 @@ def slice_spec(shape: tuple[int, int], start: int, stop: int) -> str:
 
 def write_tensorflow(
     path: str,
-    tables: Mapping[str, Mapping[str, Rows]],
+    tables: Mapping[str, Mapping[str, TableRows]],
     root: str,
     *,
     layouts: Sequence[TableLayout] | None,
@@ -236,7 +236,7 @@ def _remove(scratch: str) -> None:
         )
 
 
-def process_group(tables: Mapping[str, Mapping[str, Rows]]) -> ProcessGroup | None:
+def process_group(tables: Mapping[str, Mapping[str, TableRows]]) -> ProcessGroup | None:
     """The processes that write these tables together."""
     return next(
         (rows.group for arrays in tables.values() for rows in arrays.values()), None
@@ -309,7 +309,9 @@ def _begin(path: str, scratch: str) -> None:
 
 
 def _own_pieces(
-    matrices: Mapping[str, Rows], keys: Mapping[str, str], group: ProcessGroup | None
+    matrices: Mapping[str, TableRows],
+    keys: Mapping[str, str],
+    group: ProcessGroup | None,
 ) -> Iterator[Piece]:
     """The slices that this process writes: every n-th of n processes."""
     rank, size = (0, 1) if group is None else (group.rank, group.size)

@@ -22,8 +22,8 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.table_arrays import MutableRows
-from tpu_embedding.lookup.combine import StoredReader
+from tpu_embedding.tables.readers import StoredReader
+from tpu_embedding.tables.rows import MutableTableRows
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
@@ -116,7 +116,7 @@ class TableArrays:
       shards: Returns (device, rows there) for each part of the parameters.
     """
 
-    rows: Mapping[str, MutableRows]
+    rows: Mapping[str, MutableTableRows]
     reader: StoredReader
     values: Callable[[], Mapping[str, Any]]
     shards: Callable[[], list[tuple[str, tf.Tensor]]]

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.variables import create_state
 from tpu_embedding.lookup.graph_checks import refuse
+from tpu_embedding.tables.variables import create_state
 
 _OTHERS_OWE = (
     "dequeue: another replica has not applied its gradients of the step before. Put "

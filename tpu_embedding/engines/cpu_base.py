@@ -12,13 +12,6 @@ from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import Engine, EngineOptions, TableArrays
 from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.variables import (
-    TableVariables,
-    create_counter,
-    create_variables,
-    named_variables,
-    variable_rows,
-)
 from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
@@ -26,9 +19,16 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
-from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.variables import (
+    TableVariables,
+    create_counter,
+    create_variables,
+    named_variables,
+    variable_rows,
+)
 
 
 class WholeTablesEngine(Engine):
@@ -86,7 +86,9 @@ class WholeTablesEngine(Engine):
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`; each array is one variable, the table one part."""
 
-        def arrays(table: TableVariables, rows: dict[str, MutableRows]) -> TableArrays:
+        def arrays(
+            table: TableVariables, rows: dict[str, MutableTableRows]
+        ) -> TableArrays:
             parameters = table.parameters
             return TableArrays(
                 rows=rows,

@@ -16,16 +16,11 @@ import tensorflow as tf
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.engines.base import EngineOptions, Prepared, TableArrays
 from tpu_embedding.engines.cpu_base import lay_out_whole
-from tpu_embedding.engines.full_table_view import LogicalVariable, ShardedReader
 from tpu_embedding.engines.host import HostBatches, HostEngine
-from tpu_embedding.engines.variables import (
-    TableVariables,
-    initial_rows,
-    variable_rows,
-)
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape, ShapesOfPart
+from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
     ALL_PROCESSES,
     Placement,
@@ -33,13 +28,17 @@ from tpu_embedding.layout.placement import (
     rows_of_plan,
 )
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.layout.table_arrays import (
-    PARAMETERS,
-    InterleavedRows,
-    MutableRows,
-    checkpoint_name,
-)
 from tpu_embedding.ops import library
+from tpu_embedding.tables.initial import initial_rows
+from tpu_embedding.tables.readers import PartsReader
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    MutableTableRows,
+    checkpoint_name,
+    interleaved,
+)
+from tpu_embedding.tables.trackable import LogicalVariable
+from tpu_embedding.tables.variables import TableVariables, variable_rows
 
 
 class DividedBatch(NamedTuple):
@@ -239,8 +238,8 @@ class DividedTables:
     def _arrays(self, spec: TableSpec, parts: Sequence[TableVariables]) -> TableArrays:
         slots = {s.name: s for s in spec.optimizer.slots} if spec.optimizer else {}
         by_server = [variable_rows(spec, part) for part in parts]
-        rows: dict[str, MutableRows] = {
-            name: InterleavedRows(
+        rows: dict[str, MutableTableRows] = {
+            name: interleaved(
                 [part[name] for part in by_server],
                 initial_rows(slots[name]) if name in slots else None,
             )
@@ -249,15 +248,15 @@ class DividedTables:
         parameters = [part.parameters for part in parts]
         heights = [part[PARAMETERS].shape[0] for part in by_server]
         starts = [sum(heights[:k]) for k in range(len(heights))]
+        partition = Partition(len(parts))
 
         def row_of(ids: tf.Tensor) -> tf.Tensor:
-            number = len(starts)
-            first = tf.gather(tf.constant(starts, tf.int64), ids % number)
-            return first + ids // number
+            first = tf.gather(tf.constant(starts, tf.int64), partition.owner(ids))
+            return first + partition.local(ids)
 
         return TableArrays(
             rows=rows,
-            reader=ShardedReader(parameters, row_of, spec.config.dim),
+            reader=PartsReader(parameters, row_of, spec.config.dim),
             values=lambda: {n: tf.constant(r.numpy()) for n, r in rows.items()},
             shards=lambda: [(p.device, p.read_value()) for p in parameters],
         )
@@ -302,7 +301,7 @@ class _DividedVariable(LogicalVariable):
     """A table or slot in checkpoints of TensorFlow, which hold it whole."""
 
     def __init__(
-        self, name: str, rows: MutableRows, parts: Sequence[tf.Variable]
+        self, name: str, rows: MutableTableRows, parts: Sequence[tf.Variable]
     ) -> None:
         super().__init__(
             name, rows.shape, rows.dtype, rows.numpy, lambda value: rows.write(0, value)
@@ -311,7 +310,10 @@ class _DividedVariable(LogicalVariable):
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
         # TensorFlow restores into several devices in a tf.function.
-        (whole,) = restored_tensors.values()
-        for k, part in enumerate(self._parts):
+        (value,) = restored_tensors.values()
+        whole = tf.ensure_shape(value, self.shape)
+        rows: Any = self.shape[0]
+        for run in Partition(len(self._parts)).runs(0, rows):
+            part = self._parts[run.part]
             with tf.device(part.device):
-                part.assign(whole[k :: len(self._parts)])
+                part.assign(whole[run.within])

@@ -18,7 +18,6 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.cpu_base import StackedBatches, WholeTablesEngine
 from tpu_embedding.engines.telemetry import Counts, TableCounts
-from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
@@ -26,6 +25,7 @@ from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
+from tpu_embedding.tables.variables import TableVariables
 
 
 class HostBatches:

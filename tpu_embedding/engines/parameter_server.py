@@ -33,18 +33,19 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.cpu_base import lay_out_whole, refuse_tpu_options
 from tpu_embedding.engines.divided_tables import DividedTables
-from tpu_embedding.engines.full_table_view import copied_counter
 from tpu_embedding.engines.host import HostBatches, HostEngine
-from tpu_embedding.engines.variables import create_divided
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape, ShapesOfPart
-from tpu_embedding.layout.placement import part_of_plan, place_on_servers
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.partition import Partition
+from tpu_embedding.layout.placement import Placement, part_of_plan, place_on_servers
+from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
+from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.trackable import copied_counter
+from tpu_embedding.tables.variables import Place, create_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +92,11 @@ class ParameterServerEngine(Engine):
             self._plan, len(topology.servers), options.distributed.placement
         )
         # In plan order, as the numbers of random initializers depend on it.
-        variables = create_divided(
+        variables = create_parts(
             self._plan,
             [
-                topology.servers
-                if placement.is_divided(t)
-                else [topology.servers[placement.owners[t]]]
-                for t in range(len(self._plan.tables))
+                places_on_servers(spec, placement, topology.servers)
+                for spec in self._plan.tables
             ],
         )
         self._servers: list[_Server] = []
@@ -413,10 +412,10 @@ class ParameterServerEngine(Engine):
         )
 
 
-class _ServedRows(MutableRows):
+class _ServedRows(MutableTableRows):
     """A matrix on servers: an error, not a wait without end, if one does not answer."""
 
-    def __init__(self, rows: MutableRows, coordinator: ClusterCoordinator) -> None:
+    def __init__(self, rows: MutableTableRows, coordinator: ClusterCoordinator) -> None:
         super().__init__(rows.shape, rows.dtype)
         self._rows, self._coordinator = rows, coordinator
         self.initial_value = rows.initial_value
@@ -557,6 +556,19 @@ class _Steps:
         self.queued: collections.deque[tuple[Prepared, bool]] = collections.deque()
         self.owed: Prepared | None = None
         self.was_training = True
+
+
+def places_on_servers(
+    spec: TableSpec, placement: Placement, servers: Sequence[str]
+) -> list[Place]:
+    """Where the parts of a table are."""
+    if not placement.is_divided(spec.index):
+        return [(servers[placement.owners[spec.index]], None)]
+    partition = Partition(len(servers))
+    return [
+        (server, partition.rows(k, spec.config.vocabulary_size))
+        for k, server in enumerate(servers)
+    ]
 
 
 def _require_library(servers: Sequence[str]) -> None:

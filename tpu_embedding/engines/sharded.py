@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,28 +16,30 @@ from tpu_embedding.engines.base import (
     Prepared,
     TableArrays,
 )
-from tpu_embedding.engines.full_table_view import LogicalVariable
 from tpu_embedding.engines.host import HostBatches, HostEngine, HostQueue
 from tpu_embedding.engines.process_group import Channel, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
-from tpu_embedding.engines.variables import (
-    TableVariables,
-    create_parts,
-    initial_rows,
-    variable_rows,
-)
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.partition import Partition, Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
-from tpu_embedding.layout.table_arrays import (
+from tpu_embedding.tables.initial import initial_rows
+from tpu_embedding.tables.readers import StoredReader
+from tpu_embedding.tables.rows import (
     InitialValue,
-    MutableRows,
+    MutableTableRows,
     ProcessGroup,
     checkpoint_name,
 )
-from tpu_embedding.lookup.combine import StoredReader
+from tpu_embedding.tables.trackable import LogicalVariable
+from tpu_embedding.tables.variables import (
+    Place,
+    TableVariables,
+    create_parts,
+    variable_rows,
+)
 
 
 class ShardedEngine(HostEngine):
@@ -64,9 +67,7 @@ class ShardedEngine(HostEngine):
         part = rows_of_plan(options.plan, self._placement)
         super().__init__(
             dataclasses.replace(options, plan=part),
-            create_parts(
-                options.plan, options.topology.device, self._placement.rows_of
-            ),
+            _create_parts(options, self._placement),
             self._placement,
         )
         self._part_record = self.batches.plan_record
@@ -130,10 +131,14 @@ class ShardedEngine(HostEngine):
         )
         if not self._placement.is_divided(table):
             return counts
-        first, step = self._placement.process, self._placement.num_processes
-        hot_rows = counts.hot_rows * [step, 1] + [first, 0]
-        rows = counts.rows.astype(np.int64) * step + first
-        return dataclasses.replace(counts, hot_rows=hot_rows, rows=rows)
+        process, processes = self._placement.process, self._placement.num_processes
+        row = functools.partial(Partition(processes).row, process)
+        hot_rows, number = counts.hot_rows.T
+        return dataclasses.replace(
+            counts,
+            hot_rows=np.stack([row(hot_rows), number], axis=1),
+            rows=row(counts.rows.astype(np.int64)),
+        )
 
     def prepare(
         self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
@@ -275,7 +280,7 @@ class ShardedEngine(HostEngine):
         part = self._plan.tables[spec.index]
         parts = variable_rows(part, table)
         slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
-        rows: dict[str, MutableRows] = {
+        rows: dict[str, MutableTableRows] = {
             name: ShardedRows(
                 checkpoint_name(spec.name, name),
                 own,
@@ -344,7 +349,7 @@ class ShardedQueue(HostQueue):
         super().enqueue(routed, replica, training=training, name=name)
 
 
-class ShardedRows(MutableRows):
+class ShardedRows(MutableTableRows):
     """A table or slot whose rows are in several processes.
 
     `read` is a call of all processes with the same range; each gets all its rows.
@@ -354,7 +359,7 @@ class ShardedRows(MutableRows):
     def __init__(
         self,
         name: str,
-        own: MutableRows,
+        own: MutableTableRows,
         spec: TableSpec,
         placement: Placement,
         channel: Channel,
@@ -395,34 +400,19 @@ class ShardedRows(MutableRows):
     ) -> None:
         for process, part in enumerate(parts):
             rows = np.frombuffer(part, self.dtype).reshape(-1, self.shape[1])
-            values[self._within(process, start, stop)] = rows
+            values[self._run(process, start, stop).within] = rows
 
     def write(self, start: int, values: np.ndarray) -> None:
-        stop = start + len(values)
-        rows = values[self._within(self._placement.process, start, stop)]
-        if len(rows):
-            self._own.write(self._local(start), rows)
+        run = self._run(self._placement.process, start, start + len(values))
+        if run.count:
+            self._own.write(run.first, values[run.within])
 
     def _read_own(self, start: int, stop: int) -> np.ndarray:
-        within = self._within(self._placement.process, start, stop)
-        count = len(range(*within.indices(stop - start)))
-        first = self._local(start)
-        return self._own.read(first, first + count)
+        run = self._run(self._placement.process, start, stop)
+        return self._own.read(run.first, run.first + run.count)
 
-    def _local(self, start: int) -> int:
-        """Where the first row from `start` on is that this process has."""
-        if not self._placement.is_divided(self._table):
-            return start
-        process, step = self._placement.process, self._placement.num_processes
-        return len(range(process, start, step))
-
-    def _within(self, process: int, start: int, stop: int) -> slice:
-        """Which of the rows [start, stop) a process has, counted from `start`."""
-        step = self._placement.num_processes
-        if self._placement.is_divided(self._table):
-            return slice((process - start) % step, stop - start, step)
-        own = self._placement.owners[self._table] == process
-        return slice(stop - start) if own else slice(0)
+    def _run(self, process: int, start: int, stop: int) -> Run:
+        return self._placement.within(self._table, process, start, stop)
 
 
 class _ShardedReader(StoredReader):
@@ -452,6 +442,15 @@ class _NoOptimizer(NamedTuple):
 _NO_OPTIMIZER = _NoOptimizer()
 
 
+def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVariables]:
+    device = options.topology.device
+    places: list[list[Place]] = [
+        [(device, placement.rows_of(spec.index, spec.config.vocabulary_size))]
+        for spec in options.plan.tables
+    ]
+    return [part for (part,) in create_parts(options.plan, places)]
+
+
 def _placement(options: EngineOptions) -> Placement:
     processes = options.topology.processes
     assert processes is not None
@@ -463,7 +462,7 @@ def _placement(options: EngineOptions) -> Placement:
     )
 
 
-def _writer(rows: MutableRows) -> Any:
+def _writer(rows: MutableTableRows) -> Any:
     return lambda value: rows.write(0, value)
 
 

@@ -20,7 +20,7 @@ from tpu_embedding.interop import columns
 from tpu_embedding.interop import parameters as v1
 from tpu_embedding.interop.embedding_config_spec import require_spec
 from tpu_embedding.interop.table_config import TableConfig
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 
 _GLOBAL_STEP = "global_step"
 
@@ -310,8 +310,8 @@ def _no_single_variable(
 
 
 def _rows(
-    table: str, name: str, value: np.ndarray, parts: Mapping[str, MutableRows]
-) -> MutableRows:
+    table: str, name: str, value: np.ndarray, parts: Mapping[str, MutableTableRows]
+) -> MutableTableRows:
     """The rows that `value` goes into."""
     if name not in parts:
         raise ValueError(

@@ -30,8 +30,8 @@ from tpu_embedding.keras.loss_scale import (
     loss_scale_missing,
 )
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.optimizers.base import check_flag
+from tpu_embedding.tables.rows import MutableTableRows
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 _SparseCoreConfigs = (
@@ -115,12 +115,12 @@ class EmbeddingLayer(RestoresLayouts):
     def _table_names(self) -> list[str]:
         return [spec.name for spec in self._parts.features.plan.tables]
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_rows`."""
         self._ensure_built()
         return self._parts.tables.checkpoint_rows()
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_targets`."""
         self._ensure_built()
         return self._parts.tables.checkpoint_targets()

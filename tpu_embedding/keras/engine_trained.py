@@ -13,7 +13,6 @@ from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
 from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, per_replica
 from tpu_embedding.engines import Prepared
-from tpu_embedding.engines.variables import create_counter, create_state
 from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.keras_api import keras_api
@@ -21,9 +20,10 @@ from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
 from tpu_embedding.keras.symbols import PLACEHOLDER
 from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.layout.table_arrays import MutableRows
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
+from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.variables import create_counter, create_state
 from tpu_embedding.tf_configs import convert_sparse_core
 
 # Graphs in which TensorFlow computes the gradients of tf.cond and of loops.
@@ -148,11 +148,11 @@ class EngineTrainedTables:
         """Everything that is saved, by its name in checkpoints."""
         return dict(self._variables)
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `RestoresLayouts.checkpoint_rows`."""
         return self._core.checkpoint_rows()
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `RestoresLayouts.checkpoint_targets`."""
         return self._core.checkpoint_targets()
 

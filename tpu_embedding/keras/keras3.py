@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from tpu_embedding.engines.full_table_view import LogicalVariable
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import Symbol
+from tpu_embedding.tables.trackable import LogicalVariable
 
 Model = keras.Model
 Callback = keras.callbacks.Callback

@@ -8,13 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.variables import variable_copies
-from tpu_embedding.initializers import default_initializer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.layout.plan import Plan, require_dtypes
-from tpu_embedding.layout.table_arrays import PARAMETERS, MutableRows
-from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.tables.initial import table_values
+from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.variables import VariableRows
 
 
 class KerasTrainedTables:
@@ -59,26 +59,23 @@ class KerasTrainedTables:
         """See `EngineTrainedTables.build`."""
         del input_shapes
         for spec in self._plan.tables:
-            config = spec.config
+            values = table_values(spec)
             self._variables[spec.name] = keras_api.add_weight(
-                layer,
-                spec.name,
-                (config.vocabulary_size, config.dim),
-                config.initializer or default_initializer(config.dim),
+                layer, values.name, values.shape, values.initializer
             )
 
     def variables(self) -> dict[str, Any]:
         """See `EngineTrainedTables.variables`."""
         return dict(self._variables)
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `RestoresLayouts.checkpoint_rows`."""
         return {
-            name: {PARAMETERS: variable_copies(variable.value)}
+            name: {PARAMETERS: VariableRows(variable.value)}
             for name, variable in self._variables.items()
         }
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `RestoresLayouts.checkpoint_targets`."""
         return self.checkpoint_rows()
 

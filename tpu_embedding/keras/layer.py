@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions
-from tpu_embedding.engines.full_table_view import LogicalVariable
 from tpu_embedding.keras.base import Arguments, EmbeddingLayer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.serialization import ServingFeatures
+from tpu_embedding.tables.trackable import LogicalVariable
 
 
 @keras_api.register

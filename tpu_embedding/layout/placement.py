@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
+from tpu_embedding.layout.partition import Partition, Run
 from tpu_embedding.layout.plan import Plan, TableSpec
 
 ALL_PROCESSES = -1  # The owner of a table that is divided by rows.
@@ -15,8 +16,8 @@ ALL_PROCESSES = -1  # The owner of a table that is divided by rows.
 class Placement:
     """The tables of a plan over the processes of a job, or over parameter servers.
 
-    Row r of a table that is divided by rows is row r // n of process r % n, with n
-    processes. Any other table lives whole in one process.
+    The parts of a table that is divided by rows are those of `Partition`, one for each
+    process. Any other table lives whole in one process.
 
     Attributes:
       process: Index of this process.
@@ -32,15 +33,22 @@ class Placement:
         """Whether a table is divided by rows."""
         return self.owners[table] == ALL_PROCESSES
 
-    def rows_of(self, table: int) -> slice:
-        """The rows of a table that this process has."""
+    def within(self, table: int, process: int, start: int, stop: int) -> Run:
+        """The rows of a table that a process has among the rows [start, stop)."""
         if self.is_divided(table):
-            return slice(self.process, None, self.num_processes)
-        return slice(None) if self.owners[table] == self.process else slice(0)
+            return Partition(self.num_processes).within(process, start, stop)
+        if self.owners[table] == process:
+            return Partition(1).within(0, start, stop)
+        return Run(process, 0, slice(0, 0))
+
+    def rows_of(self, table: int, vocabulary_size: int) -> range:
+        """The rows of a table that this process has."""
+        run = self.within(table, self.process, 0, vocabulary_size)
+        return range(vocabulary_size)[run.within]
 
     def count(self, table: int, vocabulary_size: int) -> int:
         """How many rows of a table this process has."""
-        return len(range(*self.rows_of(table).indices(vocabulary_size)))
+        return len(self.rows_of(table, vocabulary_size))
 
 
 _WORD = 4  # Bytes of a row's number, a length, a weight.

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.plan import Plan, TableSpec, stacking_kind
 
 # TensorFlow's limits. A stack stays below each of them.
@@ -63,49 +64,6 @@ class StackingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModSharding:
-    """The shards of one table: id i is row `row_offset + i // num_shards` of a shard.
-
-      shard = (i + rotation) mod num_shards
-
-    All methods take an int, an integer array or an integer tensor, and return the same
-    type.
-
-    >>> sharding = ModSharding(num_shards=8, rotation=5)
-    >>> sharding.shard_of(12), sharding.local_row(12)
-    (1, 1)
-    >>> sharding.stack_row(12, rows_per_shard=10)
-    11
-
-    Attributes:
-      num_shards: SparseCores of all devices.
-      rotation: Shard of id 0.
-      row_offset: Rows of other tables before this table in each shard.
-    """
-
-    num_shards: int
-    rotation: int = 0
-    row_offset: int = 0
-
-    def shard_of(self, id_: Any) -> Any:
-        """Returns the shard, numbered over all devices."""
-        return (id_ + self.rotation) % self.num_shards
-
-    def local_row(self, id_: Any) -> Any:
-        """Returns the row within the shard."""
-        return self.row_offset + id_ // self.num_shards
-
-    def stack_row(self, id_: Any, rows_per_shard: int) -> Any:
-        """Returns the row of the stack, in which the shards follow one another.
-
-        Args:
-          id_: The id.
-          rows_per_shard: Rows of each shard, including those of other tables.
-        """
-        return self.shard_of(id_) * rows_per_shard + self.local_row(id_)
-
-
-@dataclasses.dataclass(frozen=True)
 class TableLayout:
     """The place of one table; the fields of TensorFlow's SparseCoreTableLayout.
 
@@ -136,12 +94,12 @@ class TableLayout:
     num_features: int = 0
 
     @property
-    def sharding(self) -> ModSharding:
+    def partition(self) -> Partition:
         """Internal: the shards of the rows."""
-        return ModSharding(
-            num_shards=self.num_sparse_cores,
+        return Partition(
+            self.num_sparse_cores,
             rotation=self.sparse_core_shard_rotation,
-            row_offset=self.sparse_core_shard_row_offset,
+            offset=self.sparse_core_shard_row_offset,
         )
 
     @property

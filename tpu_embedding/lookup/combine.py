@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.lookup.entries import Entries, Selection
-
-
-class TableReader(abc.ABC):
-    """A table as lookups read it, whatever form it is stored in."""
-
-    @abc.abstractmethod
-    def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """The rows, float32 [n, D], for int64 [n]."""
-
-    def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Data, float32 [m, D], and the indices, int64 [n], of the rows in it."""
-        return self.read(rows), tf.range(tf.size(rows, tf.int64))
-
-
-class StoredReader(TableReader):
-    """A table in variables."""
-
-    @property
-    @abc.abstractmethod
-    def variables(self) -> Sequence[Any]:
-        """The variables that it reads."""
-
-
-@dataclasses.dataclass(frozen=True)
-class VariableReader(StoredReader):
-    """A table that may be trained at the same time.
-
-    Reads rows only. Updates are made in place, and reading the whole variable after
-    such an update would copy it.
-
-    Attributes:
-      table: A variable or tensor [V, D] of any floating point dtype.
-    """
-
-    table: Any
-
-    def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `TableReader.read`."""
-        return tf.cast(tf.gather(self.table, rows), tf.float32)
-
-    @property
-    def variables(self) -> Sequence[Any]:
-        """See `StoredReader.variables`."""
-        return (self.table,)
+from tpu_embedding.tables.readers import TableReader
 
 
 @dataclasses.dataclass(frozen=True)

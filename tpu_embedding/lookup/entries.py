@@ -35,7 +35,7 @@ from tpu_embedding.lookup.input_rows import (
     MAX_UNBACKED_ROWS,
     Checks,
     FeatureInput,
-    Rows,
+    SampleRows,
     axes_of,
     first,
     ids_in_range,
@@ -171,7 +171,7 @@ class _Draft:
     """
 
     feature: FeatureInput
-    rows: Rows
+    rows: SampleRows
     ids: tf.Tensor
     checks: Checks
     finish: Callable[[tf.Tensor], Selection]

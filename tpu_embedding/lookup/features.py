@@ -12,7 +12,6 @@ from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape, from_input
 from tpu_embedding.layout.plan import FeatureSpec, Plan, refuse_custom
 from tpu_embedding.lookup.combine import (
-    TableReader,
     combine,
     combine_padded,
     pad,
@@ -20,6 +19,7 @@ from tpu_embedding.lookup.combine import (
 )
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES, FeatureInput
+from tpu_embedding.tables.readers import TableReader
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,7 @@ class FeatureInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """The rows of an input.
 
     Attributes:
@@ -126,7 +126,7 @@ def with_sizes(
     ]
 
 
-def rows_of(feature: FeatureInput) -> Rows:
+def rows_of(feature: FeatureInput) -> SampleRows:
     """The rows of a feature's input."""
     return _READERS[feature.batch.kind](feature)
 
@@ -179,7 +179,7 @@ def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
 
 
 def output_axes(
-    feature: FeatureInput, rows: Rows
+    feature: FeatureInput, rows: SampleRows
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
     """The output shape of a feature.
 
@@ -290,18 +290,18 @@ def _check_declared(
     )
 
 
-def _dense_rows(feature: FeatureInput) -> Rows:
+def _dense_rows(feature: FeatureInput) -> SampleRows:
     batch = feature.batch
     index = tf.range(tf.size(batch.ids, tf.int64))
     if batch.static_shape.rank == 1:
         count = tf.unstack(batch.shape, num=1)
-        return Rows(count, index, tf.zeros_like(index), list, one_each=True)
+        return SampleRows(count, index, tf.zeros_like(index), list, one_each=True)
     *axes, length = tf.unstack(batch.shape, num=batch.static_shape.rank)
     length = tf.maximum(length, 1)  # A length of 0 would divide by 0.
-    return Rows(axes, index // length, index % length, list)
+    return SampleRows(axes, index // length, index % length, list)
 
 
-def _ragged_rows(feature: FeatureInput) -> Rows:
+def _ragged_rows(feature: FeatureInput) -> SampleRows:
     splits, name = feature.batch.structure, feature.name
     num_ids = tf.size(feature.batch.ids, tf.int64)
     begins, ends = splits[:-1], splits[1:]
@@ -340,10 +340,10 @@ def _ragged_rows(feature: FeatureInput) -> Rows:
     # The extra split and the maximum are needed only if splits fail the checks.
     starts = tf.gather(tf.concat([splits, [0]], 0), tf.maximum(row, 0))
     count = tf.size(splits, tf.int64) - 1
-    return Rows([count], row, index - starts, lambda: checks)
+    return SampleRows([count], row, index - starts, lambda: checks)
 
 
-def _sparse_rows(feature: FeatureInput) -> Rows:
+def _sparse_rows(feature: FeatureInput) -> SampleRows:
     batch = feature.batch
     rank, name = batch.static_shape.rank, _op_name("indices", feature)
     axes = axes_of(feature)
@@ -352,7 +352,7 @@ def _sparse_rows(feature: FeatureInput) -> Rows:
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
     checks = functools.partial(_check_indices, feature, axes)
-    return Rows(axes[:-1], row, column, checks)
+    return SampleRows(axes[:-1], row, column, checks)
 
 
 def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check | Bound]:

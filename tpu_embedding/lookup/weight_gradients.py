@@ -9,8 +9,8 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.tables.readers import TableReader
 
 
 def is_watched(value: Any) -> bool:

@@ -11,14 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.writing import Piece, slice_spec
-from tpu_embedding.layout.table_arrays import Rows
-from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving.report import TableReport
+from tpu_embedding.tables.readers import TableReader
+from tpu_embedding.tables.rows import TableRows
 
 SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
 
 
-class GatheredRows(Rows):
+class GatheredRows(TableRows):
     """A variable or tensor [V, D] of the user, on any device."""
 
     def __init__(self, values: Any) -> None:
@@ -44,7 +44,7 @@ class Source:
     """
 
     name: str
-    rows: Rows
+    rows: TableRows
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -9,21 +9,21 @@ import tensorflow as tf
 
 from tpu_embedding import distribution
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
-from tpu_embedding.engines.variables import (
-    TableVariables,
-    create_variables,
-    named_variables,
-    variable_rows,
-)
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.layout.table_arrays import MutableRows
-from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.serving.lookup import (
     FeatureLookup,
     features_at,
     look_up_structure,
     plan_of,
+)
+from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.variables import (
+    TableVariables,
+    create_variables,
+    named_variables,
+    variable_rows,
 )
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
@@ -168,7 +168,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     def _table_names(self) -> list[str]:
         return [spec.name for spec in self._plan.tables]
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableRows]]:
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_rows`."""
         return {
             spec.name: dict(variable_rows(spec, table))

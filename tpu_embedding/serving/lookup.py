@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, make_plan
-from tpu_embedding.lookup.combine import VariableReader
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
+from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tf_configs import ConvertedFeatures, convert_features
 
 # AutoGraph has nothing to convert in these functions.

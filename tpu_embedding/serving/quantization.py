@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
-from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving.conversion import Converted, ConvertedTable, Source
+from tpu_embedding.tables.readers import TableReader
 
 _BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 

@@ -31,9 +31,9 @@ from tpu_embedding.checkpoint.writing import (
     part_bytes,
     write_parts,
 )
-from tpu_embedding.lookup.combine import TableReader
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
 from tpu_embedding.serving.report import TableReport, unchanged
+from tpu_embedding.tables.readers import TableReader
 
 _SCRATCH = ".tpu_embedding_unfinished"
 _COMPLETE = "saved_model.pb"

@@ -14,11 +14,6 @@ import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines import errors as engine_errors
-from tpu_embedding.engines.variables import (
-    combiner_weights,
-    create_state,
-    variable_name,
-)
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
@@ -28,6 +23,8 @@ from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.optimizers import CustomOptimizer
+from tpu_embedding.tables.initial import combiner_values
+from tpu_embedding.tables.variables import create_state, variable_name
 
 
 class Found(NamedTuple):
@@ -63,7 +60,7 @@ class Combiners:
             if combiner is not None:
                 name = f"{table.name}/{combiner.CUSTOM_COMBINER_SLOT_NAME}"
                 self._weights[table.index] = create_state(
-                    variable_name(name), combiner_weights(name, combiner)
+                    variable_name(name), combiner_values(name, combiner).whole()
                 )
                 self._of_features |= dict.fromkeys(table.features, combiner)
         self._sizes = [int(w.shape[0] or 0) for w in self._weights.values()]

@@ -29,14 +29,15 @@ from tpu_embedding.engines.portable.stacks import read_stacks, write_stack
 from tpu_embedding.engines.portable.sums import NestQueue, Sums, Update
 from tpu_embedding.engines.portable.tables import CountedUpdate, update_table
 from tpu_embedding.engines.telemetry import Counts, Recorder
-from tpu_embedding.engines.variables import create_state
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.lookup.combine import VariableReader, look_up, reader_of
+from tpu_embedding.lookup.combine import look_up, reader_of
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, first
+from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.variables import create_state
 
 _MAX_UPDATES = 1024  # Gradients of one replica that may wait for other replicas.
 _PARTIAL = (

@@ -10,9 +10,9 @@ import tensorflow as tf
 from tpu_embedding.engines.portable.sums import Sums, TableSums
 from tpu_embedding.engines.rates import TableNumbers
 from tpu_embedding.engines.telemetry import Recorder
-from tpu_embedding.engines.variables import TableVariables
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.optimizers.base import ArrayOps, apply_rule
+from tpu_embedding.tables.variables import TableVariables
 
 _ROTATIONS = (
     ((10, 26), (11, 21), (13, 27), (23, 5)),

@@ -22,7 +22,6 @@ from tpu_embedding.engines.base import (
     TracedTicket,
 )
 from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.sharded_array import ShardedArray
 from tpu_embedding.engines.sparse_core import host_to_device, ops
 from tpu_embedding.engines.sparse_core.custom import CustomFunctions, functions_of
 from tpu_embedding.engines.sparse_core.state import (
@@ -47,8 +46,9 @@ from tpu_embedding.layout.partitioning import (
 )
 from tpu_embedding.layout.plan import UPDATES, FeatureSpec, Plan
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
-from tpu_embedding.layout.table_arrays import checkpoint_name
 from tpu_embedding.preprocessing import PartitionOptions, partition
+from tpu_embedding.tables.rows import checkpoint_name
+from tpu_embedding.tables.trackable import ShardedArray
 
 # By stack name, the inputs of an update op.
 UpdateInputs = Mapping[str, Mapping[str, tf.Tensor]]

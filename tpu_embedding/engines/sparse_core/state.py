@@ -17,28 +17,27 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.base import EngineOptions, TableArrays
-from tpu_embedding.engines.full_table_view import ShardedReader
-from tpu_embedding.engines.variables import (
-    ShardInfo,
-    VariableRows,
-    combiner_weights,
-    initial_rows,
-    initial_value,
-    initializer_of,
-    slot_initializer,
-    takes_shard_info,
-    variable_name,
-)
 from tpu_embedding.layout.stacking import Layout, Stack, TableLayout
-from tpu_embedding.layout.table_arrays import (
+from tpu_embedding.optimizers import Slot
+from tpu_embedding.tables.initial import (
+    FirstValues,
+    ShardInfo,
+    combiner_values,
+    initial_rows,
+    slot_values,
+    table_values,
+)
+from tpu_embedding.tables.readers import PartsReader
+from tpu_embedding.tables.rows import (
     PARAMETERS,
     InitialValue,
-    JoinedRows,
-    MutableRows,
-    MutableUnstackedRows,
+    MutableTableRows,
+    RowsOfParts,
     checkpoint_name,
+    joined,
+    unstacked,
 )
-from tpu_embedding.optimizers import Slot
+from tpu_embedding.tables.variables import VariableRows, variable_name
 
 # The options of the engines that `tracing_only` has seen, or None outside of it.
 _tracing_only: list[EngineOptions] | None = None
@@ -112,20 +111,20 @@ class StackState:
             return tf.zeros([0])
         return self.combiner_weights.read_value()
 
-    def rows(self, array: str) -> JoinedRows:
+    def rows(self, array: str) -> RowsOfParts:
         """Returns the whole stack, or one of its slots, from all devices."""
         start = self.initial_values.get(array)
         parts = [VariableRows(part, start) for part in self.arrays[array].values]
-        return JoinedRows(parts, start)
+        return joined(parts, start)
 
     def tables(self) -> Iterator[tuple[int, TableArrays]]:
         """Yields the index of each table in the plan, and the table without padding."""
         for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
             rows = self.rows_of_table(layout)
             row_of = functools.partial(
-                layout.sharding.stack_row, rows_per_shard=self.stack.rows_per_shard
+                layout.partition.stacked, height=self.stack.rows_per_shard
             )
-            reader = ShardedReader(
+            reader = PartsReader(
                 self.parameters.values, row_of, layout.unsharded_shape[1]
             )
             yield (
@@ -138,14 +137,14 @@ class StackState:
                 ),
             )
 
-    def rows_of_table(self, layout: TableLayout) -> dict[str, MutableRows]:
+    def rows_of_table(self, layout: TableLayout) -> dict[str, MutableTableRows]:
         """Returns the parameters and slots of one table without padding."""
         return {
-            array: MutableUnstackedRows(rows, layout, rows.initial_value)
+            array: unstacked(rows, layout, rows.initial_value)
             for array, rows in ((array, self.rows(array)) for array in self.arrays)
         }
 
-    def _values(self, rows: Mapping[str, MutableRows]) -> dict[str, tf.Tensor]:
+    def _values(self, rows: Mapping[str, MutableTableRows]) -> dict[str, tf.Tensor]:
         values = {array: tf.constant(own.numpy()) for array, own in rows.items()}
         if self.combiner_weights is not None:
             slot = CustomCombiner.CUSTOM_COMBINER_SLOT_NAME
@@ -155,7 +154,7 @@ class StackState:
 
     def _shards(self, layout: TableLayout) -> list[tuple[str, tf.Tensor]]:
         vocabulary, dim = layout.unsharded_shape
-        rows = layout.sharding.stack_row(
+        rows = layout.partition.stacked(
             np.arange(vocabulary), self.stack.rows_per_shard
         )
         devices, local = np.divmod(rows, self.stack.rows_per_device)
@@ -236,7 +235,7 @@ def _create_combiner_weights(name: str, combiner: CustomCombiner | None) -> Any:
     if combiner is None or combiner.num_weights == 0:
         return None
     full_name = f"{name}/{combiner.CUSTOM_COMBINER_SLOT_NAME}"
-    start = combiner_weights(full_name, combiner)
+    start = combiner_values(full_name, combiner).whole()
     return create_local(
         full_name, lambda: start, tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
@@ -257,15 +256,12 @@ def _fill_slots(options: EngineOptions, state: StackState) -> None:
         assert spec.optimizer is not None
         for slot in spec.optimizer.slots:
             if callable(slot.initial_value):
-                rows = arrays[slot.name]
-                name = checkpoint_name(spec.name, slot.name)
-                value = initial_value(
-                    name,
-                    rows.shape,
-                    functools.partial(slot_initializer(slot), rows.shape),
-                ).numpy()
-                for start, stop in rows.slices():
-                    rows.write(start, value[start:stop])
+                _write(arrays[slot.name], slot_values(spec, slot).whole())
+
+
+def _write(rows: MutableTableRows, values: tf.Tensor) -> None:
+    for start, stop in rows.slices():
+        rows.write(start, values[start:stop].numpy())
 
 
 def fill_tables(options: EngineOptions, states: Sequence[StackState]) -> None:
@@ -292,26 +288,18 @@ def _fill_one_by_one(options: EngineOptions, states: Sequence[StackState]) -> No
     }
     for spec in options.plan.tables:
         stack, layout, rows = places[spec.index]
-        initializer = initializer_of(spec)
-        if takes_shard_info(initializer):
-            _fill_by_device(initializer, stack, layout, rows)
-            continue
-        shape = (spec.config.vocabulary_size, spec.config.dim)
-        value = initial_value(
-            spec.name,
-            shape,
-            lambda call=initializer, shape=shape: call(shape, dtype=tf.float32),
-        )
-        table = MutableUnstackedRows(rows, layout)
-        for start, stop in table.slices():
-            table.write(start, value[start:stop].numpy())
+        values = table_values(spec)
+        if values.takes_shard_info:
+            _fill_by_device(values, stack, layout, rows)
+        else:
+            _write(unstacked(rows, layout), values.whole())
 
 
 def _fill_by_device(
-    initializer: Callable[..., Any],
+    values: FirstValues,
     stack: Stack,
     layout: TableLayout,
-    rows: MutableRows,
+    rows: MutableTableRows,
 ) -> None:
     """Calls the initializer for the part of each device, as TensorFlow's class does.
 
@@ -322,14 +310,9 @@ def _fill_by_device(
     height = total // layout.num_sparse_cores
     for device in range(layout.num_partitions):
         offset = (device * cores - layout.sparse_core_shard_rotation) * height % total
-        info = ShardInfo((cores * height, width), (offset, 0))
-        part = initial_value(
-            layout.table_name,
-            (cores * height, width),
-            lambda info=info: initializer(
-                (total, width), dtype=tf.float32, shard_info=info
-            ),
-        )
+        shape = (cores * height, width)
+        info = ShardInfo(shape, (offset, 0))
+        part = values.part(shape, (total, width), shard_info=info)
         for core in range(cores):
             shard = (device * cores + core) * stack.rows_per_shard
             begin = shard + layout.sparse_core_shard_row_offset
@@ -340,12 +323,7 @@ def _fill_at_once(options: EngineOptions, states: Sequence[StackState]) -> None:
     """Fills whole parts with the initializer of the first table of each stack."""
     for state in states:
         stack, rows = state.stack, state.rows(PARAMETERS)
-        initializer = initializer_of(options.plan.tables[stack.tables[0]])
+        values = table_values(options.plan.tables[stack.tables[0]])
         shape = (stack.rows_per_device, stack.width)
         for device in range(stack.num_devices):
-            part = initial_value(
-                stack.name,
-                shape,
-                lambda call=initializer, shape=shape: call(shape, dtype=tf.float32),
-            )
-            rows.write(device * shape[0], part.numpy())
+            rows.write(device * shape[0], values.part(shape).numpy())

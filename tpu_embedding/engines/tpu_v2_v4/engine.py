@@ -25,7 +25,6 @@ from tpu_embedding.engines.base import (
     TracedTicket,
 )
 from tpu_embedding.engines.cpu_base import lay_out_whole
-from tpu_embedding.engines.full_table_view import ShardedReader
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
@@ -36,7 +35,8 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.layout.table_arrays import PARAMETERS, by_checkpoint_name
+from tpu_embedding.tables.readers import PartsReader
+from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 
 _INITIALIZED_AGAIN = (
     "The tables of this embedding are gone: the TPU was initialized again after the "
@@ -251,7 +251,7 @@ class TPUV2V4Engine(Engine):
         return {
             spec.name: TableArrays(
                 rows={name: array.rows() for name, array in table.arrays.items()},
-                reader=ShardedReader(
+                reader=PartsReader(
                     table.arrays[PARAMETERS].shards, lambda ids: ids, spec.config.dim
                 ),
                 values=functools.partial(_values_while_saving, table),

@@ -14,23 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.distribution import TPUSystem
-from tpu_embedding.engines.sharded_array import ShardedArray
-from tpu_embedding.engines.variables import (
-    ShardInfo,
-    VariableRows,
-    create_state,
-    initial_value,
-    initializer_of,
-    takes_shard_info,
-    user_slots,
-)
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.layout.table_arrays import (
+from tpu_embedding.tables.initial import ShardInfo, slot_values, table_values
+from tpu_embedding.tables.rows import (
     PARAMETERS,
-    JoinedRows,
-    MutableRows,
-    checkpoint_name,
+    MutableTableRows,
+    joined,
 )
+from tpu_embedding.tables.trackable import ShardedArray
+from tpu_embedding.tables.variables import VariableRows, create_state, user_slots
 
 
 class HostArray(ShardedArray):
@@ -46,10 +38,10 @@ class HostArray(ShardedArray):
         super().__init__(shards, on_restore)
         self._initial_value = initial_value
 
-    def rows(self) -> MutableRows:
+    def rows(self) -> MutableTableRows:
         """Returns all rows. After writing them, the TPU must be loaded."""
         parts = [VariableRows(shard, self._initial_value) for shard in self.shards]
-        return JoinedRows(parts, self._initial_value)
+        return joined(parts, self._initial_value)
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
         # A NotImplementedError would make TensorFlow leave out the table.
@@ -153,14 +145,13 @@ def _create_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Vari
     assert spec.optimizer is not None
     if spec.optimizer.slot_variable_creation_fn is not None:
         return user_slots(spec, parameters)
-    rows, dim = parameters.shape
-    return {
-        slot.name: create_state(
-            checkpoint_name(spec.name, slot.name),
-            tf.fill((rows, 1 if slot.per_row else dim), float(slot.initial_value)),
-        )
-        for slot in spec.optimizer.slots
-    }
+    rows: Any = parameters.shape[0]
+    made = {}
+    for slot in spec.optimizer.slots:
+        values = slot_values(spec, slot)
+        part = values.part((rows, values.shape[1]))
+        made[slot.name] = create_state(values.name, part)
+    return made
 
 
 def _heights(rows: int, num_hosts: int) -> list[int]:
@@ -175,19 +166,12 @@ def _parameters(spec: TableSpec, heights: Sequence[int]) -> list[tf.Tensor]:
 
     As in TensorFlow, an initializer that takes `shard_info` is called for each shard.
     """
-    initializer = initializer_of(spec)
-    rows, dim = spec.config.vocabulary_size, spec.config.dim
-
-    def part(height: int, **arguments: Any) -> tf.Tensor:
-        shape = (height, dim)
-        return initial_value(
-            spec.name, shape, lambda: initializer(shape, dtype=tf.float32, **arguments)
-        )
-
-    if not takes_shard_info(initializer):
-        return tf.split(part(rows), heights)
+    values = table_values(spec)
+    if not values.takes_shard_info:
+        return tf.split(values.whole(), heights)
+    shapes = [(height, spec.config.dim) for height in heights]
     starts = itertools.accumulate(heights, initial=0)
     return [
-        part(height, shard_info=ShardInfo((height, dim), (start, 0)))
-        for start, height in zip(starts, heights, strict=False)
+        values.part(shape, shard_info=ShardInfo(shape, (start, 0)))
+        for start, shape in zip(starts, shapes, strict=False)
     ]

@@ -1,0 +1,188 @@
+"""What tables and slots start as, whole or any rows of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.trackable import base
+
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.initializers import ReadRows, default_initializer
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.optimizers import Slot
+from tpu_embedding.tables.rows import InitialValue, checkpoint_name
+
+# What an initializer that takes `shard_info` is told of its part of a table.
+ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstValues:
+    """What a table, a slot or the weights of a combiner start as.
+
+    Attributes:
+      name: Its name in checkpoints.
+      shape: Its shape, [V, D] of a table.
+      initializer: A callable of (shape, dtype=dtype), often the user's. If it has
+        `by_rows`, that is as `RowIdInitializer.by_rows`.
+      dtype: For bfloat16 an initializer may give float32 all the same, which is rounded
+        to the nearest.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    initializer: Callable[..., Any]
+    dtype: tf.DType = tf.float32
+
+    def whole(self) -> tf.Tensor:
+        """All values, by one call of the initializer.
+
+        Raises:
+          ValueError: If it returns another shape than it is given.
+        """
+        return self.part(self.shape)
+
+    def part(
+        self,
+        shape: tuple[int, ...],
+        asked: tuple[int, ...] | None = None,
+        **arguments: Any,
+    ) -> tf.Tensor:
+        """What the initializer makes of a part.
+
+        Args:
+          shape: The part's.
+          asked: The shape that the initializer is given, if that is another.
+          **arguments: Of the initializer, e.g. `shard_info`.
+
+        Raises:
+          ValueError: If it returns another shape.
+        """
+        made = self.initializer(asked or shape, dtype=self.dtype, **arguments)
+        return self._checked(made, shape)
+
+    def reader(self, device: str) -> Callable[[range], tf.Tensor]:
+        """Returns what makes any rows on the device where it is called.
+
+        Args:
+          device: Where an initializer without `by_rows` makes the whole table now.
+
+        Raises:
+          ValueError: As `whole`, here or by what is returned.
+        """
+        if hasattr(self.initializer, "by_rows"):
+            by_rows: Any = self.initializer
+            make = by_rows.by_rows(self.shape, dtype=self.dtype)
+
+            def read_made(rows: range) -> tf.Tensor:
+                start, stop = rows.start, rows[-1] + 1
+                shape = (stop - start, *self.shape[1:])
+                return self._checked(make(start, stop), shape)[:: rows.step]
+
+            return read_made
+        with tf.device(device):
+            whole = self.whole()
+
+        def read(rows: range) -> tf.Tensor:
+            with tf.device(device):
+                return whole[rows.start : rows[-1] + 1 : rows.step]
+
+        return read
+
+    @property
+    def takes_shard_info(self) -> bool:
+        """Whether the initializer is to be called for each part of a table."""
+        signature = _signature(self.initializer)
+        return signature is not None and "shard_info" in signature.parameters
+
+    def _checked(self, value: Any, shape: tuple[int, ...]) -> tf.Tensor:
+        if self.dtype != tf.float32:
+            value = tf.cast(value, self.dtype)
+        value = tf.convert_to_tensor(value, self.dtype)
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"The initializer of {self.name} must return the shape that it is "
+                f"given, {shape}. Received: {tuple(value.shape)}."
+            )
+        return value
+
+
+def table_values(spec: TableSpec) -> FirstValues:
+    """What a table starts as.
+
+    Raises:
+      TypeError: If its initializer cannot be called as initializers are.
+    """
+    config = spec.config
+    dtype = tf.as_dtype(config.dtype)
+    initializer = config.initializer or default_initializer(config.dim)
+    signature = _signature(initializer)
+    if signature is not None:
+        part = {"shard_info": None} if "shard_info" in signature.parameters else {}
+        try:
+            signature.bind((1, 1), dtype=dtype, **part)
+        except TypeError as error:
+            raise TypeError(
+                f"The initializer of {spec.name} is called as initializer(shape, "
+                f"dtype=tf.float32), which {initializer!r} does not accept: {error}. "
+                "Write it as `def initializer(shape, dtype)`."
+            ) from error
+    shape = (config.vocabulary_size, config.dim)
+    return FirstValues(spec.name, shape, initializer, dtype)
+
+
+def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
+    """What a slot of a table starts as."""
+    shape = (spec.config.vocabulary_size, 1 if slot.per_row else spec.config.dim)
+    return FirstValues(checkpoint_name(spec.name, slot.name), shape, _start(slot))
+
+
+def combiner_values(name: str, combiner: CustomCombiner) -> FirstValues:
+    """What the weights of a custom combiner start as, float32 [num_weights]."""
+    initializer = combiner.initializer or _Constant(0.0)
+    return FirstValues(name, (combiner.num_weights,), initializer)
+
+
+def initial_rows(slot: Slot) -> InitialValue:
+    """What rows of a slot start as, as `MutableTableRows` has it."""
+    if not callable(slot.initial_value):
+        return slot.initial_value
+    return lambda shape: _start(slot)(shape, dtype=tf.float32).numpy()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """An initializer."""
+
+    value: float
+
+    def __call__(self, shape: Any, dtype: tf.DType) -> tf.Tensor:
+        return tf.fill(shape, tf.cast(self.value, dtype))
+
+    def by_rows(self, shape: Any, dtype: tf.DType) -> ReadRows:
+        return lambda start, stop: self((stop - start, *shape[1:]), dtype)
+
+
+def _start(slot: Slot) -> Callable[..., tf.Tensor]:
+    """The initializer of a slot, a callable of ([V, D] or [V, 1], dtype)."""
+    start = slot.initial_value
+    if not callable(start):
+        return _Constant(start)
+
+    def initialize(shape: tuple[int, int], dtype: tf.DType) -> tf.Tensor:
+        # To the user a slot with one number for each row is a vector.
+        value: Any = start(shape[:1] if slot.per_row else shape, dtype=dtype)
+        return tf.reshape(value, shape)
+
+    return initialize
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None  # Some built-ins have none.

@@ -1,0 +1,180 @@
+"""Tables and slots in parts that are one variable each in TensorFlow's checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.training.saving import saveable_object_util
+
+from tpu_embedding.layout.plan import UPDATES
+
+_KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
+
+
+class ShardedArray(tf.__internal__.tracking.Trackable):
+    """A table, stack or slot whose variables are one below the other.
+
+    TensorFlow's classes also save slices through saveables: the newer
+    `_serialize_to_tensors` can restore only one slice of a tensor.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[tf.Variable],
+        on_restore: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stores the arguments.
+
+        Args:
+          shards: The variables, in order, of the same width.
+          on_restore: Called after a checkpoint was restored into a variable.
+        """
+        self.shards = list(shards)
+        self._on_restore = on_restore
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        def savers(name: str) -> list[Any]:
+            shards = zip(self._slices(), self.shards, strict=True)
+            return [_Saver(shard, s, name, self._on_restore) for s, shard in shards]
+
+        return {_KEY: savers}
+
+    def _slices(self) -> list[str]:
+        """Returns the slice of each shard in the format of SaveV2; "" for all rows."""
+        if len(self.shards) == 1:
+            return [""]
+        shapes: list[Any] = [tuple(shard.shape) for shard in self.shards]
+        heights, width = [height for height, _ in shapes], shapes[0][1]
+        starts = itertools.accumulate(heights, initial=0)
+        return [
+            f"{sum(heights)} {width} {start},{height}:0,{width}"
+            for start, height in zip(starts, heights, strict=False)
+        ]
+
+
+class _Saver(saveable_object_util.ResourceVariableSaveable):
+    """Saves and restores one shard."""
+
+    def __init__(
+        self, shard: Any, where: str, name: str, on_restore: Callable[[], None]
+    ) -> None:
+        super().__init__(shard, where, name)
+        self._on_restore = on_restore
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        """Assigns the values of a checkpoint."""
+        restored = super().restore(restored_tensors, restored_shapes)
+        self._on_restore()
+        return restored
+
+
+class LogicalVariable(tf.__internal__.tracking.Trackable):
+    """Read, assigned and saved like a variable, outside of graphs and replicas.
+
+    Its checkpoints are those of a variable with the same value.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        read: Callable[[], np.ndarray],
+        write: Callable[[np.ndarray], None],
+    ) -> None:
+        """Takes the functions that read and write the value.
+
+        Args:
+          name: Name in checkpoints.
+          shape: Shape of the value.
+          dtype: Dtype of the value.
+          read: Returns the whole value.
+          write: Replaces the whole value.
+        """
+        self.name = name
+        self.shape = tf.TensorShape(shape)
+        self.dtype = tf.as_dtype(dtype)
+        self._read = read
+        self._write = write
+
+    def numpy(self) -> np.ndarray:
+        """The current value."""
+        self._refuse_graphs()
+        return self._read()
+
+    def read_value(self) -> tf.Tensor:
+        """The current value."""
+        return tf.constant(self.numpy())
+
+    def assign(self, value: Any) -> None:
+        """Replaces the value.
+
+        Raises:
+          ValueError: If the shape differs.
+        """
+        self._refuse_graphs()
+        array = np.asarray(value, self.dtype.as_numpy_dtype)
+        if array.shape != tuple(self.shape):
+            raise ValueError(
+                f"The table or slot {self.name!r} has shape {tuple(self.shape)}. "
+                f"Received: shape {array.shape}."
+            )
+        self._write(array)
+
+    def _refuse_graphs(self) -> None:
+        if tf.inside_function():
+            raise NotImplementedError(
+                f"The table or slot {self.name!r} is stored in parts and is not a "
+                "tf.Variable: it can be read and assigned outside of tf.function and "
+                "strategy.run only. Inside, call the layer."
+            )
+
+    def __repr__(self) -> str:
+        shape, dtype = tuple(self.shape), self.dtype.name
+        return f"<LogicalVariable {self.name!r} shape={shape} dtype={dtype}>"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # The value is a copy already.
+        return np.asarray(self.numpy(), dtype)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.numpy(), dtype, name=name)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {_KEY: self.read_value()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        self.assign(restored_tensors[_KEY])
+
+
+def copied_counter(copies: Sequence[Any]) -> LogicalVariable:
+    """The number of updates, of which there are several copies."""
+    return _CopiedCounter(copies)
+
+
+class _CopiedCounter(LogicalVariable):
+    """Variables that are assigned and restored together; the first one is read."""
+
+    def __init__(self, copies: Sequence[Any]) -> None:
+        self._copies = copies
+        super().__init__(
+            UPDATES,
+            (),
+            np.dtype(np.int64),
+            lambda: np.asarray(copies[0].numpy()),
+            self._write,
+        )
+
+    def _write(self, value: Any) -> None:
+        for copy in self._copies:
+            copy.assign(value)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {_KEY: self._copies[0].read_value()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        self._write(restored_tensors[_KEY])

@@ -1,0 +1,282 @@
+"""Tables and slots as TensorFlow variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.tables.initial import (
+    FirstValues,
+    initial_rows,
+    slot_values,
+    table_values,
+)
+from tpu_embedding.tables.memory import require_memory
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    InitialValue,
+    MutableTableRows,
+    checkpoint_name,
+)
+
+# A variable made here must be *one* variable, whatever the strategy whose scope is
+# open; the class behind tf.Variable is the one way past the scope's creators.
+_ResourceVariable: Any = resource_variable_ops.ResourceVariable
+
+
+@dataclasses.dataclass(frozen=True)
+class TableVariables:
+    """The state of one table.
+
+    Attributes:
+      parameters: [V, D] of the table's dtype.
+      slots: By name, float32 [V, D] or [V, 1].
+    """
+
+    parameters: tf.Variable
+    slots: dict[str, tf.Variable]
+
+
+class VariableRows(MutableTableRows):
+    """A table or slot that is one variable, of which each replica may have a copy.
+
+    Gathers and scatters touch the rows alone; reading the variable would copy it
+    whole once a kernel has updated it in place.
+    """
+
+    def __init__(self, variable: Any, initial_value: InitialValue = None) -> None:
+        super().__init__(variable.shape, np.dtype(variable.dtype.as_numpy_dtype))
+        self._copies = getattr(variable, "values", (variable,))
+        self.initial_value = initial_value
+
+    @property
+    def variable(self) -> tf.Variable | None:
+        return self._copies[0] if len(self._copies) == 1 else None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        variable = self._copies[0]
+        with tf.device(variable.device):
+            rows = tf.raw_ops.ResourceGather(
+                resource=variable.handle,
+                indices=tf.range(start, stop, dtype=tf.int64),
+                dtype=variable.dtype,
+            )
+        return rows.numpy()
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        rows, columns = self.shape
+        assert 0 <= start <= rows - len(values), (start, len(values), rows)
+        assert values.shape[1:] == (columns,), (values.shape, columns)
+        for variable in self._copies:
+            with tf.device(variable.device):
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=variable.handle,
+                    indices=tf.range(start, start + len(values), dtype=tf.int64),
+                    updates=tf.constant(values, variable.dtype),
+                )
+
+
+def variable_rows(
+    spec: TableSpec, variables: TableVariables
+) -> dict[str, MutableTableRows]:
+    """The table as "parameters", and its slots by name."""
+    rows: dict[str, MutableTableRows] = {PARAMETERS: VariableRows(variables.parameters)}
+    for slot in spec.optimizer.slots if spec.optimizer else ():
+        variable = variables.slots[slot.name]
+        rows[slot.name] = VariableRows(variable, initial_rows(slot))
+    return rows
+
+
+# A part of a table: its device, and its rows. None: the whole table.
+Place = tuple[str, range | None]
+
+
+def create_variables(plan: Plan, device: str) -> list[TableVariables]:
+    """Makes the tables and slots of a plan, each one variable.
+
+    Args:
+      plan: The tables.
+      device: Where they are to be.
+
+    Raises:
+      tf.errors.ResourceExhaustedError: If this machine has not the memory.
+    """
+    if _is_here(device):
+        values = [made for spec in plan.tables for made in _all_values(spec)]
+        require_memory({v.name: math.prod(v.shape) * v.dtype.size for v in values})
+    places = [[(device, None)]] * len(plan.tables)
+    return [part for (part,) in create_parts(plan, places)]
+
+
+def create_parts(
+    plan: Plan, places: Sequence[Sequence[Place]]
+) -> list[list[TableVariables]]:
+    """Makes parts of the tables and slots of a plan.
+
+    All tables come before all slots: the random numbers of a table take its size
+    once more while they are made, and the slots then fill that memory. All processes
+    of a job call all initializers, so that random numbers are the same everywhere.
+
+    Args:
+      plan: The tables.
+      places: For each table the parts to make. If `FirstValues.reader` must make a
+        table whole, that is on the device of the first. A part without rows is a
+        variable of one row, which no ID names.
+
+    Returns:
+      For each table its parts.
+    """
+    tables = [
+        [TableVariables(part, {}) for part in _create(table_values(spec), own)]
+        for spec, own in zip(plan.tables, places, strict=True)
+    ]
+    for spec, own, parts in zip(plan.tables, places, tables, strict=True):
+        if spec.optimizer is None:
+            continue
+        if spec.optimizer.slot_variable_creation_fn is not None:
+            for (device, _), part in zip(own, parts, strict=True):
+                with tf.device(device):
+                    part.slots.update(user_slots(spec, part.parameters))
+            continue
+        for slot in spec.optimizer.slots:
+            made = _create(slot_values(spec, slot), own)
+            for part, variable in zip(parts, made, strict=True):
+                part.slots[slot.name] = variable
+    return tables
+
+
+def _create(values: FirstValues, places: Sequence[Place]) -> list[tf.Variable]:
+    """Makes the variable of each part of a table or slot."""
+    first_device, rows = places[0]
+    read = None if rows is None else values.reader(first_device)
+    made = []
+    for device, rows in places:
+        with tf.device(device):
+            made.append(_create_part(values, read, rows))
+    return made
+
+
+_BLOCK_BYTES = 4 << 20  # Of a matrix, for the rows of a part that are made at a time.
+
+
+def _create_part(
+    values: FirstValues,
+    read: Callable[[range], tf.Tensor] | None,
+    rows: range | None,
+) -> tf.Variable:
+    """Makes the variable of some rows on the current device, a few MiB at a time."""
+    name, dim = variable_name(values.name), values.shape[1]
+    if read is None or rows is None:
+        return create_state(name, values.whole, dtype=values.dtype)
+    if not rows:
+        return create_state(name, tf.zeros([1, dim], values.dtype))
+    count = max(1, _BLOCK_BYTES // (dim * values.dtype.size * rows.step))
+    if rows.step == 1 or len(rows) <= count:
+        return create_state(name, read(rows))
+    variable = create_state(name, tf.zeros([len(rows), dim], values.dtype))
+    for first in range(0, len(rows), count):
+        block = rows[first : first + count]
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=variable.handle,
+            indices=tf.range(first, first + len(block), dtype=tf.int64),
+            updates=read(block),
+        )
+    return variable
+
+
+def _all_values(spec: TableSpec) -> Iterator[FirstValues]:
+    yield table_values(spec)
+    for slot in spec.optimizer.slots if spec.optimizer else ():
+        yield slot_values(spec, slot)
+
+
+def _is_here(device: str) -> bool:
+    """Whether a device is in the memory of this machine."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type in (None, "CPU") and spec.job in (None, "localhost")
+
+
+def named_variables(
+    plan: Plan, variables: list[TableVariables]
+) -> Iterator[tuple[str, tf.Variable]]:
+    """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
+    for spec, table in zip(plan.tables, variables, strict=True):
+        yield spec.name, table.parameters
+        for name, slot in table.slots.items():
+            yield checkpoint_name(spec.name, name), slot
+
+
+def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:
+    """Returns the slots of `slot_variable_creation_fn`, checked and in rule order."""
+    assert spec.optimizer is not None
+    create = spec.optimizer.slot_variable_creation_fn
+    assert create is not None
+    wanted = spec.optimizer.slots
+    names = [slot.name for slot in wanted]
+    with tf.variable_creator_scope(_plain_variable):
+        made = create(
+            parameters,
+            names,
+            [tf.constant_initializer(slot.initial_value) for slot in wanted],
+        )
+    for slot in wanted:
+        rows, dim = parameters.shape
+        shape = (rows, 1 if slot.per_row else dim)
+        variable = made.get(slot.name) if isinstance(made, Mapping) else None
+        if (
+            not isinstance(variable, tf.Variable)
+            or variable.dtype != tf.float32
+            or tuple(variable.shape) != shape
+        ):
+            raise ValueError(
+                f"Table {spec.name}: `slot_variable_creation_fn` must return a dict "
+                f"with a float32 variable of shape {shape} under {slot.name!r}. "
+                f"Received: {made!r}."
+            )
+    return {slot.name: made[slot.name] for slot in wanted}
+
+
+def _plain_variable(next_creator: Any, **arguments: Any) -> tf.Variable:
+    """A variable creator that leaves out the strategy's own."""
+    del next_creator
+    return _ResourceVariable(**arguments)
+
+
+def variable_name(name: str) -> str:
+    """The name of a table or slot with "_" for what graphs do not allow in names.
+
+    >>> variable_name("films/velocities"), variable_name("größe")
+    ('films/velocities', 'gr__e')
+    """
+    allowed = re.sub(r"[^\w./>-]", "_", name, flags=re.ASCII)
+    return re.sub(r"^[^A-Za-z0-9.]", "table_", allowed)
+
+
+def create_counter(name: str, device: str) -> tf.Variable:
+    """An int64 scalar at 0, one variable whatever the strategy's scope."""
+    with tf.device(device):
+        return create_state(name, tf.zeros([], tf.int64))
+
+
+def create_state(
+    name: str, value: Any, shape: Any = None, dtype: tf.DType | None = None
+) -> tf.Variable:
+    """One variable whatever the strategy's scope, which is no weight.
+
+    Args:
+      name: Its name.
+      value: The initial value, or a function that returns it.
+      shape: Of the values to come, where that is more than the shape of `value`.
+      dtype: Of the values, where `value` is a function.
+    """
+    return _ResourceVariable(
+        initial_value=value, name=name, trainable=False, shape=shape, dtype=dtype
+    )
