@@ -9,8 +9,10 @@ import pytest
 import tensorflow as tf
 from keras_layer import models
 from keras_layer.trained import ALL_SLOTS, assert_same_bits, make_model
+from keras_layer.version import keras
 
 import tpu_embedding as te
+from tpu_embedding import checkpoint
 from tpu_embedding.keras import TPUEmbedding
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
@@ -33,6 +35,57 @@ def test_checkpoints_fit_under_any_strategy(
     tf.train.Checkpoint(model=other).restore(path).expect_partial()
     assert_same_bits(other, model)
     assert models.state(models.embedding_of(other))["films"][0, 0] == seed % 100
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_save_and_restore_take_a_layer_or_a_model(whole: bool, tmp_path: pathlib.Path):
+    """A vocabulary that grew by a day's new films, and the slots of the old ones."""
+    model, other = make_model(), make_model()
+    layer = models.embedding_of(model)
+    layer._parts.tables.variables()["_updates"].assign(7)
+    for variable in layer.state_of_tables[:-1]:
+        variable.assign(np.random.default_rng(1).normal(size=variable.shape))
+    path = checkpoint.save(model if whole else layer, tmp_path / "saved")
+    checkpoint.restore(other if whole else models.embedding_of(other), path)
+    assert_same_bits(models.state(models.embedding_of(other)), models.state(layer))
+    model.save(tmp_path / "day1.keras")
+    films = te.TableConfig(15, 3, optimizer=te.Adam(), name="films")
+    users = te.TableConfig(7, 2, combiner="sum", name="users")
+    config = models.feature_config({"films": films, "users": users})
+    grown = models.make_model(te.Adagrad(0.2), feature_config=config)
+    given = grown if whole else models.embedding_of(grown)
+    with pytest.raises(ValueError, match=r"Table films has shape \[15, 3\], but in"):
+        checkpoint.restore(given, tmp_path / "day1.keras")
+    checkpoint.restore(given, tmp_path / "day1.keras", resize=True)
+    found = models.state(models.embedding_of(grown))
+    for name, value in models.state(layer).items():
+        if name != "_updates":
+            np.testing.assert_array_equal(found[name][: len(value)], value)
+    with pytest.raises(TypeError, match="also the Keras layer, or a Keras model"):
+        checkpoint.save(keras.layers.Dense(1), tmp_path / "dense")
+    two = keras.Sequential([model, other])
+    with pytest.raises(ValueError, match="several layers with tables: "):
+        checkpoint.save(two, tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["old.keras", "old.weights.h5"])
+def test_tables_of_layers_of_keras_are_restored_by_name(
+    name: str, tmp_path: pathlib.Path
+):
+    inputs = keras.Input((3,)), keras.Input(())
+    films = keras.layers.Embedding(9, 2, name="films")
+    users = keras.layers.Embedding(5, 2, name="people")
+    dense = keras.layers.Dense(2)(films(inputs[0]))
+    old = keras.Model(inputs, [dense, users(inputs[1])])
+    (old.save if name.endswith(".keras") else old.save_weights)(tmp_path / name)
+    tables = {n: te.TableConfig(v, 2, name=n) for n, v in (("films", 9), ("users", 5))}
+    config = {n: te.FeatureConfig(table) for n, table in tables.items()}
+    layer = TPUEmbedding(config, "adagrad")
+    checkpoint.restore(layer, tmp_path / name, rename={"users": "people"})
+    for table, before in ((tables["films"], films), (tables["users"], users)):
+        np.testing.assert_array_equal(
+            layer.embedding_tables[table], before.get_weights()[0]
+        )
 
 
 def test_names_in_checkpoints(tmp_path: pathlib.Path):

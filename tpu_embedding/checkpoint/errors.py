@@ -55,8 +55,9 @@ def not_an_embedding(value: object) -> TypeError:
     """An object without tables that `checkpoint` can read and write."""
     return TypeError(
         "checkpoint.save, checkpoint.restore and `assign` of imported tables take a "
-        f"TPUEmbedding or a TPUEmbeddingV2. Received: {value!r}. tf.train.Checkpoint "
-        "saves and restores others: layers, and TPUEmbeddingForServing."
+        "TPUEmbedding or a TPUEmbeddingV2; the first two also the Keras layer, or a "
+        f"Keras model with one. Received: {value!r}. tf.train.Checkpoint saves and "
+        "restores others, such as TPUEmbeddingForServing."
     )
 
 

@@ -3,8 +3,10 @@
 Keras stores the variables of a layer as `<path of the layer>/vars/<name>`. The names of
 this package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. keras-rs
 (0.4) has one layer for each table under `_default_device_embedding_layers`, with
-numbered variables and the name of the table in the attribute `name` of `vars`. Keras 3
-numbers the slots of its optimizers, so they cannot be assigned to tables.
+numbered variables and the name of the table in the attribute `name` of `vars`. So has
+a keras.layers.Embedding, at `embedding_<number>`: the tables of all of them are read as
+those of the root, by the names of their layers. Keras 3 numbers the slots of its
+optimizers, so they cannot be assigned to tables.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import urllib.parse
 import zipfile
 from collections.abc import Collection, Iterator
@@ -31,6 +34,8 @@ from tpu_embedding.tables.rows import TableRows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
 _WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
+_PLAIN = ""  # Where the tables of all keras.layers.Embedding are.
+_EMBEDDING = re.compile(r"embedding(_\d+)?")  # Keras names folders after classes.
 _TABLES = "/_default_device_embedding_layers/"
 
 
@@ -55,12 +60,16 @@ def read_keras(
         elif table and len(item.shape) == 2:
             rows = _DatasetRows(item, weights, name)
             holders.setdefault(layer, {})[table] = rows
+    # A model may have such layers beside one whose tables are meant.
+    plain = holders.pop(_PLAIN, {})
+    if plain and (not holders or {*tables} & {*plain}):
+        holders[_PLAIN] = plain
     if not holders:
         raise ValueError(
-            f"{path} has no tables of tpu_embedding's Keras layer, nor of a "
-            "keras_rs.layers.DistributedEmbedding on a CPU or GPU. Tables on a "
-            "SparseCore are stored stacked and without a record of how: save them with "
-            "get_embedding_tables() and numpy.savez."
+            f"{path} has no tables of tpu_embedding's Keras layer, of a "
+            "keras.layers.Embedding, nor of a keras_rs.layers.DistributedEmbedding on "
+            "a CPU or GPU. Tables on a SparseCore are stored stacked and without a "
+            "record of how: save them with get_embedding_tables() and numpy.savez."
         )
     grouped = {layer: group_tables(rows, tables) for layer, rows in holders.items()}
     layer = choose_root(path, root, tables, grouped)
@@ -140,6 +149,8 @@ def _place(name: str, item: _Dataset) -> tuple[str, str]:
     layer, of_keras_rs, _ = f"/{owner}".partition(_TABLES)
     if of_keras_rs:
         return layer.removeprefix("/"), item.layer
+    if _EMBEDDING.fullmatch(owner.rpartition("/")[2]) and variable == "0":
+        return _PLAIN, item.layer
     if owner and not variable.isdigit():
         return owner, urllib.parse.unquote(variable)
     return owner, ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.restoring import Job
-from tpu_embedding.checkpoint.trackable import TrackableTables
+from tpu_embedding.checkpoint.trackable import SavesTables
 from tpu_embedding.checkpoint.writing import (
     NoProgress,
     Progress,
@@ -29,7 +30,7 @@ _SILENT = NoProgress()
 
 
 def save(
-    embedding: TrackableTables,
+    embedding: Any,
     path: str | os.PathLike[str],
     *,
     root: str = DEFAULT_ROOT,
@@ -49,7 +50,8 @@ def save(
     Each writes its part of the one checkpoint.
 
     Args:
-      embedding: An embedding. Built first if it is not built yet.
+      embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, or a Keras model with
+        one such layer. Built first if it is not built yet.
       path: The prefix of the new checkpoint.
       root: Name of the object in the checkpoint; "model/embedding" for an attribute.
       slots: False saves the tables alone.
@@ -71,8 +73,7 @@ def save(
       ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
         processes of a job pass different arguments.
     """
-    if not isinstance(embedding, TrackableTables):
-        raise errors.not_an_embedding(embedding)
+    embedding = _saved_object(embedding)
     if not isinstance(slots, bool):
         raise argument_type("slots", slots, "a bool")
     if layouts is not None:
@@ -105,7 +106,7 @@ def save(
 
 
 def restore(
-    embedding: TrackableTables,
+    embedding: Any,
     path: str | os.PathLike[str],
     *,
     root: str | None = None,
@@ -122,7 +123,8 @@ def restore(
     initial value, with one warning.
 
     Args:
-      embedding: An embedding. Built first if it is not built yet.
+      embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, or a Keras model with
+        one such layer. Built first if it is not built yet.
       path: As for `read`.
       root: As for `read`.
       tables: Names of the embedding's tables to restore; None restores all tables.
@@ -146,8 +148,7 @@ def restore(
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
-    if not isinstance(embedding, TrackableTables):
-        raise errors.not_an_embedding(embedding)
+    embedding = _saved_object(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")
     live = embedding.checkpoint_targets()
@@ -177,6 +178,23 @@ def restore(
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)
     return source
+
+
+def _saved_object(value: Any) -> SavesTables:
+    """The embedding or layer itself, or the only such layer of a Keras model."""
+    if isinstance(value, SavesTables):
+        return value
+    layers = value._flatten_layers() if hasattr(value, "_flatten_layers") else ()
+    found = [layer for layer in layers if isinstance(layer, SavesTables)]
+    if len(found) > 1:
+        names = ", ".join(getattr(layer, "name", "") for layer in found)
+        raise ValueError(
+            f"The model has several layers with tables: {names}. Pass one of them, "
+            "e.g. `model.get_layer(name)`."
+        )
+    if not found:
+        raise errors.not_an_embedding(value)
+    return found[0]
 
 
 def _require(value: object, kind: type, argument: str, expected: str) -> None:

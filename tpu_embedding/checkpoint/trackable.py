@@ -183,7 +183,15 @@ def _root_to_convert(
     )
 
 
-class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
+class SavesTables(RestoresLayouts):
+    """An object that `checkpoint.save` and `restore` take."""
+
+    @abc.abstractmethod
+    def checkpoint_updates(self) -> tf.Variable | None:
+        """Internal: the number of updates, if a rate or bfloat16 table needs it."""
+
+
+class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
     """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
 
     The pending update of a pipelined embedding is applied before any value is read.
@@ -230,7 +238,7 @@ class TrackableTables(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> tf.Variable | None:
-        """Internal: the number of updates, if a rate or bfloat16 table needs it."""
+        """Internal: see `SavesTables.checkpoint_updates`."""
         return self._create_engine().updates()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:

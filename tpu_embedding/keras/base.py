@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding import distribution
-from tpu_embedding.checkpoint.trackable import RestoresLayouts
+from tpu_embedding.checkpoint.trackable import SavesTables
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
@@ -30,6 +30,7 @@ from tpu_embedding.keras.loss_scale import (
     loss_scale_missing,
 )
 from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.optimizers.base import check_flag
 from tpu_embedding.tables.rows import MutableTableRows
 
@@ -66,7 +67,7 @@ class _Parts:
     tables: EngineTrainedTables | KerasTrainedTables
 
 
-class EmbeddingLayer(RestoresLayouts):
+class EmbeddingLayer(SavesTables):
     """Base of the layer; the other base is `Layer` of `keras_api`.
 
     Subclasses call `_configure` in the constructor, and `_build_tables` and `_look_up`
@@ -114,6 +115,11 @@ class EmbeddingLayer(RestoresLayouts):
     @property
     def _table_names(self) -> list[str]:
         return [spec.name for spec in self._parts.features.plan.tables]
+
+    def checkpoint_updates(self) -> Any:
+        """Internal: see `SavesTables.checkpoint_updates`."""
+        self._ensure_built()
+        return self._parts.tables.variables().get(UPDATES)
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """Internal: see `RestoresLayouts.checkpoint_rows`."""
