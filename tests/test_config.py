@@ -59,7 +59,7 @@ BAD_TABLE_ARGUMENTS: list[tuple[str, Any]] = [
     ("vocabulary_size", None),
     ("dim", 0),
     ("dim", 1.5),
-    ("initializer", "zeros"),
+    ("initializer", 1.0),
     ("combiner", "max"),
     ("combiner", None),
     ("dtype", tf.float64),

@@ -141,6 +141,18 @@ for refused in (
 """
 
 
+def test_a_program_may_begin_with_its_data(tmp_path: pathlib.Path):
+    (tmp_path / "program.py").write_text(
+        "import tensorflow as tf\n"
+        "data = tf.data.Dataset.range(4)\n"
+        "print(tf.distribute.TPUStrategy().num_replicas_in_sync)\n"
+    )
+    program = str(tmp_path / "program.py")
+    done = run("-m", "tpu_embedding", "run", "--on", "v4:2", program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "2\n"
+
+
 def test_what_is_not_carried_is_refused_by_name(tmp_path: pathlib.Path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run(str(tmp_path / "program.py"))

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tpu_embedding as te
+import tpu_embedding.keras
 from tpu_embedding import initializers
 
 
@@ -27,6 +29,23 @@ def test_default_equals_tensorflow_s_default_under_one_seed() -> None:
     tf.random.set_seed(5)
     actual = initializers.default_initializer(16)([100, 16], dtype=tf.float32)
     np.testing.assert_array_equal(actual, expected)
+
+
+def test_names_of_keras_are_taken() -> None:
+    def table_of(initializer: str) -> np.ndarray:
+        table = te.TableConfig(4, 2, initializer, name="films")
+        embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD())
+        embedding.build()
+        return embedding.embedding_tables[table].numpy()
+
+    np.testing.assert_array_equal(table_of("ones"), np.ones((4, 2)))
+    assert 0 < np.abs(table_of("uniform")).max() <= 0.05
+    with pytest.raises(ValueError, match=r"Table films: Keras has no .* called 'onse'"):
+        table_of("onse")
+    layer = te.keras.TPUEmbedding(te.FeatureConfig(te.TableConfig(4, 2, "ones")), None)
+    copy = te.keras.TPUEmbedding.from_config(layer.get_config())
+    (table,) = copy.embedding_tables.values()
+    np.testing.assert_array_equal(table, np.ones((4, 2)))
 
 
 def test_default_draws_anew_for_each_table() -> None:

@@ -118,10 +118,10 @@ class TableConfig(_ChangeableUntilUsed):
     Attributes:
       vocabulary_size: Number of rows V.
       dim: Number of columns D.
-      initializer: A callable of (shape, dtype) that returns the whole table, or
-        None: truncated normal, mean 0, standard deviation 1 / sqrt(dim). One with a
-        method `by_rows`, as RowIdInitializer has, may make the rows of each server or
-        process there.
+      initializer: A callable of (shape, dtype) that returns the whole table, the name
+        of one of Keras, such as "uniform", or None: truncated normal, mean 0, standard
+        deviation 1 / sqrt(dim). One with a method `by_rows`, as RowIdInitializer has,
+        may make the rows of each server or process there.
       optimizer: Overrides the optimizer of the whole embedding. It is not checked
         here, because the Keras layer also accepts names and Keras optimizers.
       combiner: "mean", "sum" or "sqrtn", or a CustomCombiner of this package or of
@@ -150,7 +150,7 @@ class TableConfig(_ChangeableUntilUsed):
 
     vocabulary_size: int
     dim: int
-    initializer: Callable[..., Any] | None = None
+    initializer: Callable[..., Any] | str | None = None
     optimizer: Any = None
     combiner: Any = "mean"
     name: str | None = None
@@ -168,9 +168,10 @@ class TableConfig(_ChangeableUntilUsed):
         ):
             if not _is_int(size) or size < 1:
                 raise errors.argument_int(argument, size, smallest=1)
-        if self.initializer is not None and not callable(self.initializer):
+        named = self.initializer is None or isinstance(self.initializer, str)
+        if not named and not callable(self.initializer):
             raise errors.argument_value(
-                "initializer", self.initializer, "None or a callable"
+                "initializer", self.initializer, "None, a callable or a name of Keras"
             )
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)

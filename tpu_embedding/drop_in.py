@@ -586,6 +586,10 @@ def prepare(
             file=sys.stderr,
         )
     install(on)
+    if _devices() > 1:
+        from tpu_embedding.testing.strategy import create_devices
+
+        create_devices(_devices(), f"--on {on}")  # Before the program runs anything.
     sys.argv = [str(path) if module else target, *arguments]
     if sys.flags.safe_path:  # Then no folder of a program is first.
         sys.path.insert(0, "")

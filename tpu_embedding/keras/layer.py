@@ -65,9 +65,9 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
             of them, of this package or of tf.tpu.experimental.embedding.
           optimizer: For tables without their own: an optimizer of this package, of
             tf.tpu.experimental.embedding, of Keras 3 or tf_keras (see
-            `translate_keras_optimizer`), or "sgd", "adagrad" (with a learning rate of
-            0.001, as in Keras), "adam" or "ftrl" for those of this package. None:
-            lookups only. TableConfig.optimizer accepts the same.
+            `tpu_embedding.keras.translate_keras_optimizer`), or "sgd", "adagrad" (with
+            a learning rate of 0.001, as in Keras), "adam" or "ftrl" for those of this
+            package. None: lookups only. TableConfig.optimizer accepts the same.
           pipeline_execution_with_tensor_core: On TPU v2 to v4, delay each update by
             one step. Elsewhere the layer logs a warning and updates at once.
           batch_size: The global size of every batch, or None for any. Exported graphs

@@ -116,10 +116,18 @@ def table_values(spec: TableSpec) -> FirstValues:
 
     Raises:
       TypeError: If its initializer cannot be called as initializers are.
+      ValueError: If Keras has none of its name.
     """
     config = spec.config
     dtype = tf.as_dtype(config.dtype)
     initializer = config.initializer or default_initializer(config.dim)
+    if isinstance(initializer, str):
+        try:
+            initializer = tf.keras.initializers.get(initializer)
+        except ValueError as error:
+            raise ValueError(
+                f"Table {spec.name}: Keras has no initializer called {initializer!r}."
+            ) from error
     signature = _signature(initializer)
     if signature is not None:
         part = {"shard_info": None} if "shard_info" in signature.parameters else {}
