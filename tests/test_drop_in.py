@@ -308,6 +308,8 @@ def test_programs_that_are_missing(
         ("import package.wrong", False),
         ("import tensorflow as tf\ntf.keras.layers.DenseFeatures([])", True),
         ("import tensorflow as tf\ntf.keras.layers.Dense(1)", False),
+        ("import os\nos.environ['TF_USE_LEGACY_KERAS'] = '1'", True),
+        ("import os\nos.environ['TF_USE_LEGACY_KERAS'] = '0'", False),
     ],
 )
 def test_scripts_that_need_tf_keras(text: str, expected: bool, tmp_path: pathlib.Path):

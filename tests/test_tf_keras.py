@@ -12,7 +12,12 @@ import pytest
 
 TESTS = pathlib.Path(__file__).parent
 # Those of tf_keras alone, and those that each Keras runs.
-FILES = ["tests/tf_keras", "tests/keras_layer/test_preprocessing_layers.py"]
+FILES = [
+    "tests/tf_keras",
+    "tests/keras_layer/test_preprocessing_layers.py",
+    "tests/keras_layer/test_row_embedding.py",
+    "tests/keras_layer/test_row_sparse.py",
+]
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding import drop_in, parameter_server
+from tpu_embedding import drop_in, parameter_server, trial
 from tpu_embedding.checkpoint import command_line as checkpoint
 from tpu_embedding.checkpoint import page
 from tpu_embedding.planning import command_line as planning
@@ -34,8 +34,13 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     ),
     (
         "run",
-        "run a program written for TPUs, unchanged",
+        "run a program written for TPUs or for Keras, unchanged",
         drop_in.add_arguments,
+    ),
+    (
+        "try",
+        "run a Keras program as it is and by rows, and compare",
+        trial.add_arguments,
     ),
     (
         "server",

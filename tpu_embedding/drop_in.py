@@ -1,8 +1,9 @@
 """Runs programs written for TPUs with the classes of this package, unchanged.
 
 `install` replaces names of TensorFlow and of TFRS in this process, and
-`python -m tpu_embedding run SCRIPT` runs a script after that. Nothing is replaced
-unless one of them is called.
+`python -m tpu_embedding run SCRIPT` runs a script after that; with `--keras` a script
+for Keras, whose embeddings then work by rows. Nothing is replaced unless one of them is
+called.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
 _TFRS_UNIFIED = "tensorflow_recommenders.layers.feature_multiplexing.unified_embedding"
 _NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
 _ONLY_IN_TF_KERAS = ("DenseFeatures", "SequenceFeatures")  # Keras 3 has removed them.
+_SETS_TF_KERAS = re.compile(r"os\.environ\['TF_USE_LEGACY_KERAS'\] = '(1|[Tt]rue)'")
 _PLACES = re.compile(r"host|(mirrored|v[234]|v5e|v5p|v6e|7x):([1-9]\d*)")
 # The roots of TensorFlow's API: `tensorflow`, and its copies for compatibility.
 _ROOTS = ("", "compat.v1.", "compat.v2.")
@@ -176,6 +178,18 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     else:
         _process.undo.callback(delattr, owner, name)
     setattr(owner, name, value)
+
+
+def install_keras() -> None:
+    """Makes the Embedding layers and optimizers of Keras work by rows, and says so."""
+    from tpu_embedding.keras import converting  # Loads Keras.
+
+    converting.convert_process()
+    print(
+        "tpu_embedding: in this process keras.layers.Embedding is te.keras.Embedding, "
+        "and optimizers of Keras are in a te.keras.RowSparseOptimizer.",
+        file=sys.stderr,
+    )
 
 
 def _replace_embedding() -> Iterator[str]:
@@ -539,7 +553,10 @@ def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> 
 
 def _names_of_tf_keras(tree: ast.Module) -> bool:
     return any(
-        isinstance(node, ast.Attribute) and node.attr in _ONLY_IN_TF_KERAS
+        (isinstance(node, ast.Attribute) and node.attr in _ONLY_IN_TF_KERAS)
+        or (
+            isinstance(node, ast.Assign) and _SETS_TF_KERAS.fullmatch(ast.unparse(node))
+        )
         for node in ast.walk(tree)
     )
 
@@ -557,15 +574,19 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def prepare(
-    target: str, arguments: Sequence[str], on: str, *, module: bool = False
+    target: str,
+    arguments: Sequence[str],
+    replace: Callable[[], None],
+    *,
+    module: bool = False,
 ) -> Callable[[], Any]:
-    """Calls `install(on)`, and returns what runs a program as Python does.
+    """Calls `replace`, and returns what runs a program as Python does.
 
     Args:
       target: The path of a script, of a folder or zip file with a `__main__.py`, or
         with `module` the name of a module, as for `python -m`.
       arguments: Of the program.
-      on: As for `install`.
+      replace: Replaces names, once it is known which Keras the program needs.
       module: Whether `target` is a module.
 
     Raises:
@@ -585,11 +606,7 @@ def prepare(
             "tpu_embedding: TF_USE_LEGACY_KERAS=1, because the script needs tf_keras.",
             file=sys.stderr,
         )
-    install(on)
-    if _devices() > 1:
-        from tpu_embedding.testing.strategy import create_devices
-
-        create_devices(_devices(), f"--on {on}")  # Before the program runs anything.
+    replace()
     sys.argv = [str(path) if module else target, *arguments]
     if sys.flags.safe_path:  # Then no folder of a program is first.
         sys.path.insert(0, "")
@@ -640,12 +657,27 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
     return found or trace
 
 
+def _install(on: str) -> None:
+    """Installs, and makes the devices before the program runs anything."""
+    install(on)
+    if _devices() > 1:
+        from tpu_embedding.testing.strategy import create_devices
+
+        create_devices(_devices(), f"--on {on}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `python -m tpu_embedding run`."""
 
     def call(parsed: argparse.Namespace) -> int:
+        if parsed.keras and parsed.on != "host":
+            raise ValueError(
+                "run --keras trains tables where the script does. Leave --on out, or "
+                "leave --keras out for a program written for TPUs."
+            )
+        replace = install_keras if parsed.keras else lambda: _install(parsed.on)
         program = prepare(
-            parsed.script, parsed.arguments, parsed.on, module=parsed.module
+            parsed.script, parsed.arguments, replace, module=parsed.module
         )
         try:
             program()
@@ -667,6 +699,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the program is a module, as for `python -m`",
     )
-    parser.add_argument("script", help="a Python program for TPUs")
+    parser.add_argument(
+        "--keras",
+        action="store_true",
+        help="the program is for Keras: its Embedding layers and optimizers work by "
+        "rows, as te.keras.Embedding and te.keras.RowSparseOptimizer",
+    )
+    parser.add_argument("script", help="a Python program for TPUs or for Keras")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(run=call)

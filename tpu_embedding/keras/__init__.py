@@ -3,11 +3,22 @@
 The package does not import it, to save the time that Keras takes to load.
 """
 
+from tpu_embedding.keras.converting import convert, unconvert
+from tpu_embedding.keras.embedding import Embedding
 from tpu_embedding.keras.layer import TPUEmbedding
 from tpu_embedding.keras.optimizers import translate_keras_optimizer
+from tpu_embedding.keras.row_sparse import RowSparseOptimizer
 from tpu_embedding.keras.telemetry import TelemetryCallback
 
-__all__ = ["TPUEmbedding", "TelemetryCallback", "translate_keras_optimizer"]
+__all__ = [
+    "Embedding",
+    "RowSparseOptimizer",
+    "TPUEmbedding",
+    "TelemetryCallback",
+    "convert",
+    "translate_keras_optimizer",
+    "unconvert",
+]
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,9 @@ Model = tf_keras.Model
 Callback = tf_keras.callbacks.Callback
 Optimizer = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
 LossScaleOptimizer = tf_keras.mixed_precision.LossScaleOptimizer
+optimizers = tf_keras.optimizers
+set_random_seed = tf_keras.utils.set_random_seed
+Embedding = RowEmbedding = tf_keras.layers.Embedding  # It reads rows.
 
 
 def _in_one_format(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +120,11 @@ def is_stateless() -> bool:
 def value_of(weight: Any) -> Any:
     """See `keras3.value_of`."""
     return weight
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """See `keras3.index_of`."""
+    return optimizer._index_dict[optimizer._var_key(variable)]
 
 
 def scale_loss(optimizer: Any, loss: tf.Tensor) -> tf.Tensor:

@@ -19,6 +19,9 @@ Model = keras.Model
 Callback = keras.callbacks.Callback
 Optimizer = keras.optimizers.Optimizer
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+optimizers = keras.optimizers
+set_random_seed = keras.utils.set_random_seed
+Embedding = keras.layers.Embedding
 
 register = keras.saving.register_keras_serializable("tpu_embedding")
 serialize = keras.saving.serialize_keras_object
@@ -31,12 +34,7 @@ class Layer(keras.layers.Layer):
     """The base class of the layer."""
 
     def __init__(self, **kwargs: Any) -> None:
-        if keras.backend.backend() != "tensorflow":
-            raise RuntimeError(
-                "tpu_embedding.keras.TPUEmbedding needs Keras on TensorFlow, and Keras "
-                f"runs on {keras.backend.backend()!r}. Set the environment variable "
-                'KERAS_BACKEND to "tensorflow" before Keras is imported.'
-            )
+        _require_tensorflow("TPUEmbedding")
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no kernels for these lookups.
 
@@ -48,6 +46,50 @@ class Layer(keras.layers.Layer):
 
     def _infer(self, *args: Any) -> Any:
         raise NotImplementedError  # In `EmbeddingLayer`.
+
+
+def _require_tensorflow(name: str) -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise RuntimeError(
+            f"tpu_embedding.keras.{name} needs Keras on TensorFlow, and Keras "
+            f"runs on {keras.backend.backend()!r}. Set the environment variable "
+            'KERAS_BACKEND to "tensorflow" before Keras is imported.'
+        )
+
+
+class RowEmbedding(keras.layers.Embedding):
+    """An Embedding that reads the rows of its ids, and never the whole table."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _require_tensorflow("Embedding")
+        super().__init__(*args, **kwargs)
+
+    def call(self, inputs: Any) -> Any:
+        """Returns the rows, with the dtype and the shape of Keras's layer."""
+        ids = inputs
+        if ids.dtype not in ("int32", "int64"):
+            ids = keras.ops.cast(ids, "int32")
+        if isinstance(ids, tf.SparseTensor):
+            ids = tf.sparse.to_dense(ids)  # Keras looks up 0 where there is no id.
+        return tf.ragged.map_flat_values(self._read, ids)
+
+    def _read(self, ids: tf.Tensor) -> tf.Tensor:
+        # Keras counts negative ids from the end.
+        ids = tf.where(ids < 0, ids + tf.cast(self.input_dim, ids.dtype), ids)
+        rows = tf.gather(self._embeddings.value, ids)
+        if self.lora_enabled:
+            low_rank = tf.gather(self.lora_embeddings_a.value, ids)
+            scale: Any = self.lora_alpha
+            scale /= self.lora_rank
+            rows += scale * tf.matmul(low_rank, self.lora_embeddings_b.value)
+        return tf.cast(rows, self.compute_dtype)
+
+    def quantize(
+        self, mode: str | None = None, type_check: bool = True, **options: Any
+    ) -> None:
+        """Quantizes the table as Keras does, which refuses other subclasses."""
+        del type_check
+        super().quantize(mode, type_check=False, **options)
 
 
 def name_scope(layer: Any) -> Any:
@@ -114,6 +156,11 @@ def is_stateless() -> bool:
 def value_of(weight: Any) -> Any:
     """Returns the variable of a weight; anything else as it is."""
     return weight.value if isinstance(weight, keras.Variable) else weight
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """Returns the place of a variable in the lists of slots of a built optimizer."""
+    return optimizer._get_variable_index(variable)
 
 
 def scale_loss(optimizer: Any, loss: tf.Tensor) -> tf.Tensor:

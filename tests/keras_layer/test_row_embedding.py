@@ -1,0 +1,424 @@
+"""`te.keras.Embedding`, `convert` and `unconvert`: Keras's numbers, masks and files.
+
+`tests/test_tf_keras.py` runs this file with tf_keras, too.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer.version import keras
+
+import tpu_embedding as te
+from tpu_embedding.keras import Embedding, RowSparseOptimizer
+
+V, D = 20, 4
+IS_KERAS_3 = hasattr(keras, "ops")
+keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras does not have it")
+# Keras's own.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+
+
+def both(**options: Any) -> tuple[Any, Any]:
+    """Keras's layer and ours, with the same weights."""
+    theirs, ours = keras.layers.Embedding(V, D, **options), Embedding(V, D, **options)
+    for layer in (theirs, ours):
+        layer.build((None, None))
+    ours.set_weights(theirs.get_weights())
+    return theirs, ours
+
+
+def model(layer: Any, optimizer: Any) -> Any:
+    """Two calls of one layer, and a dense layer; the weights depend on nothing."""
+    inputs = [keras.Input([3], dtype="int64"), keras.Input([2], dtype="int64")]
+    rows = [keras.layers.Flatten()(layer(ids)) for ids in inputs]
+    output = keras.layers.Dense(1)(keras.layers.Concatenate()(rows))
+    made = keras.Model(inputs, output)
+    made.set_weights(
+        [np.linspace(-1, 1, w.size).reshape(w.shape) for w in made.get_weights()]
+    )
+    made.compile(optimizer, "mse")
+    return made
+
+
+def data(rng: np.random.Generator, n: int = 32) -> tuple[Any, Any]:
+    ids = [rng.integers(0, 6, (n, 3)), rng.integers(0, 6, (n, 2))]
+    return ids, rng.normal(size=(n, 1)).astype(np.float32)
+
+
+def losses(made: Any, batches: Any, epochs: int = 1) -> list[float]:
+    x, y = batches
+    fitted = made.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    return fitted.history["loss"]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
+@pytest.mark.parametrize("shape", [(2, 3), (4,), (0, 3), (2, 1, 2)])
+def test_a_lookup_has_the_bits_of_keras(
+    dtype: str, shape: tuple[int, ...], rng: np.random.Generator
+):
+    theirs, ours = both()
+    ids = tf.constant(rng.integers(0, V, shape), dtype)
+    np.testing.assert_array_equal(ours(ids), theirs(ids))
+
+
+@keras_3
+def test_negative_ids_count_from_the_end_as_in_keras_3():
+    theirs, ours = both()
+    ids = tf.constant([[-1, 0], [-V, V - 1]])
+    np.testing.assert_array_equal(ours(ids), theirs(ids))
+
+
+def test_ids_beyond_the_table_are_an_error():
+    _, ours = both()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{V} is not in"):
+        ours(tf.constant([[V]]))
+
+
+def test_ragged_and_sparse_ids_are_as_in_keras():
+    theirs, ours = both()
+    ragged = tf.ragged.constant([[1, 2], [], [3]])
+    for ids in (ragged, ragged.to_sparse()):
+        found, expected = ours(ids), theirs(ids)
+        assert type(found) is type(expected)
+        if isinstance(found, tf.RaggedTensor):
+            found, expected = found.to_tensor(), expected.to_tensor()
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_gradient_names_the_rows_of_the_batch():
+    _, ours = both()
+    table = ours.trainable_variables[0]
+    table = getattr(table, "value", table) if IS_KERAS_3 else table
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(ours(tf.constant([[3, 1, 3]])))
+    gradient = tape.gradient(loss, table)
+    assert isinstance(gradient, tf.IndexedSlices)
+    assert gradient.indices.numpy().tolist() == [3, 1, 3]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_training_has_the_numbers_of_dense_gradients(
+    optimizer: str, rng: np.random.Generator
+):
+    batches = data(rng)
+    make = getattr(keras.optimizers, optimizer)
+    theirs = keras.layers.Embedding(
+        V, D, embeddings_regularizer=keras.regularizers.L2(0.0)
+    )
+    expected = model(theirs, make(0.1))  # A regularizer makes the gradient dense.
+    found = model(Embedding(V, D), RowSparseOptimizer(make(0.1)))
+    np.testing.assert_allclose(
+        losses(found, batches, 50), losses(expected, batches, 50), rtol=1e-6
+    )
+    for ours, other in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=0, atol=2e-6)
+    assert found.count_params() == expected.count_params()
+
+
+class Tied(keras.Model):
+    """A language model whose logits are the rows of its table."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.table, self.dense = layer, keras.layers.Dense(D, kernel_initializer="ones")
+
+    def call(self, ids: Any) -> Any:
+        hidden = self.dense(self.table(ids))
+        table = self.table.embeddings
+        return tf.matmul(hidden, tf.convert_to_tensor(table), transpose_b=True)
+
+
+@pytest.mark.parametrize("regularized", [False, True])
+def test_tied_logits_and_regularizers_have_the_numbers_of_keras(
+    regularized: bool, rng: np.random.Generator
+):
+    ids = rng.integers(0, V, (16, 3))
+    options: dict[str, Any] = {"embeddings_initializer": "ones"}
+    if regularized:
+        options["embeddings_regularizer"] = keras.regularizers.L2(0.01)
+    histories = []
+    for cls, wrap in (
+        (keras.layers.Embedding, lambda o: o),
+        (Embedding, RowSparseOptimizer),
+    ):
+        tied = Tied(cls(V, D, **options))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        tied.compile(wrap(keras.optimizers.Adam(0.1)), loss)
+        fitted = tied.fit(ids, ids, batch_size=8, epochs=5, shuffle=False, verbose=0)
+        histories.append(fitted.history["loss"])
+    np.testing.assert_allclose(histories[1], histories[0], rtol=1e-6)
+
+
+def test_masks_reach_an_lstm(rng: np.random.Generator):
+    theirs, ours = both(mask_zero=True)
+    lstm = keras.layers.LSTM(3)
+    ids = tf.constant(rng.integers(0, 3, (4, 5)))
+    np.testing.assert_array_equal(lstm(ours(ids)), lstm(theirs(ids)))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy: str, rng: np.random.Generator):
+    theirs, ours = both(dtype=policy)
+    ids = tf.constant(rng.integers(0, V, (2, 3)))
+    assert ours(ids).dtype == theirs(ids).dtype != tf.float32
+    np.testing.assert_array_equal(ours(ids), theirs(ids))
+
+
+def test_a_loss_scale_around_rows(rng: np.random.Generator):
+    scaled = keras.mixed_precision.LossScaleOptimizer(
+        RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
+    )
+    plain = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
+    batches = data(rng)
+    np.testing.assert_allclose(
+        losses(model(Embedding(V, D), scaled), batches, 3),
+        losses(model(Embedding(V, D), plain), batches, 3),
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_frozen_tables_do_not_change(when: str, rng: np.random.Generator):
+    layer = Embedding(V, D, trainable=when == "after")
+    made = model(layer, RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    if when == "after":
+        losses(made, data(rng))
+        layer.trainable = False
+        made.compile(RowSparseOptimizer(keras.optimizers.Adam(0.1)), "mse")
+    before = layer.get_weights()[0]
+    losses(made, data(rng))
+    np.testing.assert_array_equal(layer.get_weights()[0], before)
+
+
+@keras_3
+def test_lora_is_that_of_keras(rng: np.random.Generator):
+    ids = tf.constant(rng.integers(0, V, (2, 3)))
+    theirs, ours = both()
+    for layer in (theirs, ours):
+        layer.enable_lora(2)
+    for name in ("lora_embeddings_a", "lora_embeddings_b"):
+        value = rng.normal(size=getattr(theirs, name).shape)
+        for layer in (theirs, ours):
+            getattr(layer, name).assign(value)
+    np.testing.assert_allclose(ours(ids), theirs(ids), rtol=1e-5)
+    assert len(ours.trainable_variables) == 2
+
+
+@keras_3
+def test_quantize_is_that_of_keras(rng: np.random.Generator):
+    ids = tf.constant(rng.integers(0, V, (2, 3)))
+    theirs, ours = both()
+    bags = Embedding(V, D, combiner="sum")
+    bags.build((None, 3))
+    bags.set_weights(theirs.get_weights())
+    for layer in (theirs, ours, bags):
+        layer.quantize("int8")
+    np.testing.assert_array_equal(ours(ids), theirs(ids))
+    np.testing.assert_allclose(bags(ids), tf.reduce_sum(theirs(ids), 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_several_steps_in_one_call_and_xla(jit_compile: bool, rng: np.random.Generator):
+    batches = data(rng)
+    expected = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    found = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    found.compile(
+        *(found.optimizer, "mse"), steps_per_execution=2, jit_compile=jit_compile
+    )
+    np.testing.assert_allclose(
+        losses(found, batches, 3), losses(expected, batches, 3), rtol=1e-5
+    )
+
+
+def test_replicas_have_the_numbers_of_one(rng: np.random.Generator):
+    strategy = tf.distribute.MirroredStrategy(
+        ["/cpu:0", "/cpu:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    batches = data(rng)
+    one = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    with strategy.scope():
+        two = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    np.testing.assert_allclose(
+        losses(two, batches, 3), losses(one, batches, 3), rtol=1e-5
+    )
+    for found, expected in zip(two.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags(combiner: str, kind: str, weighted: bool, rng: np.random.Generator):
+    layer = Embedding(V, D, combiner=combiner)
+    layer.build((None, 3))
+    table = layer.get_weights()[0]
+    lists = [[1, 2, 1], [4, 0, 3]] if kind == "dense" else [[1, 2, 1], [], [4]]
+    ids = tf.ragged.constant(lists, tf.int64)
+    weights = ids.with_values(tf.constant(rng.uniform(0.5, 2, ids.values.shape[0])))
+    used = weights if weighted else tf.ones_like(weights)
+    convert = {
+        "dense": lambda x: x.to_tensor(),
+        "ragged": lambda x: x,
+        "sparse": lambda x: x.to_sparse(),
+    }[kind]
+    call = {"weights": convert(tf.cast(weights, tf.float32))} if weighted else {}
+    found = layer(convert(ids), **call)
+    for row, (bag, given) in enumerate(zip(lists, used.to_list(), strict=True)):
+        gains = np.asarray(given)
+        divisor = {
+            "sum": 1.0,
+            "mean": gains.sum() or 1.0,
+            "sqrtn": np.sqrt((gains**2).sum()) or 1.0,
+        }[combiner]
+        rows = table[np.asarray(bag, int)]
+        expected = (rows * gains[:, np.newaxis]).sum(0) / divisor
+        np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_bag_leaves_padding_out_and_trains(rng: np.random.Generator):
+    inputs = keras.Input([4], dtype="int64")
+    layer = Embedding(V, D, combiner="mean", mask_zero=True)
+    bags = layer(inputs)
+    assert tuple(bags.shape) == (None, D)
+    made = keras.Model(inputs, keras.layers.Dense(1)(bags))
+    made.compile(RowSparseOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
+    before = layer.get_weights()[0]
+    ids = np.array([[5, 0, 0, 0], [5, 7, 0, 0]])
+    np.testing.assert_allclose(
+        layer(tf.constant(ids)), [before[5], (before[5] + before[7]) / 2], rtol=1e-6
+    )
+    made.fit(ids, np.ones([2, 1]), verbose=0)
+    changed = np.any(layer.get_weights()[0] != before, axis=1)
+    assert np.flatnonzero(changed).tolist() == [5, 7]
+
+
+def test_bad_bags():
+    with pytest.raises(ValueError, match=r"`combiner` must be None or one of.*'max'"):
+        Embedding(V, D, combiner="max")
+    with pytest.raises(ValueError, match="`weights` need a combiner"):
+        Embedding(V, D)(tf.constant([[1]]), weights=tf.constant([[1.0]]))
+    bags = Embedding(V, D, combiner="sum")
+    with pytest.raises(ValueError, match=r"needs ids of the shape \[batch, n\]"):
+        bags(tf.constant([1]))
+    with pytest.raises(ValueError, match="must be of the kind of the ids"):
+        bags(tf.ragged.constant([[1]]), weights=tf.constant([[1.0]]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="differ in layout"):
+        bags(tf.constant([[1, 2]]), weights=tf.constant([[1.0]]))
+
+
+def same(found: Any, expected: Any) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def slots(made: Any) -> list[Any]:
+    return [variable.numpy() for variable in made.optimizer.variables]
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_weight_files_pass_between_keras_and_rows(
+    ours_first: bool, tmp_path: pathlib.Path, rng: np.random.Generator
+):
+    kinds = [
+        (keras.layers.Embedding, lambda o: o),
+        (Embedding, RowSparseOptimizer),
+    ]
+    if ours_first:
+        kinds.reverse()
+    saved, loaded = (
+        model(cls(V, D), wrap(keras.optimizers.Adam(0.1))) for cls, wrap in kinds
+    )
+    losses(saved, data(rng))
+    losses(loaded, data(rng))
+    path = str(tmp_path / "model.weights.h5")
+    saved.save_weights(path)
+    loaded.load_weights(path)
+    same(loaded.get_weights(), saved.get_weights())
+    if IS_KERAS_3:  # Only then the file has the slots.
+        same(slots(loaded), slots(saved))
+
+
+def test_a_model_file_continues_by_rows_and_back(
+    tmp_path: pathlib.Path, rng: np.random.Generator
+):
+    batches, path = data(rng), str(tmp_path / "model.keras")
+    made = model(keras.layers.Embedding(V, D), keras.optimizers.Adam(0.1))
+    losses(made, batches)
+    made.save(path)
+    # A file of Keras, continued by rows: as the model itself, converted.
+    loaded = te.keras.convert(keras.models.load_model(path))
+    same(slots(loaded), slots(made))
+    table = loaded.get_layer("embedding").get_weights()
+    assert te.keras.convert(made) is made
+    same(made.get_layer("embedding").get_weights(), table)
+    np.testing.assert_array_equal(losses(loaded, batches, 2), losses(made, batches, 2))
+    # A file of rows.
+    loaded.save(path)
+    again = keras.models.load_model(path)
+    assert type(again.get_layer("embedding")) is Embedding
+    assert type(again.optimizer) is type(made.optimizer)
+    same(slots(again), slots(loaded))
+    np.testing.assert_array_equal(losses(again, batches), losses(made, batches))
+    # And back to a file of Keras.
+    te.keras.unconvert(again).save(path)
+    plain = keras.models.load_model(path)
+    assert type(plain.get_layer("embedding")) is keras.layers.Embedding
+    assert type(plain.optimizer) is keras.optimizers.Adam
+    same(plain.get_weights(), again.get_weights())
+
+
+def test_a_refused_conversion_changes_nothing():
+    made = model(keras.layers.Embedding(V, D), keras.optimizers.Adamax(0.1))
+    with pytest.raises(ValueError, match="Adamax"):
+        te.keras.convert(made)
+    assert type(made.get_layer("embedding")) is keras.layers.Embedding
+    with pytest.raises(TypeError, match="`model` must be a model of the Keras"):
+        te.keras.convert(made.layers[0])
+    bags = keras.Sequential([keras.Input([2]), Embedding(V, D, combiner="sum")])
+    with pytest.raises(ValueError, match=r"embedding.* combine bags"):
+        te.keras.unconvert(bags)
+    assert type(bags.layers[-1]) is Embedding
+
+
+def test_two_optimizers_of_a_custom_loop(rng: np.random.Generator):
+    layer, dense = Embedding(V, D), keras.layers.Dense(1)
+    layer.build((None, 1))
+    dense.build((None, D))
+    tables = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
+    rest = keras.optimizers.SGD(0.01)
+    before = layer.get_weights()[0]
+
+    @tf.function
+    def step(ids: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((dense(layer(ids)) - 1) ** 2)
+        groups = layer.trainable_variables, dense.trainable_variables
+        gradients = tape.gradient(
+            loss, [[getattr(v, "_value", v) for v in group] for group in groups]
+        )
+        for optimizer, found, group in zip(
+            (tables, rest), gradients, groups, strict=True
+        ):
+            optimizer.apply_gradients(zip(found, group, strict=True))
+        return loss
+
+    with_ids = [float(step(tf.constant([[3, 1, 3]]))) for _ in range(3)]
+    assert with_ids[2] < with_ids[0]
+    changed = np.any(layer.get_weights()[0] != before, axis=1)
+    assert np.flatnonzero(changed).tolist() == [1, 3]
+
+
+@keras_3
+def test_an_export_serves(tmp_path: pathlib.Path, rng: np.random.Generator):
+    made = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    x, y = data(rng)
+    losses(made, (x, y))
+    made.export(str(tmp_path / "served"), verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    found = served.serve([tf.constant(ids) for ids in x])
+    np.testing.assert_allclose(found, made.predict(x, verbose=0), rtol=1e-5)

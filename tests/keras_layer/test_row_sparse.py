@@ -1,0 +1,235 @@
+"""`te.keras.RowSparseOptimizer`: the rule of Keras, once for each touched row.
+
+`tests/test_tf_keras.py` runs this file with tf_keras, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer.version import keras
+from reference.keras_rules import Trained
+
+from tpu_embedding.keras import RowSparseOptimizer
+
+V, D, STEPS = 7, 3, 8
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adadelta": lambda **o: keras.optimizers.Adadelta(0.5, **o),
+    "adagrad": lambda **o: keras.optimizers.Adagrad(0.3, epsilon=0.01, **o),
+    "adam": lambda **o: keras.optimizers.Adam(0.1, **o),
+    "amsgrad": lambda **o: keras.optimizers.Adam(0.1, beta_2=0.5, amsgrad=True, **o),
+    "adamw": lambda **o: keras.optimizers.AdamW(0.1, weight_decay=0.1, **o),
+    "ftrl": lambda **o: keras.optimizers.Ftrl(
+        *(0.2, -0.6, 0.2, 0.02, 0.05, 0.01, 0.3), **o
+    ),
+    "lion": lambda **o: keras.optimizers.Lion(0.1, **o),
+    "nadam": lambda **o: keras.optimizers.Nadam(0.1, **o),
+    "rmsprop": lambda **o: keras.optimizers.RMSprop(0.1, **o),
+    "centered": lambda **o: keras.optimizers.RMSprop(
+        0.1, momentum=0.5, centered=True, **o
+    ),
+    "sgd": lambda **o: keras.optimizers.SGD(0.1, **o),
+    "momentum": lambda **o: keras.optimizers.SGD(0.1, momentum=0.9, **o),
+    "nesterov": lambda **o: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, **o),
+}
+
+
+def variable(rng: np.random.Generator, *shape: int) -> Any:
+    made = keras.Variable if hasattr(keras, "Variable") else tf.Variable
+    return made(rng.normal(size=shape).astype(np.float32))
+
+
+def gradients(rng: np.random.Generator, steps: int = STEPS) -> list[tf.IndexedSlices]:
+    """Of 5 ids, some of which are equal; the last row occurs in no step."""
+    return [
+        tf.IndexedSlices(
+            tf.constant(rng.normal(size=(5, D)), tf.float32),
+            tf.constant(rng.integers(0, V - 1, 5)),
+            tf.constant([V, D]),
+        )
+        for _ in range(steps)
+    ]
+
+
+def train(optimizer: Any, table: Any, slices: list[Any]) -> Any:
+    for gradient in slices:
+        optimizer.apply_gradients([(gradient, table)])
+    return table.numpy()
+
+
+def dense(slices: list[tf.IndexedSlices]) -> list[tf.Tensor]:
+    return [tf.math.unsorted_segment_sum(g.values, g.indices, V) for g in slices]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_touched_rows_have_the_numbers_of_the_rule(name: str, rng: np.random.Generator):
+    table, slices = variable(rng, V, D), gradients(rng)
+    expected = Trained(table.numpy(), OPTIMIZERS[name]())
+    rate = float(OPTIMIZERS[name]().get_config()["learning_rate"])
+    for gradient in slices:
+        expected.step(gradient.indices.numpy(), gradient.values.numpy(), rate)
+    found = train(RowSparseOptimizer(OPTIMIZERS[name]()), table, slices)
+    # Values of about 1, in float32, after fewer than 20 roundings in each step.
+    np.testing.assert_allclose(found, expected.rows, rtol=0, atol=20 * STEPS * 1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dense_gradients_have_the_bits_of_keras(name: str, rng: np.random.Generator):
+    first, slices = variable(rng, V, D), dense(gradients(rng))
+    second = variable(rng, V, D)
+    second.assign(first.numpy())
+    np.testing.assert_array_equal(
+        train(RowSparseOptimizer(OPTIMIZERS[name]()), first, slices),
+        train(OPTIMIZERS[name](), second, slices),
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clipvalue": 0.5},
+        {"clipnorm": 0.7},
+        {"global_clipnorm": 0.7},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+    ],
+    ids=str,
+)
+def test_sgd_and_adagrad_have_the_numbers_of_dense_gradients(
+    name: str, options: dict[str, Any], rng: np.random.Generator
+):
+    tables = [variable(rng, V, D) for _ in range(2)]
+    others = [variable(rng, 2) for _ in range(2)]
+    for pair in (tables, others):
+        pair[1].assign(pair[0].numpy())
+    slices = gradients(rng, 200)
+    ours = RowSparseOptimizer(OPTIMIZERS[name](**options))
+    theirs = OPTIMIZERS[name](**options)
+    for sparse, whole in zip(slices, dense(slices), strict=True):
+        other = tf.constant(rng.normal(size=2), tf.float32)
+        ours.apply_gradients([(sparse, tables[0]), (other, others[0])])
+        theirs.apply_gradients([(whole, tables[1]), (other, others[1])])
+    for pair in (tables, others):
+        np.testing.assert_allclose(pair[0].numpy(), pair[1].numpy(), rtol=0, atol=4e-6)
+
+
+def test_decay_reaches_the_rows_of_the_batch_and_dense_variables(
+    rng: np.random.Generator,
+):
+    optimizer = RowSparseOptimizer(keras.optimizers.SGD(0.1, weight_decay=0.5))
+    table, other = variable(rng, V, D), variable(rng, 2)
+    before, dense_before = table.numpy(), other.numpy()
+    zeros = tf.IndexedSlices(tf.zeros([2, D]), tf.constant([4, 4]))
+    optimizer.apply_gradients([(zeros, table), (tf.zeros([2]), other)])
+    before[4] *= 1 - 0.1 * 0.5
+    np.testing.assert_allclose(table.numpy(), before, rtol=1e-6)
+    np.testing.assert_allclose(other.numpy(), dense_before * 0.95, rtol=1e-6)
+
+
+def test_excluded_variables_do_not_decay(rng: np.random.Generator):
+    optimizer = RowSparseOptimizer(keras.optimizers.SGD(0.1, weight_decay=0.5))
+    table = variable(rng, V, D)
+    before = table.numpy()
+    optimizer.exclude_from_weight_decay(var_list=[table])
+    zeros = tf.IndexedSlices(tf.zeros([1, D]), tf.constant([4]))
+    train(optimizer, table, [zeros])
+    np.testing.assert_array_equal(table.numpy(), before)
+
+
+def test_a_schedule_counts_the_steps_of_the_optimizer(rng: np.random.Generator):
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
+    optimizer = RowSparseOptimizer(keras.optimizers.SGD(schedule))
+    table = variable(rng, V, D)
+    expected = table.numpy()
+    one = tf.IndexedSlices(tf.ones([1, D]), tf.constant([3]))
+    found = train(optimizer, table, [one, one, one])
+    expected[3] -= 0.5 + 0.5 + 0.25
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_gradient_without_rows_changes_nothing(rng: np.random.Generator):
+    table = variable(rng, V, D)
+    before = table.numpy()
+    nothing = tf.IndexedSlices(tf.zeros([0, D]), tf.zeros([0], tf.int32))
+    found = train(RowSparseOptimizer(OPTIMIZERS["adamw"]()), table, [nothing])
+    np.testing.assert_array_equal(found, before)
+
+
+def test_a_built_optimizer_continues_with_its_slots(rng: np.random.Generator):
+    tables, slices = [variable(rng, V, D) for _ in range(2)], dense(gradients(rng))
+    tables[1].assign(tables[0].numpy())
+    optimizer = OPTIMIZERS["adam"]()
+    train(optimizer, tables[0], slices[:3])
+    assert RowSparseOptimizer(optimizer) is optimizer
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert int(optimizer.iterations) == 3
+    found = train(optimizer, tables[0], slices[3:])
+    np.testing.assert_array_equal(found, train(OPTIMIZERS["adam"](), tables[1], slices))
+
+
+def test_configurations_survive():
+    optimizer = RowSparseOptimizer(keras.optimizers.Adam(0.25, beta_1=0.5))
+    saved = keras.optimizers.serialize(optimizer)
+    loaded = keras.optimizers.deserialize(saved)
+    assert type(loaded) is type(optimizer)
+    assert loaded.get_config() == optimizer.get_config()
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"takes an optimizer of Keras.*None"):
+        RowSparseOptimizer(None)
+    with pytest.raises(TypeError, match="of type str"):
+        RowSparseOptimizer("adam")
+    adam = RowSparseOptimizer(keras.optimizers.Adam())
+    with pytest.raises(ValueError, match="this Adam updates rows already"):
+        RowSparseOptimizer(adam)
+    with pytest.raises(ValueError, match=r"the rule of .*Adamax.*It knows Adadelta"):
+        RowSparseOptimizer(keras.optimizers.Adamax())
+
+    class Mine(keras.optimizers.Adam):
+        pass
+
+    mine = Mine()
+    with pytest.raises(ValueError, match=r"Mine.*not their subclasses"):
+        RowSparseOptimizer(mine)
+    assert type(mine) is Mine
+    scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam())
+    with pytest.raises(ValueError, match=r"LossScaleOptimizer\(RowSparseOptimizer"):
+        RowSparseOptimizer(scaled)
+    strategy = tf.distribute.experimental.CentralStorageStrategy()
+    with (
+        strategy.scope(),
+        pytest.raises(NotImplementedError, match="under CentralStorageStrategy"),
+    ):
+        RowSparseOptimizer(keras.optimizers.Adam())
+
+
+@pytest.mark.skipif(not hasattr(keras, "Variable"), reason="tf_keras has neither")
+@pytest.mark.parametrize(
+    "option", [{"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}], ids=str
+)
+def test_options_of_keras_3_that_are_refused(option: dict[str, Any]):
+    optimizer = keras.optimizers.Adam(**option)
+    with pytest.raises(ValueError, match=f"`{next(iter(option))}=.* works on all rows"):
+        RowSparseOptimizer(optimizer)
+    assert type(optimizer) is keras.optimizers.Adam
+
+
+def test_keras_3_is_wrong_for_an_id_that_repeats():
+    """The sentence of docs/coming_from.md. If it fails, Keras was mended."""
+    three = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([0, 0, 0]))
+    rates = {}
+    for wrap in (RowSparseOptimizer, lambda optimizer: optimizer):
+        make = keras.Variable if hasattr(keras, "Variable") else tf.Variable
+        table = make(np.zeros([1, 1], np.float32))
+        optimizer = wrap(keras.optimizers.Adagrad(1.0))
+        rates[wrap] = train(optimizer, table, [three]).item()
+    ours, theirs = rates.values()
+    np.testing.assert_allclose(ours, -3 / np.sqrt(9.1), rtol=1e-6)
+    wrong = -3 / np.sqrt(3.1) if hasattr(keras, "Variable") else -3 / np.sqrt(9.1)
+    np.testing.assert_allclose(theirs, wrong, rtol=1e-6)

@@ -1,0 +1,105 @@
+"""`run --keras` and `try`: scripts for Keras, unchanged, by rows."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tpu_embedding import trial
+from tpu_embedding.__main__ import main
+
+SCRIPT = """
+import sys
+
+import keras
+import numpy as np
+
+class Mine(keras.layers.Embedding):
+    pass
+
+ids = np.random.default_rng(0).integers(0, 50, (64, 2))
+inputs = keras.Input([2], dtype="int64")
+tables = [keras.layers.Embedding(50, 4), Mine(50, 4)]
+rows = keras.layers.Concatenate()([table(inputs) for table in tables])
+model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
+model.compile("sgd", "mse")
+model.fit(ids, ids[:, :1] / 50, 8, 1, 0)
+print(type(tables[0]).__module__, type(model.optimizer).__name__, *sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trial") / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "tpu_embedding", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_run_keras_replaces_both(script: str):
+    done = command("run", "--keras", script, "argument")
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = "tpu_embedding.keras.embedding RowSparseSGD argument"
+    assert done.stdout.splitlines()[-1] == expected
+    assert done.stderr.count("keras.layers.Embedding is te.keras.Embedding") == 1
+
+
+def test_try_compares(script: str):
+    done = command("try", "--steps", "5", script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = {line[:28].strip(): line for line in done.stdout.splitlines()}
+    assert {"step, wall", "step, CPU", "peak memory", "loss, step 5"} <= set(lines)
+    *_, plain, rows = lines["loss, step 5"].split()
+    assert plain == rows
+    assert "by rows: layer embedding (50 x 4)" in done.stdout
+    assert "by rows: optimizer SGD" in done.stdout.replace("sgd", "SGD")
+    assert "(50 x 4): Mine is a subclass with a call of its own" in done.stdout
+    assert "by rows   [##############################] step 5 of 5" in done.stderr
+
+
+def test_the_table_says_what_was_found():
+    plain = trial.Run([0.2, 0.4, 0.2], [0.3] * 3, [1.0, 2.0, 3.0, 4.0], 2**21)
+    rows = trial.Run([0.1] * 3, [0.1] * 3, [1.0, 2.0, 3.5, 4.0], 2**20)
+    rows.notes = [("optimizer adam", ""), ("layer x", "why")]
+    text = trial.compare(plain, rows)
+    assert "200.0 ms      100.0 ms    50.0%" in text
+    assert "2 MiB         1 MiB" in text
+    assert "largest difference of losses in 4 steps: 0.5" in text
+    assert text.endswith("by rows: optimizer adam\nleft as it is: layer x: why")
+    assert "does not call `fit`" in trial.compare(trial.Run(), rows)
+    assert "Nothing was replaced" in trial.compare(plain, trial.Run())
+
+
+def test_what_is_refused(
+    script: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["try", str(tmp_path / "none.py")]) == 2
+    assert main(["try", "--steps", "-1", script]) == 2
+    assert main(["run", "--keras", "--on", "v4:2", script]) == 2
+    printed = capsys.readouterr().err
+    assert "There is no script" in printed
+    assert "--steps must not be negative. Received: -1." in printed
+    assert "run --keras trains tables where the script does" in printed
+
+
+def test_a_script_that_fails_shows_its_error(tmp_path: pathlib.Path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("raise ValueError('of the script')")
+    done = command("try", str(wrong))
+    assert done.returncode == 1
+    assert "wrong.py failed as it is:" in done.stderr
+    assert "ValueError: of the script" in done.stderr

@@ -1,0 +1,154 @@
+"""Keras models, and processes, whose Embedding layers and optimizers work by rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tpu_embedding.errors import type_name
+from tpu_embedding.keras.embedding import Embedding
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.row_sparse import (
+    RowSparseOptimizer,
+    UpdatesRows,
+    plain_optimizer,
+)
+
+
+def convert(model: Any) -> Any:
+    """Makes the Embedding layers and the optimizer of a Keras model work by rows.
+
+    Each `keras.layers.Embedding` becomes a `te.keras.Embedding`, and the optimizer of a
+    compiled model a `te.keras.RowSparseOptimizer`: the same objects, with their
+    weights, slots and names. Layers of the user's own subclasses stay as they are.
+
+    >>> import keras
+    >>> model = keras.Sequential([keras.Input([2]), keras.layers.Embedding(10, 4)])
+    >>> model.compile("adagrad", "mse")
+    >>> convert(model).layers[0].combiner is None
+    True
+
+    Args:
+      model: A model of the Keras of this process, built or loaded, compiled or not.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: If it is not a model of Keras.
+      ValueError: If `RowSparseOptimizer` refuses the optimizer of the model. Then
+        nothing has changed.
+      NotImplementedError: Likewise.
+    """
+    layers = _layers(model, keras_api.Embedding)
+    optimizer = _innermost(getattr(model, "optimizer", None))
+    if optimizer is not None and not isinstance(optimizer, UpdatesRows):
+        RowSparseOptimizer(optimizer)
+    for layer in layers:
+        object.__setattr__(layer, "__class__", Embedding)
+    _forget_traces(model)
+    return model
+
+
+def unconvert(model: Any) -> Any:
+    """Makes the Embedding layers and the optimizer of a model those of Keras again.
+
+    Then `model.save` writes a file that needs only Keras.
+
+    Args:
+      model: A model with layers or an optimizer of `te.keras`.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: If it is not a model of Keras.
+      ValueError: If a layer has a combiner, which Keras has not. Then nothing has
+        changed.
+    """
+    layers = _layers(model, Embedding)
+    bags = [layer.name for layer in layers if layer.combiner is not None]
+    if bags:
+        raise ValueError(
+            f"unconvert: {', '.join(bags)} combine bags, and keras.layers.Embedding "
+            "cannot. `model.save_weights` writes a file that needs only Keras."
+        )
+    optimizer = _innermost(getattr(model, "optimizer", None))
+    if isinstance(optimizer, UpdatesRows):
+        plain_optimizer(optimizer)
+    for layer in layers:
+        object.__setattr__(layer, "__class__", keras_api.Embedding)
+    _forget_traces(model)
+    return model
+
+
+def convert_process(note: Callable[[str, str], None] = lambda what, why: None) -> None:
+    """Converts each Embedding and each optimizer of this process when it is built.
+
+    Args:
+      note: Called for each of them with what it is and why it was not converted, or "".
+    """
+    _hook_embeddings(note)
+    _hook_optimizers(note)
+
+
+def _hook_embeddings(note: Callable[[str, str], None]) -> None:
+    build = keras_api.Embedding.build
+
+    @functools.wraps(build)
+    def build_and_convert(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        what = f"layer {self.name} ({self.input_dim} x {self.output_dim})"
+        if type(self) is keras_api.Embedding:
+            object.__setattr__(self, "__class__", Embedding)
+            note(what, "")
+        elif not isinstance(self, Embedding):
+            note(what, f"{type(self).__name__} is a subclass with a call of its own")
+
+    keras_api.Embedding.build = build_and_convert
+
+
+def _hook_optimizers(note: Callable[[str, str], None]) -> None:
+    base = keras_api.optimizers.Optimizer
+    build = base.build
+
+    @functools.wraps(build)
+    def convert_and_build(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen = getattr(self, "_seen_by_rows", False)  # tf_keras builds in each step.
+        if not (seen or issubclass(type(self), UpdatesRows) or _wraps(self)):
+            self._seen_by_rows = True
+            try:
+                RowSparseOptimizer(self)
+            except (NotImplementedError, ValueError) as error:
+                note(f"optimizer {self.name}", str(error))
+            else:
+                note(f"optimizer {self.name}", "")
+        build(self, *args, **kwargs)
+
+    base.build = convert_and_build
+
+
+def _layers(model: Any, cls: Any) -> list[Any]:
+    if not isinstance(model, keras_api.Model):
+        raise TypeError(
+            "`model` must be a model of the Keras of this process, "
+            f"{keras_api.Model.__module__.partition('.')[0]}. Received: {model!r} of "
+            f"type {type_name(model)}."
+        )
+    return [layer for layer in model._flatten_layers() if type(layer) is cls]
+
+
+def _wraps(optimizer: Any) -> bool:
+    return hasattr(optimizer, "inner_optimizer")  # A LossScaleOptimizer.
+
+
+def _innermost(optimizer: Any) -> Any:
+    while _wraps(optimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def _forget_traces(model: Any) -> None:
+    """Makes `fit` and the others trace the model again."""
+    model.train_function = model.test_function = model.predict_function = None

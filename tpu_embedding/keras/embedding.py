@@ -1,0 +1,167 @@
+"""The layer `keras.layers.Embedding`, for tables of many rows and for bags of ids."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tpu_embedding.combiners import COMBINERS
+from tpu_embedding.keras.keras_api import keras_api
+
+
+class _Bags(NamedTuple):
+    """The entries of bags: ids [n], bags [n], weights [n], and the shape of the bags.
+
+    There are n entries; `bags` has the place of each entry's bag, in row-major order.
+    """
+
+    ids: tf.Tensor
+    bags: tf.Tensor
+    weights: tf.Tensor
+    shape: tf.Tensor
+
+
+@keras_api.register
+class Embedding(keras_api.RowEmbedding):
+    """`keras.layers.Embedding` whose cost depends on the batch, not on the table.
+
+    A subclass of the layer of the Keras of this process, with its arguments, weights,
+    files, masks, LoRA and quantization, and the same numbers. It reads only the rows of
+    the ids of a batch; with `te.keras.RowSparseOptimizer` only these are updated.
+
+    >>> import keras
+    >>> layer = Embedding(1000, 8)
+    >>> layer(tf.constant([[3, 1, 3]])).shape
+    TensorShape([1, 3, 8])
+    >>> bags = Embedding(1000, 8, combiner="mean")
+    >>> bags(tf.ragged.constant([[3, 1, 3], []])).shape
+    TensorShape([2, 8])
+
+    Args:
+      *args: As for `keras.layers.Embedding`.
+      combiner: None, or "sum", "mean" or "sqrtn": the ids of the last axis are a bag,
+        and the result is the sum of their rows, divided by the sum of the weights
+        ("mean") or by the root of the sum of their squares ("sqrtn"). A bag without ids
+        gives zeros; with `mask_zero=True` the id 0 is no entry of its bag.
+      **kwargs: As for `keras.layers.Embedding`.
+
+    Call arguments:
+      inputs: Integers: a dense tensor [..., n], or a sparse or ragged one. With a
+        combiner sparse and ragged ids are of rank 2, [batch, n].
+      weights: With a combiner, a weight for each id, of the kind and the layout of the
+        ids, floating point. None: 1.
+
+    Returns:
+      [*ids.shape, output_dim], or [*ids.shape[:-1], output_dim] with a combiner, of the
+      compute dtype of the layer.
+
+    Raises:
+      ValueError: If `combiner` is none of these, weights are given without a combiner,
+        or ids for a combiner have too few axes.
+      RuntimeError: If Keras does not run on TensorFlow.
+    """
+
+    combiner: str | None = None  # Also of a layer that was converted.
+
+    def __init__(self, *args: Any, combiner: str | None = None, **kwargs: Any) -> None:
+        if combiner is not None and combiner not in COMBINERS:
+            raise ValueError(
+                f"`combiner` must be None or one of {', '.join(COMBINERS)}. Received: "
+                f"{combiner!r}."
+            )
+        super().__init__(*args, **kwargs)
+        self.combiner = combiner
+
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        """Returns the rows of the ids, combined if the layer has a combiner."""
+        return self._combined(super().call, inputs, weights)
+
+    def quantized_call(self, inputs: Any, weights: Any = None) -> Any:
+        """Does what `call` does, of a table that Keras has quantized."""
+        return self._combined(super().quantized_call, inputs, weights)
+
+    def _combined(self, look_up: Any, inputs: Any, weights: Any) -> Any:
+        if self.combiner is None:
+            if weights is not None:
+                raise ValueError(
+                    f"{self.name}: `weights` need a combiner. Create the layer with "
+                    'Embedding(..., combiner="sum"), "mean" or "sqrtn".'
+                )
+            return look_up(inputs)
+        entries = _bags(self.name, inputs, weights)
+        gains = entries.weights
+        if self.mask_zero:
+            gains = tf.where(entries.ids == 0, 0.0, gains)
+        count = tf.reduce_prod(entries.shape)
+        if self.combiner != "sum":
+            squared = self.combiner == "sqrtn"
+            sums = tf.math.unsorted_segment_sum(
+                gains * gains if squared else gains, entries.bags, count
+            )
+            divisors = tf.sqrt(sums) if squared else sums
+            gains = tf.math.divide_no_nan(gains, tf.gather(divisors, entries.bags))
+        rows = look_up(entries.ids)
+        products = rows * tf.cast(gains, rows.dtype)[:, tf.newaxis]
+        sums = tf.math.unsorted_segment_sum(products, entries.bags, count)
+        width = tf.constant([self.output_dim], entries.shape.dtype)
+        found = tf.reshape(sums, tf.concat([entries.shape, width], 0))
+        return tf.ensure_shape(found, [*inputs.shape[:-1], self.output_dim])
+
+    def compute_mask(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the mask of the ids; bags have none."""
+        if self.combiner is not None:
+            return None
+        return super().compute_mask(inputs, *args, **kwargs)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Returns the shape of the result for a shape of ids."""
+        if self.combiner is None:
+            return super().compute_output_shape(input_shape)
+        return (*input_shape[:-1], self.output_dim)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration of Keras's layer, and the combiner."""
+        return {**super().get_config(), "combiner": self.combiner}
+
+
+def _bags(name: str, ids: Any, weights: Any) -> _Bags:
+    """Converts ids and weights of any kind.
+
+    Raises:
+      ValueError: If the ids have too few axes, or weights are of another kind or shape.
+    """
+    if type(weights) is not type(ids) and weights is not None:
+        raise ValueError(
+            f"{name}: `weights` must be of the kind of the ids, "
+            f"{type(ids).__name__}. Received: {type(weights).__name__}."
+        )
+    dense = not isinstance(ids, (tf.RaggedTensor, tf.SparseTensor))
+    rank = ids.shape.rank
+    if rank is None or rank < 2 or (not dense and rank != 2):
+        raise ValueError(
+            f"{name}: a combiner needs ids of the shape [batch, n]"
+            f"{', or [..., n]' if dense else ''}. Received: shape {ids.shape}."
+        )
+    if isinstance(ids, tf.RaggedTensor):
+        flat, bags, shape = ids.values, ids.value_rowids(), ids.nrows()[tf.newaxis]
+    elif isinstance(ids, tf.SparseTensor):
+        flat, bags, shape = ids.values, ids.indices[:, 0], ids.dense_shape[:1]
+    else:
+        shape = tf.shape(ids, tf.int64)[:-1]
+        flat = tf.reshape(ids, [-1])
+        bags = tf.repeat(tf.range(tf.reduce_prod(shape)), tf.shape(ids)[-1])
+    if weights is None:
+        return _Bags(flat, bags, tf.ones_like(flat, tf.float32), shape)
+    given = tf.reshape(weights, [-1]) if dense else weights.values
+    given = tf.cast(given, tf.float32)
+    with tf.control_dependencies(
+        [
+            tf.debugging.assert_equal(
+                tf.shape(given),
+                tf.shape(flat),
+                f"{name}: `weights` and ids differ in layout.",
+            )
+        ]
+    ):
+        return _Bags(flat, bags, tf.identity(given), shape)

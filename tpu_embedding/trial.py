@@ -1,0 +1,248 @@
+"""`python -m tpu_embedding try SCRIPT`: a Keras script as it is and by rows, compared.
+
+The script runs in two processes, one after the other. A process reports each step of
+`fit` as a line of JSON on its standard output; what the script prints goes elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpu_embedding import drop_in
+
+_WAYS = {"plain": "as it is", "rows": "by rows"}
+_SEED = 1
+_BAR = 30
+
+
+class _Enough(BaseException):
+    """Ends a script after the steps that were asked for, past its `except`."""
+
+
+@dataclasses.dataclass
+class Run:
+    """What one process reported.
+
+    Attributes:
+      wall: Seconds of each step, without the first, which traces the model.
+      cpu: Seconds of CPU of each of these steps.
+      losses: As `fit` shows them, the mean of the epoch so far, after each step.
+      peak: Bytes, the peak of the memory of the process.
+      notes: What was built, and why it was not converted, or "".
+    """
+
+    wall: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    peak: int = 0
+    notes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+
+def compare(plain: Run, rows: Run) -> str:
+    """Returns the table, and what was replaced or not and why.
+
+    Args:
+      plain: The script as it is.
+      rows: The script by rows.
+    """
+    lines = [f"{'':28}{'as it is':>14}{'by rows':>14}"]
+
+    def line(name: str, values: Sequence[Any], unit: str = "") -> None:
+        lines.append(f"{name:28}" + "".join(f"{v:>14}" for v in values) + unit)
+
+    pair = (plain, rows)
+    steps = min(len(run.losses) for run in pair)
+    if steps > 1:
+        for name, field in (("step, wall", "wall"), ("step, CPU", "cpu")):
+            medians = [statistics.median(getattr(run, field)) for run in pair]
+            ratio = medians[1] / max(medians[0], 1e-9)
+            line(name, [f"{m * 1e3:.1f} ms" for m in medians], f"{ratio:>9.1%}")
+    line("peak memory", [f"{run.peak / 2**20:.0f} MiB" for run in pair])
+    for step in sorted({1, steps // 4, steps // 2, steps} & set(range(1, steps + 1))):
+        line(f"loss, step {step}", [f"{run.losses[step - 1]:.6g}" for run in pair])
+    if steps:
+        apart = [
+            abs(a - b)
+            for a, b in zip(plain.losses[:steps], rows.losses[:steps], strict=True)
+        ]
+        lines.append(f"largest difference of losses in {steps} steps: {max(apart):.3g}")
+    else:
+        lines.append("No losses and step times: the script does not call `fit`.")
+    for what, why in rows.notes:
+        lines.append(f"left as it is: {what}: {why}" if why else f"by rows: {what}")
+    if not rows.notes:
+        lines.append("Nothing was replaced: no Embedding and no optimizer was built.")
+    return "\n".join(lines)
+
+
+def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
+    """Runs a script in both ways and prints the comparison.
+
+    Args:
+      script: Its path.
+      arguments: Of the script.
+      steps: After which a run ends, or 0: when the script ends.
+
+    Returns:
+      The exit code: 0, or 1 if the script failed.
+
+    Raises:
+      FileNotFoundError: If there is no such script.
+      ValueError: If `steps` is negative.
+    """
+    if steps < 0:
+        raise ValueError(f"--steps must not be negative. Received: {steps}.")
+    if not os.path.isfile(script):
+        raise FileNotFoundError(f"There is no script {script!r}.")
+    runs = []
+    for way in _WAYS:
+        run = _run(way, steps, script, arguments)
+        if run is None:
+            return 1
+        runs.append(run)
+    print(compare(*runs))
+    return 0
+
+
+def _run(way: str, steps: int, script: str, arguments: Sequence[str]) -> Run | None:
+    """Runs a script in a process of its own; None if it failed, which is printed."""
+    command = [sys.executable, "-m", "tpu_embedding.trial", way, str(steps), script]
+    found = Run()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as printed,
+        subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=printed, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            _take(found, json.loads(line))
+            if not found.peak:  # The last line, with the peak, is no step.
+                _draw(way, len(found.losses), steps)
+        print(file=sys.stderr)
+        if process.wait() == 0:
+            return found
+        printed.seek(0)
+        tail = "".join(printed.readlines()[-20:])
+    print(f"error: {script} failed {_WAYS[way]}:\n{tail}", file=sys.stderr)
+    return None
+
+
+def _take(run: Run, message: dict[str, Any]) -> None:
+    if "loss" in message:
+        run.losses.append(message["loss"])
+        if message["timed"]:
+            run.wall.append(message["wall"])
+            run.cpu.append(message["cpu"])
+    else:
+        run.peak, run.notes = message["peak"], [tuple(n) for n in message["notes"]]
+
+
+def _draw(way: str, done: int, steps: int) -> None:
+    filled = min(_BAR, _BAR * done // steps) if steps else 0
+    bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] " if steps else ""
+    of = f" of {steps}" if steps else ""
+    print(f"\r{_WAYS[way]:9} {bar}step {done}{of}", end="", file=sys.stderr, flush=True)
+
+
+def _child(arguments: Sequence[str]) -> None:
+    """Runs a script in one way in this process, and reports."""
+    way, steps, script, *rest = arguments
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What the script prints.
+    notes: list[tuple[str, str]] = []
+
+    def report(**message: Any) -> None:
+        print(json.dumps(message), file=channel, flush=True)
+
+    def replace() -> None:
+        from tpu_embedding.keras import converting  # Loads Keras.
+        from tpu_embedding.keras.keras_api import keras_api
+
+        if way == "rows":
+            converting.convert_process(lambda what, why: notes.append((what, why)))
+        keras_api.set_random_seed(_SEED)
+        _watch_fit(keras_api, int(steps), report)
+
+    with contextlib.suppress(_Enough):
+        drop_in.prepare(script, rest, replace)()
+    import resource  # Not on Windows.
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    report(peak=peak, notes=notes)
+
+
+def _watch_fit(keras_api: Any, steps: int, report: Callable[..., None]) -> None:
+    fit = keras_api.Model.fit
+    signature = inspect.signature(fit)
+    watcher = _watcher(keras_api.Callback, steps, report)
+
+    @functools.wraps(fit)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get("callbacks") or []
+        if not isinstance(given, (list, tuple)):
+            given = [given]
+        bound.arguments["callbacks"] = [*given, watcher()]
+        return fit(*bound.args, **bound.kwargs)
+
+    keras_api.Model.fit = watched
+
+
+def _watcher(base: Any, steps: int, report: Callable[..., None]) -> Any:
+    done = 0
+
+    class Watcher(base):
+        """Reports the steps of one call of `fit`."""
+
+        _since: tuple[float, float] | None = None  # The end of the step before.
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            nonlocal done
+            done += 1
+            now = time.perf_counter(), time.process_time()
+            then = self._since or now
+            report(
+                loss=float((logs or {}).get("loss", float("nan"))),
+                timed=self._since is not None,
+                wall=now[0] - then[0],
+                cpu=now[1] - then[1],
+            )
+            self._since = time.perf_counter(), time.process_time()
+            if done == steps:
+                raise _Enough
+
+    return Watcher
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `python -m tpu_embedding try`."""
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="end each run after so many steps of `fit`; without it the script ends",
+    )
+    parser.add_argument("script", help="a Python program for Keras")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(
+        run=lambda parsed: try_script(parsed.script, parsed.arguments, parsed.steps)
+    )
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1:])
