@@ -1,0 +1,123 @@
+"""CPU and wall time of `fit` with Keras's Embedding layers, as they are and by rows.
+
+    python -m benchmarks.keras_rows --rows 1000 100000 1000000
+
+8 tables of 16 columns, batches of 2,048 samples with Zipf-distributed ids, one dense
+layer. Each figure is from a process of its own; the processes of one size take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+FEATURES, DIM, BATCH = 8, 16, 2048
+WAYS = (
+    ("Keras 3", "0", False),
+    ("Keras 3, rows", "0", True),
+    ("tf_keras", "1", False),
+    ("tf_keras, rows", "1", True),
+)
+
+
+def measure(rows: int, optimizer: str, steps: int, by_rows: bool) -> dict[str, Any]:
+    """Trains in this process.
+
+    Args:
+      rows: Of each table.
+      optimizer: The name of a class of Keras.
+      steps: That are timed, after as many that are not.
+      by_rows: With te.keras.Embedding and te.keras.RowSparseOptimizer.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    import tpu_embedding as te
+
+    keras: Any = tf.keras
+    keras.utils.set_random_seed(1)
+    inputs = {
+        f"f{i}": keras.Input((), dtype="int64", name=f"f{i}") for i in range(FEATURES)
+    }
+    layer = te.keras.Embedding if by_rows else keras.layers.Embedding
+    looked_up = [layer(rows, DIM)(ids) for ids in inputs.values()]
+    hidden = keras.layers.Dense(64, "relu")(keras.layers.Concatenate()(looked_up))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    chosen = getattr(keras.optimizers, optimizer)(0.05)
+    model.compile(te.keras.RowSparseOptimizer(chosen) if by_rows else chosen, "mse")
+    rng = np.random.default_rng(0)
+    size = steps * BATCH
+    ids = {name: np.minimum(rng.zipf(1.2, size) - 1, rows - 1) for name in inputs}
+    labels = rng.random((size, 1), np.float32)
+    data: Any = (ids, labels)
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
+    model.fit(batches, verbose=0)
+    cpu, wall = time.process_time(), time.perf_counter()
+    losses = model.fit(batches, verbose=0).history["loss"]
+    return {
+        "cpu": (time.process_time() - cpu) / steps * 1e3,
+        "wall": (time.perf_counter() - wall) / steps * 1e3,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+        "loss": losses[-1],
+    }
+
+
+def _run(arguments: argparse.Namespace, rows: int, legacy: str, by_rows: bool) -> Any:
+    command = [sys.executable, "-m", "benchmarks.keras_rows", "--rows", str(rows)]
+    command += ["--optimizer", arguments.optimizer, "--steps", str(arguments.steps)]
+    done = subprocess.run(
+        [*command, "--child", str(int(by_rows))],
+        env={**os.environ, "TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Prints a table, or measures in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 100_000, 10**6])
+    parser.add_argument("--optimizer", default="Adagrad")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        (rows,) = arguments.rows
+        print(
+            json.dumps(
+                measure(
+                    rows, arguments.optimizer, arguments.steps, bool(arguments.child)
+                )
+            )
+        )
+        return
+    print("| rows | | CPU ms | wall ms | peak MiB | loss |\n|---|---|---|---|---|---|")
+    for rows in arguments.rows:
+        found: dict[str, list[Any]] = {name: [] for name, *_ in WAYS}
+        for _ in range(arguments.rounds):
+            for name, legacy, by_rows in WAYS:
+                found[name].append(_run(arguments, rows, legacy, by_rows))
+        for name, runs in found.items():
+            cpu, wall, peak, loss = (
+                statistics.median(run[key] for run in runs)
+                for key in ("cpu", "wall", "peak", "loss")
+            )
+            print(
+                f"| {rows:,} | {name} | {cpu:.1f} | {wall:.1f} | {peak:.0f} | "
+                f"{loss:.5f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
