@@ -1,12 +1,11 @@
 """Compiles programs of the plain C++ under `tests/cc`: g++ alone, no TensorFlow.
 
-What many programs link is compiled once for each build and kept in `build/cc`, for all
-processes of a test run and for the next run.
+What many programs link is compiled once for each build, as one file, and kept in
+`build/cc`, for all processes of a test run and for the next run.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import fcntl
 import functools
 import hashlib
@@ -15,7 +14,6 @@ import pathlib
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 
 TESTS = pathlib.Path(__file__).resolve().parent / "cc"
@@ -52,13 +50,13 @@ TIMEOUT_SECONDS = 300
 
 def run(
     command: Sequence[str],
-    folder: pathlib.Path | None = None,
     timeout: float = TIMEOUT_SECONDS,
+    text: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command; with what it printed."""
+    """Runs a command on a text that it reads; with what it printed."""
     return subprocess.run(
         command,
-        cwd=folder,
+        input=text,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -89,44 +87,35 @@ def build_program(
       linked: Folders of plain C++.
     """
     program = str(folder / f"{sources[0].stem}_{build}")
-    objects = [name for place in linked for name in _objects(place, build)]
+    objects = [_object(place, build) for place in linked]
     command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources), *objects]
     _check(run([*command, "-o", program]))
     return program
 
 
 @functools.cache
-def _objects(folder: pathlib.Path, build: str) -> list[str]:
-    """The object files of a folder of sources."""
+def _object(folder: pathlib.Path, build: str) -> str:
+    """The object file of a folder of sources; most of its time goes into headers."""
     sources = sorted(
         path for path in folder.glob("*.cc") if path.name not in NOT_LINKED
     )
-    command = [*COMPILER, *FLAGS, *BUILDS[build], "-c"]
+    command = [*COMPILER, *FLAGS, *BUILDS[build], "-c", "-x", "c++", "-"]
     digest = hashlib.sha256(repr((command, sources)).encode())
     for path in [*sources, *sorted(PACKAGE.glob("*/cc/**/*.h"))]:
         digest.update(path.read_bytes())
     name = f"{folder.name}_{build}"
-    kept = KEPT / name / digest.hexdigest()[:16]
+    kept = KEPT / f"{name}_{digest.hexdigest()[:16]}.o"
     KEPT.mkdir(parents=True, exist_ok=True)
     with open(KEPT / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            shutil.rmtree(kept.parent, ignore_errors=True)
-            _compile(command, sources, kept)
-    return [str(path) for path in sorted(kept.glob("*.o"))]
-
-
-def _compile(
-    command: Sequence[str], sources: Sequence[pathlib.Path], kept: pathlib.Path
-) -> None:
-    kept.parent.mkdir(parents=True)
-    beside = pathlib.Path(tempfile.mkdtemp(dir=kept.parent))
-    # Others may wait for these objects: as many compilers as there are cores.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(lambda source: run([*command, str(source)], beside), sources)
-        for compiled in done:
-            _check(compiled)
-    beside.rename(kept)  # A killed run leaves nothing that looks whole.
+            for old in KEPT.glob(f"{name}_*.o"):
+                old.unlink()
+            includes = "".join(f'#include "{path}"\n' for path in sources)
+            beside = kept.with_suffix(".part")
+            _check(run([*command, "-o", str(beside)], text=includes))
+            beside.rename(kept)  # A killed run leaves nothing that looks whole.
+    return str(kept)
 
 
 def _check(compiled: subprocess.CompletedProcess[str]) -> None:

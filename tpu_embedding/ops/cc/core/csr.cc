@@ -10,7 +10,7 @@ namespace {
 
 // Rough cycles for one id.
 constexpr int64_t kCyclesPerRow = 2;
-constexpr int64_t kCyclesPerSort = 40;
+constexpr int64_t kCyclesPerId = 40;
 constexpr int64_t kCyclesPerWrite = 10;
 
 Error FirstOf(const std::vector<Error>& errors) {
@@ -81,7 +81,7 @@ Error CsrBatch::SortUnits(const std::vector<FeatureInput>& inputs,
   units_.resize(num_units);
   std::vector<Error> errors(setup_.features.size() * setup_.num_cores);
   const int64_t cost =
-      kCyclesPerSort * CountIds(inputs) / std::max<int64_t>(num_units, 1) + 1;
+      kCyclesPerId * CountIds(inputs) / std::max<int64_t>(num_units, 1) + 1;
   parallel_for(num_units, cost, [&](int64_t begin, int64_t end) {
     const std::shared_ptr<Scratch> scratch = scratch_->Take();
     for (int64_t u = begin; u < end; ++u) {
