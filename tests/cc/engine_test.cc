@@ -32,6 +32,7 @@ EngineTable MakeTable(const std::string& name, int64_t rows) {
   table.dim = 1;
   table.optimizer = "sgd";
   table.update = &Update<Sgd>;
+  table.options = std::make_shared<RowOptions>();
   table.rate = 1.0f;
   return table;
 }
@@ -341,7 +342,7 @@ void TestWithoutAccumulation() {
   for (const bool accumulates : {false, true}) {
     EngineConfig config = MakeConfig(2);
     config.tables[0].accumulates = accumulates;
-    config.tables[0].options.clip_gradient_max = 1.0f;
+    config.tables[0].options->clip_gradient_max = 1.0f;
     Program program(config);
     for (const int core : {0, 1}) {
       CHECK_TRUE(program.Enqueue(core, {5, 0}, true).done());

@@ -10,6 +10,7 @@
 
 #include "core/bfloat16-inl.h"
 #include "core/dims.h"
+#include "core/row_options.h"
 #include "core/simd.h"
 #include "core/update.h"
 #include "core/weighted_sum-inl.h"

@@ -5,7 +5,6 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "core/bfloat16.h"
@@ -14,26 +13,10 @@
 
 namespace tpu_embedding {
 
-// What surrounds every rule. An infinite limit or a zero factor is "off".
-struct RowOptions {
-  float clip_gradient_min = -std::numeric_limits<float>::infinity();
-  float clip_gradient_max = std::numeric_limits<float>::infinity();
-  float clip_weight_min = -std::numeric_limits<float>::infinity();
-  float clip_weight_max = std::numeric_limits<float>::infinity();
-  float weight_decay_factor = 0.0f;
-  bool multiply_decay_by_rate = false;
-  // Rows that no entry names are updated too, with a gradient of zeros.
-  bool all_rows = false;
+struct RowOptions;  // See core/row_options.h.
 
-  bool clips_gradient() const {
-    return clip_gradient_min > -std::numeric_limits<float>::infinity() ||
-           clip_gradient_max < std::numeric_limits<float>::infinity();
-  }
-  bool clips_weight() const {
-    return clip_weight_min > -std::numeric_limits<float>::infinity() ||
-           clip_weight_max < std::numeric_limits<float>::infinity();
-  }
-};
+// Whether rows that no entry names are updated too.
+bool UpdatesAllRows(const RowOptions& options);
 
 // A table and its slots, row-major; the slots are float32.
 struct TableView {
@@ -59,7 +42,8 @@ struct RuleArguments {
   Rounding rounding = {};
 };
 
-// Updates the groups [begin, end), or with `all_rows` the rows [begin, end).
+// Updates the groups [begin, end), or, if all rows are updated, the rows
+// [begin, end).
 using UpdateFn = void (*)(const RuleArguments& arguments,
                           const RowOptions& options,
                           const TableGradients& gradients,

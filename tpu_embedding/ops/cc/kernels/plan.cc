@@ -4,6 +4,8 @@
 #include <mutex>
 #include <utility>
 
+#include "core/row_options.h"
+
 namespace tpu_embedding {
 namespace {
 
@@ -39,18 +41,19 @@ absl::Status ReadOptimizer(const Record& record, TablePlan* table) {
   TF_RETURN_IF_ERROR(CheckLength("hyperparameters",
                                  table->hyperparameters.size(),
                                  table->rule->num_hyperparameters));
-  RowOptions& options = table->options;
+  const auto options = std::make_shared<RowOptions>();
   TF_RETURN_IF_ERROR(
-      record.Get("clip_gradient_min", &options.clip_gradient_min));
+      record.Get("clip_gradient_min", &options->clip_gradient_min));
   TF_RETURN_IF_ERROR(
-      record.Get("clip_gradient_max", &options.clip_gradient_max));
-  TF_RETURN_IF_ERROR(record.Get("clip_weight_min", &options.clip_weight_min));
-  TF_RETURN_IF_ERROR(record.Get("clip_weight_max", &options.clip_weight_max));
+      record.Get("clip_gradient_max", &options->clip_gradient_max));
+  TF_RETURN_IF_ERROR(record.Get("clip_weight_min", &options->clip_weight_min));
+  TF_RETURN_IF_ERROR(record.Get("clip_weight_max", &options->clip_weight_max));
   TF_RETURN_IF_ERROR(
-      record.Get("weight_decay_factor", &options.weight_decay_factor));
+      record.Get("weight_decay_factor", &options->weight_decay_factor));
   TF_RETURN_IF_ERROR(
-      record.Get("multiply_decay_by_rate", &options.multiply_decay_by_rate));
-  TF_RETURN_IF_ERROR(record.Get("all_rows", &options.all_rows));
+      record.Get("multiply_decay_by_rate", &options->multiply_decay_by_rate));
+  TF_RETURN_IF_ERROR(record.Get("all_rows", &options->all_rows));
+  table->options = options;
   int64_t seed = 0;
   TF_RETURN_IF_ERROR(record.Get("rounding_seed", &seed));
   table->rounding_seed = seed;

@@ -61,7 +61,7 @@ struct TablePlan {
   // Null for a table without an optimizer, which is never updated.
   const RuleEntry* rule = nullptr;
   std::vector<float> hyperparameters;
-  RowOptions options;
+  std::shared_ptr<const RowOptions> options;
   uint64_t rounding_seed = 0;
 };
 

@@ -409,7 +409,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     works.reserve(work.size());
     for (size_t t = 0; t < work.size(); ++t) {
       const TablePlan& table = plan.tables[t];
-      const int64_t rows = table.options.all_rows
+      const int64_t rows = UpdatesAllRows(*table.options)
                                ? table.rows
                                : work[t].gradients.groups->num_rows();
       works.push_back({rows, Cycles(*table.rule, work[t], rows)});
@@ -422,12 +422,13 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       const TablePlan& table = plan.tables[t];
       const auto update = [&] {
         table.rule->UpdateOf(work[t].view->parameters)(
-            work[t].arguments, table.options, work[t].gradients, *work[t].view,
+            work[t].arguments, *table.options, work[t].gradients, *work[t].view,
             piece.begin, piece.end);
       };
       if (!counted) return update();
-      CountPiece(work[t].gradients, *work[t].view, table.options.all_rows,
-                 piece.begin, piece.end, update, &(*counted)[t]);
+      CountPiece(work[t].gradients, *work[t].view,
+                 UpdatesAllRows(*table.options), piece.begin, piece.end, update,
+                 &(*counted)[t]);
     });
   }
 };

@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/row_options.h"
 #include "runtime/registration.h"
 #include "sparse_core/combiner.h"
 #include "sparse_core/rules.h"

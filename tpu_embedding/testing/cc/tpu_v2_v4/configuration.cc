@@ -1,12 +1,14 @@
 #include "tpu_v2_v4/configuration.h"
 
 #include <cmath>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/feature.h"
+#include "core/row_options.h"
 #include "tensorflow/core/platform/errors.h"
 #include "tensorflow/core/protobuf/tpu/tpu_embedding_configuration.pb.h"
 #include "tensorflow/core/tpu/tpu_embedding_optimization_parameters_utils.h"
@@ -122,7 +124,8 @@ absl::Status ReadTable(const TPUEmbeddingConfiguration::TableDescriptor& from,
   TF_RETURN_IF_ERROR(tensorflow::tpu::UseGradientAccumulation(
       parameters, &table->accumulates));
   TF_RETURN_IF_ERROR(ReadRate(parameters, table));
-  TF_RETURN_IF_ERROR(ReadOptions(parameters, &table->options));
+  table->options = std::make_shared<RowOptions>();
+  TF_RETURN_IF_ERROR(ReadOptions(parameters, table->options.get()));
   TF_RETURN_IF_ERROR(ReadQuantization(parameters, &table->quantization));
   return ReadOptimizer(parameters, table);
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "core/row_options.h"
 #include "runtime/core_rules.h"
 #include "tensorflow/core/platform/errors.h"
 
@@ -71,7 +72,7 @@ absl::Status ReadAdam(const OptimizationParameters& from, EngineTable* table) {
   }
   table->hyperparameters = {p.beta1(), p.beta2(), p.epsilon(),
                             p.use_sum_inside_sqrt() ? 1.0f : 0.0f};
-  table->options.all_rows = p.use_non_lazy_adam();
+  table->options->all_rows = p.use_non_lazy_adam();
   return absl::OkStatus();
 }
 

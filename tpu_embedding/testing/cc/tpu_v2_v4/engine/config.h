@@ -7,6 +7,7 @@
 #define TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_CONFIG_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,7 @@ struct EngineTable {
   // slots and does not train.
   UpdateFn update = nullptr;
   std::vector<float> hyperparameters;
-  RowOptions options;
+  std::shared_ptr<RowOptions> options;  // not null beside an `update`
   float rate = 0.0f;
   int rate_tag = -1;  // >= 0: the rate comes with the gradients
   // The gradients of all cores are summed before the rule runs once, else it

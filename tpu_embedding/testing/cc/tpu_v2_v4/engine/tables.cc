@@ -141,11 +141,11 @@ void EngineTables::Apply(int table, float rate, const RowGroups& groups,
   }
   const RuleArguments arguments = {shape.hyperparameters, rate};
   const TableGradients gradients = {&groups, samples.data()};
-  parallel_for(shape.options.all_rows ? shape.num_rows : groups.num_rows(),
-               kTableCyclesPerRow, [&](int64_t begin, int64_t end) {
-                 shape.update(arguments, shape.options, gradients, view, begin,
-                              end);
-               });
+  parallel_for(
+      UpdatesAllRows(*shape.options) ? shape.num_rows : groups.num_rows(),
+      kTableCyclesPerRow, [&](int64_t begin, int64_t end) {
+        shape.update(arguments, *shape.options, gradients, view, begin, end);
+      });
 }
 
 }  // namespace tpu_embedding
