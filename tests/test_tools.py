@@ -6,7 +6,6 @@ import pathlib
 
 import check
 import lint_report
-import pytest
 import structure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -68,23 +67,50 @@ def test_every_count_has_an_aim():
     assert counted == list(structure.AIMS)[: len(counted)]
 
 
-def test_check_runs_the_closest_tests_first():
-    tests = check.selected_tests(["tpu_embedding/config.py", "tests/v2_calls.py"])
-    assert tests[0] == "tests/test_config.py"
-    assert "tests/test_embedding_v2.py" in tests
+def test_check_runs_what_changed_first_and_pages_last():
+    changed = ["docs/telemetry.md", "tpu_embedding/config.py", "tests/test_dims.py"]
+    selected = check.selected_tests([*changed, "tests/peers/test_tfrs.py"])
+    assert check.in_turn(selected)[:3] == [
+        "tests/test_dims.py",
+        "tests/test_config.py",
+        "tests/test_documentation.py",
+    ]
+    assert selected["docs/telemetry.md"] == ["tests/test_documentation.py"]
+    assert selected["tests/peers/test_tfrs.py"] == []
+    of_helper = check.selected_tests(["tests/v2_calls.py"])["tests/v2_calls.py"]
+    assert "tests/test_embedding_v2.py" in of_helper
     for name, place in check.TEST_FOLDERS.items():
         assert (ROOT / name).exists()
         assert any(test.startswith(place) for test in check.test_files())
 
 
-def test_check_passes_over_what_it_does_not_reach(tmp_path, capsys):
-    slow = tmp_path / "test_slow.py"
-    slow.write_text("def test_a(): ...\ndef test_b(): raise ValueError\n")
-    quiet = ["--quiet", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
-    budget = check.Budget(0.0)
-    assert pytest.main([*quiet, str(slow)], plugins=[budget]) == 0
-    assert budget.left() == ["test_slow.py"]
-    assert "Interrupted" not in capsys.readouterr().out
-    budget = check.Budget(60.0)
-    assert pytest.main([*quiet, str(slow)], plugins=[budget]) == 1
-    assert budget.left() == []
+def test_check_reads_imports_and_not_what_stands_near_them():
+    sources = {
+        "a": "from tpu_embedding import config\n",
+        "b": "from tpu_embedding import (\n    errors,\n)\nimport config\n",
+        "c": "from tpu_embedding.config import TableConfig\n",
+    }
+    assert check.tests_importing("tpu_embedding.config", sources) == ["a", "c"]
+
+
+def test_check_fails_where_a_change_was_not_tested(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = second_tier\n")
+    (tmp_path / "tests").mkdir()
+    marked = "import pytest\n@pytest.mark.second_tier\ndef test_b(): assert not {}\n"
+    for name, value in (("own", 0), ("other", 1)):
+        (tmp_path / f"tests/test_{name}.py").write_text(
+            f"def test_a(): ...\n{marked.format(value)}"
+        )
+    monkeypatch.setattr(check, "ALWAYS", ())
+    selected = {
+        "tests/test_own.py": ["tests/test_own.py"],
+        "module.py": ["tests/test_other.py"],
+    }
+    # The second tier of a test that did not change is left out.
+    assert check.run_tests(selected, 60.0)
+    assert "3 passed" in capsys.readouterr().out
+    assert not check.run_tests({**selected, "tests/test_other.py": []}, 60.0)
+    assert not check.run_tests(selected, 0.0)
+    assert "tests/test_own.py module.py" in capsys.readouterr().out

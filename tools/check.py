@@ -3,8 +3,9 @@
     make check
 
 Changed is what differs from the commit where this branch left `origin/main` (from HEAD
-where there is no `origin/main`), with what is not committed yet. The tests of a changed
-file are, in this order:
+where there is no `origin/main`), with what is not committed yet. First run the tests
+that changed, then those of the package and the tools, then those of pages. The tests of
+a changed file are, the closest first:
 
 1. the file itself, where it is a test, and the tests that import it, where it is a
    helper of tests;
@@ -13,19 +14,23 @@ file are, in this order:
 4. the tests in the folder of its package (`TEST_FOLDERS`);
 5. for C++ the programs of tests/cc and one training test.
 
-What is not reached within `--seconds` is named, and left to `make test`.
+Of what did not change itself only the first tier runs. What is not reached within
+`--seconds` is named and left to `make test`; it is a failure if a changed test is among
+it, or all tests of a changed file.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import itertools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 
@@ -44,6 +49,8 @@ TEST_FOLDERS = {
     "examples": "tests/test_examples.py",
     "benchmarks": "tests/test_benchmarks.py",
 }
+# What runs tests that need a process of their own; `make test-peers` runs the others.
+RUN_BY = {"tests/tf_keras/": "tests/test_tf_keras.py", "tests/peers/": ""}
 ALWAYS = ("tests/test_public.py", "tests/test_repository.py")
 # After all others, where the package has changed.
 OF_PACKAGE = ("tests/test_documented_loops.py",)
@@ -75,14 +82,32 @@ def test_files() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
+def imports(source: str) -> set[str]:
+    """The full names that a module imports: modules, and what it takes from them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def tests_importing(module: str, sources: dict[str, str]) -> list[str]:
     """The tests that name a module in an import."""
-    package, _, name = module.rpartition(".")
-    parts = [rf"^\s*(?:from|import) {re.escape(module)}\b"]
-    if package:
-        parts.append(rf"^\s*from {re.escape(package)} import [^#]*?\b{name}\b")
-    pattern = re.compile("|".join(parts), re.MULTILINE)
-    return [name for name, text in sources.items() if pattern.search(text)]
+    return [
+        name
+        for name, text in sources.items()
+        if module.rpartition(".")[2] in text and module in imports(text)
+    ]
+
+
+def runnable(name: str) -> str | None:
+    """The test module that runs a file of tests, or ""; None if it has no tests."""
+    if not pathlib.PurePath(name).name.startswith("test_"):
+        return None
+    return next((by for place, by in RUN_BY.items() if name.startswith(place)), name)
 
 
 def tests_of(name: str, sources: dict[str, str]) -> Iterator[str]:
@@ -92,6 +117,9 @@ def tests_of(name: str, sources: dict[str, str]) -> Iterator[str]:
         yield name
         module = ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__")
         yield from tests_importing(module, sources)
+        return
+    if path.suffix == ".md":
+        yield from OF_DOCUMENTATION
         return
     stem = path.stem.removesuffix("_test")
     by_name = re.compile(rf"/test_{re.escape(stem)}(_\w+)?\.py$")
@@ -110,48 +138,85 @@ def tests_of(name: str, sources: dict[str, str]) -> Iterator[str]:
             yield from (test for test in sources if test.startswith(place))
 
 
-def selected_tests(changed: list[str]) -> list[str]:
-    """The test modules to run, the closest to the changes first, each once."""
+def selected_tests(changed: list[str]) -> dict[str, list[str]]:
+    """Of each changed file the tests to run, the closest first; in order of files."""
     sources = test_files()
-    found = [test for name in changed for test in tests_of(name, sources)]
-    wanted = [test for test in found if pathlib.PurePath(test).name.startswith("test_")]
-    wanted += ALWAYS
-    if any(name.endswith(".md") for name in changed):
-        wanted += OF_DOCUMENTATION
-    if any(name.startswith("tpu_embedding/") for name in changed):
-        wanted += OF_PACKAGE
-    return list(dict.fromkeys(wanted))
+
+    def place(name: str) -> int:
+        return 0 if name.startswith("tests/") else 2 if name.endswith(".md") else 1
+
+    return {
+        name: list(dict.fromkeys(filter(None, map(runnable, tests_of(name, sources)))))
+        for name in sorted(changed, key=place)
+    }
+
+
+def in_turn(selected: dict[str, list[str]]) -> list[str]:
+    """All tests, each once: changed ones, then the closest of each file, and so on."""
+    changed = [name for tests in selected for name in tests if name in selected]
+    by_rank = itertools.zip_longest(*selected.values())
+    found = [*changed, *(name for rank in by_rank for name in rank if name), *ALWAYS]
+    if any(name.startswith("tpu_embedding/") for name in selected):
+        found += OF_PACKAGE
+    return list(dict.fromkeys(found))
 
 
 class Budget:
-    """A plugin of pytest that runs no test after its time is up."""
+    """A plugin of pytest that runs no test after its time is up.
 
-    def __init__(self, seconds: float) -> None:
+    Attributes:
+      reached: The test modules of which at least one test ran.
+      left: The test modules that were not reached, or not to their end.
+    """
+
+    def __init__(self, seconds: float, changed: Collection[str] = ()) -> None:
         self._end = time.monotonic() + seconds
-        self._left: set[str] = set()
+        self._changed = changed
+        self.reached: set[str] = set()
+        self.left: set[str] = set()
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Leaves out the second tier of what did not change."""
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("second_tier")
+            and item.nodeid.partition("::")[0] not in self._changed
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Passes a test over, by returning True, when the time is up."""
-        if time.monotonic() < self._end:
-            return None
-        self._left.add(item.nodeid.partition("::")[0])
-        return True
+        in_time = time.monotonic() < self._end
+        (self.reached if in_time else self.left).add(item.nodeid.partition("::")[0])
+        return None if in_time else True
 
-    def left(self) -> list[str]:
-        """The test modules that were not reached, or not to their end."""
-        return sorted(self._left)
+    def has_tested(self, name: str, tests: Collection[str]) -> bool:
+        """Says whether a changed file ran, or, if it has no tests, one of `tests`."""
+        own = runnable(name)
+        if own is not None:
+            return own in self.reached and own not in self.left
+        return not tests or not self.reached.isdisjoint(tests)
 
 
-def run_tests(files: list[str], seconds: float) -> bool:
-    """Runs test modules of the checkout; returns whether what ran passed."""
-    budget = Budget(seconds)
+def run_tests(selected: dict[str, list[str]], seconds: float) -> bool:
+    """Runs test modules of the checkout; returns whether the change was tested."""
+    budget = Budget(seconds, [*selected, *filter(None, map(runnable, selected))])
     sys.path.insert(0, str(ROOT))
     options = ["--quiet", "--exitfirst", "--durations=10"]
-    code = pytest.main([*options, *files], plugins=[budget])
-    if budget.left():
-        print(f"After {seconds:.0f} s not reached, wholly or in part:", *budget.left())
-    return code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    code = pytest.main([*options, *in_turn(selected)], plugins=[budget])
+    if budget.left:
+        print(f"After {seconds:.0f} s not reached, wholly or in part:", *budget.left)
+    untested = [
+        name for name in selected if not budget.has_tested(name, selected[name])
+    ]
+    if untested:
+        print("Changed and not tested (CHECK='--seconds 600'?):", *untested)
+    return code == pytest.ExitCode.OK and not untested
 
 
 def main() -> int:
@@ -160,9 +225,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for the tests")
     parser.add_argument("--list", action="store_true", help="name the tests; run none")
     arguments = parser.parse_args()
-    files = selected_tests(changed_files())
+    selected = selected_tests(changed_files())
     if arguments.list:
-        print(*files, sep="\n")
+        print(*in_turn(selected), sep="\n")
         return 0
     lint = subprocess.Popen(
         ["make", "--no-print-directory", "lint"],
@@ -172,7 +237,7 @@ def main() -> int:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    passed = run_tests(files, arguments.seconds)
+    passed = run_tests(selected, arguments.seconds)
     output, _ = lint.communicate()
     print(output)
     if lint.returncode or not passed:
