@@ -24,17 +24,38 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = "tpu_embedding"
 SMALL_MODULE_LINES = 120
+# docs/architecture.md has the reason of an aim that is missed.
 AIMS = {
-    "Python lines": "about 20,000",
-    "Python files": "about 100",
+    "Python lines": "34,000",
+    "Python files": "135",
     "modules of at most 120 lines with one importer": "below 8",
-    "longest chain of imports": "14",
+    "longest chain of imports": "21",
     "functions that only make an error": "below 60",
-    "methods of the engine protocol": "12",
+    "engines for a CPU": "2",
+    "queues of batches": "3",
+    "mechanisms for an update that waits": "2",
+    "files that know which part of a table has a row": "1",
+    "files that make first values": "1",
+    "ops of ours": "24",
+    "methods of the engine protocol": "17",
     ".Attr lines of ops": "below 50",
     "functions under one enqueue": "20",
     "calls in one Keras forward pass": "50",
     "calls in one checkpoint.save": "40",
+}
+# The folders of what computes, and the text that each file with a mechanism has.
+COMPUTING = ("engines", "layout", "tables", "ops")
+MECHANISMS = {
+    "queues of batches": r"^class (?!NestQueue|.*ABC)\w*Queues?\b",
+    "mechanisms for an update that waits": (
+        r"^class (NestQueue|PendingUpdate)\b|std::deque<Update> updates_"
+    ),
+    "files that know which part of a table has a row": (
+        r"^(?!.*(sparse_core|offset)).*%\s*(self\.)?(num_)?(parts|shards|number|n)\b"
+    ),
+    "files that make first values": (
+        r"^class FirstValues\b|^(?!.*def ).*\binitial_value\($"
+    ),
 }
 
 
@@ -130,12 +151,40 @@ def engine_methods(source: str) -> list[str]:
     ]
 
 
-def attr_lines(root: pathlib.Path) -> int:
-    """Lines that declare an attribute of an op of ours."""
+def lines_of_ops(root: pathlib.Path, pattern: str) -> int:
+    """How often a pattern is found where our ops are declared."""
     return sum(
-        len(re.findall(r"\.Attr\(", path.read_text()))
+        len(re.findall(pattern, path.read_text(), re.MULTILINE))
         for path in (root / PACKAGE / "ops").rglob("kernels/**/*.cc")
     )
+
+
+def files_with(root: pathlib.Path, pattern: str) -> list[str]:
+    """The files of the engines and what is below them in which a pattern is found."""
+    return [
+        str(path.relative_to(root))
+        for folder in COMPUTING
+        for path in sorted((root / PACKAGE / folder).rglob("*"))
+        if path.suffix in (".py", ".h", ".cc")
+        if re.search(pattern, path.read_text(), re.MULTILINE)
+    ]
+
+
+def cpu_engines(sources: Mapping[str, str]) -> list[str]:
+    """The classes below `Engine`, without those of TPUs and what CPUs share."""
+    bases = {
+        f"{name}.{node.name}": {ast.unparse(base) for base in node.bases}
+        for name, source in sources.items()
+        if name.startswith(f"{PACKAGE}.engines")
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+    found, parents = [], {"Engine", "base.Engine"}
+    while below := [name for name in bases if bases[name] & parents]:
+        found += below
+        parents = {name.rpartition(".")[2] for name in below}
+    others = re.compile(r"\.(tpu_v2_v4|sparse_core|cpu_base)\.")
+    return [name for name in found if not others.search(name)]
 
 
 def calls_of(root: pathlib.Path, function: Callable[[], Any]) -> list[str]:
@@ -201,9 +250,13 @@ def static_counts(root: pathlib.Path) -> Iterator[tuple[str, int | list[str]]]:
     yield "modules of at most 120 lines with one importer", one_importer
     yield "longest chain of imports", longest_chain(graph)
     yield "functions that only make an error", error_functions(sources)
+    yield "engines for a CPU", cpu_engines(sources)
+    for name, pattern in MECHANISMS.items():
+        yield name, files_with(root, pattern)
+    yield "ops of ours", lines_of_ops(root, r"^REGISTER_OP\(")
     base = (root / PACKAGE / "engines" / "base.py").read_text()
     yield "methods of the engine protocol", engine_methods(base)
-    yield ".Attr lines of ops", attr_lines(root)
+    yield ".Attr lines of ops", lines_of_ops(root, r"\.Attr\(")
 
 
 def main() -> None:
