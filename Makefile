@@ -1,5 +1,6 @@
-# make demo   set up, then train the recommender of examples/01_movielens_ranking.py
-# make test   set up, lint, then run all tests against the installed package
+# make demo      set up, then train the recommender of examples/01_movielens_ranking.py
+# make test      set up, lint, then the tests of one process, and one of each other kind
+# make test-all  set up, lint, then all tests, as CI does
 #
 # Needs python3 (3.11 to 3.13) with venv, g++ and make. Everything that is installed goes
 # into .venv, everything that is built into build. pip reads its usual settings.
@@ -28,7 +29,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo install test lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
+.PHONY: help demo install test test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow test-aarch64 fuzz fuzz-clang \
     fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
@@ -42,9 +43,12 @@ demo: $(VENV)/demo.stamp $(VENV)/host.stamp
 
 install: $(VENV)/package.stamp ## the package into .venv, with the software TPU
 
-test: lint $(VENV)/package.stamp
-	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal \
-	    --durations=10 --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
+# Against the installed package. The slowest files are printed, and build/test_times.json
+# has all of them: python tests/file_times.py
+test: TIER := -m 'not second_tier'
+test test-all: lint $(VENV)/package.stamp
+	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal $(TIER) \
+	    --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
 
 lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 	$(BIN)/ruff format --check .

@@ -36,6 +36,7 @@ def test_scenarios() -> None:
             assert 0 <= ids.min() <= ids.max() < rows
 
 
+@pytest.mark.second_tier
 def test_run_writes_its_three_files(root: pathlib.Path) -> None:
     out = root / "out"
     command = [sys.executable, "-m", "benchmarks.run", "--scenario", "tiny"]
@@ -139,6 +140,7 @@ def test_options_are_tried_before_anything_runs(
     assert "9999 is less than the smallest, 10000" in capsys.readouterr().err
 
 
+@pytest.mark.second_tier
 def test_two_runs_do_not_disturb_each_other(tmp_path: pathlib.Path) -> None:
     options = importlib.import_module("benchmarks.options")
     script = "import pathlib, sys\nfrom benchmarks import options\n"
@@ -180,6 +182,7 @@ def test_everything_goes_on_after_a_part_that_failed(
     assert (tmp_path / "everything.md").read_text() == "done\n"
 
 
+@pytest.mark.second_tier
 def test_jobs_of_several_processes_are_measured(
     root: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +288,7 @@ def test_both_sides_of_fit(peer: str) -> None:
         prepare(scenario, "rowwise_adagrad")
 
 
+@pytest.mark.second_tier
 def test_everything_is_known(tmp_path: pathlib.Path) -> None:
     everything = importlib.import_module("benchmarks.everything")
     scenarios = importlib.import_module("benchmarks.scenarios").SCENARIOS

@@ -22,8 +22,15 @@ WHERE = {
 }
 if cc_programs.EMULATOR:  # It has no sanitizers.
     WHERE = {"emulated": ""}
+# A quick one; all others are of the second tier.
+OF_FIRST_TIER = ("step_queue_test", "address")
 PROGRAMS = [
-    pytest.param(source, build, id=f"{source.stem}-{build}")
+    pytest.param(
+        source,
+        build,
+        id=f"{source.stem}-{build}",
+        marks=[pytest.mark.second_tier] * ((source.stem, build) != OF_FIRST_TIER),
+    )
     for source in sorted(cc_programs.TESTS.glob("*_test.cc"))
     for build, word in WHERE.items()
     if word in source.read_text()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
-import sys
 
+import forked
 import pytest
 import tensorflow as tf
 
@@ -15,22 +14,18 @@ from tpu_embedding import drop_in
 from tpu_embedding.__main__ import main
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "examples" / "drop_in"
+second_tier = pytest.mark.second_tier
 FIGURES = [
-    ("queue_loop.py", "v4:2", "loss 0.665679 served 4.375109"),
-    ("sparse_core.py", "v6e:2", "loss 56.500000 to 5.33907"),
-    ("estimator.py", "host", "loss 0.70"),
+    pytest.param(
+        "queue_loop.py", "v4:2", "loss 0.665679 served 4.375109", marks=second_tier
+    ),
+    pytest.param("sparse_core.py", "v6e:2", "loss 56.500000 to 5.33907"),
+    pytest.param("estimator.py", "host", "loss 0.70", marks=second_tier),
 ]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    return forked.run(arguments)
 
 
 @pytest.mark.parametrize(("program", "on", "figure"), FIGURES)
@@ -64,6 +59,7 @@ experimental_connect_to_cluster(resolver)
 """
 
 
+@second_tier
 @pytest.mark.parametrize("early", [False, True])
 def test_each_way_to_import_a_name(early: bool, tmp_path: pathlib.Path):
     first, rest = IMPORTED.lstrip().split("\n", 1)
@@ -153,6 +149,7 @@ def test_a_program_may_begin_with_its_data(tmp_path: pathlib.Path):
     assert done.stdout == "2\n"
 
 
+@second_tier
 def test_what_is_not_carried_is_refused_by_name(tmp_path: pathlib.Path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run(str(tmp_path / "program.py"))
@@ -213,6 +210,7 @@ except RuntimeError as error:
 """
 
 
+@second_tier
 def test_a_device_assignment_and_spmd(tmp_path: pathlib.Path):
     (tmp_path / "program.py").write_text(ASSIGNED)
     done = run(str(tmp_path / "program.py"))
@@ -230,6 +228,7 @@ def test_places_that_do_not_exist(on: str):
         te.install(on)
 
 
+@second_tier
 def test_scripts_have_their_own_arguments_and_errors(tmp_path: pathlib.Path):
     (tmp_path / "beside.py").write_text("NUMBER = 3")
     script = tmp_path / "script.py"
@@ -251,6 +250,7 @@ def test_scripts_have_their_own_arguments_and_errors(tmp_path: pathlib.Path):
     assert run("-m", "tpu_embedding", "run", str(script)).returncode == 7
 
 
+@second_tier
 def test_modules(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "package"
     package.mkdir()

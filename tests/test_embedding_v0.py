@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -353,13 +352,9 @@ except NotImplementedError as error:
 """
 
 
+@pytest.mark.second_tier
 def test_parameter_servers() -> None:
-    printed = subprocess.check_output(
-        # -P: the package under test may not be the one in the current folder.
-        [sys.executable, "-P", "-c", PARAMETER_SERVER],
-        text=True,
-        timeout=120,
-    )
+    printed = forked.run(["-c", PARAMETER_SERVER]).stdout
     device, activations, gradient, refused = printed.splitlines()
     assert device.startswith("/job:ps/")
     assert activations == "[2.0, 5.0]"

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from movielens import data, metrics, source, training
@@ -32,27 +32,10 @@ EVERYWHERE = ROOT / "examples" / "08_everywhere.py"
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
 
-def arguments(
-    example: pathlib.Path, *more: str | pathlib.Path, **variables: str
-) -> dict[str, Any]:
-    """For subprocess: an example in quick mode, with warnings as errors."""
-    # The example is to import the very package that is under test here.
-    package = pathlib.Path(tpu_embedding.__file__).resolve().parents[1]
-    return {
-        "args": [sys.executable, "-W", "error", str(example), "--quick", *more],
-        "env": {**os.environ, "PYTHONPATH": str(package), **variables},
-    }
-
-
 def run(example: pathlib.Path, *more: str | pathlib.Path, **variables: str) -> str:
-    """Runs an example to its end; returns what it printed."""
-    done = subprocess.run(
-        **arguments(example, *more, **variables),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    """Runs an example in quick mode, with warnings as errors; what it printed."""
+    options = ["-W", "error", example, "--quick", *more]
+    done = forked.run(options, env=variables, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -61,8 +44,11 @@ def kill_after_checkpoint(number: int, out: pathlib.Path) -> None:
     """Starts the ranking example; kills it once it has saved that checkpoint."""
     saved = out / "checkpoints" / "latest" / f"ckpt-{number}.index"
     deadline = time.monotonic() + TIMEOUT
+    # The example is to import the very package that is under test here.
+    package = pathlib.Path(tpu_embedding.__file__).resolve().parents[1]
     with subprocess.Popen(
-        **arguments(RANKING, "--out", out),
+        [sys.executable, "-W", "error", RANKING, "--quick", "--out", out],
+        env={**os.environ, "PYTHONPATH": str(package)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -87,6 +73,7 @@ def found_metrics(out: pathlib.Path) -> dict[str, float]:
     return {k: v for k, v in found.items() if k not in ("seconds", "ids_per_second")}
 
 
+@pytest.mark.second_tier
 def test_ranking_writes_what_it_promises(unbroken: tuple[pathlib.Path, str]):
     out, printed = unbroken
     found = json.loads((out / "metrics.json").read_text())
@@ -101,6 +88,7 @@ def test_ranking_writes_what_it_promises(unbroken: tuple[pathlib.Path, str]):
     assert [line.split()[0] for line in table[2:12]] == [str(n) for n in range(1, 11)]
 
 
+@pytest.mark.second_tier
 def test_a_killed_run_resumes_to_the_same_metrics(
     unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
 ):
@@ -114,6 +102,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     )
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_example_runs(
     example: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest
@@ -125,12 +114,14 @@ def test_example_runs(
         run(example, "--out", tmp_path)
 
 
+@pytest.mark.second_tier
 def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.Path):
     lines = run(MANY_MACHINES, "--kill", "--out", tmp_path).splitlines()
     assert "A process was killed. All start again from step 10." in lines
     assert lines[-1] == "2 processes and one process have the same tables."
 
 
+@pytest.mark.second_tier
 def test_a_worker_is_killed_and_the_servers_train_on(tmp_path: pathlib.Path):
     printed = run(MANY_MACHINES, "--parameter-servers", "--kill", "--out", tmp_path)
     assert "A worker was killed and started again." in printed
@@ -153,6 +144,7 @@ def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
     assert len(served) == 3
 
 
+@pytest.mark.second_tier
 def test_one_training_function_trains_everywhere():
     lines = run(EVERYWHERE).splitlines()
     assert len(lines) == 8 + 1
@@ -162,6 +154,7 @@ def test_one_training_function_trains_everywhere():
     assert float(lines[-1].split()[-1].rstrip(".")) < 1e-6
 
 
+@pytest.mark.second_tier
 def test_sparse_cores_in_software_train_as_the_host_does(tmp_path: pathlib.Path):
     printed = run(SPARSE_CORE, "--out", tmp_path)
     found = json.loads((tmp_path / "sparse_core.json").read_text())
@@ -178,6 +171,7 @@ def test_sparse_cores_in_software_train_as_the_host_does(tmp_path: pathlib.Path)
     assert len(dropped) == 8
 
 
+@pytest.mark.second_tier
 def test_serving_in_fewer_bits_keeps_the_quality(
     unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
 ):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
@@ -81,7 +82,7 @@ LOOKUPS = {
 }
 
 
-@pytest.fixture(params=distribution.CPU_ENGINES)
+@pytest.fixture(params=EACH_ENGINE)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
     return request.param

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from optimizer_cases import Case, each_case
 
 import tpu_embedding as te
@@ -193,7 +194,7 @@ AT_THE_LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["host", "portable", "v4"])
+@pytest.mark.parametrize("engine", [*EACH_ENGINE, "v4"])
 def test_each_engine_accepts_the_limits(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: tables on servers, the same numbers, pushes applied once."""
+"""Servers in processes of their own, and their faults; see also parameter_servers."""
 
 from __future__ import annotations
 
@@ -21,63 +21,11 @@ from tpu_embedding.__main__ import main
 PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
 SEARCHED = os.pathsep.join([str(PACKAGE), str(pathlib.Path(__file__).parent)])
 ENVIRONMENT = {**os.environ, "PYTHONPATH": SEARCHED, "TF_CPP_MIN_LOG_LEVEL": "2"}
-CASES = pathlib.Path(__file__).with_name("parameter_server_cases.py")
 STORAGE = pathlib.Path(__file__).with_name("parameter_server_storage.py")
 FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
-NAMES = [
-    "one_worker_has_the_bits_of_one_process",
-    "tables_divided_by_rows_have_the_bits_of_one_process",
-    "random_batches_have_the_bits_of_one_process",
-    "tables_without_an_optimizer_are_looked_up",
-    "fit_of_keras_3_is_an_error_of_tensorflow",
-    "every_optimizer_and_dtype_has_the_bits_of_one_process",
-    "tables_are_spread_by_load",
-    "large_tables_are_divided",
-    "random_initial_values_are_those_of_one_process",
-    "each_server_makes_its_own_rows",
-    "a_push_that_is_repeated_is_dropped",
-    "a_push_that_reached_one_server_is_completed",
-    "a_check_before_the_push_keeps_all_servers",
-    "a_refused_step_changes_no_server",
-    "a_refused_evaluation_in_a_function_leaves_what_is_pending",
-    "what_servers_refuse_of_divided_tables_changes_none",
-    "workers_preprocess_in_their_data_sets",
-    "calls_in_the_wrong_order_are_errors",
-    "what_is_not_carried_is_refused_by_name",
-    "the_keras_layer_trains_in_a_loop_of_ones_own",
-    "the_coordinator_is_ours",
-    "checkpoints_restore_here_and_there",
-    "a_checkpoint_of_servers_is_that_of_one_machine",
-    "tpus_restore_checkpoints_of_servers_and_servers_theirs",
-    "the_coordinator_exports",
-]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    """For each case "" or its traceback: one process runs them all."""
-    done = subprocess.run(
-        [sys.executable, "-P", str(CASES)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    assert lines, done.stderr[-4000:]
-    return json.loads(lines[-1])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_case(found: dict[str, str], name: str) -> None:
-    assert not found[name], found[name]
-
-
-def test_every_case_is_listed(found: dict[str, str]) -> None:
-    assert set(found) == set(NAMES)
-
-
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("file", "fault"),
     [(FAULTS, "repeated"), (STORAGE, "storage"), (STORAGE, "stop_server")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 
@@ -12,7 +13,7 @@ FEATURES = {"film": tf.constant([3, 5, 3])}
 GRADIENTS = {"film": tf.ones([3, D])}
 
 
-@pytest.fixture(params=["host", "portable"], autouse=True)
+@pytest.fixture(params=EACH_ENGINE, autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
     return request.param

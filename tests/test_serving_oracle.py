@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 
@@ -18,7 +19,7 @@ stock = tf.tpu.experimental.embedding
 V, D, BATCH, MOST = 50, 5, 12, 6
 
 
-@pytest.fixture(params=["host", "portable"], autouse=True)
+@pytest.fixture(params=EACH_ENGINE, autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
     return request.param

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reference.lookup import gains as reference_gains
 from reference.lookup import samples_of
 
@@ -25,7 +26,7 @@ if wanted := os.environ.get("TPU_EMBEDDING_TELEMETRY_BATCHES"):
 CLASSES = ("queue", "lookup", "layer")
 
 
-@pytest.fixture(params=["host", "portable"])
+@pytest.fixture(params=EACH_ENGINE)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
     return request.param

@@ -10,10 +10,12 @@ import sys
 
 import pytest
 
-TESTS = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDER = "tests/tf_keras"
+FIRST_TIER = [f"{FOLDER}/test_models.py"]
 # Those of tf_keras alone, and those that each Keras runs.
-FILES = [
-    "tests/tf_keras",
+SECOND_TIER = [
+    *(FOLDER, f"--ignore={FIRST_TIER[0]}"),
     "tests/keras_layer/test_preprocessing_layers.py",
     "tests/keras_layer/test_row_embedding.py",
     "tests/keras_layer/test_row_sparse.py",
@@ -23,11 +25,20 @@ FILES = [
 @pytest.mark.skipif(
     importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed"
 )
-def test_the_layer_of_tf_keras():
+@pytest.mark.parametrize(
+    "files",
+    [FIRST_TIER, pytest.param(SECOND_TIER, marks=pytest.mark.second_tier)],
+    ids=["models", "all others"],
+)
+def test_the_layer_of_tf_keras(files: list[str]):
     run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", *FILES],
-        cwd=TESTS.parent,
-        env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
+        [sys.executable, "-P", "-m", "pytest", "-q", *files],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "TF_USE_LEGACY_KERAS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -37,6 +48,7 @@ def test_the_layer_of_tf_keras():
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
 
+@pytest.mark.second_tier
 def test_without_tf_keras_the_import_says_what_to_install(tmp_path: pathlib.Path):
     (tmp_path / "tf_keras.py").write_text("raise ImportError('hidden')")
     run = subprocess.run(

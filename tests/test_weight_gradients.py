@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -17,7 +18,7 @@ CLASSES = ("queue", "lookup", "layer")
 COMBINERS = ("sum", "mean", "sqrtn")
 
 
-@pytest.fixture(params=["host", "portable"])
+@pytest.fixture(params=EACH_ENGINE)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
     return request.param

@@ -31,6 +31,7 @@ print(tpu_embedding.__file__, library.PATH.name, software_tpu.PATH.name)
 """
 
 
+@pytest.mark.second_tier
 def test_a_wheel_of_several_libraries_loads_the_fitting_one(tmp_path: pathlib.Path):
     built = {minor: tmp_path / f"lib{minor}" for minor in (MINOR, OTHER)}
     for folder in built.values():
@@ -93,6 +94,7 @@ tf.debugging.assert_equal(table[1:2], before - 1)
 """
 
 
+@pytest.mark.second_tier
 def test_windows_trains_and_saves_with_the_portable_engine(tmp_path: pathlib.Path):
     subprocess.run(
         [sys.executable, "-c", WITHOUT_FCNTL],
@@ -171,6 +173,7 @@ def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Pat
     return folder / archive.name.removesuffix(".tar.gz")
 
 
+@pytest.mark.second_tier
 def test_the_source_distribution_has_the_package_and_nothing_else(
     source_distribution: pathlib.Path,
 ):
@@ -187,6 +190,7 @@ def test_the_source_distribution_has_the_package_and_nothing_else(
     assert files == {*package, "setup.py"}
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("into_checkout", [True, False])
 def test_a_build_into_the_checkout_compiles_each_op_by_itself(
     into_checkout: bool, source_distribution: pathlib.Path, tmp_path: pathlib.Path

@@ -270,6 +270,7 @@ checkpoint.save(embedding, sys.argv[1] + "/second", progress=Killer())
 """
 
 
+@pytest.mark.second_tier
 def test_a_killed_save(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(

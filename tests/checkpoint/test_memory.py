@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 MEBIBYTE = 1 << 20
 DIM, NAMES = 64, ("films", "users")
 CI_SIZE = 128  # MiB of tables and slots
@@ -73,6 +75,7 @@ def measure(path: str, size: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.second_tier
 def test_memory(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [str(tmp_path / "model"), str(CI_SIZE)]

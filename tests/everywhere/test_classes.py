@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from everywhere import histories
 from everywhere.twins import CLASSES, make_twin, place, strategy_of
 
@@ -18,18 +19,19 @@ import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 EVERY_CELL = "TPU_EMBEDDING_TEST_EVERY_CELL"  # As `make test-everywhere` sets it.
+second_tier = pytest.mark.second_tier
 # (engine, devices, pipelined): every engine, and one, two and four devices.
-SYSTEMS = [
+SYSTEMS: list[Any] = [
     ("host", 2, True),
-    ("portable", 2, True),
-    ("v2", 2, True),
+    pytest.param("portable", 2, True, marks=second_tier),
+    pytest.param("v2", 2, True, marks=second_tier),
     ("v4", 1, False),
     ("v5p", 1, False),
     ("v6e", 2, True),
-    ("7x", 4, False),
+    pytest.param("7x", 4, False, marks=second_tier),
 ]
 if os.environ.get(EVERY_CELL) == "1":
-    engines = [engine for engine, *_ in SYSTEMS]
+    engines = ["host", "portable", "v2", "v4", "v5p", "v6e", "7x"]
     SYSTEMS = [*itertools.product(engines, [1, 2, 4], [False, True])]
 
 
@@ -141,7 +143,10 @@ def test_an_export_after_a_refused_batch(
     assert rows[:, 0].numpy().tolist() == [0, 1 - 4, 2 - 4, 3]
 
 
-@pytest.mark.parametrize("engine", ["host", "portable", "v4", "v5p"])
+@pytest.mark.parametrize(
+    "engine",
+    [*EACH_ENGINE, pytest.param("v4", marks=second_tier), "v5p"],
+)
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_step_stays_in_memory(
     name: str, engine: str, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +311,7 @@ def _first_table(embedding: Any) -> Any:
     return next(iter(embedding.variables.values()))["parameters"]
 
 
-@pytest.mark.parametrize("engine", ["host", "portable", "v4", "v5p"])
+@pytest.mark.parametrize("engine", [*EACH_ENGINE, "v4", "v5p"])
 def test_a_shorter_ragged_batch_is_no_batch_of_sequences(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,13 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+@pytest.mark.parametrize(
+    "pipelined",
+    [
+        pytest.param(False, id=""),
+        pytest.param(True, id="pipelined", marks=pytest.mark.second_tier),
+    ],
+)
 @pytest.mark.parametrize("of_class", LOOPS, ids=lambda of_class: of_class.__name__)
 def test_loops(of_class: Any, pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(strategy: tf.distribute.Strategy) -> list[np.ndarray]:

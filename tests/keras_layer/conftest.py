@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import keras
 import pytest
+from cpu_engines import EACH_ENGINE
 
 from tpu_embedding import distribution
 
@@ -19,7 +20,7 @@ def fresh_keras(seed: int) -> Iterator[None]:
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.fixture(params=["host", "portable"])
+@pytest.fixture(params=EACH_ENGINE)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """For the tests of what the layer asks of an engine."""
     monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)

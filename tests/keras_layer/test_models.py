@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from keras_layer import models
 
 import tpu_embedding as te
@@ -257,7 +258,7 @@ def test_float16_fits_with_the_scale_of_the_model(trained: Any):
         np.testing.assert_allclose(state[name], value, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["host", "portable"])
+@pytest.mark.parametrize("name", EACH_ENGINE)
 def test_mirrored_strategy_sums_the_replicas(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):

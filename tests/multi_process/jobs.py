@@ -46,13 +46,14 @@ class Failure:
 
 
 class Process:
-    """One process of a job."""
+    """One process of a job, which runs a module that calls `worker.serve`."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], module: str = "multi_process.worker"
+    ) -> None:
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it.
-        module = "multi_process.worker"
         self._number = 0  # Of the last request.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, f"{requests}", f"{replies}"],

@@ -14,6 +14,8 @@ from multi_process.jobs import Job
 from multi_process.test_synchronous import compare, same
 from multi_process.training import Case
 
+pytestmark = pytest.mark.second_tier
+
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("graph", [False, True])

@@ -7,6 +7,8 @@ import pathlib
 import pytest
 from multi_process.jobs import Job
 
+pytestmark = pytest.mark.second_tier
+
 # By kind and culprit what each process raises; see storage.fail_to_save.
 SAVES = {
     ("a file", 0): ("NotADirectoryError", "Process 0: NotADirectoryError"),

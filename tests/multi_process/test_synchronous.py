@@ -84,6 +84,7 @@ def test_two_processes_train_the_bits_of_one(two: Job) -> None:
         compare(two, case)
 
 
+@pytest.mark.second_tier
 def test_three_processes_train_the_bits_of_one(three: Job) -> None:
     for name in (
         "adagrad",
@@ -96,6 +97,7 @@ def test_three_processes_train_the_bits_of_one(three: Job) -> None:
         compare(three, CASES[name])
 
 
+@pytest.mark.second_tier
 def test_telemetry_counts_the_rows_of_each_process(two: Job) -> None:
     case = Case("adagrad", placement="rows", rows=(101, 37, 20))
     whole = training.count_replicas(case, 2)
@@ -116,6 +118,7 @@ def test_telemetry_counts_the_rows_of_each_process(two: Job) -> None:
         assert part["*"]["bytes_sent/update"].value > 0
 
 
+@pytest.mark.second_tier
 def test_a_bad_batch_in_one_process_is_refused_in_all(two: Job) -> None:
     case = Case("adagrad", pipelined=True, steps=2)
     refuse(two, case, "id", "InvalidArgumentError", "dense")
@@ -125,6 +128,7 @@ def test_a_bad_batch_in_one_process_is_refused_in_all(two: Job) -> None:
     refuse(two, Case("sgd"), "gradient", "InvalidArgumentError", "dense")
 
 
+@pytest.mark.second_tier
 def test_processes_that_differ_find_out_at_construction(two: Job) -> None:
     for found in two.run("differ"):
         for name, (kind, text) in found.items():
@@ -135,6 +139,7 @@ def test_processes_that_differ_find_out_at_construction(two: Job) -> None:
     compare(two, CASES["sgd"])  # The job goes on.
 
 
+@pytest.mark.second_tier
 def test_what_several_processes_cannot_have_names_itself(two: Job) -> None:
     for raised in two.run("unsupported"):
         for (kind, text), name in zip(
@@ -146,6 +151,7 @@ def test_what_several_processes_cannot_have_names_itself(two: Job) -> None:
             assert name in text
 
 
+@pytest.mark.second_tier
 def test_checkpoints_restore_in_any_number_of_processes(
     two: Job, three: Job, tmp_path: pathlib.Path
 ) -> None:
@@ -183,6 +189,7 @@ def equal_tables(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
         same(values, expected[name], name)
 
 
+@pytest.mark.second_tier
 def test_bytes_follow_the_formula(two: Job) -> None:
     """At most 1.05 times, for small and for large vocabularies."""
     for arguments in (
@@ -195,6 +202,7 @@ def test_bytes_follow_the_formula(two: Job) -> None:
                 assert expected <= sent <= 1.05 * expected, (arguments, phase)
 
 
+@pytest.mark.second_tier
 def test_bfloat16_on_the_wire_halves_the_bytes_and_rounds_once(two: Job) -> None:
     """The activations of a table whose rows, or whose activations, travel.
 
@@ -221,6 +229,7 @@ def test_bfloat16_on_the_wire_halves_the_bytes_and_rounds_once(two: Job) -> None
             assert formula <= sent <= 1.05 * formula, phase
 
 
+@pytest.mark.second_tier
 def test_a_killed_process_fails_the_others_in_seconds() -> None:
     with Job(2) as job:
         fault = Fault(1, "kill", "update")

@@ -8,6 +8,8 @@ import pickle
 import struct
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -16,9 +18,14 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 import tensorflow as tf
 
 
-def main() -> None:
-    requests, replies = (os.fdopen(int(number), mode) for number, mode in PIPES)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+def serve(call: Callable[..., Any]) -> None:
+    """Answers requests, on the pipes that are the arguments of this process.
+
+    Args:
+      call: Takes the name of a function, and its arguments.
+    """
+    pipes = zip(sys.argv[1:3], ("rb", "wb"), strict=True)
+    requests, replies = (os.fdopen(int(number), mode) for number, mode in pipes)
     while head := requests.read(8):
         number, function, arguments = pickle.loads(
             requests.read(*struct.unpack("q", head))
@@ -26,13 +33,11 @@ def main() -> None:
         begin = time.monotonic()
         result: Any
         try:
-            # Imported after the strategy is made: it may start TensorFlow.
-            module, _, name = function.rpartition(".")
-            calls = importlib.import_module(f"multi_process.{module or 'calls'}")
-            result = getattr(calls, name)(strategy, *arguments)
+            result = call(function, *arguments)
         except Exception as error:
             from multi_process.jobs import Failure
 
+            traceback.print_exc()
             seconds = time.monotonic() - begin
             text = getattr(error, "message", None) or str(error)
             result = Failure(type(error).__name__, text, seconds)
@@ -41,7 +46,18 @@ def main() -> None:
         replies.flush()
 
 
+def main() -> None:
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def call(function: str, *arguments: Any) -> Any:
+        # Imported after the strategy is made: it may start TensorFlow.
+        module, _, name = function.rpartition(".")
+        calls = importlib.import_module(f"multi_process.{module or 'calls'}")
+        return getattr(calls, name)(strategy, *arguments)
+
+    serve(call)
+
+
 if __name__ == "__main__":
-    PIPES = ((sys.argv[1], "rb"), (sys.argv[2], "wb"))
     main()
     os._exit(0)  # Leaving a job in order would wait for the others.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reliability import bad_calls, bad_inputs
 from reliability.bad_calls import GOOD, eager, graph
 from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS
@@ -19,8 +20,6 @@ from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS
 import tpu_embedding as te
 import tpu_embedding.keras
 from tpu_embedding import distribution
-
-ENGINES = ("host", "portable")
 
 
 class Subject(bad_calls.Subject):
@@ -136,13 +135,13 @@ def cases_of(entry: str) -> list[bad_inputs.Bad]:
     ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_refused(entry: str, engine: str) -> None:
     bad_calls.check_refused(subject(engine), ENTRIES[entry], cases_of(entry))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_another_structure_is_refused(argument: str, engine: str) -> None:
     """Of features and of weights: missing, extra, or of another nesting."""

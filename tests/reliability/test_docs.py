@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import optimizer_cases
+from cpu_engines import EACH_ENGINE
 from reliability import bad_calls, test_bad_input, test_bad_input_tpus, test_numbers
 from reliability.bad_inputs import BY_TYPE, BY_VALUE
 
@@ -14,7 +15,7 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 def test_figures() -> None:
     text = DOCS.read_text()
     inputs = len(BY_VALUE) + len(BY_TYPE)
-    entries, engines = test_bad_input.ENTRIES, len(test_bad_input.ENGINES)
+    entries, engines = test_bad_input.ENTRIES, len(EACH_ENGINE)
     calls = engines * sum(len(test_bad_input.cases_of(entry)) for entry in entries)
     eager, traced = len(test_bad_input_tpus.EAGER), len(test_bad_input_tpus.TRACED)
     off = [(e, a) for e in test_bad_input.STRUCTURED for a in test_bad_input.ARGUMENTS]

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reliability import faults
 
 import tpu_embedding as te
@@ -17,7 +18,7 @@ import tpu_embedding as te
 KILLED = -signal.SIGKILL
 
 
-@pytest.fixture(scope="module", params=["host", "portable"])
+@pytest.fixture(scope="module", params=EACH_ENGINE)
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str]]:
@@ -48,6 +49,7 @@ def outcomes(
     return named
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("place", ["training", "save"])
 def test_killed_and_resumed(place: str, outcomes: dict[str, tuple[int, str]]) -> None:
     """Same bits as a run that nothing broke."""
@@ -57,6 +59,7 @@ def test_killed_and_resumed(place: str, outcomes: dict[str, tuple[int, str]]) ->
     assert digest == outcomes["unbroken/unbroken"][1]
 
 
+@pytest.mark.second_tier
 def test_killed_in_export(outcomes: dict[str, tuple[int, str]]) -> None:
     assert outcomes["export/killed_in_export"] == (KILLED, "")
     code, left = outcomes["export/export_again"]
@@ -64,6 +67,7 @@ def test_killed_in_export(outcomes: dict[str, tuple[int, str]]) -> None:
     assert left in ("refused", "whole")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("fault", ["full_disk", "below_a_file", "no_rights"])
 def test_files_that_cannot_be_written(
     fault: str, outcomes: dict[str, tuple[int, str]]
@@ -72,20 +76,23 @@ def test_files_that_cannot_be_written(
     assert outcomes[f"{fault}/{fault}"] == (0, outcomes["unbroken/unbroken"][1])
 
 
+@pytest.mark.second_tier
 def test_memory_that_runs_out(outcomes: dict[str, tuple[int, str]]) -> None:
     assert outcomes["no_memory/no_memory"] == (0, outcomes["unbroken/unbroken"][1])
 
 
+@pytest.mark.second_tier
 def test_two_writers_of_one_checkpoint(outcomes: dict[str, tuple[int, str]]) -> None:
     assert outcomes["two_writers/two_writers"] == (0, "whole")
 
 
+@pytest.mark.second_tier
 def test_two_exporters_to_one_folder(outcomes: dict[str, tuple[int, str]]) -> None:
     """One has written it; the other has the refusal of a folder that is not empty."""
     assert outcomes["two_exporters/two_exporters"] == (0, "[0, 3]")
 
 
-@pytest.mark.parametrize("engine", ["host", "portable"])
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_worker_that_throws(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a thread that reads data comes out; the embedding is as it was."""
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", engine)

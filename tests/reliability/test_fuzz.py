@@ -19,6 +19,7 @@ from conformance import cases
 from conformance.test_embedding_v2 import Stepwise
 from conformance.test_invalid_ids import spoiled
 from conformance.twin import Batch, Feature, Table, Twin
+from cpu_engines import EACH_ENGINE
 from hypothesis import strategies as st
 from reliability import fuzz
 
@@ -118,7 +119,7 @@ def train(problem: Problem) -> None:
     twin.check_variables()
 
 
-@pytest.mark.parametrize("engine", ["host", "portable"])
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_against_the_reference(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(distribution.ENGINE_VARIABLE, engine)
     # The portable engine's calls take longer; the host's are drawn more often.
@@ -135,6 +136,7 @@ def test_against_the_reference(engine: str, monkeypatch: pytest.MonkeyPatch) -> 
     settings(hypothesis.given(problems())(train))()
 
 
+@pytest.mark.second_tier
 def test_libfuzzer_s_entry_compiles() -> None:
     """As far as g++ can tell; `make fuzz-clang` links it with libFuzzer."""
     define = "-DTPU_EMBEDDING_LIBFUZZER"
@@ -150,6 +152,7 @@ def test_a_machine_without_clang_is_told_so(tmp_path: pathlib.Path) -> None:
         fuzz.compile_libfuzzer("no-clang", tmp_path)
 
 
+@pytest.mark.second_tier
 def test_the_core_under_sanitizers(seed: int, tmp_path: pathlib.Path) -> None:
     """Mutated features and batches, from another seed than `make fuzz`."""
     print(fuzz.run_driver("address", seconds=5, seed=seed, folder=tmp_path))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reliability import load
 
 import tpu_embedding as te
@@ -74,7 +75,7 @@ def test_eager_calls_on_the_portable_engine_wait_for_each_other(
     assert looked_up.is_set()
 
 
-@pytest.mark.parametrize("engine", ["host", "portable"])
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lookup sees the table as it was before an update or after it."""
     embedding = make(engine, monkeypatch)
@@ -137,7 +138,7 @@ def set_part(prepared: Any) -> list[Any]:
     return tf.nest.flatten(prepared._replace(tables=tables), expand_composites=True)
 
 
-@pytest.mark.parametrize("engine", ["host", "portable", "v6e"])
+@pytest.mark.parametrize("engine", [*EACH_ENGINE, "v6e"])
 def test_parallel_calls_of_tf_data(
     engine: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

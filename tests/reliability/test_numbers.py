@@ -9,6 +9,7 @@ import numpy as np
 import optimizer_cases
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reference import optimizers as reference
 from reference.embedding import Feature, ReferenceEmbedding, Table
 
@@ -18,7 +19,6 @@ ROWS, DIM = 4, 2
 IDS = np.array([0, 2, 2])
 EPSILON = 2.0**-24
 LEAST_NORMAL = 2.0**-126  # Below it TensorFlow's threads have zeros.
-ENGINES = ("host", "portable")
 
 OPTIMIZERS = [
     *(case.cls(0.1) for case in optimizer_cases.OPTIMIZERS),
@@ -28,7 +28,7 @@ OPTIMIZERS = [
     te.FTRL(0.1, multiply_linear_by_learning_rate=True),
     te.AdagradMomentum(0.1, 0.9, use_nesterov=True, beta2=0.5),
 ]
-each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_engine = pytest.mark.parametrize("engine", EACH_ENGINE)
 each_optimizer = pytest.mark.parametrize(
     "optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reliability.order_model import CAPACITY, Model
 
 import tpu_embedding as te
@@ -63,7 +64,7 @@ def rows(embedding: te.TPUEmbedding) -> list[float]:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("engine", ["host", "portable"])
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_every_order(engine: str, pipelined: bool, rng: np.random.Generator) -> None:
     embedding = make(engine, pipelined=pipelined)
     before = rows(embedding)
@@ -91,7 +92,7 @@ def test_every_order(engine: str, pipelined: bool, rng: np.random.Generator) -> 
         table.assign(tf.reshape(before, table.shape))
 
 
-@pytest.mark.parametrize("engine", ["host", "portable"])
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_full_queue(engine: str) -> None:
     embedding, model = make(engine, pipelined=False), Model()
     for name in ["evaluate"] * (CAPACITY + 2) + ["dequeue", "evaluate", "evaluate"]:

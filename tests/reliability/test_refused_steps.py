@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 from reliability import refusals
 
 import tpu_embedding as te
@@ -18,7 +19,7 @@ V, D, R = 8, 2, 2
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError)
 
 
-@pytest.fixture(params=["host", "portable"], autouse=True)
+@pytest.fixture(params=EACH_ENGINE, autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
     return request.param

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 from tpu_embedding.tables import memory
@@ -14,7 +15,7 @@ from tpu_embedding.tables import memory
 BATCH = {"film": tf.constant([1, 2])}
 GRADIENTS = {"film": tf.ones([2, 2])}
 
-both_engines = pytest.mark.parametrize("engine", ["host", "portable"])
+both_engines = pytest.mark.parametrize("engine", EACH_ENGINE)
 
 
 def make(optimizer: Any, initializer: Any = None, rows: int = 4) -> te.TPUEmbedding:

@@ -98,6 +98,7 @@ def test_slots_of_a_model_that_has_the_embedding_are_not_in_it(
     assert sorted(shapes) == sorted([*tables, ()])
 
 
+@pytest.mark.second_tier
 def test_loads_without_the_package(trained: Trained, folder: pathlib.Path) -> None:
     printed = subprocess.run(
         [sys.executable, str(WITHOUT_PACKAGE), str(folder)],
@@ -141,6 +142,7 @@ def run_in_c(folder: pathlib.Path, kind: str, output: str, inputs: Any) -> Any:
     )
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_answers_the_same_in_c(
     kind: str, trained: Trained, served: Any, folder: pathlib.Path
@@ -154,6 +156,7 @@ def test_answers_the_same_in_c(
     )
 
 
+@pytest.mark.second_tier
 def test_refuses_ids_in_c_too(folder: pathlib.Path) -> None:
     inputs = exported.requests()["ragged"]
     inputs["film_values"] = tf.constant([1, FILMS, 2], tf.int64)

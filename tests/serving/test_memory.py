@@ -12,10 +12,13 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = pathlib.Path(__file__).with_name("measure_export.py")
 SIZE = 384  # MiB: half of the table, as 16 bits, would be too much.
 
 
+@pytest.mark.second_tier
 def test_peak_of_an_export(tmp_path: pathlib.Path) -> None:
     # In a process of its own: what other tests have freed would hide a peak.
     done = subprocess.run(

@@ -75,6 +75,7 @@ def test_it_is_loaded_once():
     assert library.load() is library.load()
 
 
+@pytest.mark.second_tier
 def test_an_op_that_has_a_kernel_keeps_it(tmp_path: pathlib.Path):
     """A second copy of the library finds kernels for all ops and adds none."""
     copy = shutil.copy(library.PATH, tmp_path / "copy.so")

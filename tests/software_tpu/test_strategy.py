@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 
+import forked
 import keras
 import numpy as np
 import pytest
@@ -80,13 +79,7 @@ print(len(tf.config.list_logical_devices("CPU")))
 
 
 def test_devices_are_made_before_tensorflow_starts():
-    printed = subprocess.check_output(
-        # -P: the package under test may not be the one in the current folder.
-        [sys.executable, "-P", "-c", NEW_PROCESS],
-        text=True,
-        timeout=120,
-    )
-    assert printed.split() == ["3", "3"]
+    assert forked.run(["-c", NEW_PROCESS]).stdout.split() == ["3", "3"]
 
 
 def test_each_replica_gets_its_own_part_and_gives_its_own_result(strategy):

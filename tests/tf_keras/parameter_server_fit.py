@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import numpy as np
-import parameter_server_cases as servers
 import tensorflow as tf
 import tf_keras  # pyright: ignore[reportMissingImports]
+from parameter_servers import cluster as servers
 
 import tpu_embedding as te
 from tpu_embedding.ops import library
