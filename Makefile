@@ -226,7 +226,6 @@ clean: ## remove everything that set-up and builds made
 
 $(VENV)/venv.stamp:
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --upgrade setuptools wheel
 	@touch $@
 
 $(VENV)/docs.stamp: pyproject.toml $(VENV)/venv.stamp
@@ -238,12 +237,18 @@ $(VENV)/docs.stamp: pyproject.toml $(VENV)/venv.stamp
 REQUIREMENTS := import sys, tomllib; \
     project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     extras = [project["optional-dependencies"][name] for name in sys.argv[1:]]; \
-    print(*project["dependencies"], *sum(extras, []), sep="\n")
+    print("setuptools>=65", "wheel", *project["dependencies"], *sum(extras, []), sep="\n")
 
+# While pip unpacks TensorFlow, the other core compiles what needs none of it, if venv
+# brought setuptools, as it does before Python 3.12. Python's modules are compiled
+# afterwards, beside what comes next.
 define install
 @echo "Installing requirements ($(1)) into $(VENV); the first time takes minutes."
 @$(BIN)/python -c '$(REQUIREMENTS)' $(1) > $(VENV)/requirements.txt
-$(PIP) install --requirement $(VENV)/requirements.txt
+@if $(BIN)/python -c 'import setuptools' 2>/dev/null; then \
+    $(BIN)/python setup.py --quiet build_core & fi; \
+$(PIP) install --no-compile --requirement $(VENV)/requirements.txt && wait
+@$(BIN)/python -m compileall -qq $(VENV)/lib > /dev/null 2>&1 &
 endef
 
 $(VENV)/demo.stamp: pyproject.toml $(VENV)/venv.stamp

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import setuptools
 from setuptools.command import build_ext
@@ -171,20 +171,12 @@ class BuildOps(build_ext.build_ext):
 
     def build_extensions(self) -> None:
         """Builds all libraries; what both contain is compiled once."""
-        self.cxx = shlex.split(os.environ.get("CXX", "g++"))
-        if not self.cxx or shutil.which(self.cxx[0]) is None:
-            raise fail(
-                f"no C++ compiler: {shlex.join(self.cxx)!r} is not on the PATH. "
-                "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
-            )
+        self.find_compiler()
         folder = os.environ.get("TPU_EMBEDDING_TENSORFLOW")
         version, compile_flags, self.tf_link_flags = (
             read_tensorflow(pathlib.Path(folder)) if folder else ask_tensorflow()
         )
-        # The core includes none of TensorFlow's headers, so that its objects serve all
-        # versions whose other flags, the C++ standard and ABI, are equal.
-        others = [flag for flag in compile_flags if not flag.startswith("-I")]
-        self.core_flags = [*FLAGS, *others, *CORE_FLAGS]
+        self.set_core_flags([f for f in compile_flags if not f.startswith("-I")])
         self.op_flags = [
             *FLAGS,
             # As system headers, TensorFlow's cause no warnings.
@@ -192,14 +184,37 @@ class BuildOps(build_ext.build_ext):
             f'-DTPU_EMBEDDING_TF_VERSION="{version}"',
             *OP_FLAGS,
         ]
-        self.core_objects = self.folder_of_objects(self.core_flags)
         self.objects = self.folder_of_objects(self.op_flags)
         self.objects.mkdir(parents=True, exist_ok=True)
         if not self.into_checkout:
             for ext in self.extensions:
                 ext.sources = self.with_one_file_of_ops(ext)
+        self.compile_stale(lambda _: True)
+        for ext in self.extensions:
+            self.build_extension(ext)
+
+    def find_compiler(self) -> None:
+        """Takes the compiler of CXX, which must exist."""
+        self.cxx = shlex.split(os.environ.get("CXX", "g++"))
+        if not self.cxx or shutil.which(self.cxx[0]) is None:
+            raise fail(
+                f"no C++ compiler: {shlex.join(self.cxx)!r} is not on the PATH. "
+                "Install g++ (Debian: apt-get install g++), or name a compiler in CXX."
+            )
+
+    def set_core_flags(self, of_tensorflow: list[str]) -> None:
+        """Sets the flags of the core, with those of TensorFlow that are no folders.
+
+        The core includes none of TensorFlow's headers, so that its objects serve all
+        versions whose other flags, the C++ standard and ABI, are equal.
+        """
+        self.core_flags = [*FLAGS, *of_tensorflow, *CORE_FLAGS]
+        self.core_objects = self.folder_of_objects(self.core_flags)
+
+    def compile_stale(self, is_wanted: Callable[[str], bool]) -> None:
+        """Compiles the wanted sources that changed since they were compiled."""
         sources = {source: None for ext in self.extensions for source in ext.sources}
-        stale = [source for source in sources if self.is_stale(source)]
+        stale = [s for s in sources if is_wanted(s) and self.is_stale(s)]
         # The ops and rules.cc take the longest, so they must not start last.
         stale.sort(key=lambda source: is_core(source) and "rules" not in source)
         jobs = self.parallel if type(self.parallel) is int else os.cpu_count()
@@ -208,8 +223,6 @@ class BuildOps(build_ext.build_ext):
             concurrent.futures.ThreadPoolExecutor(jobs) as pool,
         ):
             list(pool.map(self.compile, stale))
-        for ext in self.extensions:
-            self.build_extension(ext)
 
     def with_one_file_of_ops(self, ext: setuptools.Extension) -> list[str]:
         """Returns the sources of `ext`, with one that includes those of all ops."""
@@ -283,9 +296,10 @@ class BuildOps(build_ext.build_ext):
         target = self.object_of(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"compiling {source}", flush=True)
-        flags = [*self.op_flags, *self.include_headers]
         if is_core(source):
             flags = self.core_flags
+        else:
+            flags = [*self.op_flags, *self.include_headers]
         started = time.time()
         run([*self.cxx, *flags, "-MMD", "-c", source, "-o", str(target)])
         # A file that was edited meanwhile is newer than this time.
@@ -294,6 +308,16 @@ class BuildOps(build_ext.build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         """Returns a name without Python's ABI tag, as no library uses Python."""
         return os.path.join(*fullname.split(".")) + ".so"
+
+
+class BuildCore(BuildOps):
+    """Compiles the core alone, which needs no TensorFlow: while pip installs that."""
+
+    def build_extensions(self) -> None:
+        """Leaves objects where `build_ext` finds those with the flags of wheels."""
+        self.find_compiler()
+        self.set_core_flags([*WHEEL_FLAGS])
+        self.compile_stale(is_core)
 
 
 def extensions() -> list[setuptools.Extension]:
@@ -318,5 +342,5 @@ if __name__ == "__main__":
         # other's syntax, and both are in use.
         license="Apache-2.0",
         ext_modules=extensions(),
-        cmdclass={"build_ext": BuildOps},
+        cmdclass={"build_ext": BuildOps, "build_core": BuildCore},
     )

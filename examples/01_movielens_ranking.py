@@ -101,8 +101,8 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add(
         "--epochs",
         type=int,
-        default=24,
-        help="the best is kept; default: 24",
+        default=8,
+        help="the best is kept; default: 8",
     )
     add("--seed", type=int, default=1, help="seed of weights and order; default: 1")
     add("--user", type=int, default=1, help="user to recommend films to, from 1")

@@ -43,8 +43,9 @@ BUILDS = {
     # For another processor: as in a library, with its vectors.
     "emulated": ["-O3", "-fno-trapping-math"],
 }
-# The table of all rules: update_test takes each of them itself, for float32.
-NOT_LINKED = ("rules.cc",)
+# The table of all rules: update_test takes each of them itself, for float32. What
+# replaces parts of the C++ library must come before its headers.
+NOT_LINKED = ("rules.cc", "older_systems.cc")
 TIMEOUT_SECONDS = 300
 
 

@@ -65,8 +65,13 @@ def _parent() -> Any:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(parent.kill)
+    atexit.register(_end, parent)
     return parent
+
+
+def _end(parent: subprocess.Popen[str]) -> None:
+    with parent:  # Waits for it, and closes its pipes.
+        parent.kill()
 
 
 def _execute(arguments: list[str]) -> None:
