@@ -388,6 +388,28 @@ def test_a_thousand_tables_take_less_than_a_second() -> None:
     assert {p.name.split(":")[0] for p in report.placements} > set(GENERATIONS)
 
 
+def test_the_picture_has_whole_names_and_a_legend() -> None:
+    features = [
+        te.FeatureConfig(table(10**9, 64, f"{'long_name_' * 9}{i}"), name=f"f{i}")
+        for i in range(10)
+    ]
+    report = te.plan(features, te.Adagrad(0.1), batch_size=64, machine_bytes=GIB)
+    root = xml.etree.ElementTree.fromstring(report.to_svg())
+    width, height = (float(root.attrib[side]) for side in ("width", "height"))
+    texts = [e for e in root if e.tag.endswith("text")]
+    bars = [e for e in root if e.tag.endswith("rect")]
+    for text in texts:  # Sans-serif letters of 11 pixels are narrower than 7.
+        assert float(text.attrib["x"]) + 7 * len(text.text or "") <= width
+        assert float(text.attrib["y"]) <= height
+    names = [text.text for text in texts]
+    assert {f"{'long_name_' * 9}0", "a step, and other tables"} <= {*names}
+    assert [n for n in names if str(n).endswith("GiB - no")]
+    # The last bars are those of the legend: each colour once.
+    colours = [bar.attrib["fill"] for bar in bars]
+    assert len({*colours[-9:]}) == 9
+    assert {*colours} == {*colours[-9:]}
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     feature = te.FeatureConfig(table(2**31 - 1, 64), name="f")
     report = te.plan(

@@ -348,45 +348,70 @@ def _size(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
+_TITLE = (
+    "Memory of the fullest device by table (square-root scale); a line is its capacity"
+)
+_LETTER, _LINE, _BARS = 7, 26, 400  # Pixels: of a letter at most, a row, all bars.
+
+
 def _svg(placements: Sequence[PlannedPlacement]) -> str:
-    """One bar for each placement, its tables stacked, a line where memory ends."""
-    width, left, height = 640, 190, 26
+    """One bar for each placement, its tables stacked, a line where memory ends.
+
+    Below is a legend. Names are as wide as they need.
+    """
     top = max([max(p.peak_bytes, p.capacity) for p in placements], default=1)
     # Square roots: a chip of 16 GiB and a machine of 512 GiB are both seen.
-    scale = (width - left - 110) / math.sqrt(top or 1)
+    scale = _BARS / math.sqrt(top or 1)
     totals: dict[str, int] = {}
     for p in placements:
         for name, size in p.by_table.items():
             totals[name] = max(totals.get(name, 0), size)
     shown = sorted(totals, key=lambda name: -totals[name])[:_SHOWN_TABLES]
-    lines = []
-    for row, p in enumerate(placements):
-        y, x, done = 24 + row * height, float(left), 0
-        own = [(name, p.by_table.get(name, 0)) for name in shown]
-        own.append(("others", max(p.peak_bytes - sum(s for _, s in own), 0)))
-        lines.append(
-            f'<text x="4" y="{y + 13}">{html.escape(p.name)}</text>'
-            f'<text x="{width - 100}" y="{y + 13}">{_size(p.peak_bytes)}'
-            f"{'' if p.fits else ' - no'}</text>"
-        )
-        for color, (name, size) in zip(_COLORS, own, strict=False):
+    legend = [*shown, "a step, and other tables"]
+    sizes = [_size(p.peak_bytes) + ("" if p.fits else " - no") for p in placements]
+    left = 8 + _text_width([p.name for p in placements])
+    right = left + _BARS + 12
+    lines = [_text(4, 16, _TITLE)]
+    for row, (p, label) in enumerate(zip(placements, sizes, strict=True)):
+        y, x, done = 28 + row * _LINE, float(left), 0
+        own = [p.by_table.get(name, 0) for name in shown]
+        own.append(max(p.peak_bytes - sum(own), 0))
+        lines += [_text(4, y + 13, p.name), _text(right, y + 13, label)]
+        for color, name, size in zip(_COLORS, legend, own, strict=False):
             done += size
             end = left + scale * math.sqrt(done)
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{end - x:.1f}" height="16" '
-                f'fill="{color}"><title>{html.escape(name)}: {_size(size)}</title>'
-                "</rect>"
-            )
+            title = f"{html.escape(name)}: {_size(size)}"
+            lines.append(_bar(x, y, end - x, color, f"<title>{title}</title>"))
             x = end
         limit = left + scale * math.sqrt(p.capacity)
         lines.append(
             f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{y - 3}" y2="{y + 19}" '
             'stroke="black" stroke-width="2"/>'
         )
-    total = 40 + len(placements) * height
+    below = 28 + len(placements) * _LINE
+    for row, (color, name) in enumerate(zip(_COLORS, legend, strict=False)):
+        y = below + row * 20
+        lines += [_bar(4, y, 16, color), _text(26, y + 13, name)]
+    width = max(
+        right + _text_width(sizes), _text_width([_TITLE]), 30 + _text_width(legend)
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}" '
-        'font-family="sans-serif" font-size="11">'
-        '<text x="4" y="13">Memory of the fullest device by table (square-root '
-        "scale); the line is its capacity</text>" + "".join(lines) + "</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+        f'height="{below + len(legend) * 20 + 4}" font-family="sans-serif" '
+        f'font-size="11">{"".join(lines)}</svg>\n'
+    )
+
+
+def _text_width(texts: Sequence[str]) -> int:
+    return _LETTER * max(map(len, texts), default=0)
+
+
+def _text(x: int, y: int, text: str) -> str:
+    return f'<text x="{x}" y="{y}">{html.escape(text)}</text>'
+
+
+def _bar(x: float, y: int, width: float, color: str, inside: str = "") -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{color}">'
+        f"{inside}</rect>"
     )

@@ -93,8 +93,8 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
         )
     if ids.dtype.kind == "f" and (ids != np.floor(ids)).any():
         raise ValueError(f"Feature {path}: the sample has ids that are not whole.")
-    entries = (array.astype(np.int64) for array in (ids, samples, positions))
-    return FeatureIds(*entries, count)
+    ids, samples, positions = (a.astype(np.int64) for a in (ids, samples, positions))
+    return FeatureIds(ids, samples, positions, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _partition(
     partitions, rows = [], []
     for f in layout.stacks[stack].features:
         filled = batch[f]
-        if len(layout.output_shapes[f]) > 1:  # Ragged rows may fill several axes.
+        if len(layout.output_shapes[f] or ()) > 1:  # Ragged rows may fill several axes.
             number = layout.samples[f] * partitioning.num_replicas
             filled = filled.split(max(number // max(filled.num_samples, 1), 1))
         samples, ids = filled.samples, filled.ids
