@@ -5,6 +5,7 @@ The compiler itself runs in `make check-tpu`; here a script stands in for its Py
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from tpu_embedding.__main__ import main
 from tpu_embedding.testing import compilation, compile_step, tpu_compiler
@@ -56,6 +58,21 @@ TENSOR = (
 MEMORY = (
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
     "space hbm. Used 119.22G of 31.25G hbm. Exceeded hbm capacity by 87.97G."
+)
+
+
+# Of libtpu 0.0.30; the list is from the sources of XLA.
+ALLOCATION = (
+    "RESOURCE_EXHAUSTED: Allocation (size=68719476736) would exceed memory "
+    "(size=33822867456) :: #allocation69 [shape = 'f32[131072,131072]{0,1:T(8,128)}', "
+    "space=hbm, size = 0xffffffffffffffff, tag = 'output of fusion.21@{1}'] :: "
+    "<no-hlo-instruction>"
+)
+LIST = (
+    MEMORY + "\n\n  Largest program allocations in hbm:\n\n  1. Size: 40.00G\n     "
+    'Operator: op_type="Reshape" op_name="dense/Reshape"\n     Shape: '
+    "f32[1638400,8]{1,0:T(8,128)}\n     Unpadded size: 50.00M\n\n  2. Size: 9.50G\n"
+    "     Shape: f32[1024,64]{1,0:T(8,128)}\n"
 )
 
 
@@ -186,7 +203,7 @@ def test_copies_of_stacks_are_found_in_the_program() -> None:
             "'films_users'] in SparseCoreEmbeddingConfig to at most 7168, with",
         ),
         (TENSOR, "compile", "'films_users' (features film, user): 25600000000 bytes"),
-        (MEMORY, "compile", "119.22 GiB of 31.25 GiB. The largest stacks are films, "),
+        (MEMORY, "compile", "119.22 GiB of 31.25 GiB. Tables, slots and ids take 0.18"),
         ("ValueError: Table 'a' is big.", "trace", "cannot be traced: ValueError: Tab"),
         (
             "KeyError: 'a' (m.py, line 3)",
@@ -194,9 +211,26 @@ def test_copies_of_stacks_are_found_in_the_program() -> None:
             "built: KeyError: 'a' (m.py, line 3).",
         ),
         ("ValueError: Only support static input shape but", "lower", "dimension None."),
-        ("what", "lower", "The step cannot be lowered."),
+        ("what", "lower", "TensorFlow's passes and kernels for TPUs do not take"),
+        (
+            ALLOCATION,
+            "compile",
+            "take 0.18 GiB; the largest stacks are films, users: 0.18 GiB with slots. "
+            "The largest arrays of the program are f32[131072,131072] 64.00G of output "
+            "of fusion.21@{1}. Use a smaller batch, or smaller arrays in the dense",
+        ),
+        (
+            LIST,
+            "compile",
+            "are f32[1638400,8] 40.00G of dense/Reshape; f32[1024,64] 9.50G. Use a",
+        ),
+        ("MLIRError: unregistered operation", "convert", "It may compile on a TPU."),
+        ("INTERNAL: what", "compile", "The step cannot be compiled."),
     ],
-    ids=["ids", "tensor", "memory", "trace", "build", "static", "lower"],
+    ids=[
+        *("ids", "tensor", "memory", "trace", "build", "static", "lower"),
+        *("allocation", "list", "convert", "internal"),
+    ],
 )
 def test_what_the_compiler_says_in_terms_of_tables(
     message: str, stage: str, text: str, python: Any
@@ -228,6 +262,42 @@ def test_a_process_that_ends_is_a_report(
     assert not report.compiles
     assert text in report.problem
     assert report.reached_compiler == (facts.get("stage") == "compile")
+
+
+def test_numbers_of_devices_that_are_no_power_of_two(python: Any) -> None:
+    facts = {**FACTS, "error": "INTERNAL: what", "stage": "compile"}
+    report = compile_step("model:build", "v6e:2x3", python=python(facts))
+    assert "cannot be compiled for 6 devices, which is no power" in report.problem
+
+
+def test_refused_ops_are_named_with_the_line_of_the_user(python: Any) -> None:
+    @tf.function(autograph=False)
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        return tf.strings.as_string(ids)
+
+    graph = step.get_concrete_function(tf.TensorSpec([4], tf.int64)).graph
+    message = (
+        "UnknownError: -:39:59: error: 'tf.AsString' op TF/XLA TPU bridge input check: "
+        "found invalid op. Can't be both xla and non-xla"
+    )
+    (op,) = tpu_compiler.refused_ops(graph, message)
+    line = inspect.getsourcelines(step.python_function)[1] + 2
+    assert op == f"AsString ({__file__}, line {line})"
+    facts = {**FACTS, "error": message, "stage": "bridge", "refused_ops": [op]}
+    report = compile_step("model:build", python=python(facts))
+    assert f"They refuse {op}. A TPU has no strings, no printing" in report.problem
+
+
+def test_dynamic_reshapes_between_equal_types() -> None:
+    """Lines of the gradient of tf.boolean_mask, as jaxlib writes them."""
+    shape = "tensor<?x64xf32, #stablehlo.bounds<64, ?>>"
+    line = '%78 = "mhlo.unknown"(%71, %75, %77) : ({}, tensor<i32>, tensor<i32>) -> {} '
+    kept = line.format(shape, "tensor<?xf32, #stablehlo.bounds<64>>") + "loc(#loc87)"
+    assert tpu_compiler.without_dynamic_reshapes(kept) == kept
+    found = tpu_compiler.without_dynamic_reshapes(
+        line.format(shape, shape) + "loc(#loc87)"
+    )
+    assert found == f'%78 = "stablehlo.convert"(%71) : ({shape}) -> {shape} loc(#loc87)'
 
 
 def test_a_library_that_is_missing_is_said(python: Any) -> None:

@@ -278,6 +278,27 @@ def topology(name: str) -> tuple[Generation, int]:
     return found, chips * found.devices_per_chip
 
 
+def require_power_of_two(name: str, devices: int) -> None:
+    """Refuses a topology whose SparseCores the compiler has no programs for.
+
+    >>> require_power_of_two("v6e:2x4", 8)
+
+    Args:
+      name: Of the topology.
+      devices: Its devices.
+
+    Raises:
+      NotImplementedError: If the number of devices is no power of two.
+    """
+    if devices & (devices - 1):
+        raise NotImplementedError(
+            f"{name} has {devices} devices, which is no power of two, and libtpu "
+            "0.0.30 ends with an internal error where it compiles a lookup on "
+            "SparseCores for so many. Newer versions were not tried. Use a topology of "
+            f"{1 << (devices.bit_length() - 1)} or {1 << devices.bit_length()} devices."
+        )
+
+
 _REPORTED: dict[str, EmbeddingHardware] = {
     "V1": "v1",
     "V2": "sparse_core",

@@ -88,15 +88,21 @@ def description(error: BaseException) -> str:
     what, text = type(error).__name__, str(error).rstrip(".")
     if isinstance(error, SystemExit):
         what, text = f"sys.exit({error.code!r}) was called", ""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_NOT_OF_THE_USER)
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    place = last_line(traceback.extract_tb(error.__traceback__))
+    place = f" ({place})" if place else ""
     if isinstance(error, SyntaxError):
         place = ""  # Its text has it.
     return f"{what}{': ' if text else ''}{text}{place}"
+
+
+def last_line(frames: Iterable[Any]) -> str:
+    """The file and line of the last frame that is the user's code, or "".
+
+    Args:
+      frames: Of a traceback, or of tf.Operation.traceback, the latest last.
+    """
+    own = [f for f in frames if not f.filename.startswith(_NOT_OF_THE_USER)]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 @contextlib.contextmanager

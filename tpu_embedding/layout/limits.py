@@ -66,20 +66,33 @@ def buffer_bytes(
 
 
 def program_bytes(
-    partitioning: Partitioning, stack: Stack, *, pipelined: bool = False
+    partitioning: Partitioning,
+    stack: Stack,
+    *,
+    pipelined: bool = False,
+    padded: bool = False,
 ) -> int:
     """Returns what the program of a step needs on one device beside its arguments.
 
-    As programs that libtpu 0.0.30 compiled: their code, the activations, and, where an
-    update is pending, the batch once more.
+    As programs that libtpu 0.0.30 compiled (docs/tpu_check.md): their code, the
+    activations, and, where an update is pending, the batch once more.
 
     Args:
       partitioning: The limits of each stack.
       stack: The stack.
       pipelined: Whether an update is pending between steps.
+      padded: Count activations as ops outside of SparseCores may store them: in some
+        programs with padding, in others without.
     """
-    batch = _batch_bytes(partitioning, stack) if pipelined else 0
-    return PROGRAM_BYTES_PER_STACK + _activation_bytes(stack) + batch
+    activations = _activation_bytes(stack)
+    pending = _batch_bytes(partitioning, stack) + activations
+    if padded:
+        stored = stack.samples * stored_row_bytes(stack.width)
+        narrow, wide = stack.width <= 8, stack.width > TENSOR_CORE_LANES
+        activations = (1 if narrow else 2) * stored + (
+            0 if wide else (2 if narrow else 1) * activations
+        )
+    return PROGRAM_BYTES_PER_STACK + activations + (pending if pipelined else 0)
 
 
 def _batch_bytes(partitioning: Partitioning, stack: Stack) -> int:
@@ -99,6 +112,7 @@ def sparse_core_excesses(
     generation: Generation,
     *,
     pipelined: bool = False,
+    padded: bool = False,
 ) -> list[Excess]:
     """Returns the limits of SparseCores that a plan exceeds.
 
@@ -108,6 +122,7 @@ def sparse_core_excesses(
       partitioning: The limits of each stack.
       generation: The TPU.
       pipelined: Whether an update is pending between steps.
+      padded: As for `program_bytes`.
     """
     found: list[Excess] = []
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
@@ -118,15 +133,13 @@ def sparse_core_excesses(
         found += _partition_excess(
             stack, names, asked, compiled, (generation, partitioning.num_shards)
         )
-    used = [
-        (
-            ", ".join(plan.tables[index].name for index in stack.tables),
-            array_bytes(stack) * num_arrays(plan.tables[stack.tables[0]])
-            + buffer_bytes(partitioning, stack, pipelined=pipelined)
-            + program_bytes(partitioning, stack, pipelined=pipelined),
-        )
-        for stack in layout.stacks
-    ]
+    used = []
+    for stack in layout.stacks:
+        name = ", ".join(plan.tables[index].name for index in stack.tables)
+        arrays = num_arrays(plan.tables[stack.tables[0]])
+        step = buffer_bytes(partitioning, stack, pipelined=pipelined)
+        step += program_bytes(partitioning, stack, pipelined=pipelined, padded=padded)
+        used += [(name, array_bytes(stack) * arrays), (f"a step of {name}", step)]
     names = tuple(spec.name for spec in plan.tables)
     return [
         *found,
@@ -210,8 +223,8 @@ def device_excess(
             f"The tables, their slots and a step need {total} bytes "
             f"({_gib(total)}) on {each}, and programs on {place} can use "
             f"{limit} bytes ({_gib(limit)}): {_gib(total - limit)} too much. The "
-            f"largest are {shown}. Use more devices, a smaller vocabulary_size or dim, "
-            "or an optimizer with fewer slots.",
+            f"largest are {shown}. Use more devices, a smaller vocabulary_size, dim or "
+            "batch, or an optimizer with fewer slots.",
         )
     ]
 

@@ -306,6 +306,7 @@ class _Planner:
             row_multiple=generation.row_multiple,
         )
         try:
+            tpu_generations.require_power_of_two(name, devices)
             own = self._for_replicas(devices)
             check_optimizers(own)
             require_dtypes(own, ("float32",), generation.name)
@@ -332,7 +333,7 @@ class _Planner:
                 partitioning, stack, pipelined=self.pipelined
             )
             program += limits.program_bytes(
-                partitioning, stack, pipelined=self.pipelined
+                partitioning, stack, pipelined=self.pipelined, padded=True
             )
             spec = own.tables[stack.tables[0]]
             size = limits.array_bytes(stack) * limits.num_arrays(spec)
@@ -364,7 +365,12 @@ class _Planner:
             max_ids_per_chip_per_sample=per_sample,
             excesses=tuple(
                 limits.sparse_core_excesses(
-                    own, layout, partitioning, generation, pipelined=self.pipelined
+                    own,
+                    layout,
+                    partitioning,
+                    generation,
+                    pipelined=self.pipelined,
+                    padded=True,
                 )
             ),
         )

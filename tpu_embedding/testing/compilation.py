@@ -49,6 +49,11 @@ _NO_CHECK = (
     "TPU v2 to v4 have no such check: libtpu lowers their embedding ops only beside a "
     "TPU. `python -m tpu_embedding plan` estimates their memory."
 )
+_OUTSIDE = (
+    "A TPU has no strings, no printing and no Python. Compute this in the data set, or "
+    "leave it out of the checked step: with tf.config.set_soft_device_placement(True) "
+    "TensorFlow moves it to the host at run time, which this check cannot show."
+)
 _INSTALL = (
     "Make an environment for it and name its Python in `python` or in "
     f"{PYTHON_VARIABLE}:\n    python3 -m venv tpu-check\n    tpu-check/bin/pip install "
@@ -61,6 +66,14 @@ _REPLICAS = re.compile(
     re.DOTALL,
 )
 _TENSOR = re.compile(r"only supports 16 GiB of HBM per tensor, got (\d+).*", re.DOTALL)
+# An entry of libtpu's list of the largest allocations, or the one that is too large.
+_ARRAY = re.compile(
+    r'Size: ([\d.]+[KMG])\s+(?:Operator: [^\n]*?op_name="([^"]*)"[^\n]*\s+)?'
+    r"Shape: ([a-z]+\d*\[[\d,]*\])"
+)
+_ALLOCATION = re.compile(
+    r"Allocation \(size=(\d+)\).*?shape = '([a-z]+\d*\[[\d,]*\]).*?tag = '([^']*)'"
+)
 _MEMORY = re.compile(r"(?:Used|\()\s*([\d.]+)G.*?(?:of|HBM \()\s*([\d.]+)G", re.DOTALL)
 
 
@@ -324,6 +337,8 @@ def _report(topology: str, facts: dict[str, Any]) -> CompileReport:
     problem = ""
     if message:
         problem = _translate(message, facts["stage"], stacks, generation, devices)
+        if facts.get("refused_ops"):
+            problem += f" They refuse {'; '.join(facts['refused_ops'][:3])}. {_OUTSIDE}"
         if facts.get("library") and facts["stage"] in ("build", "trace"):
             problem += f" That environment lacks the library: {facts['library']}"
     return CompileReport(
@@ -397,25 +412,63 @@ def _translate(
             "smaller vocabulary_size or dim."
         )
     if "RESOURCE_EXHAUSTED" in message or "E1000" in message:
-        used = _MEMORY.search(message)
-        how = f" {used[1]} GiB of {used[2]} GiB." if used else ""
-        largest = sorted(stacks, key=lambda s: -s["array_bytes"] * s["arrays"])[:3]
-        shown = "; ".join(
-            f"{', '.join(s['tables'][:3])}: "
-            f"{s['array_bytes'] * s['arrays'] / GIB:.2f} GiB with slots"
-            for s in largest
-        )
-        return (
-            f"The step needs more memory than a device has:{how} The largest stacks "
-            f"are {shown}. Use more devices, a smaller vocabulary_size or dim, or an "
-            "optimizer with fewer slots."
-        )
+        return _memory_problem(message, stacks, generation)
     if "Only support static input shape" in message:
         return (
             "A TPU compiles static shapes, and an input of the step has a dimension "
             "None. Give each dimension of the tf.TensorSpecs a number."
         )
-    return f"The step cannot be {'lowered' if stage == 'lower' else 'compiled'}."
+    if stage == "convert":
+        return (
+            "The step cannot be handed to libtpu: jaxlib, which converts it, does not "
+            "know one of its ops. It may compile on a TPU."
+        )
+    if stage != _LIBTPU:
+        return "TensorFlow's passes and kernels for TPUs do not take the step."
+    if num_devices & (num_devices - 1):
+        return (
+            f"The step cannot be compiled for {num_devices} devices, which is no power "
+            "of two: libtpu 0.0.30 ends with an internal error there for every lookup "
+            "on SparseCores. Newer versions were not tried."
+        )
+    return "The step cannot be compiled."
+
+
+def _memory_problem(
+    message: str,
+    stacks: Sequence[dict[str, Any]],
+    generation: tpu_generations.Generation,
+) -> str:
+    """What fills the memory of a device: the tables, or arrays of the program."""
+    used = _MEMORY.search(message)
+    how = f" {used[1]} GiB of {used[2]} GiB." if used else ""
+    tables = sum(s["array_bytes"] * s["arrays"] + s["buffer_bytes"] for s in stacks)
+    largest = sorted(stacks, key=lambda s: -s["array_bytes"] * s["arrays"])[:3]
+    shown = [
+        f"{', '.join(s['tables'][:3])}: "
+        f"{s['array_bytes'] * s['arrays'] / GIB:.2f} GiB with slots"
+        for s in largest
+    ]
+    text = f"The step needs more memory than a device has:{how} "
+    text += (
+        f"Tables, slots and ids take {tables / GIB:.2f} GiB; the largest stacks are "
+    )
+    text += f"{'; '.join(shown)}. "
+    found = _ARRAY.findall(message)[:3] or [
+        (f"{int(size) / GIB:.2f}G", name, shape)
+        for size, shape, name in _ALLOCATION.findall(message)
+    ]
+    arrays = [
+        f"{shape} {size}{' of ' if name else ''}{name}" for size, name, shape in found
+    ]
+    if arrays:
+        text += f"The largest arrays of the program are {'; '.join(arrays)}. "
+    if tables < generation.hbm_bytes / 2:
+        return text + "Use a smaller batch, or smaller arrays in the dense model."
+    return text + (
+        "Use more devices, a smaller vocabulary_size or dim, or an optimizer with "
+        "fewer slots."
+    )
 
 
 def _names(stacks: Sequence[dict[str, Any]]) -> str:

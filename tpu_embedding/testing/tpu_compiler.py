@@ -36,6 +36,12 @@ from tpu_embedding.testing.strategy import create_topology, describe_hardware
 _DEVICE = "/job:localhost/replica:0/task:0/device:TPU:"
 # Row by row, as SparseCores read tables.
 _ROWS = "{1,0:T(8)}"
+_REFUSED = re.compile(r"error: 'tf\.(\w+)' op")
+# A dynamic reshape, which jaxlib cannot write down, between equal types. It is one in
+# the gradients of tf.boolean_mask and tf.gather.
+_SAME_SHAPE = re.compile(
+    r'"mhlo\.unknown"\((%\w+)(?:, %\w+)+\) : \((tensor<.*>)(?:, tensor<i32>)+\) -> \2 '
+)
 _ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 _LIMITS = re.compile(
     r'_xla_max_ids_per_partition = "(\d+)", _xla_max_unique_ids_per_partition = "(\d+)"'
@@ -325,8 +331,25 @@ def lower(program: Program) -> bytes:
     )
 
 
-def compile_program(topology: str, hlo: bytes, updated: dict[int, int]) -> Any:
-    """Returns libtpu's executable, the text of the module, and the kind of TPU."""
+def without_dynamic_reshapes(module: str) -> str:
+    """Writes those that keep the type of their operand as ops that jaxlib knows."""
+    return _SAME_SHAPE.sub(r'"stablehlo.convert"(\1) : (\2) -> \2 ', module)
+
+
+def compile_program(
+    topology: str,
+    hlo: bytes,
+    updated: dict[int, int],
+    enter: Callable[[str], None],
+) -> Any:
+    """Returns libtpu's executable and the kind of TPU.
+
+    Args:
+      topology: As libtpu names it.
+      hlo: From `lower`.
+      updated: Of the program.
+      enter: Is called with the name of each stage before it begins.
+    """
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
@@ -341,7 +364,9 @@ def compile_program(topology: str, hlo: bytes, updated: dict[int, int]) -> Any:
         platform="tpu", topology_name=topology, chips_per_host_bounds=(*bounds, 1)
     )
     devices = tuple(described.devices)
+    enter("convert")
     text = _jax.mlir.xla_computation_to_mlir_module(XlaComputation(hlo))
+    text = without_dynamic_reshapes(text)
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         module.operation.attributes["sym_name"] = ir.StringAttr.get("step")
@@ -368,6 +393,7 @@ def compile_program(topology: str, hlo: bytes, updated: dict[int, int]) -> Any:
             1,
             device_assignment=np.array([[d.id] for d in devices]),
         )
+        enter("compile")
         executable = compiler.backend_compile_and_load(
             devices[0].client, module, _jax.DeviceList(devices), options, []
         )
@@ -489,11 +515,11 @@ def check(
         enter("lower")
         hlo = lower(program)
         facts["compiled_limits"] = compiled_limits(hlo)
-        enter("compile")
         executable, facts["kind"] = compile_program(
             topology.replace("7x:", "tpu7x:").replace("tputpu", "tpu"),
             hlo,
             program.updated,
+            enter,
         )
         stats = executable.get_compiled_memory_stats()
         for name in ("argument", "output", "alias", "temp", "generated_code"):
@@ -509,7 +535,18 @@ def check(
             facts["error"] = user_code.description(error)
         else:
             facts["error"] = f"{type(error).__name__}: {error}"
+            facts["refused_ops"] = refused_ops(traced.graph, str(error))
     return facts
+
+
+def refused_ops(graph: tf.Graph, message: str) -> list[str]:
+    """Returns the kinds of ops that a message refuses, and the lines of the user."""
+    found = {}
+    kinds = {*_REFUSED.findall(message)}
+    for op in graph.get_operations():
+        if op.type in kinds:
+            found[f"{op.type} ({user_code.last_line(op.traceback)})"] = None
+    return list(found)
 
 
 def _step_and_specs(built: Any) -> tuple[Callable[..., Any], Any]:
