@@ -52,6 +52,27 @@ def trained() -> keras.Model:
 IDS = tf.constant([[1, 2, 8], [0, 0, 5]], tf.int64)
 
 
+@pytest.mark.parametrize("storage", ["float32", "int8", "int4"])
+def test_serving_export_takes_the_layer(
+    storage: str, trained: keras.Model, tmp_path: pathlib.Path
+):
+    _, layer, head = trained.layers
+    report = te.serving.export(
+        layer, tmp_path, lambda found: head(found["ids"]), storage=storage
+    )
+    assert [table.name for table in report.tables] == ["t"]
+    stored = tf.train.list_variables(str(tmp_path / "variables" / "variables"))
+    if storage == "float32":  # Neither slots nor a second copy.
+        assert [shape for _, shape in stored].count([9, 2]) == 1
+    ids = tf.constant([1, 2, 8], tf.int64)
+    served = tf.saved_model.load(tmp_path).signatures["dense"](ids=ids)
+    atol = 1e-6 if storage == "float32" else 16 * report.tables[0].max_error
+    (found,) = served.values()
+    np.testing.assert_allclose(found, head(layer({"ids": ids})["ids"]), atol=atol)
+    with pytest.raises(TypeError, match="Of a Keras model pass its layer"):
+        te.serving.export(trained, tmp_path / "model")
+
+
 def test_export_straight_from_training(trained: keras.Model, tmp_path: pathlib.Path):
     expected = trained({"ids": IDS})
     trained.export(tmp_path / "export", verbose=False)

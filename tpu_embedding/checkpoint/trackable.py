@@ -24,7 +24,8 @@ from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tables.rows import MutableTableRows, TableRows
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
@@ -184,7 +185,26 @@ def _root_to_convert(
 
 
 class SavesTables(RestoresLayouts):
-    """An object that `checkpoint.save` and `restore` take."""
+    """An object that `checkpoint.save` and `restore`, and `serving.export` take."""
+
+    @property
+    @abc.abstractmethod
+    def plan(self) -> Plan:
+        """Internal: the tables and features, with their optimizers and policies."""
+
+    @property
+    @abc.abstractmethod
+    def structure(self) -> Structure:
+        """Internal: the nested structure of the features."""
+
+    @property
+    @abc.abstractmethod
+    def check_numerics(self) -> bool:
+        """Internal: whether weights and gradients must be finite."""
+
+    @abc.abstractmethod
+    def table_rows(self) -> Mapping[str, TableRows]:
+        """Internal: each table by name, to be read by rows, on every engine."""
 
     @abc.abstractmethod
     def checkpoint_updates(self) -> tf.Variable | None:
@@ -196,11 +216,6 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
 
     The pending update of a pipelined embedding is applied before any value is read.
     """
-
-    @property
-    @abc.abstractmethod
-    def plan(self) -> Plan:
-        """Internal: the tables and features, with their optimizers and policies."""
 
     @abc.abstractmethod
     def _create_engine(self) -> Engine:

@@ -30,9 +30,10 @@ from tpu_embedding.keras.loss_scale import (
     loss_scale_missing,
 )
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.nest_utils import Structure
 from tpu_embedding.optimizers.base import check_flag
-from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 _SparseCoreConfigs = (
@@ -115,6 +116,26 @@ class EmbeddingLayer(SavesTables):
     @property
     def _table_names(self) -> list[str]:
         return [spec.name for spec in self._parts.features.plan.tables]
+
+    @property
+    def plan(self) -> Plan:
+        """Internal: see `SavesTables.plan`."""
+        return self._parts.features.plan
+
+    @property
+    def structure(self) -> Structure:
+        """Internal: see `SavesTables.structure`."""
+        return self._parts.features.structure
+
+    @property
+    def check_numerics(self) -> bool:
+        """Internal: see `SavesTables.check_numerics`."""
+        return self._parts.arguments.check_numerics
+
+    def table_rows(self) -> dict[str, MutableTableRows]:
+        """Internal: see `SavesTables.table_rows`."""
+        rows = self.checkpoint_rows()
+        return {name: arrays[PARAMETERS] for name, arrays in rows.items()}
 
     def checkpoint_updates(self) -> Any:
         """Internal: see `SavesTables.checkpoint_updates`."""

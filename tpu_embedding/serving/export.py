@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.trackable import SavesTables
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
-from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
@@ -72,8 +72,8 @@ def export(
 
     Args:
       source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingV0, a
-        TPUEmbeddingForServing, or a dict of variables or tensors
-        [vocabulary_size, dim] by TableConfig, as `embedding_tables` has them.
+        TPUEmbeddingForServing, a te.keras.TPUEmbedding, or a dict of variables or
+        tensors [vocabulary_size, dim] by TableConfig, as `embedding_tables` has them.
       path: A folder that does not exist or is empty.
       model: A function of the activations in the structure of the features and, if
         there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
@@ -163,7 +163,7 @@ class _Exported:
 
 
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
-    if isinstance(source, (EmbeddingBase, TPUEmbeddingForServing, TPUEmbeddingV0)):
+    if isinstance(source, (SavesTables, TPUEmbeddingForServing, TPUEmbeddingV0)):
         if feature_config is not None:
             raise ValueError(
                 "export takes `feature_config` only with a dict of tables: an "
@@ -174,7 +174,7 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 "export takes `invalid_ids` only with a dict of tables: an embedding "
                 "keeps the rule it was made with. Leave it out."
             )
-        if isinstance(source, EmbeddingBase):
+        if isinstance(source, SavesTables):
             rows = source.table_rows()
             tables = [Source(spec.name, rows[spec.name]) for spec in source.plan.tables]
         else:
@@ -185,8 +185,9 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
     if not isinstance(source, Mapping):
         raise TypeError(
             "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
-            "TPUEmbeddingV0, a TPUEmbeddingForServing, or, together with "
-            "`feature_config`, a dict of tables by TableConfig. "
+            "TPUEmbeddingV0, a TPUEmbeddingForServing, a te.keras.TPUEmbedding, or, "
+            "together with `feature_config`, a dict of tables by TableConfig. Of a "
+            "Keras model pass its layer, and what follows it as `model`. "
             f"Received: {source!r}."
         )
     if feature_config is None:
