@@ -1,5 +1,6 @@
 // Weighted sums of any width, by vectors of any width, against a plain loop.
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -82,6 +83,31 @@ void TestElements() {
   TestWidths<F32xN, BFloat16>();
 }
 
+// The same term again and again, as a sample of one id has it.
+struct EqualTerms {
+  const float* vector(int64_t) const { return &value; }
+  float gain(int64_t) const { return 1.0f; }
+
+  float value;
+};
+
+void TestManyTerms() {
+  const EqualTerms terms{0.1f};
+  const auto sum = [&](int64_t count) {
+    float out = kGuard;
+    WeightedSum<F32x4>(terms, 0, count, 1, &out);
+    return out;
+  };
+  float expected = 0.0f;
+  for (int64_t i = 0; i < kTermsOfBlock; ++i) expected += terms.value;
+  CHECK_EQ(sum(kTermsOfBlock), expected);  // in sequence
+  CHECK_EQ(sum(kTermsOfBlock + 1), expected + terms.value);
+  CHECK_EQ(sum(2 * kTermsOfBlock + 1), expected + expected + terms.value);
+  CHECK_EQ(sum(3 * kTermsOfBlock), (expected + expected) + expected);
+  // In sequence the error is 0.9 %.
+  CHECK_TRUE(std::abs(sum(1000000) / (1000000 * double{0.1f}) - 1) < 1e-4);
+}
+
 // Says how wide its vectors are.
 struct Width {
   template <class F32xN>
@@ -119,5 +145,6 @@ int main() {
   TestElements<F32x16>();
   TestElements<F32x8>();
   TestElements<F32x4>();
+  TestManyTerms();
   TestLevels();
 }

@@ -212,6 +212,36 @@ def test_one_row_a_million_times(engine: str) -> None:
     np.testing.assert_array_equal(table.numpy(), expected)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@each_engine
+def test_long_sums(engine: str, combiner: str, quantized: bool) -> None:
+    """Added in sequence, the values are 0.9 % off."""
+    number, value = 1_000_000, np.float32(0.1)
+    table = te.TableConfig(
+        2,
+        DIM,
+        tf.keras.initializers.Constant(value),
+        combiner=combiner,
+        quantization_config=te.QuantizationConfig(11, 0.0, 1.0) if quantized else None,
+        name="films",
+    )
+    features = {"film": te.FeatureConfig(table)}
+    ids = {"film": tf.RaggedTensor.from_row_lengths([0] * number + [1], [number, 1])}
+    embedding = te.TPUEmbedding(features, te.SGD(1.0))
+    embedding.enqueue(ids)
+    found = embedding.dequeue()["film"]
+    embedding.apply_gradients({"film": tf.fill([2, DIM], 1 / number)})
+    # Each block of 4,096 values in sequence, then 8 sums of pairs and the gain.
+    bound = (4096 + 8 + 3) * EPSILON
+    expected = np.repeat([number if combiner == "sum" else 1, 1], DIM).reshape(2, DIM)
+    np.testing.assert_allclose(found, expected * np.float64(value), rtol=bound)
+    (trained,) = embedding.embedding_tables.values()
+    np.testing.assert_allclose(
+        trained[0], value - (1 if combiner == "sum" else 1 / number), rtol=bound
+    )
+
+
 @each_engine
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_not_finite(value: float, engine: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -37,6 +38,9 @@ def reader_of(
     return SimulatedQuantization(reader, quantization)
 
 
+_add_in_order = tf.math.unsorted_segment_sum
+_BLOCK = 4096  # Values that are added one after the other; also in the C++ core.
+
 # Combine rows by sample; a sample without rows gives zeros.
 _SEGMENT_OPS = {
     "sum": tf.raw_ops.SparseSegmentSumWithNumSegments,
@@ -69,21 +73,62 @@ def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
     return sums if len(selection.axes) == 1 else _shaped(sums, tf.stack(selection.axes))
 
 
-def look_up(reader: TableReader, entries: Entries) -> tf.Tensor:
+def look_up(
+    reader: TableReader, entries: Entries, add: Callable[..., tf.Tensor] = _add_in_order
+) -> tf.Tensor:
     """Sums the rows of each sample, each row times its gain.
 
     Args:
       reader: The table.
       entries: The rows to look up.
+      add: `sum_segments`, or a function with its arguments.
 
     Returns:
       float32 [*entries.shape, D].
     """
-    values = reader.read(entries.rows)
-    sums = tf.math.unsorted_segment_sum(
-        values * entries.gains[:, tf.newaxis], entries.samples, entries.num_samples
-    )
+    values = reader.read(entries.rows) * entries.gains[:, tf.newaxis]
+    sums = add(values, entries.samples, entries.num_samples)
     return _shaped(sums, entries.shape)
+
+
+def sum_segments(
+    values: tf.Tensor, segments: tf.Tensor, num_segments: tf.Tensor
+) -> tf.Tensor:
+    """Adds the values of each segment, those of a long one by blocks.
+
+    Args:
+      values: float32 [n, D].
+      segments: int64 [n], the segment of each value.
+      num_segments: int64 scalar.
+
+    Returns:
+      float32 [num_segments, D].
+    """
+    return tf.cond(
+        _has_long_segment(segments, num_segments),
+        lambda: _add_by_blocks(values, segments, num_segments),
+        lambda: _add_in_order(values, segments, num_segments),
+    )
+
+
+def _has_long_segment(segments: tf.Tensor, num_segments: tf.Tensor) -> tf.Tensor:
+    counts = tf.math.unsorted_segment_sum(
+        tf.ones_like(segments, tf.int32), segments, num_segments
+    )
+    return tf.reduce_any(counts > _BLOCK)
+
+
+def _add_by_blocks(
+    values: tf.Tensor, segments: tf.Tensor, num_segments: tf.Tensor
+) -> tf.Tensor:
+    order = tf.argsort(segments, stable=True)
+    ordered = tf.gather(segments, order)
+    place = tf.range(tf.size(order)) - tf.searchsorted(ordered, ordered)
+    begins = place % _BLOCK == 0
+    block = tf.cumsum(tf.cast(begins, tf.int32)) - 1
+    sums = tf.math.segment_sum(tf.gather(values, order), block)
+    owners = tf.boolean_mask(ordered, begins)
+    return tf.math.unsorted_segment_sum(sums, owners, num_segments)
 
 
 def _shaped(sums: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:

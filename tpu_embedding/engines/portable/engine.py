@@ -32,7 +32,7 @@ from tpu_embedding.engines.telemetry import Counts, Recorder
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.lookup.combine import look_up, reader_of
+from tpu_embedding.lookup.combine import look_up, reader_of, sum_segments
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, first
@@ -474,7 +474,7 @@ class PortableEngine(WholeTablesEngine):
                 config = self._plan.tables[feature.table].config
                 table = VariableReader(self._variables[feature.table].parameters)
                 reader = reader_of(table, config.quantization_config)
-                activations.append(look_up(reader, entry))
+                activations.append(look_up(reader, entry, sum_segments))
             activations, found = self._combiners.combine(entries, activations)
         known = self._options.output_shapes.activations(shapes)
         activations = [

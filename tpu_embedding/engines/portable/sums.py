@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tpu_embedding.layout.plan import Plan
+from tpu_embedding.lookup.combine import sum_segments
 from tpu_embedding.lookup.entries import Entries
 
 _Element = TypeVar("_Element")
@@ -189,7 +190,7 @@ def _by_row(
     """The sums of gradients [n, D] and, if counted, of `num_ids` [n] of each row."""
     unique = tf.unique(rows, out_idx=tf.int64)
     size = tf.size(unique.y)
-    sums = tf.math.unsorted_segment_sum(gradients, unique.idx, size)
+    sums = sum_segments(gradients, unique.idx, size)
     if counted:
         num_ids = tf.math.unsorted_segment_sum(num_ids, unique.idx, size)
     return TableSums(unique.y, sums, num_ids)

@@ -65,18 +65,22 @@ struct QuantizedLookup {
     const float step = (upper - lower) / (quantization.num_buckets - 1);
     for (int64_t s = begin; s < end; ++s) {
       float* __restrict sum = out + s * dim;
-      std::fill(sum, sum + dim, 0.0f);
-      for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-        const Element* __restrict row = table + csr.rows[i] * dim;
-        const float gain = csr.gain(s, i);
-        for (int64_t d = 0; d < dim; ++d) {
-          float value;
-          Load(row + d, &value);
-          const float x = std::min(std::max(value, lower), upper);
-          const float level = std::floor((x - lower) / step + 0.5f);
-          sum[d] += gain * (level * step + lower);
+      const auto sum_block = [&](int64_t start,
+                                 int64_t stop) __attribute__((always_inline)) {
+        std::fill(sum, sum + dim, 0.0f);
+        for (int64_t i = start; i < stop; ++i) {
+          const Element* __restrict row = table + csr.rows[i] * dim;
+          const float gain = csr.gain(s, i);
+          for (int64_t d = 0; d < dim; ++d) {
+            float value;
+            Load(row + d, &value);
+            const float x = std::min(std::max(value, lower), upper);
+            const float level = std::floor((x - lower) / step + 0.5f);
+            sum[d] += gain * (level * step + lower);
+          }
         }
-      }
+      };
+      SumByBlocks(csr.offsets[s], csr.offsets[s + 1], dim, sum, sum_block);
     }
   }
 };

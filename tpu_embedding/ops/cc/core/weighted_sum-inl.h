@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "core/simd.h"
 
@@ -73,11 +75,57 @@ TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
   }
 }
 
+// Terms that are added one after the other.
+constexpr int64_t kTermsOfBlock = 4096;
+
+// The sum of the sums of blocks, by pairs of equally many blocks: its error
+// grows with the logarithm of their number.
+class SumOfBlocks {
+ public:
+  void Add(const float* block, int64_t dim) {
+    sums_.insert(sums_.end(), block, block + dim);
+    for (int64_t n = ++blocks_; n % 2 == 0; n /= 2) AddLastTwo(dim);
+  }
+
+  void Finish(int64_t dim, float* out) {
+    while (static_cast<int64_t>(sums_.size()) > dim) AddLastTwo(dim);
+    std::copy(sums_.begin(), sums_.end(), out);
+  }
+
+ private:
+  void AddLastTwo(int64_t dim) {
+    const size_t last = sums_.size() - dim;
+    for (int64_t d = 0; d < dim; ++d) sums_[last - dim + d] += sums_[last + d];
+    sums_.resize(last);
+  }
+
+  std::vector<float> sums_;  // [n, dim], of ever fewer blocks
+  int64_t blocks_ = 0;
+};
+
+// Calls `sum(begin, end)`, which writes the sum of some terms to `out`, once if
+// there are few of them, else for blocks of which `out` becomes the sum.
+template <class Sum>
+TPU_EMBEDDING_INLINE void SumByBlocks(int64_t begin, int64_t end, int64_t dim,
+                                      float* out, const Sum& sum) {
+  std::unique_ptr<SumOfBlocks> blocks;
+  for (;;) {
+    const int64_t stop = std::min(end, begin + kTermsOfBlock);
+    sum(begin, stop);
+    if (stop == end && !blocks) return;
+    if (!blocks) blocks = std::make_unique<SumOfBlocks>();
+    blocks->Add(out, dim);
+    if (stop == end) break;
+    begin = stop;
+  }
+  blocks->Finish(dim, out);
+}
+
 // out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
 // A null vector stands for zeros. Each element is summed in the order of i, so
 // that the bits do not depend on the width of the vectors.
 template <class Widest, class Terms>
-TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
+TPU_EMBEDDING_INLINE void SumOneBlock(const Terms& terms, int64_t begin,
                                       int64_t end, int64_t dim, float* out) {
   // Sixteen registers hold eight sums and the terms added to them.
   constexpr int64_t kMaxColumns = std::min<int64_t>(64, 8 * kWidth<Widest>);
@@ -102,6 +150,16 @@ TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
   } else if (dim == 1) {
     SumBlocks<Widest, 1>(terms, begin, end, {0}, out);
   }
+}
+
+// `SumOneBlock` for any number of terms.
+template <class Widest, class Terms>
+TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
+                                      int64_t end, int64_t dim, float* out) {
+  SumByBlocks(begin, end, dim, out,
+              [&](int64_t start, int64_t stop) __attribute__((always_inline)) {
+                SumOneBlock<Widest>(terms, start, stop, dim, out);
+              });
 }
 
 }  // namespace tpu_embedding
