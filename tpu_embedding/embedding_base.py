@@ -130,6 +130,7 @@ class EmbeddingBase(TrackableTables):
             output_shapes=self._output_shapes,
             layout=self._layout,
             membership=self._membership,
+            made_by=type(self).__name__,
         )
 
     def _create_engine(self) -> Engine:

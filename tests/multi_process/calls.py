@@ -95,6 +95,8 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
     "dim": ("table", 2, 4),
     "combiner": ("table", "sum", "mean"),
     "dtype": ("table", "float32", "bfloat16"),
+    "initializer": ("table", te.RowIdInitializer(), te.RowIdInitializer(1)),
+    "the class": ("class", te.TPUEmbedding, te.TPUEmbeddingV2),
     "invalid_ids": ("table", "error", "drop"),
     "quantization_config": ("table", None, te.QuantizationConfig(4, 0.0, 1.0)),
     "placement": ("table", "rows", "whole"),
@@ -126,7 +128,7 @@ def differ(strategy: Any) -> dict[str, tuple[str, str]]:
         feature = te.FeatureConfig(table, chosen.get("feature", 0))
         options = {name: chosen[kind]} if kind == "distributed" else {}
         with strategy.scope():
-            te.TPUEmbedding(
+            chosen.get("class", te.TPUEmbedding)(
                 {chosen.get("path", "film"): feature},
                 chosen.get("optimizer", te.Adagrad(0.1)),
                 chosen.get("pipelined", False),

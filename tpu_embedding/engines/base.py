@@ -74,6 +74,7 @@ class EngineOptions(EmbeddingOptions):
       output_shapes: The declared shape of each feature's output.
       layout: The stacks that `Engine.lay_out` returned, or None without stacks.
       membership: What `Engine.join` returned.
+      made_by: The name of the class that makes the engine.
     """
 
     plan: Plan
@@ -81,6 +82,7 @@ class EngineOptions(EmbeddingOptions):
     output_shapes: OutputShapes
     layout: Layout | None
     membership: Membership | None = None
+    made_by: str = ""
 
 
 class Prepared(NamedTuple):

@@ -462,6 +462,17 @@ def _placement(options: EngineOptions) -> Placement:
     )
 
 
+def _initializer_text(initializer: Any) -> str:
+    """What can be compared of an initializer: functions by their names."""
+    if hasattr(initializer, "get_config"):
+        return f"{type(initializer).__name__}({initializer.get_config()})"
+    named = getattr(initializer, "__qualname__", None)
+    if named or initializer is None or isinstance(initializer, str):
+        return str(named or initializer)
+    is_value = dataclasses.is_dataclass(initializer)
+    return repr(initializer) if is_value else type(initializer).__name__
+
+
 def _writer(rows: MutableTableRows) -> Any:
     return lambda value: rows.write(0, value)
 
@@ -471,6 +482,7 @@ def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]
     plan = options.plan
     found: dict[str, Any] = {
         "the TensorFlow version": tf.__version__,
+        "the class": options.made_by,
         "`pipeline_execution_with_tensor_core`": options.pipelined,
         "`check_numerics`": options.check_numerics,
         "`wire_dtype` of DistributedOptions": options.distributed.wire_dtype,
@@ -489,6 +501,7 @@ def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]
             "quantization_config": str(config.quantization_config),
             "rounding_seed": spec.rounding_seed,
             "owner": owner,
+            "initializer": _initializer_text(config.initializer),
             "optimizer": type(optimizer).__name__,
         }
         if optimizer is not None:
