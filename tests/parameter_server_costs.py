@@ -112,7 +112,7 @@ def formulas(numbers: range, placement: str) -> dict[tuple[str, str], int]:
     to_servers = to_worker = 0
     for number in numbers:
         if placement == "whole":
-            to_servers += 8 * BATCH * IDS + 4 * BATCH * DIM
+            to_servers += 4 * BATCH * IDS + 4 * BATCH * DIM
             to_worker += 4 * BATCH * DIM
             continue
         seeds = tf.stack([number, 0])

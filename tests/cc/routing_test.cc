@@ -3,6 +3,7 @@
 
 #include "core/routing.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <random>
@@ -83,6 +84,61 @@ std::vector<Entry> Expected(const FeatureCsr& csr, const Placement& placement,
   return found;
 }
 
+// What `owner` got of a feature of the batch `sent`.
+std::vector<Entry> EntriesOf(const RoutedBatch& sent,
+                             const Placement& placement, int owner, int f,
+                             const Asked& asked) {
+  const FeatureCsr& got = asked.features[f];
+  const bool by_rows = sent.by_rows(f);
+  std::vector<Entry> entries;
+  for (int64_t s = 0; s < got.num_samples(); ++s) {
+    const int64_t sample =
+        by_rows ? sent.sent[owner].features[f].samples[s] : s;
+    for (int64_t i = got.offsets[s]; i < got.offsets[s + 1]; ++i) {
+      const int32_t row =
+          by_rows ? got.rows[i] * placement.size + owner : got.rows[i];
+      entries.push_back({sample, row, got.gain(s, i)});
+    }
+  }
+  return entries;
+}
+
+// The rows that `owner` has of each table, at least one.
+TableMap PartOf(const Placement& placement, int owner) {
+  TableMap part = kTables;
+  for (size_t t = 0; t < kRows.size(); ++t) {
+    const int64_t divided =
+        (kRows[t] - owner + placement.size - 1) / placement.size;
+    const int64_t whole = placement.owners[t] == owner ? kRows[t] : 1;
+    part.vocabulary_sizes[t] =
+        std::max<int64_t>(1, placement.by_rows(t) ? divided : whole);
+  }
+  return part;
+}
+
+// Messages that are cut or changed are read to their end or refused.
+template <class Read>
+void CheckDamage(const std::vector<int32_t>& words, const Read& read) {
+  const auto message = [](const std::vector<int32_t>& content) {
+    return Message{content.data(), static_cast<int64_t>(content.size())};
+  };
+  std::vector<int32_t> padded = words;
+  padded.push_back(0);
+  CHECK_TRUE(!read(message(padded)));
+  std::vector<int32_t> bad(words.begin(), words.end() - 1);
+  CHECK_TRUE(read(message(bad)));
+  for (int header = 0; header < 4; ++header) {  // Another release.
+    bad = words;
+    ++bad[header];
+    CHECK_TRUE(read(message(bad)));
+  }
+  for (size_t i = 0; i < words.size(); ++i) {
+    bad = words;
+    bad[i] = Random(2) ? 1 << 30 : Random(100) - 50;
+    (void)read(message(bad));
+  }
+}
+
 void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
   std::vector<int> owners;
   for (size_t t = 0; t < kRows.size(); ++t)
@@ -95,8 +151,8 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
           RandomFeature(kRows[kTables.feature_tables[f]], f % 3));
     }
     batches[p].vocabulary_sizes = kRows;
-    RouteBatch(batches[p], kTables, {p, size, owners}, training, parallel_for,
-               &routed[p]);
+    RouteBatch(batches[p], kTables, {p, size, false, owners}, training,
+               parallel_for, &routed[p]);
   }
   for (int p = 0; p < size; ++p) {
     std::vector<std::vector<int32_t>> words(size);
@@ -107,28 +163,18 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
       messages.push_back(
           {words[sender].data(), static_cast<int64_t>(words[sender].size())});
     }
-    CHECK_TRUE(!ReadMessages(messages, kTables, parallel_for, &routed[p]));
     const Placement& placement = routed[p].placement;
+    const TableMap own = PartOf(placement, p);
+    CHECK_TRUE(!ReadMessages(messages, own, parallel_for, &routed[p]));
     for (int sender = 0; sender < size; ++sender) {
       for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
         const int t = kTables.feature_tables[f];
         if (placement.by_rows(t) && !training) continue;
-        const FeatureCsr& got = routed[p].asked[sender].features[f];
-        std::vector<Entry> entries;
-        for (int64_t s = 0; s < got.num_samples(); ++s) {
-          const int64_t sample =
-              placement.by_rows(t)
-                  ? routed[sender].sent[p].features[f].samples[s]
-                  : s;
-          for (int64_t i = got.offsets[s]; i < got.offsets[s + 1]; ++i) {
-            const int32_t row =
-                placement.by_rows(t) ? got.rows[i] * size + p : got.rows[i];
-            entries.push_back({sample, row, got.gain(s, i)});
-          }
-        }
-        CHECK_TRUE(entries ==
+        const Asked& asked = routed[p].asked[sender];
+        CHECK_TRUE(EntriesOf(routed[sender], placement, p, f, asked) ==
                    Expected(batches[sender].features[f], placement, p, t));
-        CHECK_TRUE(got.num_samples() == routed[sender].NumSent(p, f));
+        CHECK_TRUE(asked.features[f].num_samples() ==
+                   routed[sender].NumSent(p, f));
       }
     }
     // Rows that arrive, at their positions, are those of the batch.
@@ -150,30 +196,21 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
                    csr.rows[i]);
       }
     }
-    // Messages that are cut or changed are read to their end or refused.
     const int sender = Random(size);
-    if (!words[sender].empty()) {
-      std::vector<int32_t> bad(words[sender].begin(), words[sender].end() - 1);
-      std::vector<Message> cut = messages;
-      cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
-      CHECK_TRUE(ReadMessages(cut, kTables, parallel_for, &routed[p]));
-      bad = words[sender];
-      cut[sender] = {bad.data(), static_cast<int64_t>(bad.size())};
-      bad[Random(bad.size())] = Random(100) - 50;
-      (void)ReadMessages(cut, kTables, parallel_for, &routed[p]);
-      for (size_t i = 0; i < bad.size(); ++i) {
-        bad = words[sender];
-        bad[i] = 1 << 30;
-        cut[sender].words = bad.data();
-        (void)ReadMessages(cut, kTables, parallel_for, &routed[p]);
-      }
-    }
+    CheckDamage(words[sender], [&](const Message& message) {
+      std::vector<Message> damaged = messages;
+      damaged[sender] = message;
+      return ReadMessages(damaged, own, parallel_for, &routed[p]);
+    });
   }
 }
 
-// What a worker asks of servers, all tables being divided by rows.
-void CheckRequests(int size, bool training, const ParallelFor& parallel_for) {
-  const Placement placement{0, size, std::vector<int>(kRows.size(), -1)};
+// What a worker, which owns nothing, asks of servers.
+void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
+  std::vector<int> owners;
+  for (size_t t = 0; t < kRows.size(); ++t) {
+    owners.push_back(Random(size + 1) - 1);
+  }
   PreparedBatch batch;
   for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
     batch.features.push_back(
@@ -181,53 +218,38 @@ void CheckRequests(int size, bool training, const ParallelFor& parallel_for) {
   }
   batch.vocabulary_sizes = kRows;
   RoutedBatch routed;
-  RouteBatch(batch, kTables, placement, training, parallel_for, &routed);
+  RouteBatch(batch, kTables, {0, size, true, owners}, training, parallel_for,
+             &routed);
   for (int s = 0; s < size; ++s) {
-    TableMap own = kTables;
-    for (size_t t = 0; t < kRows.size(); ++t) {
-      own.vocabulary_sizes[t] =
-          std::max<int64_t>(1, placement.RowsOf(s, t, kRows[t]));
-    }
+    const Placement placement{s, size, true, owners};
+    const TableMap own = PartOf(placement, s);
     std::vector<int32_t> words(MessageWords(routed, s));
     WriteMessage(routed, s, words.data());
-    const auto read = [&](const std::vector<int32_t>& message,
-                          std::vector<Buffer<int32_t>>* rows,
-                          PreparedBatch* part) {
-      return ReadRequest({message.data(), static_cast<int64_t>(message.size())},
-                         own, training, parallel_for, rows, part);
+    RoutedBatch served;
+    served.placement = placement;
+    served.training = training;
+    served.feature_tables = kTables.feature_tables;
+    const auto read = [&](const Message& message) {
+      return ReadMessages({message}, own, parallel_for, &served);
     };
-    std::vector<Buffer<int32_t>> rows;
-    PreparedBatch part;
-    CHECK_TRUE(!read(words, &rows, &part));
+    CHECK_TRUE(!read({words.data(), static_cast<int64_t>(words.size())}));
+    CHECK_TRUE(served.asked.size() == 1);
     for (size_t t = 0; t < kRows.size(); ++t) {
-      CHECK_TRUE(rows[t].size() == routed.sent[s].rows[t].size());
-      for (int64_t i = 0; i < rows[t].size(); ++i) {
-        CHECK_TRUE(rows[t][i] == routed.sent[s].rows[t][i]);
+      if (!placement.by_rows(t)) continue;
+      const Buffer<int32_t>& rows = served.asked[0].rows[t];
+      CHECK_TRUE(rows.size() == routed.sent[s].rows[t].size());
+      for (int64_t i = 0; i < rows.size(); ++i) {
+        CHECK_TRUE(rows[i] == routed.sent[s].rows[t][i]);
       }
     }
-    CHECK_TRUE(part.tables.size() == (training ? kRows.size() : 0));
-    for (size_t f = 0; f < batch.features.size() && training; ++f) {
-      const FeatureCsr& got = part.features[f];
-      std::vector<Entry> entries;
-      for (int64_t i = 0; i < got.num_samples(); ++i) {
-        for (int64_t e = got.offsets[i]; e < got.offsets[i + 1]; ++e) {
-          entries.push_back({routed.sent[s].features[f].samples[i],
-                             got.rows[e] * size + s, got.gain(i, e)});
-        }
-      }
-      CHECK_TRUE(entries == Expected(batch.features[f], placement, s,
-                                     kTables.feature_tables[f]));
+    CHECK_TRUE(served.batch.tables.size() == (training ? kRows.size() : 0));
+    for (size_t f = 0; f < batch.features.size(); ++f) {
+      const int t = kTables.feature_tables[f];
+      if (placement.by_rows(t) && !training) continue;
+      CHECK_TRUE(EntriesOf(routed, placement, s, f, served.asked[0]) ==
+                 Expected(batch.features[f], placement, s, t));
     }
-    std::vector<int32_t> bad(words.begin(), words.end() - 1);
-    CHECK_TRUE(read(bad, &rows, &part));
-    bad = words;
-    bad.push_back(0);
-    CHECK_TRUE(read(bad, &rows, &part));
-    for (size_t i = 0; i < words.size(); ++i) {
-      bad = words;
-      bad[i] = Random(2) ? 1 << 30 : -3;
-      (void)read(bad, &rows, &part);
-    }
+    CheckDamage(words, read);
   }
 }
 
@@ -262,7 +284,7 @@ int main() {
   for (int round = 0; round < 8; ++round) {
     for (const int size : {1, 2, 3, 5, 16}) {
       CheckJob(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
-      CheckRequests(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
+      CheckServers(size, round % 2, round % 4 < 2 ? kLoop : kThreads);
     }
   }
   CheckWire();

@@ -62,17 +62,14 @@ def test_a_push_that_reached_one_server_is_completed() -> None:
         te.TPUEmbedding, features(placements=("rows",) * 3), te.Adagrad(0.1)
     )
     step = tf.function(step_of(served))
-    _, second = served._engine._divided.engines
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError
-
-    served._engine._current_push = lambda: tf.constant([7, 1, 1], tf.int64)
-    second.hand_in, hand_in = fail, second.hand_in
-    with pytest.raises(ConnectionError):  # As if the worker had died here.
+    _, second = served._engine._parts
+    number = [tf.constant([7, 1, 1], tf.int64)]
+    with (
+        mock.patch.object(served._engine._transport, "pushes", return_value=number),
+        mock.patch.object(second, "receive_gradients", side_effect=ConnectionError),
+        pytest.raises(ConnectionError),  # As if the worker had died here.
+    ):
         step_of(served)(0)
-    second.hand_in = hand_in
-    del served._engine._current_push
     served.reset()
     after = values(served)["t0/parameters"]
     assert (after[0::2] != START[0][0::2]).any()

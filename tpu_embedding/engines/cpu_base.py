@@ -17,11 +17,11 @@ from tpu_embedding.layout.csr import (
     PreprocessedFeatures,
 )
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.variables import (
     TableVariables,
     create_counter,
@@ -85,20 +85,8 @@ class WholeTablesEngine(Engine):
 
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`; each array is one variable, the table one part."""
-
-        def arrays(
-            table: TableVariables, rows: dict[str, MutableTableRows]
-        ) -> TableArrays:
-            parameters = table.parameters
-            return TableArrays(
-                rows=rows,
-                reader=VariableReader(parameters),
-                values=lambda: {PARAMETERS: parameters, **table.slots},
-                shards=lambda: [(parameters.device, parameters.read_value())],
-            )
-
         return {
-            spec.name: arrays(table, variable_rows(spec, table))
+            spec.name: arrays_of_variables(spec, table)
             for spec, table in zip(self._plan.tables, self._variables, strict=True)
         }
 
@@ -121,6 +109,17 @@ class WholeTablesEngine(Engine):
     def updates(self) -> tf.Variable | None:
         """See `Engine.updates`."""
         return self._rates.updates
+
+
+def arrays_of_variables(spec: TableSpec, table: TableVariables) -> TableArrays:
+    """A table of which each array is one variable, and the table one part."""
+    parameters = table.parameters
+    return TableArrays(
+        rows=variable_rows(spec, table),
+        reader=VariableReader(parameters),
+        values=lambda: {PARAMETERS: parameters, **table.slots},
+        shards=lambda: [(parameters.device, parameters.read_value())],
+    )
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:
@@ -182,7 +181,7 @@ def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
 
 
 class StackedBatches:
-    """Turns what an engine computes into the records of `layout.batches`, and back."""
+    """Turns what an engine computes into the records of `layout.csr`, and back."""
 
     def __init__(self, plan: Plan, layout: Layout | None) -> None:
         """Remembers how many samples each feature is declared to have."""

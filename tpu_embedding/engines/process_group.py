@@ -57,24 +57,23 @@ class Channel:
     def exchange(
         self,
         phase: str,
-        message: tf.Tensor,
-        splits: tf.Tensor,
+        messages: Sequence[tf.Tensor],
         refusal: Any,
         call: str = "",
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sends each process its part and returns the parts that the others sent.
+    ) -> list[tf.Tensor]:
+        """Sends each process its message and returns those to this one.
 
         Args:
           phase: One of `PHASES`.
-          message: uint8 vector, the parts for process 0, 1, ... one after the other.
-          splits: int64 [size], the bytes of each part, 0 for this process.
+          messages: By process, uint8 vectors of multiples of 64 bytes. That to this
+            process comes back as it is.
           refusal: string scalar; if it is not empty in any process, this raises the
             error that it holds in all.
           call: What the user called. If it differs in any process, this raises a
             tf.errors.FailedPreconditionError in all.
 
         Returns:
-          uint8 vector and int64 [size], in the same form.
+          By process, in the same form.
         """
         function = _outermost_function()
         if function is not None:
@@ -82,8 +81,7 @@ class Channel:
         with tf.device(self._device):
             return self._ops.tpu_embedding_exchange(
                 channel=self._handle,
-                message=message,
-                splits=splits,
+                messages=messages,
                 refusal=refusal,
                 call=call,
                 phase=phase,
@@ -100,8 +98,7 @@ class Channel:
             phase = self._first_phases.get(function, phase)
         text = f"{_INVALID_ARGUMENT}\n{type(error).__name__}: {error}"
         with tf.init_scope(), contextlib.suppress(tf.errors.OpError):
-            nothing = tf.zeros([0], tf.uint8)
-            self.exchange(phase, nothing, tf.zeros([self.size], tf.int64), text)
+            self.exchange(phase, [tf.zeros([0], tf.uint8)] * self.size, text)
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
         """What each process passed, in their order; outside of graphs."""
@@ -111,27 +108,15 @@ class Channel:
         self, phase: str, contents: Sequence[bytes], call: str = ""
     ) -> list[bytes]:
         """Sends contents[p] to process p; what each process sent to this one."""
-        parts = [
-            b"" if p == self.rank else _padded(content)
-            for p, content in enumerate(contents)
+        messages = [
+            tf.constant(np.frombuffer(_padded(content), np.uint8))
+            for content in contents
         ]
-        received, splits = self.exchange(
-            phase,
-            tf.constant(np.frombuffer(b"".join(parts), np.uint8)),
-            tf.constant([len(part) for part in parts], tf.int64),
-            "",
-            call,
-        )
-        whole = received.numpy()
-        ends = np.cumsum(splits.numpy())
         found = []
-        for p, end in enumerate(ends):
-            if p == self.rank:
-                found.append(bytes(contents[p]))
-                continue
-            part = whole[(ends[p - 1] if p else 0) : end]
-            size = int(part[:8].view(np.int64)[0])
-            found.append(part[8 : 8 + size].tobytes())
+        for message in self.exchange(phase, messages, "", call):
+            whole = message.numpy()
+            size = int(whole[:8].view(np.int64)[0])
+            found.append(whole[8 : 8 + size].tobytes())
         return found
 
     def barrier(self, phase: str) -> None:

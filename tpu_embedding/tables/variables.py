@@ -205,7 +205,7 @@ def _is_here(device: str) -> bool:
 
 
 def named_variables(
-    plan: Plan, variables: list[TableVariables]
+    plan: Plan, variables: Sequence[TableVariables]
 ) -> Iterator[tuple[str, tf.Variable]]:
     """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
     for spec, table in zip(plan.tables, variables, strict=True):

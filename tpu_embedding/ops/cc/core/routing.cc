@@ -11,6 +11,8 @@ namespace tpu_embedding {
 namespace {
 
 constexpr int64_t kCyclesPerEntry = 30;
+constexpr int32_t kWordsOfId = 1;
+constexpr int64_t kHeaderWords = 4;
 
 // How a feature's entries are multiplied, as it stands in a message.
 enum GainKind : int32_t { kNone = 0, kBySample = 1, kByEntry = 2 };
@@ -243,8 +245,12 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
   writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
 }
 
-void Write(const RoutedBatch& routed, int receiver, Writer* writer) {
+void Write(const RoutedBatch& routed, int receiver, int64_t num_words,
+           Writer* writer) {
   const Sent& sent = routed.sent[receiver];
+  writer->Word(kMessageVersion);
+  writer->Word(kWordsOfId);
+  writer->Words(reinterpret_cast<const int32_t*>(&num_words), 2);
   for (size_t t = 0; t < sent.rows.size(); ++t) {
     if (!routed.placement.by_rows(t)) continue;
     writer->Word(sent.rows[t].size());
@@ -353,27 +359,38 @@ bool ReadFeature(int64_t num_rows, const Buffer<int32_t>* rows, Reader* reader,
   return true;
 }
 
+// The message without its header and padding, or one that no one can read.
+Message ContentOf(const Message& message) {
+  const int32_t* words = message.words;
+  int64_t size = 0;
+  if (message.size < kHeaderWords || words[0] != kMessageVersion ||
+      words[1] != kWordsOfId) {
+    return {nullptr, -1};
+  }
+  std::memcpy(&size, words + 2, sizeof(size));
+  if (size < kHeaderWords || size > message.size) return {nullptr, -1};
+  return {words + kHeaderWords, size - kHeaderWords};
+}
+
 bool ReadMessage(const Message& message, int sender, const TableMap& tables,
                  RoutedBatch* routed) {
   const Placement& placement = routed->placement;
   Asked& asked = routed->asked[sender];
-  Reader reader(message);
-  const auto num_rows = [&](int table) {
-    return placement.RowsOf(placement.rank, table,
-                            tables.vocabulary_sizes[table]);
-  };
+  Reader reader(ContentOf(message));
   for (size_t t = 0; t < asked.rows.size(); ++t) {
     asked.rows[t].Resize(0);
     if (!placement.by_rows(t)) continue;
-    if (!ReadRows(num_rows(t), &reader, &asked.rows[t])) return false;
+    if (!ReadRows(tables.vocabulary_sizes[t], &reader, &asked.rows[t])) {
+      return false;
+    }
   }
   for (size_t f = 0; f < asked.features.size(); ++f) {
-    const int t = routed->feature_tables[f];
+    const int t = tables.feature_tables[f];
     FeatureCsr& csr = asked.features[f];
     const bool by_rows = placement.by_rows(t);
     if (by_rows ? routed->training : placement.Holds(placement.rank, t)) {
-      if (!ReadFeature(num_rows(t), by_rows ? &asked.rows[t] : nullptr, &reader,
-                       &csr)) {
+      if (!ReadFeature(tables.vocabulary_sizes[t],
+                       by_rows ? &asked.rows[t] : nullptr, &reader, &csr)) {
         return false;
       }
       continue;
@@ -391,7 +408,6 @@ bool ReadMessage(const Message& message, int sender, const TableMap& tables,
 void GroupAll(const TableMap& tables, const ParallelFor& parallel_for,
               RoutedBatch* routed) {
   const int64_t num_tables = tables.vocabulary_sizes.size();
-  const Placement& placement = routed->placement;
   routed->batch.tables.resize(num_tables);
   std::vector<TableEntries> entries(num_tables);
   for (int64_t t = 0; t < num_tables; ++t) {
@@ -400,21 +416,13 @@ void GroupAll(const TableMap& tables, const ParallelFor& parallel_for,
         entries[t].features.push_back(&asked.features[f]);
       }
     }
-    const int64_t rows =
-        placement.RowsOf(placement.rank, t, tables.vocabulary_sizes[t]);
-    entries[t].vocabulary_size = std::max<int64_t>(rows, 1);
+    entries[t].vocabulary_size = tables.vocabulary_sizes[t];
     entries[t].groups = &routed->batch.tables[t];
   }
   GroupByRow(entries, parallel_for);
 }
 
 }  // namespace
-
-int64_t Placement::RowsOf(int process, int table,
-                          int64_t vocabulary_size) const {
-  if (!by_rows(table)) return owners[table] == process ? vocabulary_size : 0;
-  return (vocabulary_size - process + size - 1) / size;
-}
 
 int64_t RoutedBatch::NumSent(int process, int feature) const {
   if (by_rows(feature)) return sent[process].features[feature].samples.size();
@@ -436,17 +444,12 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
   routed->placement = placement;
   routed->feature_tables = tables.feature_tables;
   routed->sent.resize(placement.size);
-  routed->asked.resize(placement.size);
   for (Sent& sent : routed->sent) {
     sent.features.resize(num_features);
     sent.rows.resize(num_tables);
     for (Buffer<int32_t>& rows : sent.rows) rows.Resize(0);
   }
-  for (Asked& asked : routed->asked) {
-    asked.features.resize(num_features);
-    asked.rows.resize(num_tables);
-  }
-  routed->batch.tables.clear();
+  routed->batch.tables.resize(training ? num_tables : 0);
   routed->batch.features.resize(num_features);
   routed->batch.vocabulary_sizes = batch.vocabulary_sizes;
   int64_t num_entries = 0;
@@ -472,18 +475,23 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
 
 int64_t MessageWords(const RoutedBatch& routed, int receiver) {
   Writer writer(nullptr);
-  Write(routed, receiver, &writer);
+  Write(routed, receiver, 0, &writer);
   return writer.size();
 }
 
 void WriteMessage(const RoutedBatch& routed, int receiver, int32_t* words) {
   Writer writer(words);
-  Write(routed, receiver, &writer);
+  Write(routed, receiver, MessageWords(routed, receiver), &writer);
 }
 
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed) {
   const int64_t size = messages.size();
+  routed->asked.resize(size);
+  for (Asked& asked : routed->asked) {
+    asked.features.resize(tables.feature_tables.size());
+    asked.rows.resize(tables.vocabulary_sizes.size());
+  }
   std::vector<char> good(size, 0);
   int64_t words = 0;
   for (const Message& message : messages) words += message.size;
@@ -493,41 +501,14 @@ Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                     ReadMessage(messages[sender], sender, tables, routed);
               });
   for (int64_t sender = 0; sender < size; ++sender) {
-    if (!good[sender]) {
-      return Concat("The IDs that process ", sender,
-                    " sent cannot be read. Run the same release of "
-                    "tpu_embedding in all processes.");
-    }
+    if (good[sender]) continue;
+    return Concat(
+        "The IDs that ",
+        routed->placement.served ? "a worker" : Concat("process ", sender),
+        " sent cannot be read. Run the same release of "
+        "tpu_embedding in all processes.");
   }
   if (routed->training) GroupAll(tables, parallel_for, routed);
-  return std::nullopt;
-}
-
-Error ReadRequest(const Message& message, const TableMap& tables, bool training,
-                  const ParallelFor& parallel_for,
-                  std::vector<Buffer<int32_t>>* rows, PreparedBatch* batch) {
-  const int64_t num_tables = tables.vocabulary_sizes.size();
-  const int64_t num_features = tables.feature_tables.size();
-  rows->resize(num_tables);
-  batch->features.resize(num_features);
-  batch->vocabulary_sizes = tables.vocabulary_sizes;
-  batch->tables.clear();
-  batch->routed = nullptr;
-  Reader reader(message);
-  bool good = true;
-  for (int64_t t = 0; t < num_tables && good; ++t) {
-    good = ReadRows(tables.vocabulary_sizes[t], &reader, &(*rows)[t]);
-  }
-  for (int64_t f = 0; f < num_features && good && training; ++f) {
-    const int t = tables.feature_tables[f];
-    good = ReadFeature(tables.vocabulary_sizes[t], &(*rows)[t], &reader,
-                       &batch->features[f]);
-  }
-  if (!good || reader.left() != 0) {
-    return "The IDs that a worker sent cannot be read. Run the same release of "
-           "tpu_embedding in the coordinator and in all workers and servers.";
-  }
-  if (training) GroupRows(tables, parallel_for, batch);
   return std::nullopt;
 }
 

@@ -7,11 +7,33 @@
 // owners, which sum them entry by entry in the order of the processes: the same
 // sums in the same order as those of one process with N replicas.
 //
+// The owners are the processes that train, or servers: then workers, which hold
+// nothing, ask, and a server answers one worker at a time.
+//
 //   two processes, table divided by rows, this is process 0
 //   samples: [5 2] [5] [4]     wanted of process 0: rows 1 2 (ids 2 4)
 //                              wanted of process 1: row 2    (id 5)
 //   rows of `batch`: positions among what arrives, 1 2 | 2:  [2 0] [2] [1]
 //   sent to process 0: samples 0 2, lengths 1 1; to process 1: samples 0 1
+//
+// A message to an owner, in words of 4 bytes:
+//
+//   words      what
+//   1          kMessageVersion
+//   1          words of an id: 1; 2 is kept for tables whose vocabulary grows
+//   2          words of the message, these four included (one int64)
+//   for each table that is divided by rows:
+//     1        n, the distinct rows wanted of this owner
+//     n        the rows, as the owner numbers them
+//   for each feature of a table that the owner has whole, and for training of
+//   one that is divided by rows:
+//     1        s, the samples: all, or those with an entry at this owner
+//     1        e, their entries
+//     1        how they are multiplied: 0 not at all, 1 by sample, 2 by entry
+//     1        the length of every sample, or -1, and then
+//     s          the length of each
+//     e        rows of a whole table, or positions among the rows wanted
+//     0, s, e  the gains, float32
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ROUTING_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ROUTING_H_
@@ -30,17 +52,23 @@ namespace tpu_embedding {
 // The owner of a table that is divided by rows.
 constexpr int kAllProcesses = -1;
 
+constexpr int32_t kMessageVersion = 1;
+
 // Where the tables are.
 struct Placement {
-  int rank = 0;             // this process
-  int size = 1;             // of the job, in processes
+  int rank = 0;             // this owner; of a worker without meaning
+  int size = 1;             // owners: the processes of the job, or the servers
+  bool served = false;      // the owners are servers
   std::vector<int> owners;  // by table, or kAllProcesses
 
   bool by_rows(int table) const { return owners[table] == kAllProcesses; }
   bool Holds(int process, int table) const {
     return by_rows(table) || owners[table] == process;
   }
-  int64_t RowsOf(int process, int table, int64_t vocabulary_size) const;
+  // Who asks an owner: all processes, or one worker.
+  int num_senders() const { return served ? 1 : size; }
+  // Whether what goes to `process`, or comes from it, stays here.
+  bool is_own(int process) const { return !served && process == rank; }
 };
 
 // The entries of a feature that another process sums gradients for: those of
@@ -65,9 +93,10 @@ struct Asked {
 };
 
 struct RoutedBatch {
-  // This process's own features. Where a table is divided by rows, a row is a
-  // position among the rows that arrive: those of process 0, then 1, ... For
-  // training `tables` groups the entries of all processes, in their order.
+  // This process's own features, none on a server. Where a table is divided by
+  // rows, a row is a position among the rows that arrive: those of process 0,
+  // then 1, ... For training `tables` groups the entries of all senders, in
+  // their order; on a worker the groups are empty.
   PreparedBatch batch;
   bool training = false;
   Placement placement;
@@ -97,23 +126,16 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
 int64_t MessageWords(const RoutedBatch& routed, int receiver);
 void WriteMessage(const RoutedBatch& routed, int receiver, int32_t* words);
 
+// What came, which may be followed by padding.
 struct Message {
   const int32_t* words = nullptr;
   int64_t size = 0;
 };
 
-// Reads the messages of all processes into `asked`, and groups the entries.
-// Nothing in a message is trusted.
+// Reads the messages of all senders into `asked`, and groups the entries.
+// `tables` has the rows of this owner. Nothing in a message is trusted.
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed);
-
-// Reads what a batch asks of one server: the message for it, where all tables
-// are divided by rows. `tables` has the rows of the server. Nothing in the
-// message is trusted. `rows`: by table those asked for. `batch`: for training
-// the samples with an entry there, and their groups.
-Error ReadRequest(const Message& message, const TableMap& tables, bool training,
-                  const ParallelFor& parallel_for,
-                  std::vector<Buffer<int32_t>>* rows, PreparedBatch* batch);
 
 // Copies rows [begin, end) of those asked for to where they travel from;
 // `narrow`: rows of float32 as bfloat16.

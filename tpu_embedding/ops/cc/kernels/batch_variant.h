@@ -38,6 +38,8 @@ struct BatchVariant {
   // gradients came, which is once for all copies.
   std::optional<int64_t> epoch;
   std::shared_ptr<std::atomic<bool>> used;
+  // Of TpuEmbeddingRoute: what TpuEmbeddingReceiveBatch completes.
+  std::shared_ptr<RoutedBatch> routed;
 
   std::string TypeName() const { return "tpu_embedding::Batch"; }
   std::string DebugString() const { return TypeName(); }
@@ -60,6 +62,17 @@ inline absl::Status Unwrap(const tensorflow::Tensor& tensor, const Plan* plan,
         "the function again.");
   }
   return absl::OkStatus();
+}
+
+// Marks a lookup as one whose gradients came; fails if they came before.
+inline absl::Status TakeOnce(const BatchVariant& looked_up) {
+  if (!looked_up.used || !looked_up.used->exchange(true)) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      "The gradients of this lookup were applied already; each lookup takes "
+      "them once. Call the layer again, or take all gradients with one "
+      "tape.gradient call.");
 }
 
 inline absl::Status Wrap(tensorflow::OpKernelContext* context, int output,

@@ -41,7 +41,8 @@ REGISTER_OP("TpuEmbeddingChannel")
     .Doc(R"doc(
 Makes a channel among the processes of a job. It lives as long as a handle.
 
-record: key, rank, group_key, devices and timeout_seconds (engines/sharded.py).
+record: key, rank, group_key, devices and timeout_seconds
+  (engines/process_group.py).
 )doc");
 
 REGISTER_OP("TpuEmbeddingChannelStatistics")
@@ -60,29 +61,29 @@ Exchanges begun and bytes sent so far, by phase.
 
 REGISTER_OP("TpuEmbeddingExchange")
     .Input("channel: resource")
-    .Input("message: uint8")
-    .Input("splits: int64")
+    .Input("messages: num_processes * uint8")
     .Input("refusal: string")
     .Input("call: string")
-    .Output("received: uint8")
-    .Output("received_splits: int64")
+    .Output("received: num_processes * uint8")
+    .Attr("num_processes: int >= 1")
     .Attr("phase: string")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* context) {
-      context->set_output(0, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(1, context->input(2));
+      for (int p = 0; p < context->num_outputs(); ++p) {
+        context->set_output(p, context->Vector(InferenceContext::kUnknownDim));
+      }
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sends each process its part of `message`, and returns what the others sent. If
-any process has a refusal, or not all make the same call, the op fails in every
+Sends each process its message, and returns those to this process. If any
+process has a refusal, or not all make the same call, the op fails in every
 process, and nothing else travels.
 
-message: the parts for process 0, 1, ...; none for this process itself.
-splits: bytes of each part, multiples of 64.
+messages: for each process, of multiples of 64 bytes. That for this process
+  itself is returned as it is.
 refusal: "", or a code and a text: see kernels/channel.h.
 call: what the user called, with the arguments that must be alike everywhere.
-received: the parts from process 0, 1, ...; none from this process itself.
+received: from each process.
 phase: which exchange of a step it is.
 )doc");
 
@@ -164,7 +165,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     for (int p = 0; p < size(); ++p) arrived_[p] = taken_[p] = false;
   }
 
-  void Start() {
+  void Begin() {
     absl::Status status = Read();
     if (status.ok() && (!executor_ || !executor_->remote_access())) {
       status = absl::FailedPreconditionError(
@@ -206,23 +207,22 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   const char* phase_name() const { return kPhases[phase_]; }
 
   absl::Status Read() {
-    message_ = context_->input(1);
-    const Tensor& splits = context_->input(2);
-    TF_RETURN_IF_ERROR(CheckLength("splits", splits.NumElements(), size()));
-    TF_RETURN_IF_ERROR(CheckScalar("refusal", context_->input(3)));
-    refusal_ = context_->input(3).flat<tensorflow::tstring>()(0);
-    TF_RETURN_IF_ERROR(CheckScalar("call", context_->input(4)));
-    call_ = context_->input(4).flat<tensorflow::tstring>()(0);
-    int64_t total = 0;
-    for (int p = 0; p < size(); ++p) {
-      bytes_.push_back(splits.flat<int64_t>()(p));
-      if (bytes_[p] < 0 || bytes_[p] % kAlignment) {
-        return CheckLength("splits", bytes_[p], 0);
-      }
-      total += bytes_[p];
+    tensorflow::OpInputList messages;
+    TF_RETURN_IF_ERROR(context_->input_list("messages", &messages));
+    TF_RETURN_IF_ERROR(CheckLength("messages", messages.size(), size()));
+    const Tensor *refusal = nullptr, *call = nullptr;
+    TF_RETURN_IF_ERROR(context_->input("refusal", &refusal));
+    TF_RETURN_IF_ERROR(CheckScalar("refusal", *refusal));
+    refusal_ = refusal->flat<tensorflow::tstring>()(0);
+    TF_RETURN_IF_ERROR(context_->input("call", &call));
+    TF_RETURN_IF_ERROR(CheckScalar("call", *call));
+    call_ = call->flat<tensorflow::tstring>()(0);
+    for (const Tensor& message : messages) {
+      const int64_t bytes = message.NumElements();
+      if (bytes % kAlignment) return CheckLength("messages", bytes, 0);
+      messages_.push_back(message);
     }
-    TF_RETURN_IF_ERROR(CheckLength("splits", bytes_[channel_->rank], 0));
-    return CheckLength("message", message_.NumElements(), total);
+    return absl::OkStatus();
   }
 
   void SwapHeaders() {
@@ -250,25 +250,23 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       auto fields = header.flat<int64_t>();
       fields(kSequence) = sequence_;
       fields(kCall) = CallNumber();
-      fields(kBytes) = bytes_[p];
+      fields(kBytes) = messages_[p].NumElements();
       fields(kRefusalBytes) = refusal_.size();
       sent_headers_.push_back(header);
       headers_.emplace_back(tensorflow::DT_INT64,
                             tensorflow::TensorShape({kHeaderSize}));
     }
     const auto self = shared_from_this();
-    Swap("header", sent_headers_, headers_, [self] { self->ReadHeaders(); });
+    SwapTensors("header", sent_headers_, headers_,
+                [self] { self->ReadHeaders(); });
   }
 
   void ReadHeaders() {
     bool refused = !refusal_.empty();
     int other = -1;  // A process that made another call.
-    int64_t total = 0;
+    std::vector<int64_t> bytes(size(), 0);
     for (int p = 0; p < size(); ++p) {
-      if (p == channel_->rank) {
-        received_bytes_.push_back(0);
-        continue;
-      }
+      if (p == channel_->rank) continue;
       const auto fields = headers_[p].flat<int64_t>();
       if (fields(kSequence) != sequence_) {
         const absl::Status status = absl::FailedPreconditionError(absl::StrCat(
@@ -283,8 +281,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       }
       refused |= fields(kRefusalBytes) > 0;
       if (other < 0 && fields(kCall) != CallNumber()) other = p;
-      received_bytes_.push_back(fields(kBytes));
-      total += fields(kBytes);
+      bytes[p] = fields(kBytes);
     }
     if (refused) {
       SwapRefusals();
@@ -298,28 +295,27 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
           "the same arguments in every process.")));
       return;
     }
-    Tensor* output = nullptr;
-    Tensor* splits = nullptr;
-    absl::Status status = context_->allocate_output(0, {total}, &output);
-    status.Update(context_->allocate_output(1, {size()}, &splits));
+    std::vector<Tensor> received;
+    absl::Status status;
+    for (int p = 0; p < size(); ++p) {
+      if (p == channel_->rank) {
+        context_->set_output(p, messages_[p]);
+        received.push_back(messages_[p]);
+        continue;
+      }
+      Tensor* output = nullptr;
+      status.Update(context_->allocate_output(p, {bytes[p]}, &output));
+      received.push_back(status.ok() ? *output : Tensor());
+      channel_->phases[phase_].bytes_sent += messages_[p].NumElements();
+    }
     if (!status.ok()) {
       executor_->StartAbort(status);  // The others wait for this process.
       Finish(status);
       return;
     }
-    std::vector<Tensor> sent, received;
-    int64_t from = 0, to = 0, sum = 0;
-    for (int p = 0; p < size(); ++p) {
-      splits->flat<int64_t>()(p) = received_bytes_[p];
-      sent.push_back(message_.Slice(from, from + bytes_[p]));
-      received.push_back(output->Slice(to, to + received_bytes_[p]));
-      from += bytes_[p];
-      to += received_bytes_[p];
-      sum += bytes_[p];
-    }
-    channel_->phases[phase_].bytes_sent += sum;
     const auto self = shared_from_this();
-    Swap("message", sent, received, [self] { self->Finish(absl::OkStatus()); });
+    SwapTensors("message", messages_, received,
+                [self] { self->Finish(absl::OkStatus()); });
   }
 
   // Tells calls apart: FNV-1a, which is the same in all processes.
@@ -347,7 +343,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                              tensorflow::TensorShape({length}));
     }
     const auto self = shared_from_this();
-    Swap("refusal", sent, refusals_, [self] { self->Refuse(); });
+    SwapTensors("refusal", sent, refusals_, [self] { self->Refuse(); });
   }
 
   void Refuse() {
@@ -377,8 +373,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   // Sends and receives what is not empty; then `next`.
-  void Swap(const char* what, const std::vector<Tensor>& sent,
-            const std::vector<Tensor>& received, std::function<void()> next) {
+  void SwapTensors(const char* what, const std::vector<Tensor>& sent,
+                   const std::vector<Tensor>& received,
+                   std::function<void()> next) {
     auto parts = std::make_shared<std::vector<Part>>(size());
     int64_t number = 0;
     for (int p = 0; p < size(); ++p) {
@@ -426,13 +423,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
     for (int p = 0; p < size(); ++p) {
       if (p == channel_->rank) continue;
-      for (int w = 0; w < kWindow; ++w) Ask(what, parts, p, done);
+      for (int w = 0; w < kWindow; ++w) RequestPiece(what, parts, p, done);
     }
   }
 
   // Asks process `p` for the next piece that nobody has asked for.
-  void Ask(const char* what, const std::shared_ptr<std::vector<Part>>& parts,
-           int p, const std::function<void(int, const absl::Status&)>& done) {
+  void RequestPiece(const char* what,
+                    const std::shared_ptr<std::vector<Part>>& parts, int p,
+                    const std::function<void(int, const absl::Status&)>& done) {
     Part& part = (*parts)[p];
     const size_t k = part.next++;
     if (k >= part.received.size()) return;
@@ -446,7 +444,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         [=](const absl::Status& status) {
           if (status.ok()) self->arrived_[p] = true;
           if (status.ok()) {
-            self->Ask(what, parts, p, done);
+            self->RequestPiece(what, parts, p, done);
           } else {
             self->SkipRest(parts, p, done);
           }
@@ -581,8 +579,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   int64_t watch_ = 0;
   tensorflow::CollGroupParams group_;
   std::vector<const CollGroupMember*> members_;  // by process
-  Tensor message_;
-  std::vector<int64_t> bytes_, received_bytes_;
+  std::vector<Tensor> messages_;                 // by process
   std::string refusal_, call_;
   int64_t sequence_ = 0;
   std::vector<Tensor> sent_headers_, headers_, refusals_;
@@ -605,7 +602,7 @@ class ExchangeOp : public AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(context, LookUpChannel(context, &channel), done);
     std::make_shared<Exchange>(context, std::move(channel), phase_,
                                std::move(done))
-        ->Start();
+        ->Begin();
   }
 
  private:

@@ -46,8 +46,10 @@ absl::Status ReadGradients(OpKernelContext* context, const Plan& plan,
   TF_RETURN_IF_ERROR(context->input("rates", &rates));
   TF_RETURN_IF_ERROR(
       CheckLength("has_gradient", has_gradient.size(), plan.features.size()));
-  TF_RETURN_IF_ERROR(
-      CheckLength("rates", rates->NumElements(), plan.tables.size()));
+  // On a worker none: each server has its own.
+  const bool has_rates = !plan.placement.served;
+  TF_RETURN_IF_ERROR(CheckLength("rates", rates->NumElements(),
+                                 has_rates ? plan.tables.size() : 0));
   gradients->rates = *rates;
   gradients->features.resize(has_gradient.size());
   int next = 0;

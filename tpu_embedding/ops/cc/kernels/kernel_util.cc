@@ -143,7 +143,7 @@ absl::Status ActivationShape(const Plan& plan, size_t feature,
       "function for each size."));
 }
 
-absl::Status LookupShapes(
+absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   int64_t num_features = 0;
@@ -156,8 +156,6 @@ absl::Status LookupShapes(
         context->MakeShapeFromPartialTensorShape(shapes[f], &shape));
     context->set_output(f, shape);
   }
-  context->set_output(num_features, context->Scalar());
-  context->set_output(num_features + 1, context->Scalar());
   return absl::OkStatus();
 }
 
@@ -196,6 +194,13 @@ absl::Status CheckTables(const std::vector<Variable>& tables,
   for (size_t t = 0; t < tables.size(); ++t) {
     const TablePlan& table = plan.tables[t];
     const tensorflow::TensorShape& shape = tables[t]->tensor()->shape();
+    const tensorflow::DataType dtype =
+        table.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT;
+    if (tables[t]->tensor()->dtype() != dtype) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "A malformed graph: table ", table.name, " has another dtype than ",
+          tensorflow::DataTypeString(dtype), ". Trace the function again."));
+    }
     if (shape.dim_size(0) != table.rows || shape.dim_size(1) != table.dim) {
       return absl::InvalidArgumentError(absl::StrCat(
           "Table ", table.name, " has shape ", shape.DebugString(), ", but ",

@@ -53,9 +53,9 @@ absl::Status ActivationShape(const Plan& plan, size_t feature,
                              const tensorflow::PartialTensorShape& traced,
                              tensorflow::TensorShape* shape);
 
-// The shapes of an op whose outputs are activations, of the attribute
-// `output_shapes`, and two scalars.
-absl::Status LookupShapes(
+// Sets the shapes of an op's first outputs: activations, of the attribute
+// `output_shapes`.
+absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context);
 
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
@@ -73,8 +73,8 @@ absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
 TableData DataOf(tensorflow::Tensor* table);
 ConstTableData DataOf(const tensorflow::Tensor& table);
 
-// Fails unless the tables are as large as in the plan, which ids were checked
-// for. The tables must be locked.
+// Fails unless the tables have the shape, which ids were checked for, and the
+// dtype of the plan. The tables must be locked.
 absl::Status CheckTables(const std::vector<Variable>& tables, const Plan& plan);
 
 // The int64 scalars behind the resource inputs `counters`.

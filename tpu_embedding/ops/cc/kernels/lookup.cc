@@ -40,7 +40,12 @@ REGISTER_OP("TpuEmbeddingLookup")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
-    .SetShapeFn(LookupShapes)
+    .SetShapeFn([](InferenceContext* context) {
+      TF_RETURN_IF_ERROR(ActivationShapes(context));
+      context->set_output(context->num_outputs() - 2, context->Scalar());
+      context->set_output(context->num_outputs() - 1, context->Scalar());
+      return absl::OkStatus();
+    })
     .Doc(R"doc(
 Looks a batch up: the one given, past the queue, or the next one in the queue.
 

@@ -64,6 +64,7 @@ absl::Status ReadTable(const Record& record, TablePlan* table) {
   TF_RETURN_IF_ERROR(record.Get("name", &table->name));
   TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
   TF_RETURN_IF_ERROR(record.Get("dim", &table->dim));
+  TF_RETURN_IF_ERROR(record.Get("is_bfloat16", &table->is_bfloat16));
   if (table->rows < 1 || table->rows > kMaxRows || table->dim < 1) {
     return absl::InvalidArgumentError(absl::StrCat(
         "A malformed graph: a table of ", table->rows, " rows and ", table->dim,
@@ -106,10 +107,11 @@ absl::Status ReadPlacement(const Record& record, Plan* plan) {
   Placement& placement = plan->placement;
   TF_RETURN_IF_ERROR(record.Get("process", &placement.rank));
   TF_RETURN_IF_ERROR(record.Get("num_processes", &placement.size));
+  TF_RETURN_IF_ERROR(record.Get("served", &placement.served));
   TF_RETURN_IF_ERROR(record.Get("owners", &placement.owners));
   TF_RETURN_IF_ERROR(record.Get("bfloat16_wire", &plan->bfloat16_wire));
   TF_RETURN_IF_ERROR(CheckIndices("process", {placement.rank}, placement.size));
-  if (placement.size == 1) return absl::OkStatus();
+  if (placement.size == 1 && placement.owners.empty()) return absl::OkStatus();
   for (const int owner : placement.owners) {
     if (owner == kAllProcesses) continue;
     TF_RETURN_IF_ERROR(CheckIndices("owners", {owner}, placement.size));

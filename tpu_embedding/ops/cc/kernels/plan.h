@@ -56,6 +56,7 @@ struct TablePlan {
   std::string name;
   int64_t rows = 0;
   int64_t dim = 0;
+  bool is_bfloat16 = false;
   Quantization quantization;
   std::vector<int> features;  // that look it up, ascending
   // Null for a table without an optimizer, which is never updated.
@@ -81,9 +82,9 @@ struct Plan {
   std::vector<StackPlan> stacks;  // none where no class hands batches out
   bool check_numerics = false;
   int num_replicas = 1;
-  int64_t capacity = 1;    // batches of one replica that may wait
-  bool pipelined = false;  // leave each update pending for one step
-  Placement placement;     // of the tables, where there are several processes
+  int64_t capacity = 1;        // batches of one replica that may wait
+  bool pipelined = false;      // leave each update pending for one step
+  Placement placement;         // of the tables, where there are several owners
   bool bfloat16_wire = false;  // float32 values travel as bfloat16
 
   int64_t dim(int feature) const { return tables[feature_tables[feature]].dim; }

@@ -1,5 +1,4 @@
 // TpuEmbeddingPrepare: raw features of one replica -> a prepared batch.
-// TpuEmbeddingCheckBatch: the error of one that was refused.
 
 #include <memory>
 #include <utility>
@@ -50,29 +49,10 @@ weights: of the features that have them, like the ids.
 weight_structures: of the weights that came with indices or row_splits of their
   own, which must equal those of the ids.
 batch: a scalar that the other ops take.
-plan: the record of the embedding (engines/host.py).
+plan: the record of the embedding (engines/host/batches.py).
 call: the record of this call: whether an update may follow, and for each
   feature its kind, whether it has weights, and its declared output shape.
 )doc");
-
-REGISTER_OP("TpuEmbeddingCheckBatch")
-    .Input("batch: variant")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc(R"doc(
-Raises the error of a batch that was refused.
-)doc");
-
-class CheckBatchOp : public tensorflow::OpKernel {
- public:
-  using OpKernel::OpKernel;
-
-  void Compute(OpKernelContext* context) override {
-    const BatchVariant* variant = nullptr;
-    OP_REQUIRES_OK(context, Unwrap(context->input(0), nullptr, &variant));
-    OP_REQUIRES_OK(context, variant->status);
-  }
-};
 
 class PrepareOp : public tensorflow::OpKernel {
  public:
@@ -108,9 +88,6 @@ class PrepareOp : public tensorflow::OpKernel {
 
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingPrepare").Device(tensorflow::DEVICE_CPU), PrepareOp);
-REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingCheckBatch").Device(tensorflow::DEVICE_CPU),
-    CheckBatchOp);
 
 ALLOW_STATEFUL_OP_FOR_DATASET_FUNCTIONS("TpuEmbeddingPrepare");
 

@@ -1,5 +1,5 @@
 // TpuEmbeddingRoute and TpuEmbeddingReceiveBatch: which rows each process asks
-// which other for.
+// which owner for.
 
 #include "core/routing.h"
 
@@ -21,68 +21,62 @@
 namespace tpu_embedding {
 namespace {
 
+using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("TpuEmbeddingRoute")
     .Input("batch: variant")
     .Output("routed: variant")
-    .Output("message: uint8")
-    .Output("splits: int64")
+    .Output("messages: num_messages * uint8")
     .Output("refusal: string")
+    .Attr("num_messages: int >= 1")
     .Attr("plan: string")
     .Attr("training: bool")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
-    .SetShapeFn([](InferenceContext* context) {
-      context->set_output(0, context->Scalar());
-      context->set_output(1, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(2, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(3, context->Scalar());
-      return absl::OkStatus();
-    })
+    .SetShapeFn(MessageShapes)
     .Doc(R"doc(
-Divides this process's batch over the owners of its rows.
+Divides a batch over the owners of its rows.
 
-batch: prepared for whole tables; a refused one becomes a refusal.
-routed: for TpuEmbeddingReceiveBatch.
-message, splits, refusal: for TpuEmbeddingExchange.
-plan: the record of the part of the tables that this process has.
+batch: prepared for whole tables. Of processes a refused one becomes a refusal.
+routed: for TpuEmbeddingReceiveBatch; of a worker for TpuEmbeddingCombine and
+  TpuEmbeddingSendGradients.
+messages: for each owner, to be received by TpuEmbeddingReceiveBatch.
+refusal: for TpuEmbeddingExchange.
+plan: the record of the part of the tables that this process has; of a worker,
+  which has none, that of the whole tables.
 training: whether an update may follow.
 )doc");
 
 REGISTER_OP("TpuEmbeddingReceiveBatch")
-    .Input("routed: variant")
-    .Input("received: uint8")
-    .Input("received_splits: int64")
+    .Input("routed: num_routed * variant")
+    .Input("received: num_received * uint8")
     .Output("batch: variant")
-    .SetIsStateful()
+    .Attr("num_routed: int >= 0")
+    .Attr("num_received: int >= 1")
+    .Attr("plan: string")
+    .Attr("training: bool")
+    .SetIsStateful()  // Only so that its variant is not folded into a constant.
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Completes a batch with what the other processes ask of this one.
+What this process or server is asked for.
 
-routed: from TpuEmbeddingRoute, once.
-received, received_splits: from TpuEmbeddingExchange.
-batch: for the ops that take a prepared batch, with the plan of TpuEmbeddingRoute.
+routed: this process's batch, from TpuEmbeddingRoute, once; none on a server.
+received: the messages of TpuEmbeddingRoute to this owner, by sender.
+batch: for the ops that take a prepared batch.
+plan: the record of the part of the tables that this owner has.
+training: as of TpuEmbeddingRoute.
 )doc");
-
-// A batch on its way from Route to ReceiveBatch.
-struct RouteVariant {
-  SharedPlan plan;
-  std::shared_ptr<RoutedBatch> routed;
-
-  std::string TypeName() const { return "tpu_embedding::Route"; }
-  std::string DebugString() const { return TypeName(); }
-  void Encode(tensorflow::VariantTensorData*) const {}
-  bool Decode(const tensorflow::VariantTensorData&) { return false; }
-};
 
 class RouteOp : public tensorflow::OpKernel {
  public:
   explicit RouteOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadPlan(context, &plan_));
     OP_REQUIRES_OK(context, context->GetAttr("training", &training_));
+    OP_REQUIRES_OK(context,
+                   CheckLength("owners", plan_->placement.owners.size(),
+                               plan_->tables.size()));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -92,21 +86,20 @@ class RouteOp : public tensorflow::OpKernel {
     const Placement& placement = plan_->placement;
     std::vector<int64_t> bytes(placement.size, 0);
     for (int p = 0; p < placement.size && status.ok(); ++p) {
-      if (p == placement.rank) continue;
-      bytes[p] = Padded(sizeof(int64_t) + 4 * MessageWords(*routed, p));
+      bytes[p] = Padded(4 * MessageWords(*routed, p));
     }
     OP_REQUIRES_OK(
-        context, SetMessage(context, 1, status, bytes, [&](int p, char* data) {
-          // Padding has a value, so that equal batches give equal messages.
+        context,
+        SetMessages(context, placement, status, bytes, [&](int p, char* data) {
+          // Padding has a value, so that equal batches
+          // give equal messages.
           std::memset(data + bytes[p] - kWireAlignment, 0, kWireAlignment);
-          const int64_t words = MessageWords(*routed, p);
-          std::memcpy(data, &words, sizeof(words));
-          WriteMessage(*routed, p,
-                       reinterpret_cast<int32_t*>(data + sizeof(words)));
+          WriteMessage(*routed, p, reinterpret_cast<int32_t*>(data));
         }));
-    Tensor* tensor = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &tensor));
-    tensor->scalar<tensorflow::Variant>()() = RouteVariant{plan_, routed};
+    BatchVariant variant(plan_, SharedBatch(routed, &routed->batch),
+                         absl::OkStatus());
+    variant.routed = routed;
+    OP_REQUIRES_OK(context, Wrap(context, 0, std::move(variant)));
   }
 
  private:
@@ -134,56 +127,66 @@ class RouteOp : public tensorflow::OpKernel {
 
 class ReceiveBatchOp : public tensorflow::OpKernel {
  public:
-  using OpKernel::OpKernel;
+  explicit ReceiveBatchOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadPlan(context, &plan_));
+    OP_REQUIRES_OK(context, context->GetAttr("training", &training_));
+    OP_REQUIRES_OK(context,
+                   CheckLength("owners", plan_->placement.owners.size(),
+                               plan_->tables.size()));
+  }
 
   void Compute(OpKernelContext* context) override {
-    OP_REQUIRES_OK(context, CheckScalar("routed", context->input(0)));
-    const auto* variant =
-        context->input(0).scalar<tensorflow::Variant>()().get<RouteVariant>();
-    OP_REQUIRES(context, variant,
-                absl::InvalidArgumentError("A variant that is no route."));
-    RoutedBatch* routed = variant->routed.get();
-    Received received;
+    std::shared_ptr<RoutedBatch> routed;
+    OP_REQUIRES_OK(context, TakeRouted(context, &routed));
+    OpInputList received;
+    OP_REQUIRES_OK(
+        context,
+        ReadReceived(context, plan_->placement.num_senders(), &received));
+    std::vector<Message> messages;
+    for (const Tensor& message : received) {
+      messages.push_back({static_cast<const int32_t*>(message.data()),
+                          message.NumElements() / int64_t{sizeof(int32_t)}});
+    }
+    OP_REQUIRES_OK(
+        context, WithinMemory([&] {
+          return InvalidArgument(ReadMessages(
+              messages, plan_->table_map, WorkerPool(context), routed.get()));
+        }));
     OP_REQUIRES_OK(context,
-                   ReadReceived(context, routed->placement.size, &received));
-    OP_REQUIRES_OK(
-        context, WithinMemory([&] { return Read(context, received, routed); }));
-    OP_REQUIRES_OK(
-        context, Wrap(context, 0,
-                      BatchVariant(variant->plan,
-                                   SharedBatch(variant->routed, &routed->batch),
-                                   absl::OkStatus())));
+                   Wrap(context, 0,
+                        BatchVariant(plan_, SharedBatch(routed, &routed->batch),
+                                     absl::OkStatus())));
   }
 
  private:
-  static absl::Status Read(OpKernelContext* context, const Received& received,
-                           RoutedBatch* routed) {
-    const int rank = routed->placement.rank;
-    std::vector<int32_t> own(MessageWords(*routed, rank));
-    WriteMessage(*routed, rank, own.data());
-    std::vector<Message> messages;
-    for (int p = 0; p < routed->placement.size; ++p) {
-      if (p == rank) {
-        messages.push_back({own.data(), static_cast<int64_t>(own.size())});
-        continue;
-      }
-      int64_t words = -1;
-      if (received.bytes[p] >= int64_t{sizeof(words)}) {
-        std::memcpy(&words, received.data(p), sizeof(words));
-      }
-      if (words < 0 ||
-          words > (received.bytes[p] - int64_t{sizeof(words)}) / 4) {
-        return CheckBytes(p, received.bytes[p], 4 * words);
-      }
-      messages.push_back(
-          {reinterpret_cast<const int32_t*>(received.data(p) + sizeof(words)),
-           words});
+  // This process's own batch; on a server an empty one.
+  absl::Status TakeRouted(OpKernelContext* context,
+                          std::shared_ptr<RoutedBatch>* routed) const {
+    OpInputList given;
+    TF_RETURN_IF_ERROR(context->input_list("routed", &given));
+    if (given.size() == 0) {
+      *routed = pool_->Take();
+      (*routed)->training = training_;
+      (*routed)->placement = plan_->placement;
+      (*routed)->feature_tables = plan_->feature_tables;
+      (*routed)->batch.vocabulary_sizes = plan_->table_map.vocabulary_sizes;
+      (*routed)->batch.routed = routed->get();
+      (*routed)->batch.tables.resize(training_ ? plan_->tables.size() : 0);
+      return absl::OkStatus();
     }
-    const TableMap tables{routed->feature_tables,
-                          routed->batch.vocabulary_sizes};
-    return InvalidArgument(
-        ReadMessages(messages, tables, WorkerPool(context), routed));
+    const BatchVariant* variant = nullptr;
+    TF_RETURN_IF_ERROR(Unwrap(given[0], plan_.get(), &variant));
+    *routed = variant->routed;
+    if (*routed && (*routed)->training == training_) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        "A malformed graph: a variant that is no routed batch. Trace the "
+        "function again.");
   }
+
+  SharedPlan plan_;
+  bool training_ = false;
+  const std::shared_ptr<BatchPool<RoutedBatch>> pool_ =
+      std::make_shared<BatchPool<RoutedBatch>>();
 };
 
 REGISTER_KERNEL_BUILDER(

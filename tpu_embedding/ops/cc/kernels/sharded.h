@@ -1,4 +1,4 @@
-// What the ops share that work on tables divided over processes.
+// What the ops share that work on tables divided over processes or servers.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_SHARDED_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_SHARDED_H_
@@ -12,6 +12,7 @@
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"
 
 namespace tpu_embedding {
@@ -23,68 +24,75 @@ struct MessageLayout {
   int64_t bytes = 0;
 };
 
-// How a table's rows, and float32 values, travel.
-inline bool TravelsAsBFloat16(const Plan& plan, bool table_is_bfloat16) {
-  return plan.bfloat16_wire || table_is_bfloat16;
+// Whether float32 values to and from `process` travel as bfloat16. Those that
+// stay in their process are not rounded.
+inline bool Narrow(const Plan& plan, int process) {
+  return plan.bfloat16_wire && !plan.placement.is_own(process);
 }
 
-// Outputs `message`, `splits` and `refusal` of an op, from `first` on; with a
-// refusal the message is empty. `write(process, data)` writes each part, of
-// `bytes`.
+// Outputs the list `messages` and, after it, the scalar `refusal`: by receiver
+// a message of `bytes`, which `write(receiver, data)` writes. Processes tell
+// each other of an error by the refusal, and the messages are empty; without
+// them it is the op's own.
 template <class Write>
-absl::Status SetMessage(tensorflow::OpKernelContext* context, int first,
-                        const absl::Status& status,
-                        const std::vector<int64_t>& bytes, const Write& write) {
-  tensorflow::Tensor *message = nullptr, *splits = nullptr, *refusal = nullptr;
-  int64_t total = 0;
-  for (const int64_t part : bytes) total += status.ok() ? part : 0;
-  const int64_t size = bytes.size();
-  TF_RETURN_IF_ERROR(context->allocate_output(first, {total}, &message));
-  TF_RETURN_IF_ERROR(context->allocate_output(first + 1, {size}, &splits));
-  TF_RETURN_IF_ERROR(context->allocate_output(first + 2, {}, &refusal));
+absl::Status SetMessages(tensorflow::OpKernelContext* context,
+                         const Placement& placement, const absl::Status& status,
+                         const std::vector<int64_t>& bytes,
+                         const Write& write) {
+  if (placement.served) TF_RETURN_IF_ERROR(status);
+  tensorflow::OpOutputList messages;
+  TF_RETURN_IF_ERROR(context->output_list("messages", &messages));
+  TF_RETURN_IF_ERROR(CheckLength("messages", messages.size(), bytes.size()));
+  for (size_t p = 0; p < bytes.size(); ++p) {
+    const int64_t size = status.ok() ? bytes[p] : 0;
+    tensorflow::Tensor* message = nullptr;
+    TF_RETURN_IF_ERROR(messages.allocate(p, {size}, &message));
+    if (size) write(p, static_cast<char*>(message->data()));
+  }
+  tensorflow::Tensor* refusal = nullptr;
+  TF_RETURN_IF_ERROR(context->allocate_output("refusal", {}, &refusal));
   refusal->scalar<tensorflow::tstring>()() = Refusal(status);
-  auto* next = static_cast<char*>(message->data());
-  for (int64_t p = 0; p < size; ++p) {
-    splits->flat<int64_t>()(p) = status.ok() ? bytes[p] : 0;
-    if (!status.ok()) continue;
-    if (bytes[p]) write(p, next);
-    next += bytes[p];
+  return absl::OkStatus();
+}
+
+// The shapes of an op with outputs for SetMessages, which come last.
+inline absl::Status MessageShapes(
+    tensorflow::shape_inference::InferenceContext* context) {
+  using Context = tensorflow::shape_inference::InferenceContext;
+  int num_messages = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("num_messages", &num_messages));
+  const int refusal = context->num_outputs() - 1;
+  for (int i = 0; i < context->num_outputs(); ++i) {
+    const bool is_message = i < refusal && i >= refusal - num_messages;
+    context->set_output(i, is_message ? context->Vector(Context::kUnknownDim)
+                                      : context->Scalar());
   }
   return absl::OkStatus();
 }
 
-// The inputs `received` and `received_splits`: where the part of each process
-// begins, and its size. Aligned as kWireAlignment says.
-struct Received {
-  tensorflow::Tensor tensor;
-  std::vector<int64_t> offsets, bytes;
-
-  const char* data(int process) const {
-    return static_cast<const char*>(tensor.data()) + offsets[process];
-  }
-};
-
+// The input list `received`, one message from each of `size` senders. They
+// begin at addresses as kWireAlignment says.
 inline absl::Status ReadReceived(tensorflow::OpKernelContext* context, int size,
-                                 Received* received) {
-  const tensorflow::Tensor *tensor = nullptr, *splits = nullptr;
-  TF_RETURN_IF_ERROR(context->input("received", &tensor));
-  TF_RETURN_IF_ERROR(context->input("received_splits", &splits));
-  TF_RETURN_IF_ERROR(
-      CheckLength("received_splits", splits->NumElements(), size));
-  received->tensor = *tensor;
-  int64_t next = 0;
-  for (int p = 0; p < size; ++p) {
-    received->offsets.push_back(next);
-    received->bytes.push_back(splits->flat<int64_t>()(p));
-    next += received->bytes.back();
-  }
-  return CheckLength("received", tensor->NumElements(), next);
+                                 tensorflow::OpInputList* received) {
+  TF_RETURN_IF_ERROR(context->input_list("received", received));
+  return CheckLength("received", received->size(), size);
 }
 
-inline absl::Status CheckBytes(int process, int64_t bytes, int64_t expected) {
+inline const char* DataOf(const tensorflow::OpInputList& received, int sender) {
+  return static_cast<const char*>(received[sender].data());
+}
+
+inline absl::Status CheckRouted(const PreparedBatch& batch) {
+  if (batch.routed) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "A malformed graph: the batch was not divided over its owners. Trace the "
+      "function again.");
+}
+
+inline absl::Status CheckBytes(int sender, int64_t bytes, int64_t expected) {
   if (bytes == expected) return absl::OkStatus();
   return absl::InternalError(absl::StrCat(
-      "Process ", process, " sent ", bytes, " bytes where ", expected,
+      "Process ", sender, " sent ", bytes, " bytes where ", expected,
       " are expected. Run the same release of tpu_embedding in all "
       "processes."));
 }

@@ -1,5 +1,5 @@
 // TpuEmbeddingServe and TpuEmbeddingCombine: a lookup in tables that are
-// divided over processes.
+// divided over processes or servers.
 
 #include <atomic>
 #include <cstring>
@@ -32,79 +32,63 @@ REGISTER_OP("TpuEmbeddingServe")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
     .Input("tables: num_tables * resource")
-    .Output("served: variant")
-    .Output("message: uint8")
-    .Output("splits: int64")
+    .Output("looked_up: variant")
+    .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_batches: int >= 0")
     .Attr("num_tables: int >= 1")
+    .Attr("num_messages: int >= 1")
     .Attr("output_shapes: list(shape)")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* context) {
-      context->set_output(0, context->Scalar());
-      context->set_output(1, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(2, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(3, context->Scalar());
-      return absl::OkStatus();
-    })
+    .SetShapeFn(MessageShapes)
     .Doc(R"doc(
-Looks up what every process asked this one for.
+Looks up what every process, or a worker, asked this owner for.
 
 batches: one batch from TpuEmbeddingReceiveBatch, past the queue; or none: the
   oldest one queued, which then owes its gradients if it is for training.
-tables: the variables of this process's part.
-served: for TpuEmbeddingCombine.
-message, splits, refusal: for TpuEmbeddingExchange.
-output_shapes: what is known of the activations' shapes.
+tables: the variables of this owner's part.
+looked_up: for TpuEmbeddingReceiveGradients, once, if a batch was given; of
+  processes also for TpuEmbeddingCombine and TpuEmbeddingSendGradients.
+messages: for each that asked, to be received by TpuEmbeddingCombine.
+refusal: for TpuEmbeddingExchange.
+output_shapes: what is known of the activations' shapes; none on a server.
 )doc");
 
 REGISTER_OP("TpuEmbeddingCombine")
-    .Input("queue: resource")
-    .Input("served: variant")
-    .Input("received: uint8")
-    .Input("received_splits: int64")
+    .Input("queues: num_queues * resource")
+    .Input("batch: variant")
+    .Input("received: num_received * uint8")
     .Output("activations: num_features * float")
-    .Output("looked_up: variant")
     .Output("apply_now: bool")
+    .Attr("num_queues: int >= 0")
+    .Attr("num_received: int >= 1")
     .Attr("num_features: int >= 1")
     .Attr("output_shapes: list(shape)")
     .SetIsStateful()
-    .SetShapeFn(LookupShapes)
+    .SetShapeFn([](InferenceContext* context) {
+      TF_RETURN_IF_ERROR(ActivationShapes(context));
+      context->set_output(context->num_outputs() - 1, context->Scalar());
+      return absl::OkStatus();
+    })
     .Doc(R"doc(
 The activations, from the rows and samples that the owners sent.
 
-served: from TpuEmbeddingServe.
-received, received_splits: from TpuEmbeddingExchange.
-activations, looked_up, apply_now: as of TpuEmbeddingLookup.
+queues: the queue that TpuEmbeddingServe took the batch from, or none.
+batch: from TpuEmbeddingServe, or of a worker from TpuEmbeddingRoute.
+received: the messages of TpuEmbeddingServe to this process, by owner.
+activations, output_shapes: as of TpuEmbeddingLookup.
+apply_now: whether updates are due, as of TpuEmbeddingLookup.
 )doc");
 
-// A lookup between Serve and Combine.
-struct ServedVariant {
-  BatchVariant looked_up;
-  bool from_queue = false;
-  std::vector<Tensor> rows;         // by table divided by rows: what arrives
-  std::vector<Tensor> activations;  // by feature of a whole table here
-
-  std::string TypeName() const { return "tpu_embedding::Served"; }
-  std::string DebugString() const { return TypeName(); }
-  void Encode(tensorflow::VariantTensorData*) const {}
-  bool Decode(const tensorflow::VariantTensorData&) { return false; }
-};
-
-bool IsBFloat16(const Tensor& table) {
-  return table.dtype() == tensorflow::DT_BFLOAT16;
+int64_t ElementBytes(bool is_bfloat16) {
+  return is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
 }
 
-int64_t ElementBytes(const Plan& plan, bool table_is_bfloat16) {
-  return TravelsAsBFloat16(plan, table_is_bfloat16) ? sizeof(BFloat16)
-                                                    : sizeof(float);
-}
-
-// The message from `sender` to `receiver`. `num_rows(t)` and `num_samples(f)`
-// tell how many the receiver asked for.
+// The message from `owner` to a process that asked it for `num_rows(t)` and
+// `num_samples(f)`. `narrow`: float32 values travel as bfloat16.
 template <class NumRows, class NumSamples>
-MessageLayout LookupLayout(const Plan& plan, const std::vector<bool>& bfloat16,
-                           int sender, const NumRows& num_rows,
+MessageLayout LookupLayout(const Plan& plan, int owner, bool narrow,
+                           const NumRows& num_rows,
                            const NumSamples& num_samples) {
   MessageLayout layout;
   const Placement& placement = plan.placement;
@@ -114,13 +98,12 @@ MessageLayout LookupLayout(const Plan& plan, const std::vector<bool>& bfloat16,
     layout.tables[t] = layout.bytes;
     if (!placement.by_rows(t)) continue;
     layout.bytes += Padded(num_rows(t) * plan.tables[t].dim *
-                           ElementBytes(plan, bfloat16[t]));
+                           ElementBytes(narrow || plan.tables[t].is_bfloat16));
   }
   for (size_t f = 0; f < plan.features.size(); ++f) {
     layout.features[f] = layout.bytes;
-    if (placement.owners[plan.feature_tables[f]] != sender) continue;
-    layout.bytes +=
-        Padded(num_samples(f) * plan.dim(f) * ElementBytes(plan, false));
+    if (placement.owners[plan.feature_tables[f]] != owner) continue;
+    layout.bytes += Padded(num_samples(f) * plan.dim(f) * ElementBytes(narrow));
   }
   return layout;
 }
@@ -137,57 +120,45 @@ class ServeOp : public tensorflow::OpKernel {
     const Plan& plan = *resource->plan;
     std::vector<Variable> tables;
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
-    OP_REQUIRES_OK(context, CheckLength("output_shapes", shapes_.size(),
-                                        plan.features.size()));
-    ServedVariant served;
-    served.looked_up = BatchVariant(resource->plan, nullptr, absl::OkStatus());
-    absl::Status status = Take(context, resource.get(), &served);
+    BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
+    absl::Status status = Take(context, resource.get(), &looked_up);
     const ReadLocks locks(tables);
     if (status.ok()) status = CheckTables(tables, plan);
-    for (size_t t = 0; t < tables.size(); ++t) {
-      resource->huge_pages.Advise(t, *tables[t]->tensor());
-    }
+    if (status.ok()) status = CheckShapes(plan, *looked_up.batch);
     const Placement& placement = plan.placement;
-    std::vector<bool> bfloat16;
-    for (const Variable& table : tables) {
-      bfloat16.push_back(IsBFloat16(*table->tensor()));
-    }
-    std::vector<MessageLayout> layouts(placement.size);
-    std::vector<int64_t> bytes(placement.size, 0);
-    for (int p = 0; p < placement.size && status.ok(); ++p) {
-      if (p == placement.rank) continue;
-      const Asked& asked = served.looked_up.batch->routed->asked[p];
+    std::vector<MessageLayout> layouts(placement.num_senders());
+    std::vector<int64_t> bytes(placement.num_senders(), 0);
+    for (int p = 0; p < placement.num_senders() && status.ok(); ++p) {
+      const Asked& asked = looked_up.batch->routed->asked[p];
       layouts[p] = LookupLayout(
-          plan, bfloat16, placement.rank,
+          plan, placement.rank, Narrow(plan, p),
           [&](int t) { return asked.rows[t].size(); },
           [&](int f) { return asked.features[f].num_samples(); });
       bytes[p] = layouts[p].bytes;
     }
-    if (status.ok()) status = Allocate(context, plan, tables, &served);
-    std::vector<char*> messages(placement.size, nullptr);
+    std::vector<char*> messages(placement.num_senders(), nullptr);
     OP_REQUIRES_OK(context,
-                   SetMessage(context, 1, status, bytes,
-                              [&](int p, char* data) { messages[p] = data; }));
+                   SetMessages(context, placement, status, bytes,
+                               [&](int p, char* data) { messages[p] = data; }));
     if (status.ok()) {
-      Fill(context, plan, tables, layouts, messages, &served);
+      for (size_t t = 0; t < tables.size(); ++t) {
+        resource->huge_pages.Advise(t, *tables[t]->tensor());
+      }
+      Fill(context, plan, tables, layouts, messages, *looked_up.batch->routed);
     }
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
-    output->scalar<tensorflow::Variant>()() = std::move(served);
+    OP_REQUIRES_OK(context, Wrap(context, 0, std::move(looked_up)));
   }
 
  private:
   absl::Status Take(OpKernelContext* context, StepQueueResource* resource,
-                    ServedVariant* served) const {
+                    BatchVariant* looked_up) const {
     OpInputList batches;
     TF_RETURN_IF_ERROR(context->input_list("batches", &batches));
-    BatchVariant& looked_up = served->looked_up;
-    served->from_queue = batches.size() == 0;
-    if (served->from_queue) {
+    if (batches.size() == 0) {
       // It stays in the queue until all processes have served.
       SharedBatch none;
       const auto peek = [&](const SharedBatch& batch) {
-        looked_up.batch = batch;
+        looked_up->batch = batch;
         return false;
       };
       TF_RETURN_IF_ERROR(FailedPrecondition(
@@ -196,46 +167,23 @@ class ServeOp : public tensorflow::OpKernel {
       const BatchVariant* given = nullptr;
       TF_RETURN_IF_ERROR(Unwrap(batches[0], resource->plan.get(), &given));
       TF_RETURN_IF_ERROR(given->status);
-      looked_up.batch = given->batch;
-      looked_up.used = std::make_shared<std::atomic<bool>>(false);
-      looked_up.epoch = 0;
+      looked_up->batch = given->batch;
+      looked_up->used = std::make_shared<std::atomic<bool>>(false);
+      looked_up->epoch = 0;
       TF_RETURN_IF_ERROR(FailedPrecondition(resource->queue.BeginLookup(
-          0, BatchQueue::kOutside, &*looked_up.epoch)));
+          0, BatchQueue::kOutside, &*looked_up->epoch)));
     }
-    if (!looked_up.batch->routed) {
-      return absl::InvalidArgumentError(
-          "A malformed graph: the batch was not divided over the processes. "
-          "Trace the function again.");
-    }
-    return absl::OkStatus();
+    return CheckRouted(*looked_up->batch);
   }
 
-  // The outputs of this process that it has rows for itself.
-  absl::Status Allocate(OpKernelContext* context, const Plan& plan,
-                        const std::vector<Variable>& tables,
-                        ServedVariant* served) const {
-    const PreparedBatch& batch = *served->looked_up.batch;
-    const RoutedBatch& routed = *batch.routed;
-    served->rows.resize(plan.tables.size());
-    served->activations.resize(plan.features.size());
-    for (size_t t = 0; t < plan.tables.size(); ++t) {
-      if (!plan.placement.by_rows(t)) continue;
-      const bool narrow =
-          TravelsAsBFloat16(plan, IsBFloat16(*tables[t]->tensor()));
-      const auto dtype = narrow && IsBFloat16(*tables[t]->tensor())
-                             ? tensorflow::DT_BFLOAT16
-                             : tensorflow::DT_FLOAT;
-      TF_RETURN_IF_ERROR(context->allocate_temp(
-          dtype, {routed.NumArriving(t), plan.tables[t].dim},
-          &served->rows[t]));
-    }
-    for (size_t f = 0; f < plan.features.size(); ++f) {
-      TensorShape shape;
+  // Before anything travels, so that all processes refuse a batch.
+  absl::Status CheckShapes(const Plan& plan, const PreparedBatch& batch) const {
+    TF_RETURN_IF_ERROR(
+        CheckLength("output_shapes", shapes_.size(), batch.features.size()));
+    TensorShape shape;
+    for (size_t f = 0; f < batch.features.size(); ++f) {
       TF_RETURN_IF_ERROR(ActivationShape(
           plan, f, batch.features[f].output_shape, shapes_[f], &shape));
-      if (!routed.IsWhole(plan.placement.rank, f)) continue;
-      TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_FLOAT, shape,
-                                                &served->activations[f]));
     }
     return absl::OkStatus();
   }
@@ -243,21 +191,21 @@ class ServeOp : public tensorflow::OpKernel {
   static void Fill(OpKernelContext* context, const Plan& plan,
                    const std::vector<Variable>& tables,
                    const std::vector<MessageLayout>& layouts,
-                   const std::vector<char*>& messages, ServedVariant* served) {
-    const RoutedBatch& routed = *served->looked_up.batch->routed;
-    const Placement& placement = plan.placement;
+                   const std::vector<char*>& messages,
+                   const RoutedBatch& routed) {
+    const int rank = plan.placement.rank;
     const int64_t num_tables = plan.tables.size();
     const int64_t num_features = plan.features.size();
-    // For each process its tables, then its features.
+    // For each that asked its tables, then its features.
     std::vector<Work> works;
-    for (int p = 0; p < placement.size; ++p) {
+    for (const Asked& asked : routed.asked) {
       for (int64_t t = 0; t < num_tables; ++t) {
-        const int64_t count = routed.asked[p].rows[t].size();
+        const int64_t count = asked.rows[t].size();
         works.push_back({count, count * (20 + plan.tables[t].dim / 2)});
       }
       for (int64_t f = 0; f < num_features; ++f) {
-        const FeatureCsr& csr = routed.asked[p].features[f];
-        const bool whole = routed.IsWhole(placement.rank, f);
+        const FeatureCsr& csr = asked.features[f];
+        const bool whole = routed.IsWhole(rank, f);
         works.push_back({whole ? csr.num_samples() : 0,
                          whole ? LookupCycles(csr, plan.dim(f)) : 0});
       }
@@ -265,50 +213,31 @@ class ServeOp : public tensorflow::OpKernel {
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int p = piece.owner / (num_tables + num_features);
       const int64_t item = piece.owner % (num_tables + num_features);
-      const bool own = p == placement.rank;
+      const bool narrow = Narrow(plan, p);
       const auto data = [&](int64_t table) {
         return DataOf(static_cast<const Tensor&>(*tables[table]->tensor()));
       };
       if (item < num_tables) {
         const int64_t t = item;
-        // Own rows stay as they are.
-        GatherRows(routed.asked[p].rows[t], data(t), plan.tables[t].dim,
-                   !own && plan.bfloat16_wire, piece.begin, piece.end,
-                   own ? Arriving(routed, p, t, &served->rows[t])
-                       : messages[p] + layouts[p].tables[t]);
+        GatherRows(routed.asked[p].rows[t], data(t), plan.tables[t].dim, narrow,
+                   piece.begin, piece.end, messages[p] + layouts[p].tables[t]);
         return;
       }
       const int64_t f = item - num_tables;
       const int t = plan.feature_tables[f];
-      const FeatureCsr& csr = routed.asked[p].features[f];
+      const int64_t dim = plan.dim(f);
+      char* to = messages[p] + layouts[p].features[f];
       const auto look_up = [&](float* out) {
-        Lookup(csr, data(t), plan.dim(f), plan.tables[t].quantization,
-               piece.begin, piece.end, out);
+        Lookup(routed.asked[p].features[f], data(t), dim,
+               plan.tables[t].quantization, piece.begin, piece.end, out);
       };
-      if (own) {
-        look_up(served->activations[f].flat<float>().data());
-      } else if (!plan.bfloat16_wire) {
-        look_up(reinterpret_cast<float*>(messages[p] + layouts[p].features[f]));
-      } else {
-        const int64_t dim = plan.dim(f);
-        std::vector<float> out((piece.end - piece.begin) * dim);
-        // Lookup writes where sample 0 would be.
-        look_up(out.data() - piece.begin * dim);
-        ToBFloat16(
-            out.data(), out.size(),
-            reinterpret_cast<BFloat16*>(messages[p] + layouts[p].features[f]) +
-                piece.begin * dim);
-      }
+      if (!narrow) return look_up(reinterpret_cast<float*>(to));
+      std::vector<float> out((piece.end - piece.begin) * dim);
+      // Lookup writes where sample 0 would be.
+      look_up(out.data() - piece.begin * dim);
+      ToBFloat16(out.data(), out.size(),
+                 reinterpret_cast<BFloat16*>(to) + piece.begin * dim);
     });
-  }
-
-  // Where the rows of process `p` arrive.
-  static char* Arriving(const RoutedBatch& routed, int p, int t, Tensor* rows) {
-    int64_t first = 0;
-    for (int q = 0; q < p; ++q) first += routed.sent[q].rows[t].size();
-    const int64_t row_bytes =
-        rows->dim_size(1) * tensorflow::DataTypeSize(rows->dtype());
-    return static_cast<char*>(rows->data()) + first * row_bytes;
   }
 
   std::vector<tensorflow::PartialTensorShape> shapes_;
@@ -318,68 +247,74 @@ class CombineOp : public tensorflow::OpKernel {
  public:
   explicit CombineOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("num_features", &num_features_));
+    OP_REQUIRES_OK(context, context->GetAttr("output_shapes", &shapes_));
+    OP_REQUIRES_OK(context,
+                   CheckLength("output_shapes", shapes_.size(), num_features_));
   }
 
   void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, CheckScalar("served", context->input(1)));
-    const auto* served =
-        context->input(1).scalar<tensorflow::Variant>()().get<ServedVariant>();
-    OP_REQUIRES(context, served && served->looked_up.batch,
+    const Tensor* tensor = nullptr;
+    OP_REQUIRES_OK(context, context->input("batch", &tensor));
+    const BatchVariant* variant = nullptr;
+    OP_REQUIRES_OK(context, Unwrap(*tensor, nullptr, &variant));
+    OP_REQUIRES(context, variant->batch,
                 absl::InvalidArgumentError("A variant that is no lookup."));
-    const Plan& plan = *resource->plan;
+    OP_REQUIRES_OK(context, CheckRouted(*variant->batch));
+    const Plan& plan = *variant->plan;
     OP_REQUIRES_OK(context, CheckLength("activations", num_features_,
-                                        plan.features.size()));
-    Received received;
+                                        variant->batch->features.size()));
+    OpInputList received, queues;
     OP_REQUIRES_OK(context,
                    ReadReceived(context, plan.placement.size, &received));
-    if (served->from_queue) {
-      SharedBatch batch;
-      const auto same = [&](const SharedBatch& next) {
-        return next == served->looked_up.batch;
-      };
-      OP_REQUIRES_OK(context, FailedPrecondition(resource->queue.Dequeue(
-                                  0, BatchQueue::kOutside, same, &batch)));
-      OP_REQUIRES(context, batch,
-                  absl::FailedPreconditionError(
-                      "dequeue: another thread has dequeued the batch."));
+    OP_REQUIRES_OK(context, context->input_list("queues", &queues));
+    bool apply_now = false;
+    if (queues.size() > 0) {
+      QueuePtr resource;
+      OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+      OP_REQUIRES_OK(context, Dequeue(resource.get(), variant->batch));
+      OP_REQUIRES_OK(context, Run(context, plan, *variant->batch, received));
+      apply_now = resource->queue.LookupsAreDone();
+    } else {
+      OP_REQUIRES_OK(context, Run(context, plan, *variant->batch, received));
     }
-    OP_REQUIRES_OK(context, Run(context, plan, *served, received));
-    Tensor* apply_now = nullptr;
+    Tensor* output = nullptr;
     OP_REQUIRES_OK(context,
-                   context->allocate_output(num_features_ + 1, {}, &apply_now));
-    apply_now->scalar<bool>()() =
-        served->from_queue && resource->queue.LookupsAreDone();
-    OP_REQUIRES_OK(context, Wrap(context, num_features_, served->looked_up));
+                   context->allocate_output(num_features_, {}, &output));
+    output->scalar<bool>()() = apply_now;
   }
 
  private:
+  static absl::Status Dequeue(StepQueueResource* resource,
+                              const SharedBatch& served) {
+    SharedBatch batch;
+    const auto same = [&](const SharedBatch& next) { return next == served; };
+    TF_RETURN_IF_ERROR(FailedPrecondition(
+        resource->queue.Dequeue(0, BatchQueue::kOutside, same, &batch)));
+    if (batch) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        "dequeue: another thread has dequeued the batch.");
+  }
+
   absl::Status Run(OpKernelContext* context, const Plan& plan,
-                   const ServedVariant& served,
-                   const Received& received) const {
-    const PreparedBatch& batch = *served.looked_up.batch;
+                   const PreparedBatch& batch,
+                   const OpInputList& received) const {
     const RoutedBatch& routed = *batch.routed;
-    const Placement& placement = plan.placement;
-    std::vector<bool> bfloat16;
-    for (const Tensor& rows : served.rows) {
-      bfloat16.push_back(IsBFloat16(rows));
-    }
-    std::vector<MessageLayout> layouts(placement.size);
-    for (int p = 0; p < placement.size; ++p) {
-      if (p == placement.rank) continue;
+    std::vector<MessageLayout> layouts(received.size());
+    for (int p = 0; p < received.size(); ++p) {
       layouts[p] = LookupLayout(
-          plan, bfloat16, p,
+          plan, p, Narrow(plan, p),
           [&](int t) { return routed.sent[p].rows[t].size(); },
           [&](int f) { return batch.features[f].num_samples(); });
-      TF_RETURN_IF_ERROR(CheckBytes(p, received.bytes[p], layouts[p].bytes));
+      TF_RETURN_IF_ERROR(
+          CheckBytes(p, received[p].NumElements(), layouts[p].bytes));
     }
-    Place(plan, routed, received, layouts, bfloat16, served);
+    std::vector<Tensor> rows;
+    TF_RETURN_IF_ERROR(Join(context, plan, routed, received, layouts, &rows));
     std::vector<float*> outputs(num_features_, nullptr);
     std::vector<Work> works;
     for (int f = 0; f < num_features_; ++f) {
       TF_RETURN_IF_ERROR(
-          SetOutput(context, plan, served, received, layouts, f, &outputs[f]));
+          SetOutput(context, plan, batch, received, layouts, f, &outputs[f]));
       const FeatureCsr& csr = batch.features[f];
       works.push_back({outputs[f] ? csr.num_samples() : 0,
                        outputs[f] ? LookupCycles(csr, plan.dim(f)) : 0});
@@ -387,56 +322,69 @@ class CombineOp : public tensorflow::OpKernel {
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int64_t f = piece.owner;
       const int t = plan.feature_tables[f];
-      Lookup(batch.features[f], DataOf(served.rows[t]), plan.dim(f),
-             plan.tables[t].quantization, piece.begin, piece.end, outputs[f]);
+      Lookup(batch.features[f], DataOf(static_cast<const Tensor&>(rows[t])),
+             plan.dim(f), plan.tables[t].quantization, piece.begin, piece.end,
+             outputs[f]);
     });
     return absl::OkStatus();
   }
 
-  // The rows of other processes come to their places beside one's own.
-  static void Place(const Plan& plan, const RoutedBatch& routed,
-                    const Received& received,
-                    const std::vector<MessageLayout>& layouts,
-                    const std::vector<bool>& bfloat16,
-                    const ServedVariant& served) {
+  // The rows of each table that is divided by rows, those of owner 0 first.
+  static absl::Status Join(OpKernelContext* context, const Plan& plan,
+                           const RoutedBatch& routed,
+                           const OpInputList& received,
+                           const std::vector<MessageLayout>& layouts,
+                           std::vector<Tensor>* rows) {
+    const int64_t size = received.size();
+    rows->resize(plan.tables.size());
+    std::vector<char*> starts;  // by table and owner
+    std::vector<Work> works;
     for (size_t t = 0; t < plan.tables.size(); ++t) {
-      if (!plan.placement.by_rows(t)) continue;
-      char* to = static_cast<char*>(served.rows[t].data());
-      for (int p = 0; p < plan.placement.size; ++p) {
-        const int64_t count =
-            routed.sent[p].rows[t].size() * plan.tables[t].dim;
-        const int64_t bytes =
-            count * tensorflow::DataTypeSize(served.rows[t].dtype());
-        if (p != plan.placement.rank && count) {
-          const char* from = received.data(p) + layouts[p].tables[t];
-          if (plan.bfloat16_wire && !bfloat16[t]) {
-            FromBFloat16(reinterpret_cast<const BFloat16*>(from), count,
-                         reinterpret_cast<float*>(to));
-          } else {
-            std::memcpy(to, from, bytes);
-          }
-        }
-        to += bytes;
+      const TablePlan& table = plan.tables[t];
+      char* to = nullptr;
+      if (plan.placement.by_rows(t)) {
+        TF_RETURN_IF_ERROR(context->allocate_temp(
+            table.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT,
+            {routed.NumArriving(t), table.dim}, &(*rows)[t]));
+        to = static_cast<char*>((*rows)[t].data());
+      }
+      for (const Sent& sent : routed.sent) {
+        const int64_t count = sent.rows[t].size();
+        starts.push_back(to);
+        works.push_back({count, count * (5 + table.dim / 4)});
+        to += count * table.dim * ElementBytes(table.is_bfloat16);
       }
     }
+    ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
+      const int64_t t = piece.owner / size;
+      const int p = piece.owner % size;
+      const TablePlan& table = plan.tables[t];
+      const int64_t first = piece.begin * table.dim;
+      const int64_t count = piece.end * table.dim - first;
+      const char* from = DataOf(received, p) + layouts[p].tables[t];
+      char* to = starts[piece.owner];
+      if (Narrow(plan, p) && !table.is_bfloat16) {
+        FromBFloat16(reinterpret_cast<const BFloat16*>(from) + first, count,
+                     reinterpret_cast<float*>(to) + first);
+        return;
+      }
+      const int64_t width = ElementBytes(table.is_bfloat16);
+      std::memcpy(to + first * width, from + first * width, count * width);
+    });
+    return absl::OkStatus();
   }
 
   // Sets the activations of a feature of a whole table. Else `*output` is where
   // they are to be combined.
-  static absl::Status SetOutput(OpKernelContext* context, const Plan& plan,
-                                const ServedVariant& served,
-                                const Received& received,
-                                const std::vector<MessageLayout>& layouts,
-                                int f, float** output) {
-    const PreparedBatch& batch = *served.looked_up.batch;
+  absl::Status SetOutput(OpKernelContext* context, const Plan& plan,
+                         const PreparedBatch& batch,
+                         const OpInputList& received,
+                         const std::vector<MessageLayout>& layouts, int f,
+                         float** output) const {
     const int owner = plan.placement.owners[plan.feature_tables[f]];
-    if (owner == plan.placement.rank) {
-      context->set_output(f, served.activations[f]);
-      return absl::OkStatus();
-    }
     TensorShape shape;
-    TF_RETURN_IF_ERROR(
-        ActivationShape(batch.features[f].output_shape, plan.dim(f), &shape));
+    TF_RETURN_IF_ERROR(ActivationShape(plan, f, batch.features[f].output_shape,
+                                       shapes_[f], &shape));
     Tensor* allocated = nullptr;
     if (owner == kAllProcesses) {
       TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &allocated));
@@ -444,17 +392,16 @@ class CombineOp : public tensorflow::OpKernel {
       return absl::OkStatus();
     }
     const int64_t count = shape.num_elements();
-    const int64_t offset = layouts[owner].features[f];
-    if (plan.bfloat16_wire) {
+    const int64_t begin = layouts[owner].features[f];
+    if (Narrow(plan, owner)) {
       TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &allocated));
       FromBFloat16(
-          reinterpret_cast<const BFloat16*>(received.data(owner) + offset),
+          reinterpret_cast<const BFloat16*>(DataOf(received, owner) + begin),
           count, allocated->flat<float>().data());
       return absl::OkStatus();
     }
     // The output is a part of what was received: nothing is copied.
-    const int64_t begin = received.offsets[owner] + offset;
-    const Tensor part = received.tensor.Slice(
+    const Tensor part = received[owner].Slice(
         begin, begin + count * static_cast<int64_t>(sizeof(float)));
     Tensor activations;
     TF_RETURN_IF_ERROR(
@@ -464,6 +411,7 @@ class CombineOp : public tensorflow::OpKernel {
   }
 
   int num_features_ = 0;
+  std::vector<tensorflow::PartialTensorShape> shapes_;
 };
 
 REGISTER_KERNEL_BUILDER(

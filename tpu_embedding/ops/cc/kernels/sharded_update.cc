@@ -1,12 +1,14 @@
 // TpuEmbeddingSendGradients and TpuEmbeddingReceiveGradients: the gradients of
-// a lookup in tables that are divided over processes.
+// a lookup in tables that are divided over processes or servers.
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "core/pieces.h"
+#include "core/push_ledger.h"
 #include "core/routing.h"
 #include "kernels/gradients.h"
 #include "kernels/sharded.h"
@@ -23,138 +25,95 @@ using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("TpuEmbeddingSendGradients")
-    .Input("queue: resource")
+    .Input("queues: num_queues * resource")
     .Input("batches: num_batches * variant")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
-    .Output("message: uint8")
-    .Output("splits: int64")
+    .Output("messages: num_messages * uint8")
     .Output("refusal: string")
+    .Attr("num_queues: int >= 0")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
+    .Attr("num_messages: int >= 1")
     .Attr("has_gradient: list(bool)")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* context) {
-      context->set_output(0, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(1, context->Vector(InferenceContext::kUnknownDim));
-      context->set_output(2, context->Scalar());
-      return absl::OkStatus();
-    })
+    .SetShapeFn(MessageShapes)
     .Doc(R"doc(
 The gradients of samples, for the owners of their rows. Nothing changes.
 
-batches, gradients, has_gradient: as of TpuEmbeddingUpdate.
-rates: [num_tables]; those of process 0 count.
-message, splits, refusal: for TpuEmbeddingExchange.
+queues: none, or the queue whose dequeued batch owes them.
+batches: none if there is a queue, or the batch: from TpuEmbeddingServe or
+  TpuEmbeddingReceiveBatch, of a worker from TpuEmbeddingRoute.
+gradients, has_gradient: as of TpuEmbeddingUpdate.
+rates: [num_tables]; those of process 0 count. A worker has none.
+messages: for each owner, to be received by TpuEmbeddingReceiveGradients.
+refusal: for TpuEmbeddingExchange.
 )doc");
 
 REGISTER_OP("TpuEmbeddingReceiveGradients")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
-    .Input("gradients: num_gradients * float")
+    .Input("received: num_received * uint8")
     .Input("rates: float")
-    .Input("received: uint8")
-    .Input("received_splits: int64")
     .Input("counters: num_counters * resource")
+    .Input("pushes: num_pushes * int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
-    .Attr("num_gradients: int >= 0")
+    .Attr("num_received: int >= 1")
     .Attr("num_counters: int >= 0")
-    .Attr("has_gradient: list(bool)")
+    .Attr("num_pushes: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Hands in the gradients of all processes for the rows of this one.
+Submits the gradients of all senders for the rows of this owner.
 
-batches, gradients, rates, has_gradient: those of TpuEmbeddingSendGradients.
-received, received_splits: from TpuEmbeddingExchange.
+batches: the batch, from TpuEmbeddingServe or TpuEmbeddingReceiveBatch; or none:
+  the one that was dequeued last.
+received: the messages of TpuEmbeddingSendGradients to this owner, by sender.
+rates: [num_tables] of a server. Processes have none: they were sent.
 counters, apply_now: as of TpuEmbeddingUpdate.
+pushes: none, or what TpuEmbeddingCurrentPush gave, if `batches` has one. A push
+  that was taken before is dropped: nothing changes, and it is not counted.
 )doc");
 
-// The message from one process to another: which features have gradients, one
-// byte each, the rates, then the samples of each feature that has them.
+// The message to one owner: for each feature of the tables that it has, a byte,
+// whether there is a gradient; the rates; then the samples of each that has
+// one.
 struct GradientLayout {
-  int64_t rates = 0;  // the offset; the flags are at 0
-  MessageLayout samples;
+  std::vector<int> features;     // of the plan
+  int64_t rates = 0;             // where they begin; the bytes of features at 0
+  std::vector<int64_t> samples;  // by position in `features`
+  int64_t bytes = 0;
 };
 
+// `has_gradient(k, f)`: whether feature f, the k-th of the owner, has one.
 template <class HasGradient, class NumSamples>
-GradientLayout LayOut(const Plan& plan, const HasGradient& has_gradient,
+GradientLayout LayOut(const Plan& plan, int owner, bool narrow,
+                      const HasGradient& has_gradient,
                       const NumSamples& num_samples) {
+  const Placement& placement = plan.placement;
   GradientLayout layout;
-  layout.rates = Padded(plan.features.size());
-  int64_t next = layout.rates + Padded(4 * plan.tables.size());
-  const int64_t width = plan.bfloat16_wire ? sizeof(BFloat16) : sizeof(float);
   for (size_t f = 0; f < plan.features.size(); ++f) {
-    layout.samples.features.push_back(next);
-    if (has_gradient(f)) next += Padded(num_samples(f) * plan.dim(f) * width);
+    if (placement.Holds(owner, plan.feature_tables[f])) {
+      layout.features.push_back(f);
+    }
   }
-  layout.samples.bytes = next;
+  layout.rates = Padded(layout.features.size());
+  layout.bytes = layout.rates;
+  if (!placement.served) {
+    layout.bytes += Padded(sizeof(float) * plan.tables.size());
+  }
+  const int64_t width = narrow ? sizeof(BFloat16) : sizeof(float);
+  for (size_t k = 0; k < layout.features.size(); ++k) {
+    const int f = layout.features[k];
+    layout.samples.push_back(layout.bytes);
+    if (!has_gradient(k, f)) continue;
+    layout.bytes += Padded(num_samples(f) * plan.dim(f) * width);
+  }
   return layout;
 }
-
-// The batch that takes the gradients: the one in the input "batches", whose
-// variant is then `*given`, or if there is none the one that is owed.
-absl::Status FindBatch(OpKernelContext* context, StepQueueResource* resource,
-                       int replica, SharedBatch* batch,
-                       const BatchVariant** given) {
-  OpInputList batches;
-  TF_RETURN_IF_ERROR(context->input_list("batches", &batches));
-  *given = nullptr;
-  if (batches.size() == 0) {
-    return FailedPrecondition(resource->queue.Owed(replica, batch));
-  }
-  const BatchVariant* variant = nullptr;
-  TF_RETURN_IF_ERROR(Unwrap(batches[0], resource->plan.get(), &variant));
-  *given = variant;
-  TF_RETURN_IF_ERROR(variant->status);
-  *batch = (*given)->batch;
-  return absl::OkStatus();
-}
-
-// Hands in the gradients of what FindBatch found.
-absl::Status HandIn(StepQueueResource* resource, int replica,
-                    const BatchVariant* given, ReplicaGradients gradients,
-                    const BatchQueue::Count& count, bool* apply_now) {
-  if (!given) {
-    return FailedPrecondition(resource->queue.Deposit(
-        replica, std::move(gradients), count, apply_now));
-  }
-  if (given->used && given->used->exchange(true)) {
-    return absl::FailedPreconditionError(
-        "The gradients of this lookup were applied already; each lookup takes "
-        "them once. Call the layer again, or take all gradients with one "
-        "tape.gradient call.");
-  }
-  const absl::Status status = FailedPrecondition(
-      resource->queue.Submit(replica, given->batch, std::move(gradients),
-                             given->epoch, count, apply_now));
-  if (!status.ok() && given->used) given->used->store(false);
-  return status;
-}
-
-// What both ops read alike.
-struct OwnGradients {
-  SharedBatch batch;
-  const BatchVariant* given = nullptr;
-  ReplicaGradients gradients;
-
-  absl::Status Read(OpKernelContext* context, StepQueueResource* resource,
-                    const std::vector<bool>& has_gradient) {
-    const Plan& plan = *resource->plan;
-    TF_RETURN_IF_ERROR(ReadGradients(context, plan, has_gradient, &gradients));
-    TF_RETURN_IF_ERROR(FindBatch(context, resource, 0, &batch, &given));
-    if (!batch->routed || !batch->routed->training) {
-      return absl::InvalidArgumentError(
-          "A malformed graph: the batch was not prepared for training. Trace "
-          "the function again.");
-    }
-    return CheckGradients(plan, *batch, gradients);
-  }
-};
 
 class SendGradientsOp : public tensorflow::OpKernel {
  public:
@@ -163,69 +122,105 @@ class SendGradientsOp : public tensorflow::OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    const Plan& plan = *resource->plan;
-    OwnGradients own;
-    const absl::Status status =
-        own.Read(context, resource.get(), has_gradient_);
-    const Placement& placement = plan.placement;
+    SharedPlan plan;
+    SharedBatch batch;
+    absl::Status status = FindBatch(context, &plan, &batch);
+    // Without a plan it is not known who would have to be told.
+    OP_REQUIRES(context, plan, status);
+    ReplicaGradients gradients;
+    if (status.ok()) status = Check(context, *plan, *batch, &gradients);
+    const Placement& placement = plan->placement;
     std::vector<GradientLayout> layouts(placement.size);
     std::vector<int64_t> bytes(placement.size, 0);
     for (int p = 0; p < placement.size && status.ok(); ++p) {
-      if (p == placement.rank) continue;
-      const RoutedBatch& routed = *own.batch->routed;
       layouts[p] = LayOut(
-          plan, [&](int f) { return has_gradient_[f]; },
-          [&](int f) { return routed.NumSent(p, f); });
-      bytes[p] = layouts[p].samples.bytes;
+          *plan, p, Narrow(*plan, p),
+          [&](int, int f) { return has_gradient_[f]; },
+          [&](int f) { return batch->routed->NumSent(p, f); });
+      bytes[p] = layouts[p].bytes;
     }
     std::vector<char*> messages(placement.size, nullptr);
     OP_REQUIRES_OK(context,
-                   SetMessage(context, 0, status, bytes,
-                              [&](int p, char* data) { messages[p] = data; }));
-    if (status.ok()) Write(context, plan, own, layouts, messages);
+                   SetMessages(context, placement, status, bytes,
+                               [&](int p, char* data) { messages[p] = data; }));
+    if (status.ok()) {
+      Write(context, *plan, *batch->routed, gradients, layouts, messages);
+    }
   }
 
  private:
+  absl::Status FindBatch(OpKernelContext* context, SharedPlan* plan,
+                         SharedBatch* batch) const {
+    OpInputList queues, batches;
+    TF_RETURN_IF_ERROR(context->input_list("queues", &queues));
+    TF_RETURN_IF_ERROR(context->input_list("batches", &batches));
+    TF_RETURN_IF_ERROR(
+        CheckLength("batches", batches.size(), 1 - queues.size()));
+    if (batches.size() == 0) {
+      QueuePtr resource;
+      TF_RETURN_IF_ERROR(LookUpQueue(context, &resource));
+      *plan = resource->plan;
+      return FailedPrecondition(resource->queue.Owed(0, batch));
+    }
+    const BatchVariant* variant = nullptr;
+    TF_RETURN_IF_ERROR(Unwrap(batches[0], nullptr, &variant));
+    *plan = variant->plan;
+    *batch = variant->batch;
+    return variant->status;
+  }
+
+  absl::Status Check(OpKernelContext* context, const Plan& plan,
+                     const PreparedBatch& batch,
+                     ReplicaGradients* gradients) const {
+    TF_RETURN_IF_ERROR(CheckRouted(batch));
+    TF_RETURN_IF_ERROR(
+        CheckLength("gradients", batch.features.size(), plan.features.size()));
+    TF_RETURN_IF_ERROR(ReadGradients(context, plan, has_gradient_, gradients));
+    return CheckGradients(plan, batch, *gradients);
+  }
+
   void Write(OpKernelContext* context, const Plan& plan,
-             const OwnGradients& own,
+             const RoutedBatch& routed, const ReplicaGradients& gradients,
              const std::vector<GradientLayout>& layouts,
              const std::vector<char*>& messages) const {
-    const RoutedBatch& routed = *own.batch->routed;
-    const int64_t num_features = plan.features.size();
+    struct Target {
+      int process, feature;
+      char* data;
+    };
+    std::vector<Target> targets;
     std::vector<Work> works;
     for (int p = 0; p < plan.placement.size; ++p) {
-      const bool other = p != plan.placement.rank;
-      if (other) {
-        char* flags = messages[p];
-        std::memset(flags, 0, layouts[p].samples.features[0]);
-        for (int64_t f = 0; f < num_features; ++f) flags[f] = has_gradient_[f];
-        std::memcpy(flags + layouts[p].rates,
-                    own.gradients.rates.flat<float>().data(),
-                    sizeof(float) * plan.tables.size());
-      }
-      for (int64_t f = 0; f < num_features; ++f) {
-        const int64_t count =
-            other && has_gradient_[f] ? routed.NumSent(p, f) : 0;
+      const GradientLayout& layout = layouts[p];
+      // Padding has a value, so that equal gradients give equal messages.
+      std::memset(messages[p], 0, layout.rates);
+      for (size_t k = 0; k < layout.features.size(); ++k) {
+        const int f = layout.features[k];
+        messages[p][k] = has_gradient_[f];
+        if (!has_gradient_[f]) continue;
+        const int64_t count = routed.NumSent(p, f);
+        targets.push_back({p, f, messages[p] + layout.samples[k]});
         works.push_back({count, count * (20 + plan.dim(f) / 2)});
+      }
+      if (!plan.placement.served) {
+        std::memcpy(messages[p] + layout.rates, gradients.rates.data(),
+                    sizeof(float) * plan.tables.size());
       }
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
-      const int p = piece.owner / num_features;
-      const int64_t f = piece.owner % num_features;
+      const auto [p, f, to] = targets[piece.owner];
       const int64_t dim = plan.dim(f);
-      const float* from = own.gradients.features[f]->flat<float>().data();
-      char* to = messages[p] + layouts[p].samples.features[f];
+      const float* from = gradients.features[f]->flat<float>().data();
       const Buffer<int32_t>& samples = routed.sent[p].features[f].samples;
       const bool all = !routed.by_rows(f) ||
                        samples.size() == routed.batch.features[f].num_samples();
+      const bool narrow = Narrow(plan, p);
+      char* const start = to;
       const auto copy = [&](int64_t source, int64_t target, int64_t count) {
-        if (plan.bfloat16_wire) {
+        if (narrow) {
           ToBFloat16(from + source * dim, count * dim,
-                     reinterpret_cast<BFloat16*>(to) + target * dim);
+                     reinterpret_cast<BFloat16*>(start) + target * dim);
         } else {
-          std::memcpy(to + target * dim * sizeof(float), from + source * dim,
+          std::memcpy(start + target * dim * sizeof(float), from + source * dim,
                       count * dim * sizeof(float));
         }
       };
@@ -242,70 +237,131 @@ class SendGradientsOp : public tensorflow::OpKernel {
 
 class ReceiveGradientsOp : public tensorflow::OpKernel {
  public:
-  explicit ReceiveGradientsOp(OpKernelConstruction* context)
-      : OpKernel(context) {
-    OP_REQUIRES_OK(context, ReadHasGradient(context, &has_gradient_));
-  }
+  using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     std::vector<Variable> counters;
     OP_REQUIRES_OK(context, LookUpCounters(context, &counters));
-    OwnGradients own;
-    OP_REQUIRES_OK(context, own.Read(context, resource.get(), has_gradient_));
-    Received received;
-    OP_REQUIRES_OK(
-        context,
-        ReadReceived(context, resource->plan->placement.size, &received));
-    auto gradients = std::make_shared<ReceivedGradients>();
-    OP_REQUIRES_OK(
-        context, Unpack(context, *resource->plan, *own.batch->routed, received,
-                        gradients.get(), &own.gradients.rates));
-    own.gradients.received = std::move(gradients);
+    std::optional<Push> push;
+    OP_REQUIRES_OK(context, ReadPush(context, &push));
+    SharedBatch batch;
+    const BatchVariant* given = nullptr;
+    OP_REQUIRES_OK(context, FindBatch(context, resource.get(), &batch, &given));
+    const Plan& plan = *resource->plan;
+    OpInputList received;
+    OP_REQUIRES_OK(context, ReadReceived(context, plan.placement.num_senders(),
+                                         &received));
+    ReplicaGradients gradients;
+    OP_REQUIRES_OK(context,
+                   Unpack(context, plan, *batch->routed, received, &gradients));
     const auto count = [&] {
       return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
     };
     bool apply_now = false;
-    OP_REQUIRES_OK(
-        context, HandIn(resource.get(), 0, own.given, std::move(own.gradients),
-                        count, &apply_now));
+    OP_REQUIRES_OK(context, Submit(resource.get(), given, std::move(gradients),
+                                   push, count, &apply_now));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
     output->scalar<bool>()() = apply_now;
   }
 
  private:
+  // The batch that takes the gradients: the one given, or the one that is owed.
+  static absl::Status FindBatch(OpKernelContext* context,
+                                StepQueueResource* resource, SharedBatch* batch,
+                                const BatchVariant** given) {
+    OpInputList batches;
+    TF_RETURN_IF_ERROR(context->input_list("batches", &batches));
+    if (batches.size() == 0) {
+      TF_RETURN_IF_ERROR(FailedPrecondition(resource->queue.Owed(0, batch)));
+    } else {
+      TF_RETURN_IF_ERROR(Unwrap(batches[0], resource->plan.get(), given));
+      TF_RETURN_IF_ERROR((*given)->status);
+      *batch = (*given)->batch;
+    }
+    TF_RETURN_IF_ERROR(CheckRouted(**batch));
+    return CheckLength("batch", (*batch)->tables.size(),
+                       resource->plan->tables.size());
+  }
+
+  static absl::Status ReadPush(OpKernelContext* context,
+                               std::optional<Push>* push) {
+    OpInputList pushes;
+    TF_RETURN_IF_ERROR(context->input_list("pushes", &pushes));
+    if (pushes.size() == 0 || pushes[0].NumElements() == 0) {
+      return absl::OkStatus();
+    }
+    TF_RETURN_IF_ERROR(CheckLength("push", pushes[0].NumElements(), 3));
+    const auto values = pushes[0].flat<int64_t>();
+    *push = Push{values(0), values(1), values(2)};
+    return absl::OkStatus();
+  }
+
+  static absl::Status Submit(StepQueueResource* resource,
+                             const BatchVariant* given,
+                             ReplicaGradients gradients,
+                             const std::optional<Push>& push,
+                             const BatchQueue::Count& count, bool* apply_now) {
+    BatchQueue& queue = resource->queue;
+    if (!given) {
+      return FailedPrecondition(
+          queue.Deposit(0, std::move(gradients), count, apply_now));
+    }
+    TF_RETURN_IF_ERROR(TakeOnce(*given));
+    const auto submit = [&] {
+      return queue.Submit(0, given->batch, std::move(gradients), given->epoch,
+                          count, apply_now);
+    };
+    // The number is noted together with the update, which from then on is the
+    // queue's: it does not depend on the worker any more.
+    bool repeated = false;
+    const absl::Status status = FailedPrecondition(
+        push ? resource->pushes.Admit(*push, submit, &repeated) : submit());
+    if (!status.ok() && given->used) given->used->store(false);
+    return status;
+  }
+
   static absl::Status Unpack(OpKernelContext* context, const Plan& plan,
                              const RoutedBatch& routed,
-                             const Received& received,
-                             ReceivedGradients* gradients, Tensor* rates) {
-    const Placement& placement = plan.placement;
-    const int64_t num_features = plan.features.size();
-    gradients->buffers.push_back(received.tensor);
-    gradients->features.resize(placement.size);
-    for (int p = 0; p < placement.size; ++p) {
-      gradients->features[p].resize(num_features, nullptr);
-      if (p == placement.rank) continue;
-      if (received.bytes[p] < Padded(num_features)) {
-        return CheckBytes(p, received.bytes[p], Padded(num_features));
-      }
-      const char* data = received.data(p);
+                             const OpInputList& received,
+                             ReplicaGradients* gradients) {
+    const Tensor* rates = nullptr;
+    TF_RETURN_IF_ERROR(context->input("rates", &rates));
+    const int64_t num_tables = plan.tables.size();
+    gradients->rates = plan.placement.served
+                           ? *rates
+                           : Tensor(tensorflow::DT_FLOAT,
+                                    tensorflow::TensorShape({num_tables}));
+    TF_RETURN_IF_ERROR(
+        CheckLength("rates", gradients->rates.NumElements(), num_tables));
+    auto found = std::make_shared<ReceivedGradients>();
+    found->features.resize(received.size());
+    for (int p = 0; p < received.size(); ++p) {
+      const char* data = DataOf(received, p);
       const Asked& asked = routed.asked[p];
+      const bool narrow = Narrow(plan, p);
+      const int64_t bytes = received[p].NumElements();
+      const int64_t least = Padded(plan.features.size());
+      if (bytes < least) return CheckBytes(p, bytes, least);
       const GradientLayout layout = LayOut(
-          plan, [&](int f) { return data[f] != 0; },
+          plan, plan.placement.rank, narrow,
+          [&](int k, int) { return data[k] != 0; },
           [&](int f) { return asked.features[f].num_samples(); });
-      TF_RETURN_IF_ERROR(
-          CheckBytes(p, received.bytes[p], layout.samples.bytes));
-      if (p == 0) {
-        *rates = Tensor(tensorflow::DT_FLOAT, rates->shape());
-        std::memcpy(rates->data(), data + layout.rates, rates->TotalBytes());
+      TF_RETURN_IF_ERROR(CheckBytes(p, bytes, layout.bytes));
+      if (p == 0 && !plan.placement.served) {
+        std::memcpy(gradients->rates.data(), data + layout.rates,
+                    gradients->rates.TotalBytes());
       }
-      for (int64_t f = 0; f < num_features; ++f) {
-        if (!data[f]) continue;
-        const char* samples = data + layout.samples.features[f];
-        if (!plan.bfloat16_wire) {
-          gradients->features[p][f] = reinterpret_cast<const float*>(samples);
+      found->buffers.push_back(received[p]);
+      found->features[p].resize(plan.features.size(), nullptr);
+      for (size_t k = 0; k < layout.features.size(); ++k) {
+        if (!data[k]) continue;
+        const int f = layout.features[k];
+        const char* samples = data + layout.samples[k];
+        if (!narrow) {
+          found->features[p][f] = reinterpret_cast<const float*>(samples);
           continue;
         }
         const int64_t count = asked.features[f].num_samples() * plan.dim(f);
@@ -314,14 +370,13 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
             context->allocate_temp(tensorflow::DT_FLOAT, {count}, &expanded));
         FromBFloat16(reinterpret_cast<const BFloat16*>(samples), count,
                      expanded.flat<float>().data());
-        gradients->features[p][f] = expanded.flat<float>().data();
-        gradients->buffers.push_back(expanded);
+        found->features[p][f] = expanded.flat<float>().data();
+        found->buffers.push_back(expanded);
       }
     }
+    gradients->received = std::move(found);
     return absl::OkStatus();
   }
-
-  std::vector<bool> has_gradient_;
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -28,7 +28,7 @@ REGISTER_OP("TpuEmbeddingStepQueue")
     .Doc(R"doc(
 Makes a queue of steps. It lives as long as a handle to it.
 
-plan: the record of the embedding (engines/host.py).
+plan: the record of the embedding (engines/host/batches.py).
 num_slots: slots of all tables.
 )doc");
 

@@ -9,7 +9,6 @@
 
 #include "core/pieces.h"
 #include "core/prepared_batch.h"
-#include "core/push_ledger.h"
 #include "core/rules.h"
 #include "core/telemetry.h"
 #include "kernels/batch_variant.h"
@@ -35,19 +34,16 @@ REGISTER_OP("TpuEmbeddingUpdate")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
     .Input("counters: num_counters * resource")
-    .Input("pushes: num_pushes * int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_counters: int >= 0")
-    .Attr("num_pushes: int >= 0")
     .Attr("has_gradient: list(bool)")
     .Attr("replica: int")
-    .Attr("check_only: bool")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Hands in the gradients of one lookup. Those of the n-th lookups of every replica
+Submits the gradients of one lookup. Those of the n-th lookups of every replica
 are summed into one update.
 
 batches: the batch, from TpuEmbeddingLookup or TpuEmbeddingFromStacks; or none:
@@ -56,11 +52,8 @@ gradients: of the activations, for the features that have one.
 rates: [num_tables], the learning rates from the last replica, zeros from the
   others.
 counters: none, or the number of updates, which grows when one is complete.
-pushes: none, or what TpuEmbeddingCurrentPush gave, if `batches` has one. A push
-  that was taken before is dropped: nothing changes, and it is not counted.
 apply_now: whether updates are due.
 has_gradient: by feature; one without counts as zeros.
-check_only: checks batch and gradients, and changes nothing.
 )doc");
 
 REGISTER_OP("TpuEmbeddingApplyUpdate")
@@ -82,7 +75,6 @@ class UpdateOp : public tensorflow::OpKernel {
  public:
   explicit UpdateOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("replica", &replica_));
-    OP_REQUIRES_OK(context, context->GetAttr("check_only", &check_only_));
     OP_REQUIRES_OK(context, ReadHasGradient(context, &has_gradient_));
   }
 
@@ -97,18 +89,15 @@ class UpdateOp : public tensorflow::OpKernel {
     const auto count = [&] {
       return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
     };
-    OpInputList batches, pushes;
+    OpInputList batches;
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
-    OP_REQUIRES_OK(context, context->input_list("pushes", &pushes));
-    std::optional<Push> push;
-    OP_REQUIRES_OK(context, ReadPush(pushes, &push));
     bool apply_now = false;
     OP_REQUIRES_OK(
         context,
         batches.size() == 0
             ? Deposit(resource.get(), std::move(gradients), count, &apply_now)
-            : Submit(resource.get(), batches[0], std::move(gradients), push,
-                     count, &apply_now));
+            : Submit(resource.get(), batches[0], std::move(gradients), count,
+                     &apply_now));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
     output->scalar<bool>()() = apply_now;
@@ -132,7 +121,6 @@ class UpdateOp : public tensorflow::OpKernel {
   // The gradients of a batch past the queue.
   absl::Status Submit(StepQueueResource* resource, const Tensor& tensor,
                       ReplicaGradients gradients,
-                      const std::optional<Push>& push,
                       const BatchQueue::Count& count, bool* apply_now) const {
     const BatchVariant* variant = nullptr;
     TF_RETURN_IF_ERROR(Unwrap(tensor, resource->plan.get(), &variant));
@@ -142,42 +130,15 @@ class UpdateOp : public tensorflow::OpKernel {
     }
     if (!status.ok()) resource->queue.FailLookup();
     TF_RETURN_IF_ERROR(status);
-    if (check_only_) return absl::OkStatus();
-    if (variant->used && variant->used->exchange(true)) {
-      return absl::FailedPreconditionError(
-          "The gradients of this lookup were applied already; each lookup "
-          "takes "
-          "them once. Call the layer again, or take all gradients with one "
-          "tape.gradient call.");
-    }
-    const auto submit = [&] {
-      return resource->queue.Submit(replica_, variant->batch,
-                                    std::move(gradients), variant->epoch, count,
-                                    apply_now);
-    };
-    // The number is noted together with the update, which from then on is the
-    // queue's: it does not depend on the worker any more.
-    bool repeated = false;
+    TF_RETURN_IF_ERROR(TakeOnce(*variant));
     status = FailedPrecondition(
-        push ? resource->pushes.Admit(*push, submit, &repeated) : submit());
+        resource->queue.Submit(replica_, variant->batch, std::move(gradients),
+                               variant->epoch, count, apply_now));
     if (!status.ok() && variant->used) variant->used->store(false);
     return status;
   }
 
-  static absl::Status ReadPush(const OpInputList& pushes,
-                               std::optional<Push>* push) {
-    if (pushes.size() == 0 || pushes[0].NumElements() == 0) {
-      return absl::OkStatus();
-    }
-    TF_RETURN_IF_ERROR(CheckLength("pushes", pushes.size(), 1));
-    TF_RETURN_IF_ERROR(CheckLength("push", pushes[0].NumElements(), 3));
-    const auto values = pushes[0].flat<int64_t>();
-    *push = Push{values(0), values(1), values(2)};
-    return absl::OkStatus();
-  }
-
   std::vector<bool> has_gradient_;
-  bool check_only_ = false;
   int replica_ = 0;
 };
 
@@ -334,31 +295,15 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                        work->samples.data()};
   }
 
-  // The same for the samples that all processes sent to this one.
+  // The same for the samples that all senders have sent.
   static void CollectRouted(const RoutedBatch& routed,
                             const ReplicaGradients& gradients,
                             const TablePlan& table,
                             std::vector<const float*>* samples) {
     for (size_t sender = 0; sender < routed.asked.size(); ++sender) {
       for (const int f : table.features) {
-        const int64_t count = routed.asked[sender].features[f].num_samples();
-        const bool is_own = sender == size_t(routed.placement.rank);
-        if (!is_own || !routed.by_rows(f)) {
-          const float* data =
-              is_own ? (gradients.features[f]
-                            ? gradients.features[f]->flat<float>().data()
-                            : nullptr)
-                     : gradients.received->features[sender][f];
-          AddSamples(data, table.dim, count, samples);
-          continue;
-        }
-        const Buffer<int32_t>& own = routed.sent[sender].features[f].samples;
-        const float* data = gradients.features[f]
-                                ? gradients.features[f]->flat<float>().data()
-                                : nullptr;
-        for (int64_t s = 0; s < count; ++s) {
-          samples->push_back(data ? data + own[s] * table.dim : nullptr);
-        }
+        AddSamples(gradients.received->features[sender][f], table.dim,
+                   routed.asked[sender].features[f].num_samples(), samples);
       }
     }
   }

@@ -11,17 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import (
-    EngineOptions,
-    Prepared,
-    TableArrays,
-)
-from tpu_embedding.engines.host import HostBatches, HostEngine, HostQueue
+from tpu_embedding.engines.base import EngineOptions, TableArrays
+from tpu_embedding.engines.host.batches import plan_record
+from tpu_embedding.engines.host.engine import HostEngine
+from tpu_embedding.engines.host.part import TablePart
+from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
-from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.partition import Partition, Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
@@ -45,13 +41,8 @@ from tpu_embedding.tables.variables import (
 class ShardedEngine(HostEngine):
     """The host engine over the tables of all processes of a synchronous job.
 
-    Its kernels look up and update the rows that this process has. What other
-    processes need of them travels in three exchanges of each step: IDs when a batch
-    is prepared or queued, rows or activations in the lookup, gradients of samples in
-    the update. See ops/cc/core/routing.h.
-
-    Each call of the queue, `lookup`, `update`, `flush` and each view of the tables is
-    made by all processes in the same order.
+    This process has one part of them. Each call of the queue, `lookup`, `update`,
+    `flush` and each view of the tables is made by all processes in the same order.
     """
 
     name = "sharded"
@@ -63,17 +54,14 @@ class ShardedEngine(HostEngine):
         self._placement = _placement(options)
         assert isinstance(options.membership, Channel)
         self._channel = options.membership
-        self._whole_plan = options.plan
-        part = rows_of_plan(options.plan, self._placement)
-        super().__init__(
-            dataclasses.replace(options, plan=part),
-            _create_parts(options, self._placement),
-            self._placement,
+        own = dataclasses.replace(
+            options, plan=rows_of_plan(options.plan, self._placement)
         )
-        self._part_record = self.batches.plan_record
-        # IDs are those of whole tables.
-        self.batches = HostBatches(options, options.topology.device)
-        self._queue = ShardedQueue(self)
+        record = plan_record(own, self._placement)
+        variables = _create_parts(options, self._placement)
+        self._part = TablePart(own, record, variables)
+        # IDs and batches are those of whole tables.
+        super().__init__(options, [self._part], Processes(record, self._channel))
 
     @classmethod
     def check_plan(cls, plan: Plan, topology: Topology) -> None:
@@ -140,145 +128,15 @@ class ShardedEngine(HostEngine):
             rows=row(counts.rows.astype(np.int64)),
         )
 
-    def prepare(
-        self, batch: Sequence[IdBatch], *, training: bool, device: str | None = None
-    ) -> Prepared:
-        """See `Engine.prepare`: this process alone, so that tf.data may run it."""
-        del training  # Only owners group rows for an update.
-        return super().prepare(batch, training=False, device=device)
-
-    def lookup(
-        self,
-        prepared: Prepared,
-        replica: int,
-        *,
-        training: bool,
-        shapes: Sequence[Shape] | None = None,
-    ) -> tuple[list[tf.Tensor], Prepared]:
-        """See `Engine.lookup`."""
-        call = f"embedding_lookup(training={training})"
-        routed = prepared._replace(value=self.route(prepared.value, training, call))
-        return super().lookup(routed, replica, training=training, shapes=shapes)
-
-    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
-        """See `Engine.to_tensors`; the lookup of a refused batch raises its error."""
-        if prepared.tensors is not None:
-            return prepared.tensors
-        return self.batches.to_tensors(prepared.value, raises=False)
-
-    def lookup_tensors(
-        self,
-        batch: Sequence[IdBatch],
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-    ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
-        """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
-        prepared = self.prepare(batch, training=False)
-        activations, _ = self.lookup(prepared, replica, training=True, shapes=shapes)
-        return activations, self.to_tensors(prepared)
-
-    def update(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-    ) -> None:
-        """See `Engine.update`; plain tensors are divided over processes once more."""
-        if looked_up.tensors is not None:
-            routed = self.route(looked_up.value, True, "apply_gradients")
-            looked_up = looked_up._replace(value=routed)
-        super().update(looked_up, gradients, replica)
-
-    def route(self, batch: tf.Tensor, training: bool, call: str) -> tf.Tensor:
-        """Exchanges the IDs of a prepared batch of each process.
-
-        Args:
-          batch: The batch of this process.
-          training: Whether an update may follow.
-          call: The call of all processes, for errors.
-
-        Returns:
-          The batch as lookups and the queue take it.
-
-        Raises:
-          tf.errors.InvalidArgumentError: In all processes if one's batch was refused.
-          tf.errors.FailedPreconditionError: In all processes if the calls differ.
-        """
-        with tf.device(self._device):
-            sent = self._ops.tpu_embedding_route(
-                batch=batch, plan=self._part_record, training=training
-            )
-            received, splits = self._channel.exchange(
-                "enqueue", sent.message, sent.splits, sent.refusal, call
-            )
-            return self._ops.tpu_embedding_receive_batch(
-                routed=sent.routed, received=received, received_splits=splits
-            )
-
-    def _look_up(
-        self,
-        batches: Sequence[tf.Tensor],
-        replica: int,
-        shapes: Sequence[Shape] | None,
-    ) -> Any:
-        del replica  # A process is one.
-        known = self.batches.activation_shapes(shapes)
-        served = self._ops.tpu_embedding_serve(
-            queue=self._handle,
-            batches=batches,
-            tables=self._table_handles,
-            output_shapes=known,
-        )
-        received, splits = self._channel.exchange(
-            "lookup", served.message, served.splits, served.refusal
-        )
-        return self._ops.tpu_embedding_combine(
-            queue=self._handle,
-            served=served.served,
-            received=received,
-            received_splits=splits,
-            num_features=len(self._plan.features),
-            output_shapes=known,
-        )
-
-    def _hand_in(
-        self,
-        batches: Sequence[tf.Tensor],
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        pushes: Sequence[tf.Tensor] = (),
-        check_only: bool = False,
-    ) -> tf.Tensor:
-        del replica, pushes, check_only  # The latter are those of parameter servers.
-        own: dict[str, Any] = {
-            "queue": self._handle,
-            "batches": batches,
-            "gradients": [g for g in gradients if g is not None],
-            "rates": self._rates.evaluate(),
-            "has_gradient": [g is not None for g in gradients],
-        }
-        sent = self._ops.tpu_embedding_send_gradients(**own)
-        received, splits = self._channel.exchange(
-            "update", sent.message, sent.splits, sent.refusal
-        )
-        return self._ops.tpu_embedding_receive_gradients(
-            **own, received=received, received_splits=splits, counters=self._counters
-        )
-
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`; reading rows is a call of all processes."""
         return {
             spec.name: self._arrays(spec, table)
-            for spec, table in zip(
-                self._whole_plan.tables, self._variables, strict=True
-            )
+            for spec, table in zip(self._plan.tables, self._part.variables, strict=True)
         }
 
     def _arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
-        part = self._plan.tables[spec.index]
-        parts = variable_rows(part, table)
+        parts = variable_rows(spec, table)
         slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
         rows: dict[str, MutableTableRows] = {
             name: ShardedRows(
@@ -320,33 +178,8 @@ class ShardedEngine(HostEngine):
                 found[full] = LogicalVariable(
                     full, rows.shape, rows.dtype, rows.numpy, _writer(rows)
                 )
-        if self._rates.updates is not None:
-            found[UPDATES] = self._rates.updates
-        return found
-
-
-class ShardedQueue(HostQueue):
-    """The queue of one process: batches whose IDs were exchanged."""
-
-    def __init__(self, engine: ShardedEngine) -> None:
-        super().__init__(engine)
-        self._sharded = engine
-
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
-        """See `StepQueue.enqueue`; a batch refused in one process is so in all."""
-        call = f"enqueue(training={training})"
-        routed = [
-            batch._replace(value=self._sharded.route(batch.value, training, call))
-            for batch in batches
-        ]
-        super().enqueue(routed, replica, training=training, name=name)
+        updates = self.updates()
+        return found if updates is None else {**found, UPDATES: updates}
 
 
 class ShardedRows(MutableTableRows):

@@ -1,0 +1,233 @@
+"""Batches in the form of the kernels, and the plan as the kernels read it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions
+from tpu_embedding.engines.cpu_base import StackedBatches
+from tpu_embedding.inputs import IdBatch, op_inputs
+from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.placement import Placement
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.ops import library, records
+
+
+class HostBatches:
+    """Batches of a plan in the form of the kernels, and as plain tensors: no state.
+
+    Attributes:
+      device: Where batches are prepared; None: where each call is.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        device: str | None,
+        record: bytes,
+        *,
+        groups: bool,
+    ) -> None:
+        """Batches for the tables of `options`.
+
+        Args:
+          options: The options of the engine.
+          device: Where batches are prepared; None: where each call is.
+          record: The plan, from `plan_record`.
+          groups: Whether entries are grouped by row for an update: else owners do it.
+        """
+        self._ops = library.load()
+        self.device, self._record, self._groups = device, record, groups
+        self._plan = options.plan
+        self._output_shapes = options.output_shapes
+        self._stacks = StackedBatches(options.plan, options.layout)
+        self._call_records: dict[Any, bytes] = {}
+
+    def prepare(self, batch: Sequence[IdBatch], *, training: bool) -> tf.Tensor:
+        """The batch as the kernels take it: a variant of this device and process."""
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_prepare(
+                **op_inputs(batch),
+                plan=self._record,
+                call=self._call_record(batch, training and self._groups),
+            )
+
+    def to_tensors(self, batch: tf.Tensor, *, raises: bool) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`.
+
+        Args:
+          batch: What `prepare` returned.
+          raises: Whether a refused batch raises its error here, or has a `refusal`.
+        """
+        with tf.device(self.device):
+            result = self._ops.tpu_embedding_to_stacks(
+                batch=batch,
+                num_stacks=len(self._stacks.layout.stacks),
+                num_features=len(self._plan.features),
+                raises=raises,
+            )
+            columns = (
+                result.row_pointers,
+                result.sample_ids,
+                result.token_ids,
+                result.gains,
+            )
+            stacks = list(zip(*columns, strict=True))
+            packed = self._stacks.pack(stacks, result.output_shapes)
+            return packed if raises else packed._replace(refusal=result.refusal)
+
+    def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
+        """See `Engine.from_tensors`: errors in values are raised by what takes it."""
+        stacks = [features.tables[s.name] for s in self._stacks.layout.stacks]
+        with tf.device(self.device):
+            shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
+            for_update = not shapes  # Its samples are known.
+            if for_update:
+                counts = self._stacks.samples(features.tables)
+                shapes = [count[tf.newaxis] for count in counts]
+            return self._ops.tpu_embedding_from_stacks(
+                row_pointers=[tf.cast(s.row_pointers, tf.int32) for s in stacks],
+                token_ids=[tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
+                gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
+                shapes=shapes,
+                refusals=[features.refusal] if tf.is_tensor(features.refusal) else [],
+                plan=self._record,
+                training=for_update and self._groups,
+            )
+
+    def activation_shapes(self, shapes: Sequence[Shape] | None) -> list[tf.TensorShape]:
+        """For each feature what is known of its activations; see `Engine.lookup`."""
+        known = self._output_shapes.activations(shapes)
+        return [
+            tf.TensorShape((*shape, dim))
+            for shape, dim in zip(known, self._plan.dims, strict=True)
+        ]
+
+    def by_sample(
+        self, gradients: Sequence[tf.Tensor | None]
+    ) -> list[tf.Tensor | None]:
+        """Gradients of activations as [samples, D]."""
+        return [
+            None if gradient is None else tf.reshape(gradient, [-1, dim])
+            for gradient, dim in zip(gradients, self._plan.dims, strict=True)
+        ]
+
+    def stacked(self, tables: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """By name of the stack what `tables` has for each of its tables."""
+        return {
+            stack.name: tuple(tables[index] for index in stack.tables)
+            for stack in self._stacks.layout.stacks
+        }
+
+    def _call_record(self, batch: Sequence[IdBatch], training: bool) -> bytes:
+        """What the kernel must know of this call; equal calls share one record."""
+        declared = self._output_shapes.all_declared()
+        key = (
+            training,
+            declared,
+            tuple(
+                (b.kind, b.weights is None, b.weight_structure is None) for b in batch
+            ),
+        )
+        found = self._call_records.get(key)
+        if found is None:
+            shapes: list[Any] = [d.shape if d else None for d in declared]
+            found = self._call_records[key] = records.serialize(
+                training=training,
+                kinds=[b.kind.value for b in batch],
+                has_weights=[b.weights is not None for b in batch],
+                has_weight_structure=[b.weight_structure is not None for b in batch],
+                declared_shapes=[tf.TensorShape(shape) for shape in shapes],
+                declared_sources=[d.source if d else "" for d in declared],
+            )
+        return found
+
+
+def plan_record(
+    options: EngineOptions, placement: Placement | None = None, *, served: bool = False
+) -> bytes:
+    """The plan as cc/kernels/plan.h reads it.
+
+    Args:
+      options: The options of the engine.
+      placement: The owners of the tables, if there are several.
+      served: Whether the owners are servers.
+    """
+    plan, layout = options.plan, options.layout
+    return records.serialize(
+        check_numerics=options.check_numerics,
+        num_replicas=options.topology.num_replicas,
+        capacity=QUEUE_CAPACITY,
+        pipelined=options.pipelined,
+        process=placement.process if placement else 0,
+        num_processes=placement.num_processes if placement else 1,
+        served=served,
+        owners=list(placement.owners) if placement else [],
+        bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
+        tables=[_table_record(spec) for spec in plan.tables],
+        features=[
+            records.record(
+                path=spec.path,
+                table=spec.table,
+                table_name=plan.tables[spec.table].name,
+                rows=plan.tables[spec.table].config.vocabulary_size,
+                combiner=plan.tables[spec.table].config.combiner,
+                invalid_ids=plan.tables[spec.table].config.invalid_ids,
+                sequence_length=spec.config.max_sequence_length,
+                **_place_in_stack(layout, spec.index),
+            )
+            for spec in plan.features
+        ],
+        stacks=[stack.name for stack in layout.stacks] if layout else [],
+    )
+
+
+def _place_in_stack(layout: Layout | None, feature: int) -> dict[str, int]:
+    if layout is None:
+        return {}
+    return {
+        "stack": layout.feature_stacks[feature],
+        "row_offset": layout.row_offsets[feature],
+    }
+
+
+def _table_record(spec: TableSpec) -> Any:
+    config, optimizer = spec.config, spec.optimizer
+    quantization = config.quantization_config
+    size = functools.partial(
+        records.record,
+        name=spec.name,
+        rows=config.vocabulary_size,
+        dim=config.dim,
+        is_bfloat16=config.dtype == "bfloat16",
+        num_buckets=quantization.num_buckets if quantization else 0,
+        lower=float(quantization.lower) if quantization else 0.0,
+        upper=float(quantization.upper) if quantization else 0.0,
+    )
+    if optimizer is None:
+        return size(rule="")
+
+    def limit(value: float | None, off: float) -> float:
+        return off if value is None else float(value)
+
+    return size(
+        rule=optimizer.rule,
+        hyperparameters=[float(number) for number in optimizer.hyperparameters],
+        clip_gradient_min=limit(optimizer.clip_gradient_min, -math.inf),
+        clip_gradient_max=limit(optimizer.clip_gradient_max, math.inf),
+        clip_weight_min=limit(optimizer.clip_weight_min, -math.inf),
+        clip_weight_max=limit(optimizer.clip_weight_max, math.inf),
+        weight_decay_factor=float(optimizer.weight_decay_factor or 0.0),
+        multiply_decay_by_rate=bool(
+            optimizer.multiply_weight_decay_factor_by_learning_rate
+        ),
+        all_rows=optimizer.touches_all_rows,
+        rounding_seed=spec.rounding_seed,
+    )

@@ -1,0 +1,362 @@
+"""The step of a CPU, on the parts of tables that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tpu_embedding import errors
+from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
+from tpu_embedding.engines.base import (
+    Engine,
+    EngineOptions,
+    Prepared,
+    StepQueue,
+    TableArrays,
+)
+from tpu_embedding.engines.cpu_base import (
+    arrays_of_variables,
+    lay_out_whole,
+    refuse_tpu_options,
+)
+from tpu_embedding.engines.host.batches import HostBatches, plan_record
+from tpu_embedding.engines.host.part import TablePart
+from tpu_embedding.engines.host.queue import HostEngineQueue
+from tpu_embedding.engines.host.transport import Transport
+from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.inputs import IdBatch
+from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.output_shapes import OutputShapes, Shape
+from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.ops import library
+from tpu_embedding.tables.variables import create_variables, named_variables
+
+
+class Routed(NamedTuple):
+    """A batch that was divided over the owners of its rows.
+
+    Attributes:
+      own: What this process needs of it, to combine rows and to send gradients.
+      parts: By part of the tables what was asked of it.
+      ready: Tensors that exist once no owner can refuse it any more.
+    """
+
+    own: tf.Tensor
+    parts: list[tf.Tensor]
+    ready: list[tf.Tensor]
+
+
+class HostEngine(Engine):
+    """One op per step and direction for all tables (see docs/architecture.md).
+
+    The tables are whole, in one part in this process; or a transport leads to the
+    owners of their parts. Then what a process needs of the owners travels three times
+    in each step: IDs when a batch is prepared or queued, rows or activations in the
+    lookup, gradients of samples in the update. See ops/cc/core/routing.h.
+    """
+
+    name = "host"
+    table_dtypes = DTYPES
+    differentiates_weights = True
+    for_custom = "portable"
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        parts: Sequence[TablePart] = (),
+        transport: Transport | None = None,
+    ) -> None:
+        """Makes the whole tables, unless there are parts of them.
+
+        Args:
+          options: See `Engine`.
+          parts: The parts of the tables that ops of this process work on.
+          transport: The way to the owners of all parts.
+        """
+        super().__init__(options)
+        self._ops = library.load()
+        self._pipelined = options.pipelined
+        record = plan_record(options)
+        if not parts:
+            variables = create_variables(options.plan, self._device)
+            parts = [TablePart(options, record, variables)]
+        self._parts, self._transport = parts, transport
+        device = None if transport and not transport.is_owner else self._device
+        self._batches = HostBatches(options, device, record, groups=not transport)
+        self._queue: StepQueue = HostEngineQueue(self)
+
+    @classmethod
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """See `Engine.check_plan`."""
+        del topology
+        refuse_tpu_options(cls.name, plan)
+
+    @classmethod
+    def lay_out(
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
+    ) -> Layout:
+        """See `Engine.lay_out`."""
+        del topology, output_shapes  # What no FeatureConfig says may change.
+        return lay_out_whole(plan, config)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether an update stays pending until the lookups of the next step."""
+        return self._pipelined
+
+    def prepare(
+        self,
+        batch: Sequence[IdBatch],
+        *,
+        training: bool,
+        device: str | tf.Tensor | None = None,
+    ) -> Prepared:
+        """See `Engine.prepare`: errors in values are raised by what takes it."""
+        if device is not None:
+            raise errors.enqueue_device(device)
+        return Prepared(self._batches.prepare(batch, training=training))
+
+    def route(self, batch: tf.Tensor, call: str, *, training: bool) -> Routed:
+        """Tells the owners what a prepared batch needs of them.
+
+        Args:
+          batch: The batch of this process.
+          call: What the user called, for errors.
+          training: Whether an update may follow.
+
+        Raises:
+          tf.errors.InvalidArgumentError: If the batch was refused; in all processes of
+            a job if that of one was.
+          tf.errors.FailedPreconditionError: In all processes if the calls differ.
+        """
+        transport = self._transport
+        assert transport is not None
+        with tf.device(self._batches.device):
+            sent = self._ops.tpu_embedding_route(
+                batch=batch,
+                num_messages=transport.size,
+                plan=transport.record,
+                training=training,
+            )
+        received = transport.to_owners("enqueue", sent.messages, sent.refusal, call)
+        parts = [
+            part.receive_batch(
+                [sent.routed] if transport.is_owner else [], messages, training=training
+            )
+            for part, messages in zip(self._parts, received, strict=True)
+        ]
+        return Routed(sent.routed, parts, parts)
+
+    def lookup(
+        self,
+        prepared: Prepared,
+        replica: int,
+        *,
+        training: bool,
+        shapes: Sequence[Shape] | None = None,
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """See `Engine.lookup`."""
+        if self._transport is None:
+            (part,) = self._parts
+            known = self._batches.activation_shapes(shapes)
+            found = part.look_up([prepared.value], replica, known)
+            return found.activations, prepared._replace(value=found.looked_up)
+        # An update from plain tensors routes them again.
+        training = training and prepared.tensors is None
+        call = f"embedding_lookup(training={training})"
+        routed = self.route(prepared.value, call, training=training)
+        activations, looked_up = self.look_up_routed(routed, shapes)
+        return activations, prepared._replace(value=looked_up)
+
+    def look_up_routed(
+        self, routed: Routed, shapes: Sequence[Shape] | None
+    ) -> tuple[list[tf.Tensor], Routed]:
+        """Looks up a batch that `route` returned; what an update takes."""
+        parts = [[part] for part in routed.parts]
+        served, received = self._serve(parts, shapes)
+        looked_up = [answer.looked_up for answer in served]
+        own = looked_up[0] if self._is_owner else routed.own
+        found = self._combine([], own, received, shapes)
+        return found.activations, Routed(own, looked_up, found.activations[:1])
+
+    def look_up_queued(self, replica: int, shapes: Sequence[Shape] | None) -> Any:
+        """Looks up the next batch of the queue; `activations` and `apply_now`."""
+        (part,) = self._parts
+        if self._transport is None:
+            return part.look_up([], replica, self._batches.activation_shapes(shapes))
+        (served,), received = self._serve([[]], shapes)
+        return self._combine([part.handle], served.looked_up, received, shapes)
+
+    def _serve(
+        self, batches: Sequence[Sequence[tf.Tensor]], shapes: Sequence[Shape] | None
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """What each part serves, and what has arrived of it, by owner."""
+        transport = self._transport
+        assert transport is not None
+        own_shapes = (
+            self._batches.activation_shapes(shapes) if transport.is_owner else []
+        )
+        served = [
+            part.serve(batch, own_shapes, transport.num_senders)
+            for part, batch in zip(self._parts, batches, strict=True)
+        ]
+        received = [
+            message
+            for answer in served
+            for message in transport.to_senders(
+                "lookup", answer.messages, answer.refusal
+            )
+        ]
+        return served, received
+
+    def _combine(
+        self,
+        queues: Sequence[tf.Tensor],
+        batch: tf.Tensor,
+        received: Sequence[tf.Tensor],
+        shapes: Sequence[Shape] | None,
+    ) -> Any:
+        with tf.device(self._batches.device):
+            return self._ops.tpu_embedding_combine(
+                queues=queues,
+                batch=batch,
+                received=received,
+                num_features=len(self._plan.features),
+                output_shapes=self._batches.activation_shapes(shapes),
+            )
+
+    def lookup_tensors(
+        self,
+        batch: Sequence[IdBatch],
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
+        """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
+        if self._transport is None:
+            return super().lookup_tensors(batch, replica, shapes=shapes)
+        prepared = self.prepare(batch, training=False)
+        activations, _ = self.lookup(prepared, replica, training=False, shapes=shapes)
+        return activations, self.to_tensors(prepared)
+
+    def update(
+        self,
+        looked_up: Prepared,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> None:
+        """See `Engine.update`."""
+        if looked_up.tensors is not None:
+            gradients = self._batches.by_sample(gradients)
+        if self._transport is None:
+            (part,) = self._parts
+            part.apply(part.submit([looked_up.value], gradients, replica))
+            return
+        routed = looked_up.value
+        if looked_up.tensors is not None:
+            routed = self.route(routed, "apply_gradients", training=True)
+        self.send_gradients(routed, gradients)
+
+    def send_gradients(
+        self, routed: Routed | None, gradients: Sequence[tf.Tensor | None]
+    ) -> None:
+        """Sends the owners their gradients, and updates.
+
+        Args:
+          routed: The batch; None: the one that was dequeued last.
+          gradients: See `update`.
+        """
+        transport, first = self._transport, self._parts[0]
+        assert transport is not None
+        nothing = tf.zeros([0])  # Servers evaluate the rates of their own tables.
+        with (
+            tf.device(self._batches.device),
+            tf.control_dependencies(routed.ready if routed else []),
+        ):
+            sent = self._ops.tpu_embedding_send_gradients(
+                queues=[] if routed else [first.handle],
+                batches=[routed.own] if routed else [],
+                gradients=[g for g in gradients if g is not None],
+                rates=first.rates.evaluate() if transport.is_owner else nothing,
+                num_messages=transport.size,
+                has_gradient=[g is not None for g in gradients],
+            )
+        received = transport.to_owners("update", sent.messages, sent.refusal)
+        pushes = transport.pushes()
+        for k, (part, messages) in enumerate(zip(self._parts, received, strict=True)):
+            with tf.device(part.device):
+                rates = nothing if transport.is_owner else part.rates.evaluate()
+            batches = [routed.parts[k]] if routed else []
+            part.apply(part.receive_gradients(batches, messages, rates, pushes))
+
+    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
+        """See `Engine.to_tensors`; over processes a refusal waits for the lookup."""
+        if prepared.tensors is not None:
+            return prepared.tensors
+        return self._batches.to_tensors(prepared.value, raises=not self._is_owner)
+
+    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
+        """See `Engine.from_tensors`: errors in values are raised by what takes it."""
+        return Prepared(self._batches.from_tensors(features), features)
+
+    @property
+    def _is_owner(self) -> bool:
+        """Whether other processes ask this one for rows."""
+        return self._transport is not None and self._transport.is_owner
+
+    def queue(self) -> StepQueue:
+        """See `Engine.queue`."""
+        return self._queue
+
+    def tables(self) -> dict[str, TableArrays]:
+        """See `Engine.tables`; each array is one variable, the table one part."""
+        (part,) = self._parts
+        return {
+            spec.name: arrays_of_variables(spec, table)
+            for spec, table in zip(self._plan.tables, part.variables, strict=True)
+        }
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`: the tables themselves."""
+        (part,) = self._parts
+        return self._batches.stacked([table.parameters for table in part.variables])
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`."""
+        (part,) = self._parts
+        variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
+        updates = self.updates()
+        return variables if updates is None else {**variables, UPDATES: updates}
+
+    def updates(self) -> Any:
+        """See `Engine.updates`."""
+        (part,) = self._parts
+        return part.rates.updates
+
+    def start_counting(self, every: int) -> None:
+        """See `Engine.start_counting`."""
+        (part,) = self._parts
+        part.start_counting(every)
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """See `Engine.counts`."""
+        (part,) = self._parts
+        return part.counts(num_hot_rows)
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        if self._pipelined:
+            self._parts[0].apply_all()
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        for part in self._parts:
+            part.reset()

@@ -1,0 +1,228 @@
+"""The tables, or rows of tables, that one device owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.telemetry import Counts, TableCounts
+from tpu_embedding.ops import library
+from tpu_embedding.tables.variables import TableVariables, create_counter
+
+
+class TablePart:
+    """What one device owns: tables, slots, their updates, and the ops on them.
+
+    Lists of messages are by sender. Batches are lists of one, past the queue, or of
+    none: the next one of the queue.
+
+    Attributes:
+      device: The device.
+      record: The plan of the part, for ops.
+      rates: The learning rates, and the count of updates.
+      variables: By table.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        record: bytes,
+        variables: Sequence[TableVariables],
+    ) -> None:
+        """Makes the step queue.
+
+        Args:
+          options: Those of an engine for these tables on their device.
+          record: Their plan, from `plan_record`.
+          variables: By table.
+        """
+        self.device = options.topology.device
+        self.record, self.variables = record, variables
+        self.rates = Rates(options.plan, lambda: create_counter("updates", self.device))
+        self._ops = library.load()
+        self._plan, self._topology = options.plan, options.topology
+        self._tables = [table.parameters.handle for table in variables]
+        self._slots = [
+            slot.handle for table in variables for slot in table.slots.values()
+        ]
+        self._is_trained = all(table.optimizer for table in options.plan.tables)
+        updates = self.rates.updates
+        self._counters = [] if updates is None else [updates.handle]
+        with tf.device(self.device):
+            self.handle = self._ops.tpu_embedding_step_queue(
+                plan=record, num_slots=len(self._slots)
+            )
+
+    def enqueue(
+        self, batches: Sequence[tf.Tensor], replica: int | None, *, training: bool
+    ) -> tf.Tensor:
+        """Queues one batch of each replica, or that of one; whether updates are due."""
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_enqueue(
+                queue=self.handle,
+                batches=batches,
+                runs=self._runs(),
+                replica=replica or 0,
+                training=training,
+            )
+
+    def look_up(
+        self,
+        batches: Sequence[tf.Tensor],
+        replica: int,
+        shapes: Sequence[tf.TensorShape],
+    ) -> Any:
+        """Looks a batch up in tables that are whole here."""
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_lookup(
+                queue=self.handle,
+                batches=batches,
+                tables=self._tables,
+                runs=self._runs(),
+                num_features=len(shapes),
+                output_shapes=shapes,
+                replica=replica,
+            )
+
+    def submit(
+        self,
+        batches: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+    ) -> tf.Tensor:
+        """Submits the gradients of a batch that `look_up` took.
+
+        The rates come first: one that fails has changed nothing.
+
+        Returns:
+          bool scalar, whether updates are due.
+        """
+        # Replicas act in ascending order: the last one completes the update.
+        is_last = replica == self._topology.num_replicas - 1
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_update(
+                queue=self.handle,
+                batches=batches,
+                gradients=[g for g in gradients if g is not None],
+                rates=self.rates.evaluate() if is_last else tf.zeros([self.rates.size]),
+                counters=self._counters,
+                has_gradient=[g is not None for g in gradients],
+                replica=replica,
+            )
+
+    def receive_batch(
+        self,
+        routed: Sequence[tf.Tensor],
+        received: Sequence[tf.Tensor],
+        *,
+        training: bool,
+    ) -> tf.Tensor:
+        """What the senders ask of this part; `routed`: the own batch, if it has one."""
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_receive_batch(
+                routed=routed, received=received, plan=self.record, training=training
+            )
+
+    def serve(
+        self,
+        batches: Sequence[tf.Tensor],
+        shapes: Sequence[tf.TensorShape],
+        num_senders: int,
+    ) -> Any:
+        """Looks up what `receive_batch` read; `shapes`: of the own batch."""
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_serve(
+                queue=self.handle,
+                batches=batches,
+                tables=self._tables,
+                num_messages=num_senders,
+                output_shapes=shapes,
+            )
+
+    def receive_gradients(
+        self,
+        batches: Sequence[tf.Tensor],
+        received: Sequence[tf.Tensor],
+        rates: tf.Tensor,
+        pushes: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """Submits the gradients of all senders; whether updates are due."""
+        with tf.device(self.device):
+            return self._ops.tpu_embedding_receive_gradients(
+                queue=self.handle,
+                batches=batches,
+                received=received,
+                rates=rates,
+                counters=self._counters,
+                pushes=pushes,
+            )
+
+    def apply(self, apply_now: tf.Tensor) -> None:
+        """Applies the updates that are due, where `apply_now` holds."""
+        if not self._is_trained:
+            return  # Lookup only: no update can be pending.
+        with tf.device(self.device):
+            self._ops.tpu_embedding_apply_update(
+                queue=self.handle,
+                apply_now=apply_now,
+                tables=self._tables,
+                slots=self._slots,
+            )
+
+    def apply_all(self) -> None:
+        """Applies every complete update, pending or due."""
+        with tf.device(self.device):
+            self.apply(self._ops.tpu_embedding_flush(queue=self.handle))
+
+    def reset(self) -> None:
+        """Forgets batches, owed gradients and the pending update."""
+        with tf.device(self.device):
+            self._ops.tpu_embedding_reset(queue=self.handle, counters=self._counters)
+
+    def start_counting(self, every: int) -> None:
+        """See `Engine.start_counting`."""
+        with tf.device(self.device):
+            self._ops.tpu_embedding_start_telemetry(queue=self.handle, every=every)
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """See `Engine.counts`."""
+        with tf.device(self.device):
+            found = self._ops.tpu_embedding_read_telemetry(
+                queue=self.handle,
+                num_tables=len(self._plan.tables),
+                num_hot_rows=num_hot_rows,
+            )
+        steps, counted_steps, depth, pending = found.steps.numpy().tolist()
+        return Counts(
+            steps,
+            counted_steps,
+            depth,
+            pending,
+            tables={
+                spec.name: TableCounts(
+                    *found.totals[spec.index].numpy().tolist(),
+                    *(
+                        arrays[spec.index].numpy()
+                        for arrays in (
+                            found.hot_rows,
+                            found.rows,
+                            found.ids,
+                            found.gradient_norms,
+                            found.update_norms,
+                        )
+                    ),
+                )
+                for spec in self._plan.tables
+            },
+        )
+
+    def _runs(self) -> list[tf.Tensor]:
+        """What tells this run of strategy.run from others; in graphs kernels know."""
+        if self._topology.num_replicas == 1:
+            return []
+        run = self._topology.run_number()
+        return [] if run is None else [tf.constant(run, tf.int64)]

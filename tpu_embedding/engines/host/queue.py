@@ -1,0 +1,202 @@
+"""The order of calls: queues of batches on top of the engine."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tpu_embedding.engines.base import QUEUE_CAPACITY, Prepared, StepQueue
+from tpu_embedding.layout.output_shapes import Shape
+
+if TYPE_CHECKING:
+    from tpu_embedding.engines.host.engine import HostEngine, Routed
+
+
+class HostEngineQueue(StepQueue):
+    """The queue in the resource of the engine's part of the tables.
+
+    Over several processes it has batches that were routed.
+    """
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.enqueue`; a batch refused in one process is so in all."""
+        del name
+        engine, (part,) = self._engine, self._engine._parts
+        values = [batch.value for batch in batches]
+        if engine._transport is not None:
+            call = f"enqueue(training={training})"
+            routed = [engine.route(v, call, training=training) for v in values]
+            values = [own for each in routed for own in each.parts]
+        apply_now = part.enqueue(values, replica, training=training)
+        if engine.pipelined and not training:
+            part.apply(apply_now)
+
+    def dequeue(
+        self,
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        name: str | None = None,
+    ) -> list[tf.Tensor]:
+        """See `StepQueue.dequeue`."""
+        del name
+        engine, (part,) = self._engine, self._engine._parts
+        found = engine.look_up_queued(replica, shapes)
+        if engine.pipelined:
+            part.apply(found.apply_now)
+        return found.activations
+
+    def apply_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.apply_gradients`."""
+        del name
+        engine, (part,) = self._engine, self._engine._parts
+        if engine._transport is not None:
+            engine.send_gradients(None, gradients)
+        else:
+            part.apply(part.submit([], gradients, replica))
+
+
+class ServerQueue(StepQueue):
+    """The batches of one function, or of eager calls, in order.
+
+    Each tf.function has steps of its own, also each of its loops and branches: any
+    number of workers may run it at a time. A wrong order of calls is an error when
+    the function is traced.
+    """
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+        self._eager = _Steps()
+        self._of_graphs: weakref.WeakKeyDictionary[Any, _Steps]
+        self._of_graphs = weakref.WeakKeyDictionary()
+
+    def enqueue(
+        self,
+        batches: Sequence[Prepared],
+        replica: int | None,
+        *,
+        training: bool,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.enqueue`."""
+        del replica, name
+        queued = self._steps().queued
+        if len(queued) >= QUEUE_CAPACITY:
+            raise _wrong_order(
+                f"enqueue: the queue is full ({QUEUE_CAPACITY} batches). Call dequeue "
+                "once for each enqueue."
+            )
+        (batch,) = batches
+        routed = self._engine.route(batch.value, "enqueue", training=training)
+        queued.append((routed, training))
+        if not training:
+            # A refused batch leaves what is pending.
+            with tf.control_dependencies([routed.own]):
+                self._engine.flush()
+
+    def dequeue(
+        self,
+        replica: int,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        name: str | None = None,
+    ) -> list[tf.Tensor]:
+        """See `StepQueue.dequeue`."""
+        del replica, name
+        steps = self._steps()
+        if not steps.queued:
+            raise _wrong_order(
+                "dequeue: no batch is enqueued. Call enqueue before dequeue, once for "
+                "each dequeue; under ParameterServerStrategy in the same function, "
+                "loop and branch."
+            )
+        batch, training = steps.queued[0]
+        if training and steps.owed is not None:
+            raise _wrong_order(
+                "dequeue: the training batch dequeued before still owes its "
+                "gradients. Call apply_gradients first, or enqueue with "
+                "training=False; after a step that failed call flush and reset."
+            )
+        activations, looked_up = self._engine.look_up_routed(batch, shapes)
+        steps.queued.popleft()
+        steps.was_training = training
+        if training:
+            steps.owed = looked_up
+        return activations
+
+    def apply_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        replica: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """See `StepQueue.apply_gradients`."""
+        del replica, name
+        steps = self._steps()
+        if steps.owed is None or not steps.was_training:
+            if not steps.was_training:
+                problem = (
+                    "the batch was enqueued with training=False. Enqueue with "
+                    "training=True to train on it."
+                )
+            elif steps.queued:
+                problem = "the enqueued batch was not dequeued. Call dequeue first."
+            else:
+                problem = (
+                    "no dequeued batch owes gradients; they can be applied once per "
+                    "dequeue, under ParameterServerStrategy in the same function, loop "
+                    "and branch."
+                )
+            raise _wrong_order(f"apply_gradients: {problem}")
+        self._engine.send_gradients(steps.owed, gradients)
+        steps.owed = None
+
+    def reset(self) -> None:
+        """Forgets the steps of eager calls; those of functions end with them."""
+        self._eager = _Steps()
+
+    def _steps(self) -> _Steps:
+        if tf.executing_eagerly():
+            return self._eager
+        graph = tf.compat.v1.get_default_graph()
+        return self._of_graphs.setdefault(graph, _Steps())
+
+
+class _Steps:
+    """The steps of one function.
+
+    Attributes:
+      queued: Routed batches with `training`, the oldest first.
+      owed: The lookup whose gradients are awaited, or None.
+      was_training: Whether the last batch that was dequeued is for training.
+    """
+
+    def __init__(self) -> None:
+        self.queued: collections.deque[tuple[Routed, bool]] = collections.deque()
+        self.owed: Routed | None = None
+        self.was_training = True
+
+
+def _wrong_order(text: str) -> tf.errors.FailedPreconditionError:
+    return tf.errors.FailedPreconditionError(None, None, text)

@@ -1,0 +1,369 @@
+"""The engine of ParameterServerStrategy: the parts of the tables are on servers.
+
+IDs travel to the servers, rows and activations back, and gradients to the servers. Only
+the tables, their slots and counters, and the numbers of the pushes that were applied
+are kept there: a batch exists within one function, so a lost worker leaves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
+from tpu_embedding.distribution import Topology
+from tpu_embedding.engines.base import Engine, EngineOptions, StepQueue, TableArrays
+from tpu_embedding.engines.cpu_base import (
+    arrays_of_variables,
+    lay_out_whole,
+    refuse_tpu_options,
+)
+from tpu_embedding.engines.host.batches import plan_record
+from tpu_embedding.engines.host.engine import HostEngine
+from tpu_embedding.engines.host.part import TablePart
+from tpu_embedding.engines.host.queue import ServerQueue
+from tpu_embedding.engines.host.transport import Servers
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.partition import Partition
+from tpu_embedding.layout.placement import (
+    ALL_PROCESSES,
+    Placement,
+    part_of_plan,
+    place_on_servers,
+    rows_of_plan,
+)
+from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.ops import library
+from tpu_embedding.parameter_server import ClusterCoordinator
+from tpu_embedding.tables.initial import initial_rows
+from tpu_embedding.tables.readers import PartsReader
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    MutableTableRows,
+    checkpoint_name,
+    interleaved,
+)
+from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
+from tpu_embedding.tables.variables import (
+    Place,
+    TableVariables,
+    create_parts,
+    variable_rows,
+)
+
+
+class ParameterServerEngine(HostEngine):
+    """Tables are looked up and updated on servers.
+
+    Each is whole on one server, or its rows are divided over all of them. Workers
+    prepare, check and divide batches, and combine what the servers send. A push that
+    was numbered by a `ClusterCoordinator` is applied once on each server, however
+    often the function runs.
+    """
+
+    name = "parameter_server"
+    differentiates_weights = False
+    for_custom = None
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Makes the tables on the servers; see `Engine`.
+
+        Raises:
+          tf.errors.NotFoundError: If a server has not loaded the library.
+        """
+        plan, servers = options.plan, options.topology.servers
+        self._coordinator = ClusterCoordinator(options.topology.strategy)
+        _require_library(servers)
+        owners = place_on_servers(
+            plan, len(servers), options.distributed.placement
+        ).owners
+        used = [k for k in range(len(servers)) if {k, ALL_PROCESSES} & {*owners}]
+        owners = tuple(
+            owner if owner == ALL_PROCESSES else used.index(owner) for owner in owners
+        )
+        devices = [servers[k] for k in used]
+        places = [Placement(k, len(used), owners) for k in range(len(used))]
+        # In plan order, as the numbers of random initializers depend on it.
+        self._variables = create_parts(
+            plan, [places_on_servers(spec, places[0], devices) for spec in plan.tables]
+        )
+        parts = [
+            self._part(options, place, device)
+            for place, device in zip(places, devices, strict=True)
+        ]
+        record = plan_record(options, places[0], served=True)
+        super().__init__(options, parts, Servers(record, len(used)))
+        self._steps = ServerQueue(self)
+
+    def _part(
+        self, options: EngineOptions, placement: Placement, device: str
+    ) -> TablePart:
+        """The tables, and rows of tables, of one server."""
+        own = placement.process
+        tables = [
+            t
+            for t, owner in enumerate(placement.owners)
+            if owner in (own, ALL_PROCESSES)
+        ]
+        held = dataclasses.replace(
+            placement, owners=tuple(placement.owners[t] for t in tables)
+        )
+        plan, _ = part_of_plan(options.plan, tables)
+        options = dataclasses.replace(
+            options,
+            plan=rows_of_plan(plan, held),
+            topology=dataclasses.replace(options.topology, device=device),
+            layout=None,
+        )
+        variables = [
+            self._variables[t][own if placement.is_divided(t) else 0] for t in tables
+        ]
+        return TablePart(options, plan_record(options, held, served=True), variables)
+
+    @classmethod
+    def join(cls, options: EngineOptions) -> None:
+        """See `Engine.join`: refuses options that servers do not carry.
+
+        Raises:
+          NotImplementedError: If rows are to travel as bfloat16, or calls to wait for
+            another time.
+        """
+        timeout = options.distributed.timeout_seconds
+        if timeout != DistributedOptions().timeout_seconds:
+            raise NotImplementedError(
+                f"ParameterServerStrategy does not support `timeout_seconds={timeout}` "
+                "of DistributedOptions: no process waits for another. Pass "
+                "`task_timeout` to te.ClusterCoordinator."
+            )
+        if options.distributed.wire_dtype != "float32":
+            raise NotImplementedError(
+                "ParameterServerStrategy does not support "
+                f"`wire_dtype={options.distributed.wire_dtype!r}` of "
+                "DistributedOptions: rows, activations and gradients travel as they "
+                'are. Leave it at "float32", or use tables of bfloat16.'
+            )
+
+    @classmethod
+    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+        """See `Engine.check_plan`."""
+        del topology
+        refuse_tpu_options("parameter server", plan)
+        for table in plan.tables:
+            functions = {
+                "CustomOptimizer": table.optimizer is not None
+                and table.optimizer.is_custom,
+                "CustomCombiner": table.config.custom_combiner is not None,
+            }
+            for kind, is_given in functions.items():
+                if is_given:
+                    raise NotImplementedError(
+                        f"Table {table.name!r}: ParameterServerStrategy does not "
+                        f"support a {kind}, as its Python function cannot run on the "
+                        "servers. Use one of the named ones, or another strategy."
+                    )
+            if (
+                table.optimizer is not None
+                and table.optimizer.slot_variable_creation_fn is not None
+            ):
+                raise NotImplementedError(
+                    f"Table {table.name!r}: ParameterServerStrategy does not support "
+                    "`slot_variable_creation_fn`, as slots are made beside their "
+                    "table, on its server. Leave it at None."
+                )
+
+    @classmethod
+    def lay_out(
+        cls,
+        plan: Plan,
+        topology: Topology,
+        config: SparseCoreEmbeddingConfig,
+        output_shapes: OutputShapes,
+    ) -> Layout:
+        """See `Engine.lay_out`: tables on different servers cannot be one stack."""
+        del topology, output_shapes
+        return lay_out_whole(
+            plan, dataclasses.replace(config, disable_table_stacking=True)
+        )
+
+    def queue(self) -> StepQueue:
+        """See `Engine.queue`."""
+        return self._steps
+
+    def tables(self) -> dict[str, TableArrays]:
+        """See `Engine.tables`."""
+        found = {}
+        for spec, parts in zip(self._plan.tables, self._variables, strict=True):
+            arrays = (
+                _divided_arrays(spec, parts)
+                if len(parts) > 1
+                else arrays_of_variables(spec, parts[0])
+            )
+            rows = {
+                name: _ServedRows(matrix, self._coordinator)
+                for name, matrix in arrays.rows.items()
+            }
+            found[spec.name] = dataclasses.replace(arrays, rows=rows)
+        return found
+
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`: for each table its part on each server."""
+        return {
+            spec.name: tuple(part.parameters for part in parts)
+            for spec, parts in zip(self._plan.tables, self._variables, strict=True)
+        }
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """See `Engine.checkpoint_variables`: divided tables are joined when saved."""
+        found: dict[str, Any] = {}
+        tables = self.tables()
+        for spec, parts in zip(self._plan.tables, self._variables, strict=True):
+            for array, rows in tables[spec.name].rows.items():
+                name = checkpoint_name(spec.name, array)
+                variables = [
+                    part.parameters if array == PARAMETERS else part.slots[array]
+                    for part in parts
+                ]
+                found[name] = (
+                    _DividedVariable(name, rows, variables)
+                    if len(parts) > 1
+                    else variables[0]
+                )
+        updates = self.updates()
+        return found if updates is None else {**found, UPDATES: updates}
+
+    def updates(self) -> Any:
+        """See `Engine.updates`: each server counts; all get what is assigned."""
+        counters = [part.rates.updates for part in self._parts]
+        known = [counter for counter in counters if counter is not None]
+        return copied_counter(known) if len(known) > 1 else next(iter(known), None)
+
+    def start_counting(self, every: int) -> None:
+        """See `Engine.start_counting`."""
+        Engine.start_counting(self, every)
+
+    def flush(self) -> None:
+        """See `Engine.flush`.
+
+        Also applies an update whose worker was lost after its server had taken it.
+        """
+        if tf.executing_eagerly():
+            self._coordinator.wait_for(self._apply_all)
+        else:
+            self._apply_all()
+
+    def _apply_all(self) -> None:
+        for part in self._parts:
+            part.apply_all()
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._steps.reset()
+        super().reset()
+
+
+class _ServedRows(MutableTableRows):
+    """A matrix on servers: an error, not a wait without end, if one does not answer."""
+
+    def __init__(self, rows: MutableTableRows, coordinator: ClusterCoordinator) -> None:
+        super().__init__(rows.shape, rows.dtype)
+        self._rows, self._coordinator = rows, coordinator
+        self.initial_value = rows.initial_value
+
+    @property
+    def variable(self) -> Any:
+        return self._rows.variable
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._coordinator.wait_for(lambda: self._rows.read(start, stop))
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        self._coordinator.wait_for(lambda: self._rows.write(start, values))
+
+
+def _divided_arrays(spec: TableSpec, parts: Sequence[TableVariables]) -> TableArrays:
+    """A table whose rows are divided over servers."""
+    slots = {s.name: s for s in spec.optimizer.slots} if spec.optimizer else {}
+    by_server = [variable_rows(spec, part) for part in parts]
+    rows: dict[str, MutableTableRows] = {
+        name: interleaved(
+            [part[name] for part in by_server],
+            initial_rows(slots[name]) if name in slots else None,
+        )
+        for name in (PARAMETERS, *slots)
+    }
+    parameters = [part.parameters for part in parts]
+    heights = [part[PARAMETERS].shape[0] for part in by_server]
+    starts = [sum(heights[:k]) for k in range(len(heights))]
+    partition = Partition(len(parts))
+
+    def row_of(ids: tf.Tensor) -> tf.Tensor:
+        first = tf.gather(tf.constant(starts, tf.int64), partition.owner(ids))
+        return first + partition.local(ids)
+
+    return TableArrays(
+        rows=rows,
+        reader=PartsReader(parameters, row_of, spec.config.dim),
+        values=lambda: {n: tf.constant(r.numpy()) for n, r in rows.items()},
+        shards=lambda: [(p.device, p.read_value()) for p in parameters],
+    )
+
+
+class _DividedVariable(LogicalVariable):
+    """A table or slot in checkpoints of TensorFlow, which hold it whole."""
+
+    def __init__(
+        self, name: str, rows: MutableTableRows, parts: Sequence[tf.Variable]
+    ) -> None:
+        super().__init__(
+            name, rows.shape, rows.dtype, rows.numpy, lambda value: rows.write(0, value)
+        )
+        self._parts = parts
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        # TensorFlow restores into several devices in a tf.function.
+        (value,) = restored_tensors.values()
+        whole = tf.ensure_shape(value, self.shape)
+        rows: Any = self.shape[0]
+        for run in Partition(len(self._parts)).runs(0, rows):
+            part = self._parts[run.part]
+            with tf.device(part.device):
+                part.assign(whole[run.within])
+
+
+def places_on_servers(
+    spec: TableSpec, placement: Placement, servers: Sequence[str]
+) -> list[Place]:
+    """Where the parts of a table are."""
+    if not placement.is_divided(spec.index):
+        return [(servers[placement.owners[spec.index]], None)]
+    partition = Partition(len(servers))
+    return [
+        (server, partition.rows(k, spec.config.vocabulary_size))
+        for k, server in enumerate(servers)
+    ]
+
+
+def _require_library(servers: Sequence[str]) -> None:
+    """Refuses servers that do not know our ops.
+
+    Raises:
+      tf.errors.NotFoundError: It names the server and the way out.
+    """
+    ops: Mapping[str, Any] = vars(library.load())
+    for server in servers:
+        try:
+            with tf.device(server):
+                ops["tpu_embedding_current_push"]()
+        except tf.errors.NotFoundError as error:
+            raise tf.errors.NotFoundError(
+                None,
+                None,
+                f"The parameter server {server} has not loaded the library of "
+                "tpu_embedding, so it cannot hold tables. Start every server and "
+                "worker by `python -m tpu_embedding server`.",
+            ) from error

@@ -1,0 +1,109 @@
+"""How ids, rows and gradients travel between those that ask and the owners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+from tpu_embedding.engines.process_group import Channel
+from tpu_embedding.ops import library
+
+Messages = Sequence[tf.Tensor]
+
+
+class Transport(Protocol):
+    """The way between this process and the owners of tables.
+
+    Attributes:
+      record: The plan by which a batch is divided over the owners.
+      size: Number of owners.
+      num_senders: How many send to an owner in one step.
+      is_owner: Whether this process is an owner itself.
+    """
+
+    record: bytes
+    size: int
+    num_senders: int
+    is_owner: bool
+
+    def to_owners(
+        self, phase: str, messages: Messages, refusal: tf.Tensor, call: str = ""
+    ) -> list[Messages]:
+        """Sends one message to each owner.
+
+        Args:
+          phase: One of `PHASES` of process_group.py.
+          messages: By owner.
+          refusal: Why this process refuses the step, or "".
+          call: What the user called.
+
+        Returns:
+          What has arrived, by sender, for each part of the tables that ops of this
+          process work on.
+        """
+        ...
+
+    def to_senders(
+        self, phase: str, messages: Messages, refusal: tf.Tensor
+    ) -> Messages:
+        """Sends the answer of one of those parts; what has arrived here from it."""
+        ...
+
+    def pushes(self) -> list[tf.Tensor]:
+        """The number of this push, where one may come twice."""
+        ...
+
+
+class Processes:
+    """The processes of a synchronous job, each with a part of the tables."""
+
+    def __init__(self, record: bytes, channel: Channel) -> None:
+        self.record, self.is_owner = record, True
+        self.size = self.num_senders = channel.size
+        self._channel = channel
+
+    def to_owners(
+        self, phase: str, messages: Messages, refusal: tf.Tensor, call: str = ""
+    ) -> list[Messages]:
+        """See `Transport.to_owners`: this process has one part."""
+        return [self._channel.exchange(phase, messages, refusal, call)]
+
+    def to_senders(
+        self, phase: str, messages: Messages, refusal: tf.Tensor
+    ) -> Messages:
+        """See `Transport.to_senders`."""
+        return self._channel.exchange(phase, messages, refusal)
+
+    def pushes(self) -> list[tf.Tensor]:
+        """See `Transport.pushes`: a step of a job is made once."""
+        return []
+
+
+class Servers:
+    """Parameter servers: TensorFlow carries what an op on another device takes."""
+
+    def __init__(self, record: bytes, size: int) -> None:
+        self.record, self.is_owner = record, False
+        self.size, self.num_senders = size, 1
+
+    def to_owners(
+        self, phase: str, messages: Messages, refusal: tf.Tensor, call: str = ""
+    ) -> list[Messages]:
+        """See `Transport.to_owners`: a refused step has raised its error already."""
+        del phase, refusal, call
+        return [[message] for message in messages]
+
+    def to_senders(
+        self, phase: str, messages: Messages, refusal: tf.Tensor
+    ) -> Messages:
+        """See `Transport.to_senders`."""
+        del phase, refusal
+        return messages
+
+    def pushes(self) -> list[tf.Tensor]:
+        """See `Transport.pushes`: read where the function runs, on the worker."""
+        if tf.executing_eagerly():
+            return []
+        return [library.load().tpu_embedding_current_push().push]
