@@ -401,7 +401,7 @@ class EmbeddingBase(TrackableTables):
         replica = self._require_replica("The lookup")
         self._engine_class.check_inputs(self._topology, self._plan.paths, values)
         with self._output_shapes.forgets_refused():
-            with self._refusing("enqueue"):
+            with self._refusing("lookup"):
                 batch = self._topology.on_host(
                     self._read_replica, values, weights or [None] * len(values)
                 )

@@ -166,7 +166,7 @@ class TPUEmbeddingV2(NestedEmbedding):
             return self.dequeue(self.enqueue(features, weights))
         replica = self._require_replica("embedding_lookup")
         with self._output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
-            with self._refusing("enqueue"):
+            with self._refusing("lookup"):
                 flat_weights = self._structure.flatten_weights(weights)
                 watched_features = self.require_weight_gradients(flat_weights)
                 batch = self._read_features(features, weights)
@@ -227,7 +227,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         if self._topology.tpu is None:
             place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
-            with self._refusing("enqueue"):  # The others will meet in dequeue.
+            with self._refusing("lookup"):  # The others will meet in dequeue.
                 return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(
@@ -262,7 +262,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         """Looks a batch up, whose static output shapes may be known in a graph."""
         engine, replica = self._in_replica("dequeue")
         with tf.name_scope("embedding_lookup"):
-            with self._refusing("enqueue"):
+            with self._refusing("lookup"):
                 given = self._check_batch(engine, partitioned_tensors)
                 batch = engine.from_tensors(given)
             activations, looked_up = engine.lookup(
@@ -314,7 +314,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         """
         engine, replica = self._in_replica("apply_gradients")
         with tf.name_scope("embedding_apply_gradients"):
-            with self._refusing("enqueue"):  # Its first exchange is that of the IDs.
+            with self._refusing("update"):
                 self._require_optimizers("apply_gradients")
                 flat = self._structure.flatten("gradients", gradients)
                 checked = self._check_gradients(flat)

@@ -47,15 +47,16 @@ Error EnqueueAll(Queue* queue, std::vector<int> batches, bool training) {
   return queue->EnqueueAll(std::move(batches), training, &apply_now);
 }
 
-bool Deposit(Queue* queue, int replica, int gradients) {
+bool SubmitOwed(Queue* queue, int replica, int gradients) {
   bool apply_now = false;
-  CheckOk(queue->Deposit(replica, gradients, NoCount, &apply_now));
+  CheckOk(queue->SubmitOwed(replica, gradients, NoCount, &apply_now));
   return apply_now;
 }
 
-void CheckDepositRefused(Queue* queue, int replica, const std::string& words) {
+void CheckSubmitOwedRefused(Queue* queue, int replica,
+                            const std::string& words) {
   bool apply_now = false;
-  CheckRefused(queue->Deposit(replica, 1, NoCount, &apply_now), words);
+  CheckRefused(queue->SubmitOwed(replica, 1, NoCount, &apply_now), words);
 }
 
 int64_t Begin(Queue* queue, int replica, int64_t run = kRun) {
@@ -77,15 +78,15 @@ void TestTrainingStep() {
   CheckRefused(queue.Dequeue(0, kRun, Accept, &batch),
                "dequeue: no batch is enqueued");
   CheckOk(EnqueueAll(&queue, {7}, true));
-  CheckDepositRefused(&queue, 0,
-                      "apply_gradients: the enqueued batch was not dequeued");
+  CheckSubmitOwedRefused(
+      &queue, 0, "apply_gradients: the enqueued batch was not dequeued");
   CHECK_EQ(Dequeue(&queue, 0), 7);
   CheckOk(queue.Owed(0, &batch));
   CHECK_EQ(batch, 7);
   CHECK_TRUE(!queue.Flush());
-  CHECK_TRUE(Deposit(&queue, 0, 5));
-  CheckDepositRefused(&queue, 0,
-                      "apply_gradients: no dequeued batch owes gradients");
+  CHECK_TRUE(SubmitOwed(&queue, 0, 5));
+  CheckSubmitOwedRefused(&queue, 0,
+                         "apply_gradients: no dequeued batch owes gradients");
   const auto update = queue.TakeDue();
   CHECK_TRUE(update);
   CHECK_EQ(update->replicas[0].batch, 7);
@@ -104,14 +105,14 @@ void TestOrderAndDebts() {
   // For one replica another run does not give a step up.
   CheckRefused(queue.Dequeue(0, kRun + 1, Accept, &batch),
                "dequeue: the training batch dequeued before still owes");
-  CHECK_TRUE(Deposit(&queue, 0, 1));
+  CHECK_TRUE(SubmitOwed(&queue, 0, 1));
   queue.TakeDue();
   CHECK_EQ(Dequeue(&queue, 0), 3);
-  CHECK_TRUE(Deposit(&queue, 0, 1));
+  CHECK_TRUE(SubmitOwed(&queue, 0, 1));
   queue.TakeDue();
   CheckOk(EnqueueAll(&queue, {4}, false));
   CHECK_EQ(Dequeue(&queue, 0), 4);
-  CheckDepositRefused(
+  CheckSubmitOwedRefused(
       &queue, 0, "apply_gradients: the batch was enqueued with training=False");
 }
 
@@ -136,12 +137,12 @@ void TestReplicas() {
   CheckOk(EnqueueAll(&queue, {0, 1, 2}, true));
   CheckOk(EnqueueAll(&queue, {3, 4, 5}, true));
   for (int r : {2, 0, 1}) CHECK_EQ(Dequeue(&queue, r), r);
-  CHECK_TRUE(!Deposit(&queue, 1, 11));
-  CHECK_TRUE(!Deposit(&queue, 0, 10));
+  CHECK_TRUE(!SubmitOwed(&queue, 1, 11));
+  CHECK_TRUE(!SubmitOwed(&queue, 0, 10));
   int batch = 0;
   CheckRefused(queue.Dequeue(0, kRun, Accept, &batch),
                "dequeue: another replica has not applied its gradients");
-  CHECK_TRUE(Deposit(&queue, 2, 12));
+  CHECK_TRUE(SubmitOwed(&queue, 2, 12));
   const auto update = queue.TakeDue();
   for (int r = 0; r < 3; ++r) {
     CHECK_EQ(update->replicas[r].batch, r);
@@ -165,7 +166,7 @@ void TestPipelining() {
     CHECK_EQ(queue.LookupsAreDone(), step > 0);
     if (step > 0) CHECK_EQ(queue.TakeDue()->number, step - 1);
     for (int r : {0, 1}) {
-      CheckOk(queue.Deposit(r, 0, count, &apply_now));
+      CheckOk(queue.SubmitOwed(r, 0, count, &apply_now));
       CHECK_TRUE(!apply_now);
     }
     CHECK_TRUE(!queue.TakeDue());  // pending, not due
@@ -179,15 +180,15 @@ void TestPipelining() {
   CheckOk(queue.EnqueueAll({9, 9}, false, &apply_now));
   CHECK_TRUE(!apply_now);
   for (int r : {0, 1}) Dequeue(&queue, r);
-  CheckOk(queue.Deposit(0, 0, count, &apply_now));
-  CheckOk(queue.Deposit(1, 0, count, &apply_now));
+  CheckOk(queue.SubmitOwed(0, 0, count, &apply_now));
+  CheckOk(queue.SubmitOwed(1, 0, count, &apply_now));
   CHECK_TRUE(apply_now);
   CHECK_EQ(queue.TakeDue()->number, 3);
   // Discarded updates are counted.
   for (int r : {0, 1}) CHECK_EQ(Dequeue(&queue, r), 9);
   CheckOk(EnqueueAll(&queue, {4, 4}, true));
   for (int r : {0, 1}) Dequeue(&queue, r);
-  for (int r : {0, 1}) Deposit(&queue, r, 0);
+  for (int r : {0, 1}) SubmitOwed(&queue, r, 0);
   CHECK_EQ(queue.Reset(), 1);
   CHECK_EQ(queue.Reset(), 0);
   CHECK_TRUE(!queue.Flush());
@@ -208,7 +209,7 @@ void TestFailedInput() {
   // call for all replicas too.
   queue.FailEnqueue(0, kRun);
   CheckOk(EnqueueAll(&queue, {20, 21, 22}, true));
-  for (int r = 0; r < 3; ++r) Deposit(&queue, r, r);
+  for (int r = 0; r < 3; ++r) SubmitOwed(&queue, r, r);
   CHECK_EQ(queue.TakeDue()->replicas[2].batch, 12);
   for (int r = 0; r < 3; ++r) CHECK_EQ(Dequeue(&queue, r), 20 + r);
 }
@@ -217,28 +218,28 @@ void TestFailedGradients() {
   Queue one(1, kCapacity, /*pipelined=*/false);
   CheckOk(EnqueueAll(&one, {1}, true));
   Dequeue(&one, 0);
-  one.FailDeposit(0);
-  CHECK_TRUE(Deposit(&one, 0, 1));  // a single replica may try again
+  one.FailOwed(0);
+  CHECK_TRUE(SubmitOwed(&one, 0, 1));  // a single replica may try again
 
   Queue two(2, kCapacity, /*pipelined=*/false);
   CheckOk(EnqueueAll(&two, {1, 1}, true));
   Dequeue(&two, 0);
   Dequeue(&two, 1);
-  Deposit(&two, 0, 1);
-  two.FailDeposit(1);  // among several the step is lost
+  SubmitOwed(&two, 0, 1);
+  two.FailOwed(1);  // among several the step is lost
   CHECK_TRUE(!two.Flush());
   CheckOk(EnqueueAll(&two, {2, 3}, true));
   CHECK_EQ(Dequeue(&two, 0), 2);
-  two.FailDeposit(0);  // replica 1 has not dequeued its batch: it is lost too
+  two.FailOwed(0);  // replica 1 has not dequeued its batch: it is lost too
   CheckOk(EnqueueAll(&two, {4, 5}, true));
   CHECK_EQ(Dequeue(&two, 0), 4);
   CHECK_EQ(Dequeue(&two, 1), 5);
-  Deposit(&two, 0, 1);
-  CHECK_TRUE(Deposit(&two, 1, 1));
+  SubmitOwed(&two, 0, 1);
+  CHECK_TRUE(SubmitOwed(&two, 1, 1));
   two.TakeDue();
   CheckOk(Enqueue(&two, 0, 6));
   CHECK_EQ(Dequeue(&two, 0), 6);
-  two.FailDeposit(0);  // replica 1 has not even enqueued
+  two.FailOwed(0);  // replica 1 has not even enqueued
   CheckRefused(Enqueue(&two, 1, 7), "enqueue: this step was given up");
   CheckOk(EnqueueAll(&two, {8, 9}, true));
   CHECK_EQ(Dequeue(&two, 0), 8);
@@ -246,6 +247,22 @@ void TestFailedGradients() {
 }
 
 // Steps that fail without a word to the queue, in the code of the user.
+// Of a job of processes, each with one replica.
+void TestRefusedInAnotherProcess() {
+  Queue queue(1, kCapacity, false);
+  for (int batch = 1; batch < 4; ++batch) {
+    CheckOk(Enqueue(&queue, 0, batch));
+  }
+  CHECK_EQ(Dequeue(&queue, 0), 1);
+  queue.RefuseOwed(0);
+  CHECK_TRUE(SubmitOwed(&queue, 0, 1));  // Others, of the same step.
+  CHECK_EQ(Dequeue(&queue, 0), 2);
+  queue.RefuseOwed(0);
+  CHECK_EQ(Dequeue(&queue, 0), 3);
+  CHECK_TRUE(SubmitOwed(&queue, 0, 3));
+  CHECK_EQ(queue.Pending(), 2);  // Not the second.
+}
+
 void TestAnotherRun() {
   Queue queue(2, kCapacity, /*pipelined=*/true);
   // Replica 1 did not enqueue in run 1; in one run a replica may queue ahead.
@@ -256,16 +273,16 @@ void TestAnotherRun() {
   }
   // Replica 1 fails before its dequeue, then after it.
   CHECK_EQ(Dequeue(&queue, 0, 2), 2);
-  Deposit(&queue, 0, 1);
+  SubmitOwed(&queue, 0, 1);
   CHECK_EQ(Dequeue(&queue, 0, 3), 3);
   CHECK_EQ(Dequeue(&queue, 1, 3), 3);
-  Deposit(&queue, 0, 1);
+  SubmitOwed(&queue, 0, 1);
   CheckOk(EnqueueAll(&queue, {4, 5}, true));
   CHECK_EQ(Dequeue(&queue, 0, 4), 4);
   CHECK_EQ(Dequeue(&queue, 1, 4), 5);
-  Deposit(&queue, 0, 40);
-  CheckDepositRefused(&queue, 0, "apply_gradients: no dequeued batch");
-  Deposit(&queue, 1, 50);
+  SubmitOwed(&queue, 0, 40);
+  CheckSubmitOwedRefused(&queue, 0, "apply_gradients: no dequeued batch");
+  SubmitOwed(&queue, 1, 50);
   // The pending update outlives a step that is given up.
   CheckOk(EnqueueAll(&queue, {6, 7}, true));
   CHECK_EQ(Dequeue(&queue, 0, 5), 6);
@@ -293,10 +310,10 @@ void TestRefusedByTheCaller() {
   for (int i = 0; i < 2; ++i) {
     CheckOk(queue.Dequeue(0, kRun, refuse, &batch));
     CHECK_EQ(batch, -1);
-    CheckDepositRefused(&queue, 0, "apply_gradients: the enqueued batch");
+    CheckSubmitOwedRefused(&queue, 0, "apply_gradients: the enqueued batch");
   }
   CHECK_EQ(Dequeue(&queue, 0), 1);
-  CHECK_TRUE(Deposit(&queue, 0, 1));
+  CHECK_TRUE(SubmitOwed(&queue, 0, 1));
   CHECK_EQ(Dequeue(&queue, 0), 2);
 }
 
@@ -313,7 +330,7 @@ void TestOutsideOfRuns() {
   for (int64_t run : {2, 3, 4}) {
     for (int r : {0, 1}) {
       CHECK_EQ(Dequeue(&queue, r, run), r);
-      Deposit(&queue, r, 1);
+      SubmitOwed(&queue, r, 1);
     }
   }
   // Here the failed run said so itself.
@@ -405,6 +422,7 @@ int main() {
   tpu_embedding::TestPipelining();
   tpu_embedding::TestFailedInput();
   tpu_embedding::TestFailedGradients();
+  tpu_embedding::TestRefusedInAnotherProcess();
   tpu_embedding::TestAnotherRun();
   tpu_embedding::TestRefusedByTheCaller();
   tpu_embedding::TestOutsideOfRuns();

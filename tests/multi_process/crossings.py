@@ -259,6 +259,45 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
+    """What the last process calls while the others look up and an update is pending.
+
+    Returns:
+      By the call what it raised, and the table after one more step.
+    """
+    found = {}
+    features = {"film": tf.constant([1, 2])}
+    for name in ("flush", "reset", "embedding_tables", "apply_gradients"):
+        embedding = _embedding(strategy, 2, pipeline_execution_with_tensor_core=True)
+        activations, preserved = embedding(features)
+        gradients = {"film": tf.ones_like(activations["film"])}
+        embedding.apply_gradients(gradients, preserved)
+        alone: dict[str, Any] = {
+            "embedding_tables": lambda e=embedding: e.embedding_tables,
+            "apply_gradients": functools.partial(
+                embedding.apply_gradients, gradients, preserved
+            ),
+        }
+        call = alone.get(name) or getattr(embedding, name)
+        look_up = functools.partial(embedding, features)
+        raised = failure(call if _is_last(strategy) else look_up)
+        found[name] = raised, _step(embedding)
+    return found
+
+
+def refuse_gradients(strategy: Any) -> list[tuple[Any, list[float]]]:
+    """After each refused gradient of the last process the next step, not a retry."""
+    embedding = _embedding(strategy, check_numerics=True)
+    found = []
+    for bad in (tf.fill([2, 2], float("nan")), tf.ones([2, 3])):
+        embedding.enqueue({"film": tf.constant([3, 4])})
+        embedding.dequeue()
+        gradient = bad if _is_last(strategy) else tf.ones([2, 2])
+        apply = functools.partial(embedding.apply_gradients, {"film": gradient})
+        found.append((failure(apply), _step(embedding)))
+    return found
+
+
 def refuse_prepared(strategy: Any) -> list[tuple[Any, list[float]]]:
     """Batches that are prepared first, with an ID of the last process out of range.
 

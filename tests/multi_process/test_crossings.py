@@ -76,11 +76,33 @@ def test_a_call_that_differs_is_refused_in_all_processes(
             assert "Process 1: ValueError: The " in text
         else:
             assert kind == own_kind == "FailedPreconditionError", (name, text)
-            assert "process 1 made another call" in text
-            assert "process 0 made another call" in own_text
+            assert "process 0 called " in text
+            assert "but process 1 called " in text
+            assert text.partition("The ")[2] == own_text.partition("The ")[2]
         # Each step has two processes, with a gradient of 1 and a rate of 0.5.
         expected = [0.0, -float(number), 1.0 - number, 3.0, 4.0, 5.0, 6.0, 7.0]
         assert tables == own_tables == [expected] * 2, name
+
+
+def test_a_call_that_one_process_makes_alone_is_refused_in_all(two: Job) -> None:
+    """Nothing changes: the pending update is applied once, in both."""
+    good, bad = two.run("crossings.call_alone")
+    for name, ((kind, text), table) in good.items():
+        assert kind == "FailedPreconditionError", (name, text)
+        call = {"embedding_tables": "flush"}.get(name, name)
+        assert "process 0 called embedding_lookup(training=False), " in text
+        assert f"but process 1 called {call}. Nothing has changed." in text
+        (own_kind, own_text), own_table = bad[name]
+        assert (own_kind, own_table) == (kind, table)
+        assert own_text.partition("The ")[2] == text.partition("The ")[2]
+        assert table[:4] == [0.0, -1.0, 0.0, 3.0], name
+
+
+def test_after_refused_gradients_the_next_step_trains(two: Job) -> None:
+    for found in two.run("crossings.refuse_gradients"):
+        for number, ((kind, text), table) in enumerate(found):
+            assert kind in ("InvalidArgumentError", "ValueError"), text
+            assert table == [0.0, -float(number), 1.0 - number, *range(3, 8)]
 
 
 def test_a_batch_that_was_prepared_first_is_refused_in_all_processes(two: Job) -> None:

@@ -35,7 +35,7 @@ class Membership(Protocol):
         """Tells the other processes that this one rejects the arguments of a call.
 
         Args:
-          phase: "enqueue" or "update": what the call would have begun with.
+          phase: "enqueue", "lookup" or "update": what the call would have begun with.
           error: What this process raises. The others raise
             tf.errors.InvalidArgumentError with its text.
         """
@@ -239,7 +239,7 @@ class Engine(abc.ABC):
     when the next update arrives, or with a StepQueue when all replicas have looked up
     the next step. A refused call leaves it pending.
 
-    Counting. `updates` counts an update when its last replica hands in gradients;
+    Counting. `updates` counts an update when its last replica submits gradients;
     the number before that is its rounding number. `reset` takes a forgotten pending
     update out of the count.
     """

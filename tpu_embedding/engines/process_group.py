@@ -26,16 +26,18 @@ PHASES = ("construction", "enqueue", "lookup", "update", "checkpoint")
 class Channel:
     """What one embedding exchanges messages over; the same in all processes.
 
-    Each call of `exchange` belongs to a phase, and the calls of a phase come in the
-    same order in all processes.
+    The calls of `exchange` come in the same order in all processes. Those of the phase
+    "enqueue" have an order of their own, as a thread may enqueue ahead.
 
     Attributes:
       rank: Index of this process.
       size: Number of processes.
+      queues: The step queue of this process, where there is one.
     """
 
     def __init__(self, topology: Topology, key: str, timeout_seconds: int) -> None:
         assert topology.processes is not None
+        self.queues: Sequence[tf.Tensor] = ()
         self.rank = topology.processes.rank
         self.size = len(topology.processes.devices)
         self._device = topology.device
@@ -60,6 +62,7 @@ class Channel:
         messages: Sequence[tf.Tensor],
         refusal: Any,
         call: str = "",
+        queues: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor]:
         """Sends each process its message and returns those to this one.
 
@@ -70,7 +73,8 @@ class Channel:
           refusal: string scalar; if it is not empty in any process, this raises the
             error that it holds in all.
           call: What the user called. If it differs in any process, this raises a
-            tf.errors.FailedPreconditionError in all.
+            tf.errors.FailedPreconditionError in all, which names both.
+          queues: The step queue that owes what is exchanged, where one does.
 
         Returns:
           By process, in the same form.
@@ -81,6 +85,7 @@ class Channel:
         with tf.device(self._device):
             return self._ops.tpu_embedding_exchange(
                 channel=self._handle,
+                queues=queues,
                 messages=messages,
                 refusal=refusal,
                 call=call,
@@ -98,7 +103,9 @@ class Channel:
             phase = self._first_phases.get(function, phase)
         text = f"{_INVALID_ARGUMENT}\n{type(error).__name__}: {error}"
         with tf.init_scope(), contextlib.suppress(tf.errors.OpError):
-            self.exchange(phase, [tf.zeros([0], tf.uint8)] * self.size, text)
+            nothing = [tf.zeros([0], tf.uint8)] * self.size
+            queues = self.queues if phase == "update" else ()
+            self.exchange(phase, nothing, text, queues=queues)
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
         """What each process passed, in their order; outside of graphs."""
@@ -119,9 +126,15 @@ class Channel:
             found.append(whole[8 : 8 + size].tobytes())
         return found
 
-    def barrier(self, phase: str) -> None:
-        """Waits until all processes are here."""
-        self.all_gather(phase, b"")
+    def agree(self, phase: str, call: str) -> None:
+        """Waits until all processes are in the same call.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If the calls differ.
+        """
+        with tf.device(self._device):
+            nothing = [tf.zeros([0], tf.uint8)] * self.size
+        self.exchange(phase, nothing, "", call)
 
     def statistics(self) -> dict[str, tuple[int, int]]:
         """By phase the number of exchanges and the bytes sent by this process."""

@@ -307,25 +307,3 @@ def _rows_fill(rows: int | None, shape: Shape) -> bool:
         several = len(shape) > 1 and product > rows > 0 and product % rows == 0
         return rows == product or several
     return product > 0 and rows % product == 0
-
-
-class ShapesOfPart(OutputShapes):
-    """The output shapes of some features, as all features have them at the moment."""
-
-    def __init__(self, whole: OutputShapes, features: Sequence[int]) -> None:
-        self._whole, self._indices = whole, features
-
-    def all_declared(self) -> tuple[Declared | None, ...]:
-        """See `OutputShapes.all_declared`."""
-        declared = self._whole.all_declared()
-        return tuple(declared[f] for f in self._indices)
-
-    def activations(self, shapes: Sequence[Shape] | None) -> list[Shape]:
-        """See `OutputShapes.activations`."""
-        if shapes is not None:
-            return list(shapes)
-        return [self._whole.activation(feature) for feature in self._indices]
-
-    def activation(self, feature: int) -> Shape:
-        """See `OutputShapes.activation`."""
-        return self._whole.activation(self._indices[feature])

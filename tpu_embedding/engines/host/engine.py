@@ -24,8 +24,8 @@ from tpu_embedding.engines.cpu_base import (
 )
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart
-from tpu_embedding.engines.host.queue import HostEngineQueue
-from tpu_embedding.engines.host.transport import Transport
+from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
+from tpu_embedding.engines.host.transport import Call, Transport
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -34,6 +34,8 @@ from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import create_variables, named_variables
+
+_UPDATE = Call("update", "apply_gradients")
 
 
 class Routed(NamedTuple):
@@ -57,6 +59,9 @@ class HostEngine(Engine):
     owners of their parts. Then what a process needs of the owners travels three times
     in each step: IDs when a batch is prepared or queued, rows or activations in the
     lookup, gradients of samples in the update. See ops/cc/core/routing.h.
+
+    Attributes:
+      pipelined: Whether an update stays pending until the lookups of the next step.
     """
 
     name = "host"
@@ -79,7 +84,7 @@ class HostEngine(Engine):
         """
         super().__init__(options)
         self._ops = library.load()
-        self._pipelined = options.pipelined
+        self.pipelined = options.pipelined
         record = plan_record(options)
         if not parts:
             variables = create_variables(options.plan, self._device)
@@ -107,11 +112,6 @@ class HostEngine(Engine):
         del topology, output_shapes  # What no FeatureConfig says may change.
         return lay_out_whole(plan, config)
 
-    @property
-    def pipelined(self) -> bool:
-        """Whether an update stays pending until the lookups of the next step."""
-        return self._pipelined
-
     def prepare(
         self,
         batch: Sequence[IdBatch],
@@ -124,12 +124,12 @@ class HostEngine(Engine):
             raise errors.enqueue_device(device)
         return Prepared(self._batches.prepare(batch, training=training))
 
-    def route(self, batch: tf.Tensor, call: str, *, training: bool) -> Routed:
+    def route(self, batch: tf.Tensor, call: Call, *, training: bool) -> Routed:
         """Tells the owners what a prepared batch needs of them.
 
         Args:
           batch: The batch of this process.
-          call: What the user called, for errors.
+          call: What the user called.
           training: Whether an update may follow.
 
         Raises:
@@ -146,7 +146,7 @@ class HostEngine(Engine):
                 plan=transport.record,
                 training=training,
             )
-        received = transport.to_owners("enqueue", sent.messages, sent.refusal, call)
+        received = transport.to_owners(call, sent.messages, sent.refusal)
         parts = [
             part.receive_batch(
                 [sent.routed] if transport.is_owner else [], messages, training=training
@@ -171,17 +171,17 @@ class HostEngine(Engine):
             return found.activations, prepared._replace(value=found.looked_up)
         # An update from plain tensors routes them again.
         training = training and prepared.tensors is None
-        call = f"embedding_lookup(training={training})"
+        call = Call("lookup", f"embedding_lookup(training={training})")
         routed = self.route(prepared.value, call, training=training)
-        activations, looked_up = self.look_up_routed(routed, shapes)
+        activations, looked_up = self.look_up_routed(routed, call, shapes)
         return activations, prepared._replace(value=looked_up)
 
     def look_up_routed(
-        self, routed: Routed, shapes: Sequence[Shape] | None
+        self, routed: Routed, call: Call, shapes: Sequence[Shape] | None
     ) -> tuple[list[tf.Tensor], Routed]:
         """Looks up a batch that `route` returned; what an update takes."""
         parts = [[part] for part in routed.parts]
-        served, received = self._serve(parts, shapes)
+        served, received = self._serve(parts, call, shapes)
         looked_up = [answer.looked_up for answer in served]
         own = looked_up[0] if self._is_owner else routed.own
         found = self._combine([], own, received, shapes)
@@ -192,11 +192,14 @@ class HostEngine(Engine):
         (part,) = self._parts
         if self._transport is None:
             return part.look_up([], replica, self._batches.activation_shapes(shapes))
-        (served,), received = self._serve([[]], shapes)
+        (served,), received = self._serve([[]], DEQUEUE, shapes)
         return self._combine([part.handle], served.looked_up, received, shapes)
 
     def _serve(
-        self, batches: Sequence[Sequence[tf.Tensor]], shapes: Sequence[Shape] | None
+        self,
+        batches: Sequence[Sequence[tf.Tensor]],
+        call: Call,
+        shapes: Sequence[Shape] | None,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """What each part serves, and what has arrived of it, by owner."""
         transport = self._transport
@@ -211,9 +214,7 @@ class HostEngine(Engine):
         received = [
             message
             for answer in served
-            for message in transport.to_senders(
-                "lookup", answer.messages, answer.refusal
-            )
+            for message in transport.to_senders(call, answer.messages, answer.refusal)
         ]
         return served, received
 
@@ -262,7 +263,7 @@ class HostEngine(Engine):
             return
         routed = looked_up.value
         if looked_up.tensors is not None:
-            routed = self.route(routed, "apply_gradients", training=True)
+            routed = self.route(routed, _UPDATE, training=True)
         self.send_gradients(routed, gradients)
 
     def send_gradients(
@@ -276,20 +277,21 @@ class HostEngine(Engine):
         """
         transport, first = self._transport, self._parts[0]
         assert transport is not None
+        queues = [] if routed else [first.handle]
         nothing = tf.zeros([0])  # Servers evaluate the rates of their own tables.
         with (
             tf.device(self._batches.device),
             tf.control_dependencies(routed.ready if routed else []),
         ):
             sent = self._ops.tpu_embedding_send_gradients(
-                queues=[] if routed else [first.handle],
+                queues=queues,
                 batches=[routed.own] if routed else [],
                 gradients=[g for g in gradients if g is not None],
                 rates=first.rates.evaluate() if transport.is_owner else nothing,
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )
-        received = transport.to_owners("update", sent.messages, sent.refusal)
+        received = transport.to_owners(_UPDATE, sent.messages, sent.refusal, queues)
         pushes = transport.pushes()
         for k, (part, messages) in enumerate(zip(self._parts, received, strict=True)):
             with tf.device(part.device):
@@ -353,7 +355,7 @@ class HostEngine(Engine):
 
     def flush(self) -> None:
         """See `Engine.flush`."""
-        if self._pipelined:
+        if self.pipelined:
             self._parts[0].apply_all()
 
     def reset(self) -> None:

@@ -41,8 +41,9 @@ from tpu_embedding.tables.variables import (
 class ShardedEngine(HostEngine):
     """The host engine over the tables of all processes of a synchronous job.
 
-    This process has one part of them. Each call of the queue, `lookup`, `update`,
-    `flush` and each view of the tables is made by all processes in the same order.
+    This process has one part of them. All processes make the same calls in the same
+    order: those of the queue, `lookup`, `update`, `flush`, `reset`, and views of the
+    tables.
     """
 
     name = "sharded"
@@ -60,6 +61,7 @@ class ShardedEngine(HostEngine):
         record = plan_record(own, self._placement)
         variables = _create_parts(options, self._placement)
         self._part = TablePart(own, record, variables)
+        self._channel.queues = [self._part.handle]
         # IDs and batches are those of whole tables.
         super().__init__(options, [self._part], Processes(record, self._channel))
 
@@ -94,6 +96,17 @@ class ShardedEngine(HostEngine):
     def channel(self) -> Channel:
         """What the processes of this embedding exchange messages over."""
         return self._channel
+
+    def flush(self) -> None:
+        """See `Engine.flush`; with pipelining a call of all processes."""
+        if self.pipelined:
+            self._channel.agree("update", "flush")
+        super().flush()
+
+    def reset(self) -> None:
+        """See `Engine.reset`: a call of all processes."""
+        self._channel.agree("update", "reset")
+        super().reset()
 
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`: of the rows that this process has."""

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Prepared, StepQueue
+from tpu_embedding.engines.host.transport import Call
 from tpu_embedding.layout.output_shapes import Shape
 
 if TYPE_CHECKING:
     from tpu_embedding.engines.host.engine import HostEngine, Routed
+
+
+DEQUEUE = Call("lookup", "dequeue")
 
 
 class HostEngineQueue(StepQueue):
@@ -38,7 +42,7 @@ class HostEngineQueue(StepQueue):
         engine, (part,) = self._engine, self._engine._parts
         values = [batch.value for batch in batches]
         if engine._transport is not None:
-            call = f"enqueue(training={training})"
+            call = _enqueue(training)
             routed = [engine.route(v, call, training=training) for v in values]
             values = [own for each in routed for own in each.parts]
         apply_now = part.enqueue(values, replica, training=training)
@@ -107,7 +111,7 @@ class ServerQueue(StepQueue):
                 "once for each enqueue."
             )
         (batch,) = batches
-        routed = self._engine.route(batch.value, "enqueue", training=training)
+        routed = self._engine.route(batch.value, _enqueue(training), training=training)
         queued.append((routed, training))
         if not training:
             # A refused batch leaves what is pending.
@@ -137,7 +141,7 @@ class ServerQueue(StepQueue):
                 "gradients. Call apply_gradients first, or enqueue with "
                 "training=False; after a step that failed call flush and reset."
             )
-        activations, looked_up = self._engine.look_up_routed(batch, shapes)
+        activations, looked_up = self._engine.look_up_routed(batch, DEQUEUE, shapes)
         steps.queued.popleft()
         steps.was_training = training
         if training:
@@ -196,6 +200,10 @@ class _Steps:
         self.queued: collections.deque[tuple[Routed, bool]] = collections.deque()
         self.owed: Routed | None = None
         self.was_training = True
+
+
+def _enqueue(training: bool) -> Call:
+    return Call("enqueue", f"enqueue(training={training})")
 
 
 def _wrong_order(text: str) -> tf.errors.FailedPreconditionError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -11,6 +11,18 @@ from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.ops import library
 
 Messages = Sequence[tf.Tensor]
+
+
+class Call(NamedTuple):
+    """What the user called, as processes compare it.
+
+    Attributes:
+      phase: One of `PHASES` of process_group.py.
+      name: The call, with the arguments that must be alike everywhere.
+    """
+
+    phase: str
+    name: str
 
 
 class Transport(Protocol):
@@ -29,15 +41,19 @@ class Transport(Protocol):
     is_owner: bool
 
     def to_owners(
-        self, phase: str, messages: Messages, refusal: tf.Tensor, call: str = ""
+        self,
+        call: Call,
+        messages: Messages,
+        refusal: tf.Tensor,
+        queues: Sequence[tf.Tensor] = (),
     ) -> list[Messages]:
         """Sends one message to each owner.
 
         Args:
-          phase: One of `PHASES` of process_group.py.
+          call: The call that they belong to.
           messages: By owner.
           refusal: Why this process refuses the step, or "".
-          call: What the user called.
+          queues: The step queue that owes the gradients that are sent, where one does.
 
         Returns:
           What has arrived, by sender, for each part of the tables that ops of this
@@ -46,7 +62,7 @@ class Transport(Protocol):
         ...
 
     def to_senders(
-        self, phase: str, messages: Messages, refusal: tf.Tensor
+        self, call: Call, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """Sends the answer of one of those parts; what has arrived here from it."""
         ...
@@ -65,16 +81,22 @@ class Processes:
         self._channel = channel
 
     def to_owners(
-        self, phase: str, messages: Messages, refusal: tf.Tensor, call: str = ""
+        self,
+        call: Call,
+        messages: Messages,
+        refusal: tf.Tensor,
+        queues: Sequence[tf.Tensor] = (),
     ) -> list[Messages]:
         """See `Transport.to_owners`: this process has one part."""
-        return [self._channel.exchange(phase, messages, refusal, call)]
+        return [
+            self._channel.exchange(call.phase, messages, refusal, call.name, queues)
+        ]
 
     def to_senders(
-        self, phase: str, messages: Messages, refusal: tf.Tensor
+        self, call: Call, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
-        return self._channel.exchange(phase, messages, refusal)
+        return self._channel.exchange(call.phase, messages, refusal, call.name)
 
     def pushes(self) -> list[tf.Tensor]:
         """See `Transport.pushes`: a step of a job is made once."""
@@ -89,17 +111,21 @@ class Servers:
         self.size, self.num_senders = size, 1
 
     def to_owners(
-        self, phase: str, messages: Messages, refusal: tf.Tensor, call: str = ""
+        self,
+        call: Call,
+        messages: Messages,
+        refusal: tf.Tensor,
+        queues: Sequence[tf.Tensor] = (),
     ) -> list[Messages]:
         """See `Transport.to_owners`: a refused step has raised its error already."""
-        del phase, refusal, call
+        del call, refusal, queues
         return [[message] for message in messages]
 
     def to_senders(
-        self, phase: str, messages: Messages, refusal: tf.Tensor
+        self, call: Call, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
-        del phase, refusal
+        del call, refusal
         return messages
 
     def pushes(self) -> list[tf.Tensor]:

@@ -5,7 +5,7 @@
 //   an evaluation batch:  queued -> dequeued
 //   a lookup past the queue:            gradients -> an update
 //
-// A step holds one part per replica. Once every replica has handed in its
+// A step holds one part per replica. Once every replica has submitted its
 // gradients, the step is an update: complete, with its own rates and number. An
 // update is due at once, or with pipelining once it is one step old. No call
 // waits.
@@ -130,6 +130,8 @@ class StepQueue {
   Error Dequeue(int replica, int64_t run, const Accept& accept, Batch* batch) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (IsNewRun(&dequeue_runs_, replica, run)) GiveUpDequeued(replica);
+    const Step* owed = OwedStep(replica);
+    if (owed && owed->refused) Remove(owed->number);
     const int64_t number = next_dequeue_[replica];
     Step* step = Find(number);
     if (failed_ && number >= *failed_) {
@@ -162,7 +164,7 @@ class StepQueue {
                  std::all_of(step.replicas.begin(), step.replicas.end(),
                              [](const StepPart& part) {
                                return part.state == State::kDequeued ||
-                                      part.state == State::kDeposited;
+                                      part.state == State::kSubmitted;
                              });
         });
     return looked_up && SetDue(updates_.size());
@@ -179,15 +181,15 @@ class StepQueue {
 
   // Takes the gradients that `replica` owes. `*apply_now` tells whether
   // updates are due.
-  Error Deposit(int replica, Gradients gradients, const Count& count,
-                bool* apply_now) {
+  Error SubmitOwed(int replica, Gradients gradients, const Count& count,
+                   bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
     Step* step = OwedStep(replica);
     if (!step) return NothingOwed(replica);
-    step->replicas[replica].state = State::kDeposited;
+    step->replicas[replica].state = State::kSubmitted;
     step->replicas[replica].part.gradients = std::move(gradients);
     *apply_now = false;
-    if (!AllIn(*step, State::kDeposited)) return std::nullopt;
+    if (!AllIn(*step, State::kSubmitted)) return std::nullopt;
     const int64_t number = step->number;
     std::vector<Part> parts;
     for (StepPart& part : step->replicas) parts.push_back(std::move(part.part));
@@ -202,7 +204,7 @@ class StepQueue {
 
   // The gradients of `replica` failed their checks. Among several replicas
   // the step is lost; a single one still owes and may try again.
-  void FailDeposit(int replica) {
+  void FailOwed(int replica) {
     std::lock_guard<std::mutex> lock(mutex_);
     const Step* step = OwedStep(replica);
     if (!step || num_replicas() == 1) return;
@@ -220,6 +222,13 @@ class StepQueue {
     Remove(number);
     failed_ = std::min(failed_.value_or(number), number);
     arrived_ = arrived;
+  }
+
+  // The gradients that `replica` owes were refused in some process of a job. It
+  // may submit others; the dequeue of the next step gives this one up.
+  void RefuseOwed(int replica) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (Step* step = OwedStep(replica)) step->refused = true;
   }
 
   // A lookup past the queue, whose gradients may come by Submit. `*epoch` is
@@ -342,7 +351,7 @@ class StepQueue {
   }
 
  private:
-  enum class State { kAwaited, kQueued, kDequeued, kDeposited, kDone };
+  enum class State { kAwaited, kQueued, kDequeued, kSubmitted, kDone };
   struct StepPart {
     State state = State::kAwaited;
     Part part;
@@ -352,8 +361,9 @@ class StepQueue {
     int64_t number = 0;
     bool training = false;
     std::vector<StepPart> replicas;
+    bool refused = false;  // its gradients, in some process
   };
-  // A step past the queue, until it is an update: what each replica handed in.
+  // A step past the queue, until it is an update: what each replica submitted.
   using Submissions = std::vector<std::optional<Part>>;
   using Runs = std::vector<std::optional<int64_t>>;
 
@@ -457,7 +467,7 @@ class StepQueue {
                "gradients. Call apply_gradients first, or enqueue with "
                "training=False; after a step that failed call flush and reset.";
       }
-      if (state == State::kDeposited) {
+      if (state == State::kSubmitted) {
         return "dequeue: another replica has not applied its gradients of "
                "the step before. Put the loop over steps outside of "
                "strategy.run; after a step that failed call flush and reset.";

@@ -19,9 +19,13 @@
 
 namespace tpu_embedding {
 
-// The exchanges of a step; those of one phase come in one order everywhere.
+// What exchanges are counted by.
 constexpr std::array<const char*, 5> kPhases = {
     "construction", "enqueue", "lookup", "update", "checkpoint"};
+
+// The exchanges of a lane come in one order everywhere. A thread may enqueue
+// ahead of the others, so that phase has a lane of its own.
+constexpr std::array<const char*, 2> kLanes = {"step", "enqueue"};
 
 class Channel : public tensorflow::ResourceBase {
  public:
@@ -47,6 +51,7 @@ class Channel : public tensorflow::ResourceBase {
     std::atomic<int64_t> bytes_sent{0};  // without headers
   };
   std::array<Phase, kPhases.size()> phases;
+  std::array<std::atomic<int64_t>, kLanes.size()> sequences{};  // exchanges
 };
 
 using ChannelPtr = tensorflow::core::RefCountPtr<Channel>;

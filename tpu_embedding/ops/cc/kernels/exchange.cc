@@ -15,6 +15,7 @@
 #include "kernels/channel.h"
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
+#include "kernels/step_queue_resource.h"
 #include "kernels/watchdog.h"
 #include "tensorflow/core/framework/collective.h"
 #include "tensorflow/core/framework/device.h"
@@ -61,10 +62,12 @@ Exchanges begun and bytes sent so far, by phase.
 
 REGISTER_OP("TpuEmbeddingExchange")
     .Input("channel: resource")
+    .Input("queues: num_queues * resource")
     .Input("messages: num_processes * uint8")
     .Input("refusal: string")
     .Input("call: string")
     .Output("received: num_processes * uint8")
+    .Attr("num_queues: int >= 0")
     .Attr("num_processes: int >= 1")
     .Attr("phase: string")
     .SetIsStateful()
@@ -79,6 +82,8 @@ Sends each process its message, and returns those to this process. If any
 process has a refusal, or not all make the same call, the op fails in every
 process, and nothing else travels.
 
+queues: none, or the queue whose owed gradients are exchanged: a refusal is noted
+  there, so that the next step can begin.
 messages: for each process, of multiples of 64 bytes. That for this process
   itself is returned as it is.
 refusal: "", or a code and a text: see kernels/channel.h.
@@ -148,7 +153,14 @@ constexpr int kWindow = 8;
 constexpr int64_t kAlignment = 64;
 
 // What comes before a message.
-enum Header : int { kSequence, kCall, kBytes, kRefusalBytes, kHeaderSize };
+enum Header : int {
+  kSequence,
+  kCall,
+  kCallBytes,
+  kBytes,
+  kRefusalBytes,
+  kHeaderSize
+};
 
 // One run of the op; it lives until its last callback.
 class Exchange : public std::enable_shared_from_this<Exchange> {
@@ -205,6 +217,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   int size() const { return channel_->size(); }
   const char* phase_name() const { return kPhases[phase_]; }
+  int lane() const { return absl::string_view(phase_name()) == kLanes[1]; }
 
   absl::Status Read() {
     tensorflow::OpInputList messages;
@@ -243,13 +256,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         return;
       }
     }
-    Channel::Phase& phase = channel_->phases[phase_];
-    sequence_ = phase.exchanges++;
+    ++channel_->phases[phase_].exchanges;
+    sequence_ = channel_->sequences[lane()]++;
     for (int p = 0; p < size(); ++p) {
       Tensor header(tensorflow::DT_INT64, {kHeaderSize});
       auto fields = header.flat<int64_t>();
       fields(kSequence) = sequence_;
       fields(kCall) = CallNumber();
+      fields(kCallBytes) = call_.size();
       fields(kBytes) = messages_[p].NumElements();
       fields(kRefusalBytes) = refusal_.size();
       sent_headers_.push_back(header);
@@ -263,16 +277,15 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   void ReadHeaders() {
     bool refused = !refusal_.empty();
-    int other = -1;  // A process that made another call.
+    bool alike = true;
     std::vector<int64_t> bytes(size(), 0);
     for (int p = 0; p < size(); ++p) {
       if (p == channel_->rank) continue;
       const auto fields = headers_[p].flat<int64_t>();
       if (fields(kSequence) != sequence_) {
         const absl::Status status = absl::FailedPreconditionError(absl::StrCat(
-            "Process ", p, " is at its ", phase_name(), " number ",
-            fields(kSequence), ", but process ", channel_->rank, " at number ",
-            sequence_,
+            "Process ", p, " is at its call number ", fields(kSequence),
+            ", but process ", channel_->rank, " at number ", sequence_,
             ": the processes called the embedding in a different order. "
             "Restart the job from the last checkpoint."));
         executor_->StartAbort(status);
@@ -280,19 +293,15 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         return;
       }
       refused |= fields(kRefusalBytes) > 0;
-      if (other < 0 && fields(kCall) != CallNumber()) other = p;
+      alike &= fields(kCall) == CallNumber();
       bytes[p] = fields(kBytes);
     }
     if (refused) {
-      SwapRefusals();
+      SwapTexts("refusal", refusal_, kRefusalBytes, [this] { Refuse(); });
       return;
     }
-    if (other >= 0) {
-      Finish(absl::FailedPreconditionError(absl::StrCat(
-          "The processes called the embedding differently: process ",
-          channel_->rank, " called ", call_, ", but process ", other,
-          " made another call. Nothing has changed. Make the same calls with "
-          "the same arguments in every process.")));
+    if (!alike) {
+      SwapTexts("call", call_, kCallBytes, [this] { NameCalls(); });
       return;
     }
     std::vector<Tensor> received;
@@ -327,34 +336,54 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return static_cast<int64_t>(number);
   }
 
-  // Every process that refuses tells every other one why.
-  void SwapRefusals() {
-    std::vector<Tensor> sent;
+  // Every process tells every other one its `text`, whose length is a field of
+  // its header; then `next`.
+  void SwapTexts(const char* what, const std::string& text, Header length,
+                 const std::function<void()>& next) {
+    Tensor own(tensorflow::DT_UINT8, {static_cast<int64_t>(text.size())});
+    if (!text.empty()) std::memcpy(own.data(), text.data(), text.size());
     for (int p = 0; p < size(); ++p) {
-      Tensor text(tensorflow::DT_UINT8,
-                  {static_cast<int64_t>(refusal_.size())});
-      if (!refusal_.empty()) {
-        std::memcpy(text.data(), refusal_.data(), refusal_.size());
-      }
-      sent.push_back(text);
-      const int64_t length =
-          p == channel_->rank ? 0 : headers_[p].flat<int64_t>()(kRefusalBytes);
-      refusals_.emplace_back(tensorflow::DT_UINT8,
-                             tensorflow::TensorShape({length}));
+      const int64_t bytes =
+          p == channel_->rank ? 0 : headers_[p].flat<int64_t>()(length);
+      texts_.emplace_back(tensorflow::DT_UINT8,
+                          tensorflow::TensorShape({bytes}));
     }
     const auto self = shared_from_this();
-    SwapTensors("refusal", sent, refusals_, [self] { self->Refuse(); });
+    SwapTensors(what, std::vector<Tensor>(size(), own), texts_,
+                [self, own, next] {
+                  self->texts_[self->channel_->rank] = own;
+                  next();
+                });
+  }
+
+  std::string TextOf(int process) const {
+    return std::string(static_cast<const char*>(texts_[process].data()),
+                       texts_[process].NumElements());
+  }
+
+  // The same error in every process.
+  void NameCalls() {
+    int other = 0;
+    while (other + 1 < size() && TextOf(other) == TextOf(0)) ++other;
+    Finish(absl::FailedPreconditionError(absl::StrCat(
+        "The processes called the embedding differently: process 0 called ",
+        TextOf(0), ", but process ", other, " called ", TextOf(other),
+        ". Nothing has changed. Make the same calls with the same arguments in "
+        "every process; after a step that only some have begun, call reset in "
+        "all of them.")));
   }
 
   void Refuse() {
+    tensorflow::OpInputList queues;
+    if (context_->input_list("queues", &queues).ok() && queues.size() > 0) {
+      QueuePtr queue;
+      const absl::Status found = tensorflow::LookupResource(
+          context_, queues[0].scalar<tensorflow::ResourceHandle>()(), &queue);
+      if (found.ok()) queue->queue.RefuseOwed(0);
+    }
     for (int p = 0; p < size(); ++p) {
-      const std::string text =
-          p == channel_->rank
-              ? refusal_
-              : std::string(static_cast<const char*>(refusals_[p].data()),
-                            refusals_[p].NumElements());
-      if (text.empty()) continue;
-      Finish(FromRefusal(text, absl::StrCat("Process ", p, ": ")));
+      if (texts_[p].NumElements() == 0) continue;
+      Finish(FromRefusal(TextOf(p), absl::StrCat("Process ", p, ": ")));
       return;
     }
     Finish(absl::InternalError("A process refused a step without a reason."));
@@ -462,8 +491,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   std::string Key(const char* what, int from, int to, size_t piece) const {
-    return absl::StrCat("tpu_embedding:", channel_->key, ":", phase_name(), ":",
-                        what, ":", from, ">", to, ":", piece);
+    return absl::StrCat("tpu_embedding:", channel_->key, ":", kLanes[lane()],
+                        ":", what, ":", from, ">", to, ":", piece);
   }
 
   // The first failure is the one that is reported. It ends all collectives.
@@ -582,7 +611,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::vector<Tensor> messages_;                 // by process
   std::string refusal_, call_;
   int64_t sequence_ = 0;
-  std::vector<Tensor> sent_headers_, headers_, refusals_;
+  std::vector<Tensor> sent_headers_, headers_, texts_;
   std::atomic<int64_t> waiting_{0};
   std::mutex mutex_;
   absl::Status failure_;

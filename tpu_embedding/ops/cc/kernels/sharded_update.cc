@@ -307,7 +307,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     BatchQueue& queue = resource->queue;
     if (!given) {
       return FailedPrecondition(
-          queue.Deposit(0, std::move(gradients), count, apply_now));
+          queue.SubmitOwed(0, std::move(gradients), count, apply_now));
     }
     TF_RETURN_IF_ERROR(TakeOnce(*given));
     const auto submit = [&] {

@@ -29,12 +29,12 @@ struct ReceivedGradients {
   std::vector<std::vector<const float*>> features;
 };
 
-// What one replica hands in.
+// What one replica submits.
 struct ReplicaGradients {
   // By feature; a gradient that was not given counts as zeros.
   std::vector<std::optional<tensorflow::Tensor>> features;
   // By table the learning rate. One replica evaluates the rates, the others
-  // hand in zeros: their sum is the rate.
+  // submit zeros: their sum is the rate.
   tensorflow::Tensor rates;
   std::shared_ptr<const ReceivedGradients> received;  // of a routed batch
 };

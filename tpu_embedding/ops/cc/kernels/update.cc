@@ -93,11 +93,11 @@ class UpdateOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
     bool apply_now = false;
     OP_REQUIRES_OK(
-        context,
-        batches.size() == 0
-            ? Deposit(resource.get(), std::move(gradients), count, &apply_now)
-            : Submit(resource.get(), batches[0], std::move(gradients), count,
-                     &apply_now));
+        context, batches.size() == 0
+                     ? SubmitOwed(resource.get(), std::move(gradients), count,
+                                  &apply_now)
+                     : Submit(resource.get(), batches[0], std::move(gradients),
+                              count, &apply_now));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
     output->scalar<bool>()() = apply_now;
@@ -105,17 +105,19 @@ class UpdateOp : public tensorflow::OpKernel {
 
  private:
   // The gradients of the batch dequeued last.
-  absl::Status Deposit(StepQueueResource* resource, ReplicaGradients gradients,
-                       const BatchQueue::Count& count, bool* apply_now) const {
+  absl::Status SubmitOwed(StepQueueResource* resource,
+                          ReplicaGradients gradients,
+                          const BatchQueue::Count& count,
+                          bool* apply_now) const {
     BatchQueue& queue = resource->queue;
     SharedBatch batch;
     TF_RETURN_IF_ERROR(FailedPrecondition(queue.Owed(replica_, &batch)));
     const absl::Status status =
         CheckGradients(*resource->plan, *batch, gradients);
-    if (!status.ok()) queue.FailDeposit(replica_);
+    if (!status.ok()) queue.FailOwed(replica_);
     TF_RETURN_IF_ERROR(status);
     return FailedPrecondition(
-        queue.Deposit(replica_, std::move(gradients), count, apply_now));
+        queue.SubmitOwed(replica_, std::move(gradients), count, apply_now));
   }
 
   // The gradients of a batch past the queue.
@@ -236,7 +238,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     }
   }
 
-  // All replicas but one hand in zeros.
+  // All replicas but one submit zeros.
   static float Rate(const BatchQueue::Update& update, int table) {
     float rate = 0.0f;
     for (const BatchQueue::Part& part : update.replicas) {
