@@ -30,9 +30,6 @@ def make_engine(
     name: str,
     features: Sequence[te.FeatureConfig],
     ranks: Sequence[int],
-    num_replicas: int = 1,
-    *,
-    pipelined: bool = False,
 ) -> Engine:
     """An engine whose features are f0, f1, ... with outputs of the given ranks."""
     keys = {feature.table: feature.table for feature in features}
@@ -44,7 +41,7 @@ def make_engine(
     topology = Topology(
         strategy=tf.distribute.get_strategy(),
         engine=name,
-        num_replicas=num_replicas,
+        num_replicas=1,
         device="/device:CPU:0",
     )
     engine_class = choose(topology, plan)
@@ -53,7 +50,7 @@ def make_engine(
             plan=plan,
             topology=topology,
             output_shapes=shapes,
-            pipelined=pipelined,
+            pipelined=False,
             check_numerics=True,
             layout=engine_class.lay_out(
                 plan, topology, SparseCoreEmbeddingConfig(), shapes
@@ -103,7 +100,7 @@ class Mixed:
     DIMS = (3, 2, 3)
 
     @classmethod
-    def engine(cls, name: str, num_replicas: int, *, pipelined: bool) -> Engine:
+    def engine(cls, name: str) -> Engine:
         one = te.TableConfig(
             11, 3, initializer=te.RowIdInitializer(), name="one", combiner="sqrtn"
         )
@@ -115,7 +112,7 @@ class Mixed:
             optimizer=te.Adam(0.1, lazy_adam=False),
         )
         features = [te.FeatureConfig(table) for table in (one, two, one)]
-        return make_engine(name, features, (1, 1, 1), num_replicas, pipelined=pipelined)
+        return make_engine(name, features, (1, 1, 1))
 
     @staticmethod
     def batch(seed: int, *, bad: bool = False) -> list[IdBatch]:

@@ -166,6 +166,7 @@ def test_float32_is_followed_within_the_spacings(engine: str) -> None:
     np.testing.assert_array_equal(table_of(half)[untouched], start[untouched])
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelining_does_not_change_the_bits(engine: str) -> None:
     del engine
     plain = make()

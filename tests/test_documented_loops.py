@@ -1,22 +1,14 @@
-"""TensorFlow's documented loops on the engines for CPUs."""
+"""TensorFlow's documented loops on the host engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from documented_loops import BATCH, assert_same, dataset, feature_config, loops, stock
 
 import tpu_embedding as te
-
-
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
 
 
 def test_loops() -> None:

@@ -357,7 +357,11 @@ def test_keys_are_the_objects_that_were_passed() -> None:
     assert isinstance(activations.right, list)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "pipelined"),
+    [("host", False), ("host", True), ("portable", False)],
+    indirect=["engine"],
+)
 def test_checkpoint(pipelined: bool, tmp_path: Any) -> None:
     schedule = tf.keras.optimizers.schedules.PolynomialDecay(0.5, 4)
     embedding = make(
@@ -382,6 +386,7 @@ def test_checkpoint(pipelined: bool, tmp_path: Any) -> None:
         assert state(restored) == state(embedding)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelining_is_one_step_old() -> None:
     embedding = make(te.SGD(1.0), pipeline_execution_with_tensor_core=True)
     seen = []

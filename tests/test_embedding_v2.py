@@ -173,6 +173,7 @@ def test_a_loop_in_a_function() -> None:
     assert table(embedding, "films")[7].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_replicas_sum_their_gradients() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
@@ -196,6 +197,7 @@ def test_replicas_sum_their_gradients() -> None:
         embedding(BATCH)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelined_updates_are_one_step_late() -> None:
     embedding = te.TPUEmbeddingV2(
         te.FeatureConfig(films()), te.SGD(1.0), pipeline_execution_with_tensor_core=True

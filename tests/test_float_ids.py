@@ -141,7 +141,6 @@ def test_integers_cost_no_op() -> None:
     assert not types & {"If", "StatelessIf", "Cast", "Floor"}
 
 
-@pytest.mark.usefixtures("engine")
 def test_replicas() -> None:
     """One replica with a bad id refuses the batch of all; the next step trains."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -8,43 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpu_embedding.engines.batch_queue import (
-    HashTableStore,
-    VariableStore,
-    pack,
-    unpack,
-)
 from tpu_embedding.engines.portable.engine import _host_of
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda counts: VariableStore(3, counts), HashTableStore],
-    ids=["variables", "hash table"],
-)
-def test_stores_hold_any_tensors(make: Any) -> None:
-    store = make(tf.zeros([2, 2], tf.int64))
-    assert store.counts().numpy().tolist() == [[0, 0], [0, 0]]
-    store.write_counts(tf.ones([2, 2], tf.int64))
-    assert store.with_handles(store.handles).counts().numpy().tolist() == [[1, 1]] * 2
-    tensors = [tf.constant([1, 2], tf.int64), tf.zeros([0, 4])]
-    specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 4])]
-
-    @tf.function
-    def through() -> list[tf.Tensor]:
-        store.put(2, pack(tensors))
-        variant = store.get(2)
-        store.put(2, pack([tf.zeros([0])]))
-        return unpack(variant, specs)
-
-    for tensor, result in zip(tensors, through(), strict=True):
-        np.testing.assert_array_equal(tensor, result)
-        assert tensor.dtype == result.dtype
 
 
 def test_the_first_of_many_checks_that_fails_is_named() -> None:

@@ -35,7 +35,11 @@ def train_once(embedding: te.TPUEmbedding) -> None:
     embedding.apply_gradients(GRADIENTS)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "pipelined"),
+    [("host", False), ("host", True), ("portable", False)],
+    indirect=["engine"],
+)
 def test_a_rate_that_fails_changes_nothing(pipelined: bool) -> None:
     fails = [True]
 
@@ -62,6 +66,7 @@ def test_a_rate_that_is_no_scalar() -> None:
         train_once(embedding)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_a_pipelined_update_has_the_rate_of_its_own_step() -> None:
     rate = tf.Variable(1.0)
     embedding = make(te.SGD(lambda: rate), pipelined=True)

@@ -8,17 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 
 V, D, R = 8, 2, 3
-
-
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
 
 
 @pytest.fixture

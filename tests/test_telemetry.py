@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 import pathlib
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from reference.lookup import gains as reference_gains
 from reference.lookup import samples_of
 
@@ -19,17 +17,9 @@ import tpu_embedding as te
 import tpu_embedding.keras
 from tpu_embedding.testing import SoftwareTPUStrategy
 
-# Random batches of each engine; 1,000 by `make fuzz-telemetry`.
-BATCHES = {"host": 50, "portable": 8}
-if wanted := os.environ.get("TPU_EMBEDDING_TELEMETRY_BATCHES"):
-    BATCHES = dict.fromkeys(BATCHES, int(wanted))
+# Random batches; 1,000 by `make fuzz-telemetry`.
+BATCHES = int(os.environ.get("TPU_EMBEDDING_TELEMETRY_BATCHES", "50"))
 CLASSES = ("queue", "lookup", "layer")
-
-
-@pytest.fixture(params=EACH_ENGINE)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
 
 
 def make_configs(dtype: str = "float32") -> dict[str, te.FeatureConfig]:
@@ -188,12 +178,12 @@ class Trained:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_figure_of_fuzzed_batches(engine: str, kind: str):
-    random = np.random.default_rng([BATCHES[engine], CLASSES.index(kind)])
+def test_every_figure_of_fuzzed_batches(kind: str):
+    random = np.random.default_rng([BATCHES, CLASSES.index(kind)])
     configs = make_configs()
     trained, counted = Trained(kind, configs), Counted(configs)
     telemetry = te.Telemetry(trained.embedding, every=1, hottest=4)
-    for step in range(BATCHES[engine]):
+    for step in range(BATCHES):
         features, weights = make_batch(random)
         before = trained.tables()
         gradients = trained.step(features, weights, random)
@@ -204,7 +194,7 @@ def test_every_figure_of_fuzzed_batches(engine: str, kind: str):
         assert read["*"]["steps"] == (step + 1, True)
 
 
-def test_counting_changes_no_bit(engine: str):
+def test_counting_changes_no_bit():
     trained = [Trained("queue", make_configs("bfloat16")) for _ in range(2)]
     te.Telemetry(trained[0].embedding, every=2)
     for seed in range(4):
@@ -217,7 +207,7 @@ def test_counting_changes_no_bit(engine: str):
         assert (values == tables[1][name]).all(), name
 
 
-def test_bfloat16_tables(engine: str):
+def test_bfloat16_tables():
     random = np.random.default_rng(5)
     configs = make_configs("bfloat16")
     trained, counted = Trained("queue", configs), Counted(configs)
@@ -230,7 +220,7 @@ def test_bfloat16_tables(engine: str):
         counted.check(telemetry.read(), before, trained.tables(), invalid=True)
 
 
-def test_only_every_nth_update_is_counted(engine: str):
+def test_only_every_nth_update_is_counted():
     random = np.random.default_rng(0)
     trained = Trained("queue", make_configs())
     counted = Counted(make_configs())
@@ -254,7 +244,7 @@ def spread(strategy: Any, values: list[Any]) -> Any:
     )
 
 
-def test_replicas_count_as_one_batch(engine: str):
+def test_replicas_count_as_one_batch():
     random = np.random.default_rng(3)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     configs = make_configs()
@@ -299,7 +289,7 @@ def train(embedding: te.TPUEmbedding, ids: list[int]) -> None:
     embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
 
 
-def test_a_pending_update_is_counted_when_it_is_applied(engine: str):
+def test_a_pending_update_is_counted_when_it_is_applied():
     embedding = simple(pipeline_execution_with_tensor_core=True)
     telemetry = te.Telemetry(embedding, every=1)
     train(embedding, [1, 2])
@@ -316,7 +306,7 @@ def test_a_pending_update_is_counted_when_it_is_applied(engine: str):
     assert telemetry.read()["films"]["ids"].value == 4
 
 
-def test_refused_steps_and_evaluation_are_not_counted(engine: str):
+def test_refused_steps_and_evaluation_are_not_counted():
     embedding = simple(check_numerics=True)
     telemetry = te.Telemetry(embedding, every=1)
     train(embedding, [1, 2])
@@ -337,7 +327,7 @@ def test_refused_steps_and_evaluation_are_not_counted(engine: str):
 @pytest.mark.parametrize("kind", ["queue", "v2"])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_refused_steps_of_replicas_and_tables_of_one_name(
-    engine: str, kind: str, pipelined: bool, tmp_path: pathlib.Path
+    kind: str, pipelined: bool, tmp_path: pathlib.Path
 ):
     """In functions that are traced for several sizes, with a restore in between."""
     random = np.random.default_rng(11)
@@ -408,7 +398,7 @@ def test_refused_steps_of_replicas_and_tables_of_one_name(
         assert found["hottest_rows"].value == hottest
 
 
-def test_queue_depth(engine: str):
+def test_queue_depth():
     embedding = simple()
     telemetry = te.Telemetry(embedding)
     for depth in (1, 2):
@@ -418,7 +408,7 @@ def test_queue_depth(engine: str):
     assert telemetry.read()["*"]["queue_depth"].value == 1
 
 
-def test_counting_in_a_function_and_stopping(engine: str):
+def test_counting_in_a_function_and_stopping():
     embedding = simple()
     telemetry = te.Telemetry(embedding, every=1)
 
@@ -437,16 +427,13 @@ def test_counting_in_a_function_and_stopping(engine: str):
     with pytest.raises(RuntimeError, match="does not count any more"):
         telemetry.read()
     steps(tf.constant(2, tf.int64))  # Traced again, while nothing is counted.
-    refused = engine == "portable"
-    expected = pytest.raises(RuntimeError, match="traced while nothing was counted")
-    with expected if refused else contextlib.nullcontext():
-        again = te.Telemetry(embedding, every=1)
-        steps(tf.constant(2))
-        assert again.read()["*"]["steps"].value == 2
+    again = te.Telemetry(embedding, every=1)
+    steps(tf.constant(2))
+    assert again.read()["*"]["steps"].value == 2
 
 
 @pytest.mark.parametrize("before", [[], [5]])
-def test_counting_begins_while_an_update_is_pending(engine: str, before: list[int]):
+def test_counting_begins_while_an_update_is_pending(before: list[int]):
     embedding = simple(pipeline_execution_with_tensor_core=True)
     if before:  # Counted by another telemetry until it was stopped.
         first = te.Telemetry(embedding, every=1)
@@ -459,13 +446,11 @@ def test_counting_begins_while_an_update_is_pending(engine: str, before: list[in
     embedding.flush()
     read = telemetry.read()
     assert read["*"]["steps"].value == 4
-    # The host engine counts what is applied; the portable one must have summed it.
-    counted = [(1, 1), (2, 1), (4, 2)] if engine == "host" else [(3, 1), (6, 1)]
-    assert sorted(read["films"]["hottest_rows"].value) == counted
+    assert sorted(read["films"]["hottest_rows"].value) == [(1, 1), (2, 1), (4, 2)]
     assert not read["films"]["ids"].exact
 
 
-def test_a_function_that_counted_counts_for_the_next_telemetry(engine: str):
+def test_a_function_that_counted_counts_for_the_next_telemetry():
     embedding = simple()
 
     @tf.function
@@ -483,7 +468,7 @@ def test_a_function_that_counted_counts_for_the_next_telemetry(engine: str):
     assert second.read()["*"]["steps"].value == 1
 
 
-def test_another_telemetry_takes_over(engine: str):
+def test_another_telemetry_takes_over():
     embedding = simple()
     first = te.Telemetry(embedding, every=1)
     train(embedding, [1])
@@ -502,7 +487,7 @@ def test_another_telemetry_takes_over(engine: str):
         read()
 
 
-def test_nothing_of_it_is_in_checkpoints(engine: str, tmp_path: pathlib.Path):
+def test_nothing_of_it_is_in_checkpoints(tmp_path: pathlib.Path):
     embedding, counted = simple(), simple()
     telemetry = te.Telemetry(counted, every=1)
     paths = []
@@ -529,7 +514,7 @@ def summaries(folder: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def test_summaries(engine: str, tmp_path: pathlib.Path):
+def test_summaries(tmp_path: pathlib.Path):
     embedding = simple()
     telemetry = te.Telemetry(embedding, every=2)
     writer = tf.summary.create_file_writer(str(tmp_path))
@@ -561,7 +546,7 @@ def test_summaries(engine: str, tmp_path: pathlib.Path):
     assert buckets[:, 2].sum() == 2
 
 
-def test_callback(engine: str, tmp_path: pathlib.Path):
+def test_callback(tmp_path: pathlib.Path):
     import keras
 
     films = te.TableConfig(8, 2, name="films")

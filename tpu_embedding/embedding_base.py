@@ -79,7 +79,7 @@ class EmbeddingBase(TrackableTables):
         self._plan = plan
         self._topology = topology or distribution.current()
         self._engine_class = engines.choose(self._topology, plan)
-        self._engine_class.check_plan(plan, self._topology)
+        self._engine_class.check_plan(plan, self._topology, options)
         self._output_shapes = OutputShapes(plan.features)
         self._options = options
         self._layout: Layout | None = None

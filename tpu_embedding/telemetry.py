@@ -75,9 +75,8 @@ class Telemetry:
           ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0, or if
             a table is called "*".
           NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
-            on parameter servers, and in a Keras layer with `trainable_tables=True`.
-          RuntimeError: On the portable engine, if a tf.function that trains was traced
-            while nothing was counted.
+            on parameter servers, on the portable engine, and in a Keras layer with
+            `trainable_tables=True`.
         """
         for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
             if type(value) is not int or value < smallest:

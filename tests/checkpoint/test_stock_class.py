@@ -63,7 +63,6 @@ def test_theirs_to_ours(
     status.assert_consumed()
 
 
-@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("optimizer", ["Adagrad", "Adam"])
 def test_under_a_mirrored_strategy(
     optimizer: str, rng: np.random.Generator, tmp_path: pathlib.Path

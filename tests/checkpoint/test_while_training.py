@@ -15,11 +15,6 @@ import tpu_embedding as te
 from tpu_embedding import checkpoint
 
 
-@pytest.fixture(autouse=True)
-def each_engine(engine: str) -> str:
-    return engine
-
-
 def make_pair() -> tuple[te.TPUEmbedding, te.TPUEmbedding]:
     """A pipelined embedding, and one without as its twin, from the same tables."""
     pair = [

@@ -78,6 +78,7 @@ def test_in_a_function(rng: np.random.Generator) -> None:
     twin.run(rng, 2)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("function", [None, tf.function], ids=["eager", "function"])
 def test_replicas(function: Any, rng: np.random.Generator) -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -89,6 +90,7 @@ def test_replicas(function: Any, rng: np.random.Generator) -> None:
     )
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelining(rng: np.random.Generator) -> None:
     make_twin(
         te.Adagrad(RATE),

@@ -14,6 +14,7 @@ from conformance.twin import Feature, Table, Twin
 import tpu_embedding as te
 
 RATE = 0.25
+pytestmark = pytest.mark.parametrize("engine", ["host"], indirect=True)
 
 
 def pipelined(optimizer: Any, **arguments: Any) -> Twin:

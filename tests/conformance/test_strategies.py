@@ -20,6 +20,9 @@ from conformance.twin import Feature, Table, Twin
 RATE = 0.25
 
 
+pytestmark = pytest.mark.parametrize("engine", ["host"], indirect=True)
+
+
 def two_features(
     kind: cases.Input, combiner: str, *arguments: Any, **more: Any
 ) -> Twin:

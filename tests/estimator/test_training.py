@@ -56,8 +56,7 @@ def test_the_portable_engine_does_the_same(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
-    options = {"clipping_limit": 1.5, "pipeline_execution_with_tensor_core": True}
-    trained = run(tmp_path, [embedding("a", 1, **SUM)], **options)
+    trained = run(tmp_path, [embedding("a", 1, **SUM)], clipping_limit=1.5)
     assert rows(trained) == [0, 0, 0, -0.75, -0.5, -0.5, 0, 0]
     assert set(variables(trained)) == {A, "bias", "global_step"}  # No engine's state.
 

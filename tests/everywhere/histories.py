@@ -105,6 +105,8 @@ class History:
         self._engine = str(rng.choice(engines))
         self._queued, self._pipelined = bool(rng.integers(2)), bool(rng.integers(2))
         self._replicas = int(rng.integers(1, 4))
+        if self._engine == "portable":
+            self._pipelined, self._replicas = False, 1
         self._is_hardware_queue = self._engine in ("v2", "v3", "v4")
         os.environ.pop(distribution.ENGINE_VARIABLE, None)
         if self._engine in CPU_ENGINES:

@@ -9,11 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from keras_layer import models
 
 import tpu_embedding as te
-from tpu_embedding import distribution
 from tpu_embedding.keras import TPUEmbedding
 
 
@@ -258,16 +256,12 @@ def test_float16_fits_with_the_scale_of_the_model(trained: Any):
         np.testing.assert_allclose(state[name], value, atol=0.02)
 
 
-@pytest.mark.parametrize("name", EACH_ENGINE)
-def test_mirrored_strategy_sums_the_replicas(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_mirrored_strategy_sums_the_replicas():
     """Two replicas of half a batch do what one of a whole batch does.
 
     The last batch is of 3 and 2 samples. Keras takes the mean of each replica's, so
     those of the second one count for more.
     """
-    monkeypatch.setenv(distribution.ENGINE_VARIABLE, name)
     ids = np.random.default_rng(1).integers(0, 8, (17, 2))
     labels = np.random.default_rng(2).normal(size=(17, 1)).astype(np.float32)
     uneven = np.array([1] * 12 + [5 / 6] * 3 + [5 / 4] * 2, np.float32)
@@ -286,8 +280,7 @@ def test_mirrored_strategy_sums_the_replicas(
         weights = np.ones(17, np.float32) if strategy is two else uneven
         data = tf.data.Dataset.from_tensor_slices((ids, labels, weights)).batch(6)
         model.fit(data, shuffle=False, verbose=0)
-        # The lookups of evaluation are those of any engine.
-        seen = model.predict(data, verbose=0) if name == "host" else 0
+        seen = model.predict(data, verbose=0)
         return models.state(layer), dense.get_weights()[0], seen
 
     two = models.mirrored(2)

@@ -361,8 +361,8 @@ def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) 
             episode = kind(
                 engine=engine.removesuffix("_queue"),
                 name=str(rng.choice(kind.classes)),
-                replicas=int(rng.integers(1, 4)),
-                pipelined=bool(rng.integers(2)),
+                replicas=1 if engine == "portable" else int(rng.integers(1, 4)),
+                pipelined=bool(engine != "portable" and rng.integers(2)),
                 graph=bool(rng.integers(2)),
                 tpu=str(rng.choice(kind.tpus)),
             )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -112,7 +113,8 @@ def train(problem: Problem) -> None:
         function=tf.function if problem.traced else lambda step: step,
         make=Stepwise if problem.v2 else te.TPUEmbedding,
         inside=problem.v2,
-        pipeline_execution_with_tensor_core=problem.pipelined,
+        pipeline_execution_with_tensor_core=problem.pipelined
+        and os.environ.get(distribution.ENGINE_VARIABLE) != "portable",
     )
     for step in range(problem.steps):
         twin.step(rng, batch_of(rng, twin), ["f0"] if step % 2 else [])

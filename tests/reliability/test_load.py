@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cpu_engines import EACH_ENGINE
+from everywhere.twins import place, strategy_of
 from reliability import load
 
 import tpu_embedding as te
@@ -114,6 +115,63 @@ def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) ->
     (table,) = embedding.embedding_tables.values()
     expected = np.arange(ROWS)[:, np.newaxis] - float(UPDATES[engine])
     np.testing.assert_array_equal(table.numpy(), np.repeat(expected, DIM, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "steps"), [(lambda step: step, 16), (tf.function, 60)], ids=["", "graph"]
+)
+@pytest.mark.parametrize(
+    ("engine", "replicas"),
+    [("host", 2), ("portable", 1), ("v4", 1), ("v6e", 1), ("v6e", 2)],
+)
+def test_one_thread_enqueues_ahead(
+    engine: str, replicas: int, wrap: Any, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one runs the steps: no batch is lost, and they stay in order."""
+    place(engine, monkeypatch)
+    strategy = strategy_of(engine, replicas)
+    films = te.TableConfig(8, 8, te.RowIdInitializer(), combiner="sum", name="films")
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            te.FeatureConfig(films, output_shape=[8]), te.SGD(1.0)
+        )
+        embedding.build()
+    ready, failed = threading.Semaphore(0), []
+    enqueue = wrap(embedding.enqueue)
+
+    def enqueue_all() -> None:
+        try:
+            for number in range(steps):
+                enqueue(tf.fill([8], number % 8))
+                ready.release()
+        except tf.errors.OpError as error:
+            failed.append(error)
+            ready.release(steps)
+
+    @wrap
+    def step() -> Any:
+        def in_replica() -> tf.Tensor:
+            activations = embedding.dequeue()
+            embedding.apply_gradients(tf.ones_like(activations))
+            return activations
+
+        return strategy.run(in_replica)
+
+    thread = threading.Thread(target=enqueue_all)
+    thread.start()
+    found = []
+    try:
+        for _ in range(steps):
+            assert ready.acquire(timeout=60)
+            found.append(strategy.experimental_local_results(step()))
+    finally:
+        thread.join(timeout=60)
+    assert not failed
+    for number, values in enumerate(found):
+        # Eight samples of each replica name one row, which each step before changed.
+        expected = number % 8 - number // 8 * 8.0 * replicas
+        for value in values:
+            np.testing.assert_array_equal(value, np.full([8, 8], expected))
 
 
 def make_v2(engine: str, monkeypatch: pytest.MonkeyPatch) -> te.TPUEmbeddingV2:

@@ -72,14 +72,11 @@ CLASSES: dict[str, tuple[Any, Callable[..., None]]] = {
 }
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_next_step_trains(
-    name: str, pipelined: bool, graph: bool, engine: str
-) -> None:
-    if engine == "portable" and graph:
-        return  # Slow to trace; its rules are the same functions.
+def test_the_next_step_trains(name: str, pipelined: bool, graph: bool) -> None:
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
     made, step = CLASSES[name]
     with strategy.scope():
@@ -108,6 +105,7 @@ def test_the_next_step_trains(
     assert column(embedding)[1] == 1 - R * good, "each good step once, no other"
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_loop_inside_of_run_is_refused(name: str) -> None:
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
@@ -126,6 +124,7 @@ def test_a_loop_inside_of_run_is_refused(name: str) -> None:
         assert column(embedding)[1] == 1
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelined_updates_are_rounded_by_their_own_number() -> None:
     found = []
     for pipelined in (False, True):
@@ -143,6 +142,7 @@ def test_pipelined_updates_are_rounded_by_their_own_number() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_reset_takes_a_forgotten_update_out_of_the_count(pipelined: bool) -> None:
     embedding = te.TPUEmbedding(
@@ -156,6 +156,7 @@ def test_reset_takes_a_forgotten_update_out_of_the_count(pipelined: bool) -> Non
     assert column(embedding)[1] == (1 if pipelined else 0)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("function", [lambda call: call, tf.function])
 def test_a_refused_evaluation_leaves_the_pending_update(
     function: Callable[[Any], Any],
@@ -222,6 +223,7 @@ def test_a_batch_of_another_static_shape_stays_in_the_queue() -> None:
         embedding.apply_gradients({"film": tf.ones_like(films)})
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_batches_of_devices_are_paired_in_order() -> None:
     strategy, embedding = replicas()
     devices = strategy.extended.worker_devices
@@ -251,6 +253,7 @@ def test_batches_of_devices_are_paired_in_order() -> None:
         train_queued(strategy, embedding)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_values_of_replicas_are_refused_beside_a_device() -> None:
     strategy, embedding = replicas()
     device = strategy.extended.worker_devices[1]
@@ -262,6 +265,7 @@ def test_values_of_replicas_are_refused_beside_a_device() -> None:
         embedding.enqueue({"film": ids}, {"film": weights}, device=device)
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_refused_evaluation_step_leaves_the_pending_update(graph: bool) -> None:
     strategy, embedding = replicas(pipelined=True)
@@ -285,6 +289,7 @@ def test_a_refused_evaluation_step_leaves_the_pending_update(graph: bool) -> Non
     assert [found.numpy()[0, 0] for found in run(1, 1)] == [-1.0, -1.0]
 
 
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_a_forgotten_apply_gradients_is_refused() -> None:
     strategy, embedding = replicas()
     for _ in range(2):

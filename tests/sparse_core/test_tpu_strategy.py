@@ -241,7 +241,7 @@ def test_the_keras_layer() -> None:
 
 @pytest.mark.usefixtures("strategy")
 def test_a_queue_inside_of_a_program() -> None:
-    """What the host does to a queue is ordered by one handle, in functions of its own.
+    """What the host does to a queue is ordered by its handles, in functions of its own.
 
     TensorFlow's passes read and write variables around a whole program, and merge
     equal constants of all parts on the host. `make check-tpu` runs those passes.
@@ -269,7 +269,7 @@ def test_a_queue_inside_of_a_program() -> None:
     ]
     assert len(calls) == 4  # Enqueue, dequeue, what owes gradients, settle.
     handles = {t.ref() for op in calls for t in op.inputs if t.dtype == tf.resource}
-    assert len(handles) == 1
+    assert len(handles) == 2  # The batches and the mutex.
     for op in calls:
         assert "_xla_outside_compilation" in op.node_def.attr
         function = op.graph._get_function(op.get_attr("f").name).cached_definition

@@ -263,13 +263,15 @@ class Engine(abc.ABC):
         self._device = options.topology.device
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
-        """Refuses tables with options that this engine lacks.
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
+        """Refuses what this engine lacks: options, also of tables, and replicas.
 
         Raises:
-          NotImplementedError: If a table has one.
+          NotImplementedError: If something of that is asked for.
         """
-        del plan, topology
+        del plan, topology, options
 
     @classmethod
     def lay_out(
@@ -544,13 +546,13 @@ class Engine(abc.ABC):
 
         Raises:
           NotImplementedError: If the engine cannot count.
-          RuntimeError: If functions were traced that do not count.
         """
         del every
         raise NotImplementedError(
             f"The {self.name} engine has no telemetry. Use it with the same tables on "
-            "the host or the portable engine: build the embedding outside of the "
-            "scope of a TPU or parameter server strategy."
+            "the host engine: build the embedding outside of the scope of a TPU or "
+            "parameter server strategy, where the compiled library can be loaded, and "
+            "without a CustomOptimizer or CustomCombiner."
         )
 
     def counts(self, num_hot_rows: int) -> Counts:
@@ -578,7 +580,7 @@ class Engine(abc.ABC):
 
 
 class TracedTicket:
-    """Of one lookup in a program; it is taken once.
+    """The right to update with one lookup's batch. A program takes it at most once.
 
     Attributes:
       content: What the engine needs for the update.
@@ -600,7 +602,7 @@ class TracedTicket:
                 None,
                 None,
                 "The gradients of this lookup were applied already; each lookup takes "
-                "them once. Look the batch up again, or take all gradients with one "
+                "them once. Call the layer again, or take all gradients with one "
                 "tape.gradient call.",
             )
         self.taken = True

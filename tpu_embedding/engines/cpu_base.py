@@ -10,7 +10,12 @@ import tensorflow as tf
 
 from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import Engine, EngineOptions, TableArrays
+from tpu_embedding.engines.base import (
+    EmbeddingOptions,
+    Engine,
+    EngineOptions,
+    TableArrays,
+)
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
@@ -57,9 +62,11 @@ class WholeTablesEngine(Engine):
         )
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
         """See `Engine.check_plan`."""
-        del topology
+        del topology, options
         refuse_tpu_options(cls.name, plan)
 
     @classmethod

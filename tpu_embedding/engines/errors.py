@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +21,14 @@ def function_of(table: str, what: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"That is from the function of the {what} of table {table!r}.")
         raise
+
+
+def trace(
+    table: str, what: str, function: Callable[..., Any], inputs: Sequence[Any]
+) -> Any:
+    """Traces a function of the user's; its errors say which table it is of."""
+    with function_of(table, what):
+        return tf.function(function, autograph=False).get_concrete_function(*inputs)
 
 
 def check_device(topology: Topology, device: str | tf.Tensor) -> list[Any]:

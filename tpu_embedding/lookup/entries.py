@@ -12,14 +12,12 @@ on malformed input.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding.config import TableConfig
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.lookup.graph_checks import (
     Bound,
@@ -53,14 +51,12 @@ class Entries(NamedTuple):
       samples: int64 [n], ascending.
       gains: float32 [n].
       shape: int64 [k], the output shape without the embedding axis.
-      num_invalid: int64 scalar, ids that were dropped or taken modulo V.
     """
 
     rows: Any
     samples: Any
     gains: Any
     shape: Any
-    num_invalid: Any
 
     @property
     def num_samples(self) -> tf.Tensor:
@@ -80,7 +76,6 @@ class Selection:
       axes: int64 scalars, the output shape without the embedding axis.
       combiner: "sum", "mean" or "sqrtn".
       one_each: Whether entry i is the only entry of sample i, for n samples.
-      count_invalid: Returns `Entries.num_invalid`.
     """
 
     rows: tf.Tensor
@@ -89,7 +84,6 @@ class Selection:
     axes: list[tf.Tensor]
     combiner: str
     one_each: bool
-    count_invalid: Callable[[], tf.Tensor]
 
     @property
     def samples(self) -> tf.Tensor:
@@ -114,7 +108,7 @@ class Selection:
         count = tf.maximum(self.num_samples, 0)
         samples = self.samples
         gains = _gains(self.combiner, samples, weights, count)
-        return Entries(self.rows, samples, gains, shape, self.count_invalid())
+        return Entries(self.rows, samples, gains, shape)
 
 
 def build_entries(
@@ -253,7 +247,6 @@ def _draft(feature: FeatureInput) -> _Draft:
             axes=axes,
             combiner=config.entry_combiner,
             one_each=rows.one_each and not kept,
-            count_invalid=functools.partial(_count_invalid, config, ids),
         )
 
     def checks() -> list[Check | Bound]:
@@ -262,12 +255,6 @@ def _draft(feature: FeatureInput) -> _Draft:
         return [*structure, *_check_entries(feature, rows.row, ids, weights)]
 
     return _Draft(feature, rows, ids, checks, finish)
-
-
-def _count_invalid(config: TableConfig, ids: tf.Tensor) -> tf.Tensor:
-    if config.invalid_ids == "error":
-        return tf.zeros([], tf.int64)  # A batch with one is refused.
-    return tf.math.count_nonzero(~ids_in_range(ids, config.vocabulary_size))
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:

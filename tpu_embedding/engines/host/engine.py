@@ -11,6 +11,7 @@ from tpu_embedding import errors
 from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
+    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -95,9 +96,11 @@ class HostEngine(Engine):
         self._queue: StepQueue = HostEngineQueue(self)
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
         """See `Engine.check_plan`."""
-        del topology
+        del topology, options
         refuse_tpu_options(cls.name, plan)
 
     @classmethod

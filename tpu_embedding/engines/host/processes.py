@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import EngineOptions, TableArrays
+from tpu_embedding.engines.base import EmbeddingOptions, EngineOptions, TableArrays
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
@@ -66,9 +66,11 @@ class ShardedEngine(HostEngine):
         super().__init__(options, [self._part], Processes(record, self._channel))
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
         """See `Engine.check_plan`."""
-        super().check_plan(plan, topology)
+        super().check_plan(plan, topology, options)
         for table in plan.tables:
             optimizer = table.optimizer
             unsupported = None

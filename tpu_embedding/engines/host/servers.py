@@ -16,7 +16,13 @@ import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import Engine, EngineOptions, StepQueue, TableArrays
+from tpu_embedding.engines.base import (
+    EmbeddingOptions,
+    Engine,
+    EngineOptions,
+    StepQueue,
+    TableArrays,
+)
 from tpu_embedding.engines.cpu_base import (
     arrays_of_variables,
     lay_out_whole,
@@ -149,9 +155,11 @@ class ParameterServerEngine(HostEngine):
             )
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
         """See `Engine.check_plan`."""
-        del topology
+        del topology, options
         refuse_tpu_options("parameter server", plan)
         for table in plan.tables:
             functions = {

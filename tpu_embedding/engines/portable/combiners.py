@@ -1,19 +1,15 @@
-"""Custom combiners, made of TensorFlow's ops.
-
-A feature with a CustomCombiner looks its vectors up one by one: each entry is then a
-sample of its own, at its position in its sample.
-"""
+"""Custom combiners, which look the vectors of a sample up one by one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines import errors as engine_errors
+from tpu_embedding.engines import errors
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
@@ -28,25 +24,15 @@ from tpu_embedding.tables.variables import create_state, variable_name
 
 
 class Found(NamedTuple):
-    """The inputs of a custom combiner, from one lookup of one feature.
+    """The inputs of a custom combiner, from one lookup of one feature."""
 
-    Attributes:
-      valencies: int32 [n].
-      vectors: float32 [n, max_valency, D].
-      weights: float32 [num_weights].
-    """
-
-    valencies: tf.Tensor
-    vectors: tf.Tensor
-    weights: tf.Tensor
+    valencies: tf.Tensor  # int32 [n]
+    vectors: tf.Tensor  # float32 [n, max_valency, D]
+    weights: tf.Tensor  # float32 [num_weights]
 
 
 class Combiners:
-    """The custom combiners of a plan and their weights.
-
-    Attributes:
-      num_weights: The number of weights of all tables together.
-    """
+    """The custom combiners of a plan and their weights."""
 
     def __init__(self, plan: Plan, layout: Layout | None) -> None:
         """Makes the weights, on the device that is current."""
@@ -63,8 +49,6 @@ class Combiners:
                     variable_name(name), combiner_values(name, combiner).whole()
                 )
                 self._of_features |= dict.fromkeys(table.features, combiner)
-        self._sizes = [int(w.shape[0] or 0) for w in self._weights.values()]
-        self.num_weights = sum(self._sizes)
 
     def variables(self, table: int) -> dict[str, tf.Variable]:
         """The weights of a table by name, if it has any."""
@@ -75,17 +59,15 @@ class Combiners:
 
     def checked(self, entries: Sequence[Entries]) -> list[Entries]:
         """The entries, after a check that no sample has more than `max_valency`."""
-        if not self._of_features:
-            return list(entries)
-        checks = [
-            self._valency_check(feature, combiner.max_valency, entries[feature])
-            for feature, combiner in self._of_features.items()
-        ]
+        checks = [self._valency_check(f, entries[f]) for f in self._of_features]
         with tf.control_dependencies(require(checks)):
             return [entry._replace(rows=tf.identity(entry.rows)) for entry in entries]
 
-    def _valency_check(self, feature: int, limit: int, entries: Entries) -> Check:
-        spec = self._plan.features[feature]
+    def _valency_check(self, feature: int, entries: Entries) -> Check:
+        spec, limit = (
+            self._plan.features[feature],
+            self._of_features[feature].max_valency,
+        )
         counts = tf.math.bincount(tf.cast(entries.samples, tf.int32))
 
         def message() -> tf.Tensor:
@@ -102,11 +84,7 @@ class Combiners:
         return Check(counts <= limit, message)
 
     def positions(self, entries: Sequence[Entries]) -> list[Entries]:
-        """The entries to look up: one sample for each position of a sample.
-
-        Args:
-          entries: For each feature. Those without a custom combiner stay as they are.
-        """
+        """The entries to look up: each is a sample, at its position in its sample."""
         spread = list(entries)
         for feature, combiner in self._of_features.items():
             own = entries[feature]
@@ -121,14 +99,9 @@ class Combiners:
     def combine(
         self, entries: Sequence[Entries], vectors: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], dict[int, Found]]:
-        """Combines the vectors of all features.
+        """From what was looked up at `positions` of `entries` the activations.
 
-        Args:
-          entries: For each feature, before `positions`.
-          vectors: For each feature the lookup of its `positions`.
-
-        Returns:
-          (The activations; by feature the inputs of its combiner).
+        Also returns by feature the inputs of its combiner.
         """
         activations, found = list(vectors), {}
         for feature, combiner in self._of_features.items():
@@ -148,17 +121,8 @@ class Combiners:
 
     def backward(
         self, found: Mapping[int, Found], gradients: Sequence[tf.Tensor | None]
-    ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
-        """The gradients behind the combiners.
-
-        Args:
-          found: By feature the inputs of its combiner.
-          gradients: For each feature the gradient of its activations, or None.
-
-        Returns:
-          (For each feature the gradient of its lookup, or None; the gradients of all
-          weights, one after another).
-        """
+    ) -> tuple[list[tf.Tensor | None], dict[int, tf.Tensor]]:
+        """For each feature the gradient of its lookup, and of weights by table."""
         of_lookups = list(gradients)
         of_weights = {
             table: [tf.zeros(weights.shape)] for table, weights in self._weights.items()
@@ -171,29 +135,22 @@ class Combiners:
             with tf.GradientTape() as tape:
                 tape.watch((own.vectors, own.weights))
                 combined = _combine(self._of_features[feature], own)
-            of_vectors: Any
-            of_own_weights: Any
-            of_vectors, of_own_weights = tape.gradient(
+            of_own: Any = tape.gradient(
                 [combined],
                 [own.vectors, own.weights],
                 [tf.reshape(gradient, [-1, dim])],
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
-            of_lookups[feature] = tf.reshape(of_vectors, [-1, dim])
-            of_weights[self._plan.features[feature].table].append(of_own_weights)
-        sums = [tf.add_n(parts) for parts in of_weights.values()]
-        return of_lookups, tf.concat([*sums, tf.zeros([0])], 0)
+            of_lookups[feature] = tf.reshape(of_own[0], [-1, dim])
+            of_weights[self._plan.features[feature].table].append(of_own[1])
+        return of_lookups, {t: tf.add_n(parts) for t, parts in of_weights.items()}
 
-    def update(self, gradients: tf.Tensor, rate_of: Callable[[int], tf.Tensor]) -> None:
-        """Trains the weights by one step of SGD.
-
-        Args:
-          gradients: Of all weights, one after another, summed over the replicas.
-          rate_of: Returns the learning rate of the weights of a table, by its index.
-        """
-        parts = tf.split(gradients, self._sizes) if self._sizes else []
-        for (table, weights), part in zip(self._weights.items(), parts, strict=True):
-            weights.assign_sub(rate_of(table) * part)
+    def update(
+        self, table: int, gradients: Mapping[int, tf.Tensor], rate: tf.Tensor
+    ) -> None:
+        """Trains the weights of a table, if it has any, by one step of SGD."""
+        if table in gradients:
+            self._weights[table].assign_sub(rate * gradients[table])
 
     def pack(
         self,
@@ -221,16 +178,7 @@ class Combiners:
     def unpack(
         self, tables: Mapping[str, Any], samples: Sequence[tf.Tensor]
     ) -> dict[int, Found]:
-        """Undoes `pack`.
-
-        Args:
-          tables: The stacks, which may hold anything: they come from the user.
-          samples: For each feature its number of samples, int64 scalars.
-
-        Raises:
-          ValueError: If a shape is that of another combiner.
-          tf.errors.InvalidArgumentError: If it has another number of samples.
-        """
+        """Undoes `pack`; the tensors may hold anything: they come from the user."""
         found = {}
         for stack in self._stacks:
             own = [f for f in stack.features if f in self._of_features]
@@ -244,46 +192,30 @@ class Combiners:
         return found
 
     def _checked_found(self, stack: Stack, table: Any, samples: tf.Tensor) -> Found:
-        """The inputs for all features of a stack, after their checks."""
         config = self._plan.tables[stack.tables[0]].config
         combiner = config.custom_combiner
         assert combiner is not None
-        shapes = {
-            "valencies": [None],
-            "vectors": [None, combiner.max_valency, config.dim],
-            "weights": [combiner.num_weights],
-        }
-        found, checks = {}, []
-        for field, shape in shapes.items():
-            tensor = tf.convert_to_tensor(getattr(table, field))
-            if not tensor.shape.is_compatible_with(shape):
-                raise ValueError(
-                    f"Preserved outputs of stacked table {stack.name!r}: `{field}` is "
-                    f"of size {tensor.shape}, but this embedding has "
-                    f"{tf.TensorShape(shape)}. Pass the second output of its own "
-                    "embedding_lookup."
-                )
-            found[field] = tf.ensure_shape(tensor, shape)
-            if field != "weights":
-                checks.append(_samples_check(stack, field, found[field], samples))
+        found = Found(*map(tf.convert_to_tensor, (table[-3], table[-2], table[-1])))
+        one = [combiner.max_valency, config.dim]
+        shapes = ([samples], [samples, *one], [combiner.num_weights])
+        message = (
+            f"Preserved outputs of stacked table {stack.name}: valencies, vectors or "
+            "weights are of another batch or CustomCombiner. Pass the second output of "
+            "the same embedding_lookup."
+        )
+        checks = [
+            Check(_has_shape(tensor, shape), lambda: text(message))
+            for tensor, shape in zip(found, shapes, strict=True)
+        ]
         with tf.control_dependencies(require(checks)):
-            return Found(**{name: tf.identity(found[name]) for name in found})
+            valencies, vectors = map(tf.identity, found[:2])
+            return Found(valencies, tf.ensure_shape(vectors, [None, *one]), found[2])
 
 
-def _samples_check(
-    stack: Stack, field: str, tensor: tf.Tensor, samples: tf.Tensor
-) -> Check:
-    got = tf.shape(tensor, tf.int64)[0]
-    return Check(
-        tf.equal(got, samples),
-        lambda: text(
-            f"Preserved outputs of stacked table {stack.name}: `{field}` is of ",
-            got,
-            " samples, but there are ",
-            samples,
-            ". Pass the second output of embedding_lookup.",
-        ),
-    )
+def _has_shape(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
+    if tensor.shape.rank != len(shape):
+        return tf.constant(False)
+    return tf.reduce_all(tf.equal(tf.shape(tensor, tf.int64), tf.stack(shape)))
 
 
 def _combine(combiner: CustomCombiner, found: Found) -> tf.Tensor:
@@ -296,43 +228,20 @@ def _combine(combiner: CustomCombiner, found: Found) -> tf.Tensor:
 
 
 def check_functions(plan: Plan) -> None:
-    """Traces each CustomOptimizer and CustomCombiner, before anything is made.
-
-    Raises:
-      ValueError: If a function returns another shape, or number of tensors.
-      TypeError: If it takes other arguments, or returns anything but float32 tensors.
-    """
+    """Traces each CustomOptimizer and CustomCombiner, before anything is made."""
     for table in plan.tables:
+        name, dim = table.name, table.config.dim
         optimizer, combiner = table.optimizer, table.config.custom_combiner
         if isinstance(optimizer, CustomOptimizer):
-            _check_rule(table.name, optimizer, table.config.dim)
+            row = tf.TensorSpec([1, dim])
+            slots = [tf.TensorSpec([1]) if s.per_row else row for s in optimizer.slots]
+            rates = [tf.TensorSpec([])] * (1 + len(optimizer.hyperparameters))
+            rule = functools.partial(optimizer.compute, table=name)
+            errors.trace(name, "CustomOptimizer", rule, [row, row, slots, *rates])
         if combiner is not None:
-            _check_combiner(table.name, combiner, table.config.dim)
-
-
-def _check_rule(table: str, optimizer: CustomOptimizer, dim: int) -> None:
-    row = tf.TensorSpec([1, dim])
-    slots = [tf.TensorSpec([1]) if slot.per_row else row for slot in optimizer.slots]
-    numbers = [tf.TensorSpec([])] * (1 + len(optimizer.hyperparameters))
-
-    def rule(gradient: Any, row: Any, *values: Any) -> Any:
-        own, numbers = values[: len(slots)], values[len(slots) :]
-        return optimizer.compute(gradient, row, own, *numbers, table=table)
-
-    _trace(table, "CustomOptimizer", rule, [row, row, *slots, *numbers])
-
-
-def _check_combiner(table: str, combiner: CustomCombiner, dim: int) -> None:
-    weights = [tf.TensorSpec([combiner.num_weights])] if combiner.num_weights else []
-    vectors = tf.TensorSpec([combiner.max_valency, dim])
-    _trace(
-        table,
-        "CustomCombiner",
-        functools.partial(combiner.compute, table=table),
-        [tf.TensorSpec([], tf.int32), vectors, *weights],
-    )
-
-
-def _trace(table: str, what: str, function: Any, inputs: list[tf.TensorSpec]) -> None:
-    with engine_errors.function_of(table, what):
-        tf.function(function, autograph=False).get_concrete_function(*inputs)
+            valency = tf.TensorSpec([], tf.int32)
+            vectors = tf.TensorSpec([combiner.max_valency, dim])
+            count = combiner.num_weights
+            inputs = [valency, vectors, *([tf.TensorSpec([count])] if count else [])]
+            rule = functools.partial(combiner.compute, table=name)
+            errors.trace(name, "CustomCombiner", rule, inputs)

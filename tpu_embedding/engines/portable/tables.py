@@ -2,83 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.portable.sums import Sums, TableSums
 from tpu_embedding.engines.rates import TableNumbers
-from tpu_embedding.engines.telemetry import Recorder
-from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.engines.rounding import round_rows
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.lookup.combine import sum_segments
+from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers.base import ArrayOps, apply_rule
 from tpu_embedding.tables.variables import TableVariables
 
-_ROTATIONS = (
-    ((10, 26), (11, 21), (13, 27), (23, 5)),
-    ((6, 20), (17, 11), (25, 10), (18, 20)),
-)
-_PARITY = 0x1BD11BDA
-_WORD = 0xFFFFFFFF
-_INFINITY = 0x7F800000
-_LARGEST = 0x7F7FFFFF
-_QUIET = 0x00400000
 
-
-class CountedUpdate:
-    """One update of all tables, which `recorder` may count."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        plan: Plan,
-        variables: Sequence[TableVariables],
-        sums: Sums,
-    ) -> None:
-        """Asks whether it counts, and copies what the update changes.
-
-        Args:
-          recorder: Receives the counts.
-          plan: The tables.
-          variables: Of each table.
-          sums: What the update applies.
-        """
-        self._recorder, self._plan = recorder, plan
-        self._variables, self._sums = variables, sums
-        countable = tf.shape(sums.sample_counts)[0] > 0
-        self._is_counted = tf.numpy_function(recorder.next, [countable], tf.bool)
-        self._is_counted.set_shape([])
-        self._before = tf.cond(
-            self._is_counted,
-            self._values,
-            lambda: [tf.zeros([0, t.config.dim]) for t in plan.tables],
-        )
-
-    def _values(self) -> list[tf.Tensor]:
-        values = []
-        for spec, sums in zip(self._plan.tables, self._sums.tables, strict=True):
-            assert spec.optimizer is not None
-            table = self._variables[spec.index].parameters
-            every = spec.optimizer.touches_all_rows
-            found = table.read_value() if every else tf.gather(table, sums.rows)
-            values.append(tf.cast(found, tf.float32))
-        return values
-
-    def finish(self) -> None:
-        """Counts the update, after it."""
-
-        def add() -> tf.Tensor:
-            arrays = [self._sums.sample_counts]
-            for table, before, after in zip(
-                self._sums.tables, self._before, self._values(), strict=True
-            ):
-                changes = after - before
-                arrays += [table.rows, table.num_ids, table.gradients, changes]
-            added = tf.numpy_function(self._recorder.add, arrays, [])
-            del added
-            return tf.constant(True)
-
-        tf.cond(self._is_counted, add, lambda: False)
+def row_sums(
+    spec: TableSpec,
+    entries: Sequence[Entries],
+    gradients: Sequence[tf.Tensor | None],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The rows that a batch touches, each once, and the sums of their gradients."""
+    parts = []
+    for feature in spec.features:
+        own, gradient = entries[feature], gradients[feature]
+        if gradient is None:
+            parts.append(tf.zeros([tf.size(own.rows), spec.config.dim]))
+        else:
+            of_samples = tf.reshape(gradient, [-1, spec.config.dim])
+            gains = own.gains[:, tf.newaxis]
+            parts.append(tf.gather(of_samples, own.samples) * gains)
+    rows = tf.concat([entries[f].rows for f in spec.features], 0)
+    unique = tf.unique(rows, out_idx=tf.int64)
+    size = tf.size(unique.y)
+    sums = sum_segments(tf.concat(parts, 0), unique.idx, size)
+    return unique.y, sums
 
 
 def update_table(
@@ -86,19 +44,11 @@ def update_table(
     variables: TableVariables,
     numbers: TableNumbers,
     number: tf.Tensor,
-    sums: TableSums,
+    rows: tf.Tensor,
+    gradient: tf.Tensor,
 ) -> None:
-    """Applies one update to a table and its slots.
-
-    Args:
-      spec: The table.
-      variables: The table and its slots.
-      numbers: The learning rate and the hyperparameters of this update.
-      number: int64 scalar, the number of updates before this one.
-      sums: The gradients of all replicas.
-    """
+    """Applies one update, the n-th for `number` n, to a table and its slots."""
     assert spec.optimizer is not None
-    rows, gradient = sums.rows, sums.gradients
     optimizer = spec.optimizer.with_hyperparameters(numbers.hyperparameters)
     state = [variables.parameters, *variables.slots.values()]
     if optimizer.touches_all_rows:
@@ -122,78 +72,6 @@ def update_table(
             variable.scatter_update(tf.IndexedSlices(value, rows))
 
 
-def round_rows(
-    values: tf.Tensor, rows: tf.Tensor, seed: int, number: tf.Tensor
-) -> tf.Tensor:
-    """Rounds each value to one of the two nearest bfloat16 (docs/semantics.md).
-
-    The bits are those of ops/cc/core/bfloat16.h.
-
-    Args:
-      values: float32 [n, D].
-      rows: int64 [n], the index of each row in its table.
-      seed: The table's rounding seed.
-      number: int64 scalar, the number of updates before this one.
-
-    Returns:
-      bfloat16 [n, D].
-    """
-    bits = tf.cast(tf.bitcast(values, tf.uint32), tf.int64)
-    size = bits & 0x7FFFFFFF
-    dim = values.shape[-1]
-    assert dim is not None  # A table's own.
-    random = _random_bits(rows, dim, seed, number)
-    finite = tf.minimum(size + random, _LARGEST)
-    other = tf.where(size == _INFINITY, size, size | _QUIET)
-    rounded = tf.where(size < _INFINITY, finite, other) | (bits & 0x80000000)
-    halves = tf.cast(tf.bitwise.right_shift(rounded, 16), tf.uint16)
-    return tf.bitcast(halves, tf.bfloat16)
-
-
-def _random_bits(rows: tf.Tensor, dim: int, seed: int, number: tf.Tensor) -> tf.Tensor:
-    """int64 [n, dim], 16 random bits for each column of each row."""
-    chunks = -(-dim // 64)
-    blocks, of_rows = tf.meshgrid(tf.range(8 * chunks, dtype=tf.int64), rows)
-    nothing = tf.zeros_like(blocks)
-    key = [
-        tf.constant(seed & _WORD, tf.int64),
-        tf.constant(seed >> 32, tf.int64),
-        number & _WORD,
-        tf.bitwise.right_shift(number, tf.constant(32, tf.int64)),
-    ]
-    words = _threefry(
-        [tf.cast(word, tf.uint32) for word in (blocks, of_rows, nothing, nothing)],
-        [tf.cast(word, tf.uint32) for word in key],
-    )
-    # [n, chunk, word, block of the chunk, half] is the order of the columns.
-    shape = [tf.shape(rows)[0], chunks, 8]
-    whole = tf.stack([tf.reshape(word, shape) for word in words], 2)
-    whole = tf.cast(whole, tf.int64)
-    halves = tf.stack([whole & 0xFFFF, tf.bitwise.right_shift(whole, 16)], -1)
-    return tf.reshape(halves, [shape[0], 64 * chunks])[:, :dim]
-
-
-def _threefry(x: list[tf.Tensor], key: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Threefry4x32-20 (Salmon et al., SC 2011) over words of uint32."""
-    key = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _PARITY]
-    x = [word + k for word, k in zip(x, key[:4], strict=True)]
-    for number in range(1, 6):
-        for place, (left, right) in enumerate(_ROTATIONS[(number - 1) % 2]):
-            # Every other round swaps the second and the fourth word.
-            b, d = (1, 3) if place % 2 == 0 else (3, 1)
-            x[0], x[b] = _mix(x[0], x[b], left)
-            x[2], x[d] = _mix(x[2], x[d], right)
-        x = [word + key[(number + i) % 5] for i, word in enumerate(x)]
-        x[3] += tf.constant(number, tf.uint32)
-    return x
-
-
-def _mix(a: tf.Tensor, b: tf.Tensor, by: int) -> tuple[tf.Tensor, tf.Tensor]:
-    a += b
-    rotated = tf.bitwise.left_shift(b, by) | tf.bitwise.right_shift(b, 32 - by)
-    return a, rotated ^ a
-
-
 class _TensorFlowOps:
     """`ArrayOps` of TensorFlow."""
 
@@ -205,10 +83,7 @@ class _TensorFlowOps:
     maximum = staticmethod(tf.maximum)
     minimum = staticmethod(tf.minimum)
 
-    @staticmethod
-    def mean_last(x: Any) -> tf.Tensor:
-        """The mean over the last axis, which is kept with size 1."""
-        return tf.reduce_mean(x, axis=-1, keepdims=True)
+    mean_last = staticmethod(functools.partial(tf.reduce_mean, axis=-1, keepdims=True))
 
     @staticmethod
     def map_rows(function: Callable[..., Any], arrays: Sequence[Any]) -> Sequence[Any]:

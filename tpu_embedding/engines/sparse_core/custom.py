@@ -206,8 +206,7 @@ def _trace(
     table: str, what: str, function: Any, inputs: Sequence[tf.TensorSpec]
 ) -> Any:
     """Traces a function without captures, which an op's attribute cannot have."""
-    with errors.function_of(table, what):
-        traced = tf.function(function, autograph=False).get_concrete_function(*inputs)
+    traced = errors.trace(table, what, function, inputs)
     if traced.captured_inputs:
         way_out = "M"
         if what == "CustomOptimizer":

@@ -14,6 +14,7 @@ from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, outside_of_replicas
 from tpu_embedding.engines.base import (
+    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -30,7 +31,7 @@ from tpu_embedding.engines.sparse_core.state import (
     create_local,
     create_state,
 )
-from tpu_embedding.engines.sparse_core.step_queue import HostQueues
+from tpu_embedding.engines.sparse_core.step_queue import SparseCoreQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import (
@@ -102,13 +103,16 @@ class SparseCoreEngine(Engine):
             lambda: outside_of_replicas(lambda: create_counter(options, "updates")),
         )
         self._pending = self._create_pending() if options.pipelined else None
-        self._queue: HostQueues | None = None
+        self._queue: SparseCoreQueue | None = None
         self._flush = tf.function(self._apply_pending, autograph=False)
         self._reset = tf.function(self._discard_pending, autograph=False)
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
         """See `Engine.check_plan`."""
+        del options
         assert topology.tpu is not None
         if topology.tpu.cores_per_replica > 1:
             raise NotImplementedError(
@@ -359,7 +363,7 @@ class SparseCoreEngine(Engine):
         """See `Engine.queue`; created when it is first asked for."""
         if self._queue is None:
             specs = host_to_device.batch_specs(self._partitioning)
-            self._queue = HostQueues(self, self._options.topology, specs)
+            self._queue = SparseCoreQueue(self, self._options.topology, specs)
         return self._queue
 
     def flush(self) -> None:

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tpu_embedding.distribution import Topology, outside_of_replicas
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Prepared, StepQueue
-from tpu_embedding.engines.batch_queue import BatchQueue, pack, unpack
+from tpu_embedding.engines.base import Prepared, StepQueue
+from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
 
@@ -55,7 +55,7 @@ class QueuedEngine(Protocol):
         ...
 
 
-class HostQueues(StepQueue):
+class SparseCoreQueue(StepQueue):
     """The queues of all replicas."""
 
     def __init__(
@@ -74,7 +74,7 @@ class HostQueues(StepQueue):
         self._hosts = [
             topology.tpu.host_of_program(r) for r in range(topology.num_replicas)
         ]
-        self._queues: list[BatchQueue] = outside_of_replicas(self._create)
+        self._queues: list[BatchRing] = outside_of_replicas(self._create)
         # A program, and the handles of the replica's queue in it.
         self._of_program: tuple[Any, list[tf.Tensor]] | None = None
         # The last lookup, with the graph in which its tensors can be used.
@@ -162,23 +162,23 @@ class HostQueues(StepQueue):
             _, looked_up = self._look_up(tensors, replica)
         done = self._engine.apply(looked_up, gradients, after=[owed], flushed=True)
         with tf.control_dependencies(done):
-            self._on_host(replica, lambda queue: queue.settle(0))
+            self._on_host(replica, lambda queue: queue.settle())
 
     def reset(self) -> None:
         """Discards all batches; inside strategy.run those of the calling replica."""
         replica = self._topology.replica()
         if replica is not None:
-            self._on_host(replica, BatchQueue.reset)
+            self._on_host(replica, BatchRing.reset)
             return
         for host, queue in zip(self._hosts, self._queues, strict=True):
             with tf.device(host):
                 queue.reset()
 
-    def _create(self) -> list[BatchQueue]:
+    def _create(self) -> list[BatchRing]:
         queues = []
         for host in self._hosts:
             with tf.device(host):
-                queues.append(BatchQueue(1, QUEUE_CAPACITY, in_hash_table=True))
+                queues.append(BatchRing())
         return queues
 
     def _on_host(
@@ -215,7 +215,7 @@ class HostQueues(StepQueue):
     def _put(
         self,
         replicas: Sequence[int],
-        queues: Sequence[BatchQueue],
+        queues: Sequence[BatchRing],
         batches: Sequence[Sequence[tf.Tensor]],
         training: bool,
     ) -> tf.Tensor:
@@ -235,11 +235,7 @@ class HostQueues(StepQueue):
         with tf.control_dependencies(self._topology.barrier([*packed, *room])):
             for place, queue, batch in zip(places, queues, packed, strict=True):
                 with tf.device(place):
-                    done.append(
-                        queue.enqueue(
-                            [batch], 0, training=training, begins=False, outside=False
-                        )
-                    )
+                    done += queue.put(batch, training=training)
         with tf.control_dependencies(self._topology.barrier(done)):
             return tf.constant(True)
 
@@ -249,23 +245,18 @@ class HostQueues(StepQueue):
             with tf.control_dependencies([enqueued]):
                 self._engine.flush()
 
-    def _take(self, queue: BatchQueue) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _take(self, queue: BatchRing) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The tensors of the next batch, and whether it is for training."""
         # Of a software TPU no replica takes its batch unless all can. The hosts of a
         # TPU decide alone: there this repeats what `dequeue` checks.
-        with tf.control_dependencies(self._topology.barrier(queue.check_batch(0))):
-            batch, training, _ = queue.dequeue(
-                0,
-                partial=tf.constant(False),
-                begins=False,
-                check=lambda batch: [],
-            )
+        with tf.control_dependencies(self._topology.barrier(queue.check_batch())):
+            training, batch = queue.take()
         with tf.control_dependencies(self._topology.barrier([batch, training])):
             return self._unpack(batch), tf.identity(training)
 
-    def _owed(self, queue: BatchQueue) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def _owed(self, queue: BatchRing) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """A control input, and the tensors of the batch that owes gradients."""
-        batch = queue.owed(0)
+        batch = queue.owed()
         with tf.control_dependencies([batch]):
             return tf.constant(True), self._unpack(batch)
 

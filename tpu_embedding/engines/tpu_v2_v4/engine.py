@@ -17,6 +17,7 @@ from tensorflow.python.saved_model import save_context
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines.base import (
+    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -103,8 +104,11 @@ class TPUV2V4Engine(Engine):
             self.retrieve()
 
     @classmethod
-    def check_plan(cls, plan: Plan, topology: Topology) -> None:
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
         """See `Engine.check_plan`."""
+        del options
         assert topology.tpu is not None
         for table in plan.tables:
             if table.optimizer is None:
