@@ -133,7 +133,7 @@ def _run(
     batches = iter(strategy.distribute_datasets_from_function(dataset, on_host))
     train(batches, STEPS)
     evaluate(batches, STEPS)
-    tables = embedding.checkpoint_rows().values()
+    tables = embedding.core.checkpoint_rows().values()
     variables = [rows.numpy() for table in tables for rows in table.values()]
     return [predictions.numpy(), *variables]
 

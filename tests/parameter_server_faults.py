@@ -123,7 +123,7 @@ def workers() -> None:
         killer.join()
         assert len(killed) == KILLS, killed
         pushed = finished.numpy()[:CLOSURES]
-        for name, table in embedding.tables().items():
+        for name, table in embedding.core.tables().items():
             counts = table.values()["parameters"].numpy()[:, 0]
             counts = counts.reshape(-1, CLOSURES + 11)[:, :CLOSURES]
             lost, twice = int((counts < 1).sum()), int((counts > 1).sum())
@@ -145,7 +145,7 @@ def repeated() -> None:
                 numbered(tf.constant([7, number], tf.int64), tf.constant(number))
         coordinator.schedule(closure, args=(tf.constant(3),))
         coordinator.join()
-        for table in embedding.tables().values():
+        for table in embedding.core.tables().values():
             counts = table.values()["parameters"].numpy()[:5, 0].tolist()
             assert counts == [0, 1, 1, 1, 0], counts
 

@@ -77,7 +77,7 @@ def train(embedding: Any) -> None:
 def values(embedding: Any) -> dict[str, np.ndarray]:
     return {
         f"{table}/{array}": rows.numpy()
-        for table, arrays in embedding.checkpoint_rows().items()
+        for table, arrays in embedding.core.checkpoint_rows().items()
         for array, rows in arrays.items()
     }
 
@@ -357,7 +357,7 @@ def coordinate(cluster: str, moment: str, folder: str) -> None:
         kill()
 
     for number in range(2):
-        for arrays in embedding.checkpoint_rows().values():
+        for arrays in embedding.core.checkpoint_rows().values():
             for rows in arrays.values():
                 rows.write(0, np.full(rows.shape, number, rows.dtype))
         path = f"{folder}/{number}"

@@ -108,7 +108,7 @@ def test_a_refused_first_batch_fixes_no_rank(queued: bool) -> None:
     embedding = make()
     bad = tf.constant([[[1, V]]])
     with pytest.raises(tf.errors.InvalidArgumentError):
-        embedding.enqueue({"film": bad}) if queued else embedding.look_up([bad])
+        embedding.enqueue({"film": bad}) if queued else embedding.core.look_up([bad])
     train_once(embedding)
 
 

@@ -215,7 +215,7 @@ def test_each_engine_accepts_the_limits(
             embedding.apply_gradients([tf.fill([2, 2], gradient) for _ in activations])
 
         strategy.run(step)
-    for name, arrays in embedding.checkpoint_rows().items():
+    for name, arrays in embedding.core.checkpoint_rows().items():
         for array, rows in arrays.items():
             assert np.isfinite(rows.numpy()).all(), (name, array)
 

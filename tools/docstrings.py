@@ -6,23 +6,6 @@ from typing import Any
 
 import griffe  # pyright: ignore[reportMissingImports] - an extra, docs.
 
-MARK = "Internal: "
-
-
-class HideInternal(griffe.Extension):
-    """Removes the internal members of each class after it is loaded.
-
-    A method or property of a public class is internal, and may change without notice,
-    if its docstring begins with "Internal: ". Other modules need it, and users do not.
-    """
-
-    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        """Removes members whose docstring begins with the mark."""
-        for name, member in list(cls.members.items()):
-            docstring = None if member.is_alias else member.docstring
-            if docstring is not None and docstring.value.startswith(MARK):
-                cls.del_member(name)
-
 
 class FenceExamples(griffe.Extension):
     """Makes code blocks of doctests, which Markdown takes for quotations."""

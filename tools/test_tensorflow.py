@@ -219,25 +219,25 @@ def _lend_private_names(package: Any) -> None:
     def variables(embedding: Any) -> dict[str, dict[str, _Array]]:
         return {
             table: {name: _Array(rows) for name, rows in arrays.items()}
-            for table, arrays in embedding.checkpoint_rows().items()
+            for table, arrays in embedding.core.checkpoint_rows().items()
         }
 
     def features(embedding: Any) -> Any:
-        configs = [spec.config for spec in embedding.plan.features]
-        return embedding.structure.pack(configs)
+        configs = [spec.config for spec in embedding.core.plan.features]
+        return embedding.core.structure.pack(configs)
 
     def configuration(embedding: Any) -> Any:
         from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 
-        tpu, shapes = embedding._topology.tpu, embedding._output_shapes.full()
-        return make_configuration(embedding.plan, tpu, shapes, pipelined=False)
+        tpu, shapes = embedding.core.topology.tpu, embedding.core.output_shapes.full()
+        return make_configuration(embedding.core.plan, tpu, shapes, pipelined=False)
 
     def stacks(embedding: Any) -> dict[str, dict[str, _Stack]]:
         stacked = embedding.stacked_tables.items()
         return {name: {"parameters": _Stack(values)} for name, values in stacked}
 
     def sparse_cores(embedding: Any) -> int:
-        return embedding._topology.tpu.generation.sparse_cores_per_device
+        return embedding.core.topology.tpu.generation.sparse_cores_per_device
 
     for name in ("TPUEmbedding", "TPUEmbeddingForServing"):
         embedding_class = getattr(package, name)
@@ -259,26 +259,27 @@ class _DeclaredShapes:
     """The shapes of features, which TensorFlow's tests compare and set as lists."""
 
     def __get__(self, embedding: Any, owner: Any = None) -> Any:
-        with contextlib.suppress(KeyError):
-            return vars(embedding)["_output_shapes"]
-        raise AttributeError("_output_shapes")
+        return _Comparable(embedding.core.output_shapes)
 
     def __set__(self, embedding: Any, value: Any) -> None:
         from tpu_embedding.layout import output_shapes
 
-        class Comparable(output_shapes.OutputShapes):
-            def __eq__(self, other: Any) -> bool:
-                return [tuple(s) for s in other] == self.activations(None)
-
-            __hash__ = None  # type: ignore[assignment]
-
-        if isinstance(value, output_shapes.OutputShapes):
-            vars(embedding)["_output_shapes"] = Comparable(value._features)
-            return
         shapes = [None if s.rank is None else tuple(s.as_list()) for s in value]
-        embedding._output_shapes._declared = [
+        embedding.core.output_shapes._declared = [
             None if s is None else output_shapes.Declared(s, "a test") for s in shapes
         ]
+
+
+class _Comparable:
+    """Equal to lists of shapes."""
+
+    def __init__(self, shapes: Any) -> None:
+        self._shapes = shapes
+
+    def __eq__(self, other: Any) -> bool:
+        return [tuple(s) for s in other] == self._shapes.activations(None)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _tables(partitioned_tensors: Any) -> Any:

@@ -32,11 +32,11 @@ class _ChangeableUntilUsed:
     """Base of configs that can be changed until an embedding or layer uses them."""
 
     def freeze(self) -> None:
-        """Internal: forbids further changes."""
+        # Forbids further changes.
         self.__dict__["_frozen"] = True
 
     def check_again(self) -> None:
-        """Internal: checks the attributes again, as they may have changed."""
+        # Checks the attributes again, as they may have changed.
         if "_frozen" not in self.__dict__:
             self.__post_init__()
 
@@ -195,13 +195,13 @@ class TableConfig(_ChangeableUntilUsed):
 
     @property
     def custom_combiner(self) -> combiners.CustomCombiner | None:
-        """Internal: the combiner if it is a CustomCombiner, else None."""
+        # The combiner if it is a CustomCombiner, else None.
         custom = isinstance(self.combiner, combiners.CustomCombiner)
         return self.combiner if custom else None
 
     @property
     def entry_combiner(self) -> str:
-        """Internal: the combiner for gains of entries, "sum" for a CustomCombiner."""
+        # The combiner for gains of entries, "sum" for a CustomCombiner.
         return self.combiner if self.custom_combiner is None else "sum"
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
-    NestedEmbedding,
+    EmbeddingBase,
     do_not_convert,
     per_replica,
 )
@@ -25,7 +25,7 @@ from tpu_embedding.tf_configs import (
 )
 
 
-class TPUEmbedding(NestedEmbedding):
+class TPUEmbedding(EmbeddingBase):
     """Embedding tables that are looked up and trained step by step.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
@@ -118,6 +118,7 @@ class TPUEmbedding(NestedEmbedding):
         self._queued_shapes: weakref.WeakKeyDictionary[Any, Any]
         self._queued_shapes = weakref.WeakKeyDictionary()
         self._first_shapes: Any = None
+        self._queue: StepQueue | None = None
         self._one_shape = True
         super().__init__(
             feature_config,
@@ -136,10 +137,10 @@ class TPUEmbedding(NestedEmbedding):
             ),
             invalid_ids=invalid_ids,
         )
-        self.set_batch_size(per_replica(arguments.batch_size, self._topology))
-        if profile_data_directory and not self._engine_class.takes_profiles:
+        self.core.set_batch_size(per_replica(arguments.batch_size, self.core.topology))
+        if profile_data_directory and not self.core.engine_class.takes_profiles:
             raise NotImplementedError(
-                f"The {self._topology.engine} engine does not support "
+                f"The {self.core.topology.engine} engine does not support "
                 f"`profile_data_directory={profile_data_directory!r}`: only TPU v2 to "
                 "v4 write profiles. Leave it at None."
             )
@@ -164,7 +165,7 @@ class TPUEmbedding(NestedEmbedding):
             contradicts another.
           TypeError, ValueError: If there are more or fewer shapes than features.
         """
-        if self._engine is not None:
+        if self.core.engine is not None:
             return
         shapes, size = per_replica_input_shapes, per_replica_batch_size
         check_batch_size("per_replica_batch_size", size)
@@ -176,8 +177,8 @@ class TPUEmbedding(NestedEmbedding):
         if shapes is not None:
             self._declare_inputs(shapes)
         if size is not None:
-            self._output_shapes.set_batch_size(size)
-        self._create_engine()
+            self.core.output_shapes.set_batch_size(size)
+        self.core.create_engine()
 
     @do_not_convert
     def enqueue(
@@ -219,37 +220,37 @@ class TPUEmbedding(NestedEmbedding):
             software TPU of v2 to v4 a tf.errors.DeadlineExceededError after
             `meeting_timeout`.
         """
-        topology = self._topology
+        topology = self.core.topology
         if device is None:
             place, replica = None, topology.replica()
         else:
             place, replica = self._place(device)
         training = bool(training)
-        with self._output_shapes.forgets_refused():
-            with self._refusing("enqueue"):
-                if training and self._without_optimizer:
-                    self._require_optimizers("enqueue(training=True)")
+        with self.core.output_shapes.forgets_refused():
+            with self.core.refusing("enqueue"):
+                if training:
+                    self.core.require_optimizers("enqueue(training=True)")
                 values = self._structure.flatten("features", features)
                 if device is not None:
                     self._refuse_distributed(values, weights)
                 if topology.tpu is not None:
-                    topology.require_arguments(self._plan.paths, values)
-                    topology.require_on_host(self._plan.paths, values)
-                if not self._engine_class.differentiates_weights:
+                    topology.require_arguments(self.core.plan.paths, values)
+                    topology.require_on_host(self.core.plan.paths, values)
+                if not self.core.engine_class.differentiates_weights:
                     flat_weights = self._structure.flatten_weights(weights)
-                    self.require_weight_gradients(flat_weights)
+                    self.core.require_weight_gradients(flat_weights)
                 cores = 1 if place is None else self._cores_per_replica()
                 batches = topology.on_host(self._read, values, weights, replica, cores)
                 if not tf.executing_eagerly():
                     self._remember_static_shapes(batches)
-                engine = self._engine or self._engine_for(batches[0], cores)
+                engine = self.core.engine or self.core.engine_for(batches[0], cores)
                 queue = self._queue or self._engine_queue(engine)
             with tf.name_scope(name or "embedding_enqueue"):
                 if place is not None:
                     batch = engine.prepare(batches[0], training=training, device=place)
                     queue.enqueue_on(place, batch, training=training, name=name)
                     return
-                with self._refusing("enqueue"):
+                with self.core.refusing("enqueue"):
                     if replica is None:
                         prepared = engine.prepare_all(batches, training=training)
                     else:
@@ -274,7 +275,7 @@ class TPUEmbedding(NestedEmbedding):
             before still owes its gradients; on the software TPU of v2 to v4 a
             tf.errors.DeadlineExceededError after `meeting_timeout`.
         """
-        engine, replica = self._in_replica("dequeue")
+        engine, replica = self.core.in_replica("dequeue")
         with tf.name_scope(name or "embedding_dequeue"):
             queue = self._queue or self._engine_queue(engine)
             shapes = self._static_shapes()
@@ -301,12 +302,11 @@ class TPUEmbedding(NestedEmbedding):
             strategy.run where there are several replicas.
           tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
         """
-        engine, replica = self._in_replica("apply_gradients")
-        with self._refusing("update"):
-            if self._without_optimizer:
-                self._require_optimizers("apply_gradients")
+        engine, replica = self.core.in_replica("apply_gradients")
+        with self.core.refusing("update"):
+            self.core.require_optimizers("apply_gradients")
             flat = self._structure.flatten("gradients", gradients)
-            checked = self._check_gradients(flat)
+            checked = self.core.check_gradients(flat)
         with tf.name_scope(name or "embedding_apply_gradients"):
             queue = self._queue or self._engine_queue(engine)
             queue.apply_gradients(checked, replica, name=name)
@@ -350,14 +350,15 @@ class TPUEmbedding(NestedEmbedding):
             with `pipeline_execution_with_tensor_core=True`, where the tables have
             changed since the lookup.
         """
-        self._in_replica("weight_gradients")
-        if self._options.pipelined:
+        self.core.in_replica("weight_gradients")
+        if self.core.options.pipelined:
             raise NotImplementedError(
                 "weight_gradients reads the tables as they were at the lookup, but "
                 "`pipeline_execution_with_tensor_core=True` has updated them since. "
                 "Leave it at False."
             )
-        checked = self._check_gradients(self._structure.flatten("gradients", gradients))
+        flat = self._structure.flatten("gradients", gradients)
+        checked = self.core.check_gradients(flat)
         values = self._structure.flatten("features", features)
         flat_weights = self._structure.flatten_weights(weights)
         given = [w for w in flat_weights if w is not None]
@@ -365,12 +366,12 @@ class TPUEmbedding(NestedEmbedding):
         sources = [w if isinstance(w, tf.Tensor) else w.values for w in given]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            activations = self.with_weight_gradients(
+            activations = self.core.with_weight_gradients(
                 [
                     tf.zeros([]) if gradient is None else tf.zeros_like(gradient)
                     for gradient in checked
                 ],
-                self.require_weight_gradients(flat_weights),
+                self.core.require_weight_gradients(flat_weights),
                 values,
                 flat_weights,
             )
@@ -408,8 +409,8 @@ class TPUEmbedding(NestedEmbedding):
         An evaluation batch applies the pending update. So that a step that is refused
         in one replica does not, the replicas meet and queue all batches or none.
         """
-        topology = self._topology
-        meets = self._options.pipelined and not training and replica is not None
+        topology = self.core.topology
+        meets = self.core.options.pipelined and not training and replica is not None
         if not meets or not topology.can_meet():
             queue.enqueue(prepared, replica, training=training, name=name)
             return
@@ -426,7 +427,7 @@ class TPUEmbedding(NestedEmbedding):
         if weights is not None:
             given["weights of feature"] = self._structure.flatten("weights", weights)
         for what, values in given.items():
-            for path, value in zip(self._plan.paths, values, strict=True):
+            for path, value in zip(self.core.plan.paths, values, strict=True):
                 if _is_distributed(value):
                     raise ValueError(
                         "enqueue(device=...) takes the batch of that device alone, but "
@@ -442,8 +443,8 @@ class TPUEmbedding(NestedEmbedding):
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes the input shapes of all features, in any nesting."""
         leaves = self._structure.flatten_shapes("per_replica_input_shapes", shapes)
-        paths = [spec.path for spec in self._plan.features]
-        self._output_shapes.declare_inputs(
+        paths = [spec.path for spec in self.core.plan.features]
+        self.core.output_shapes.declare_inputs(
             [_input_shape(*pair) for pair in zip(paths, leaves, strict=True)], "build()"
         )
 
@@ -454,7 +455,7 @@ class TPUEmbedding(NestedEmbedding):
 
         The number of a TPU core is left to the engine.
         """
-        topology = self._topology
+        topology = self.core.topology
         if topology.tpu is None:
             return None, topology.replica_of(topology.find(device))
         return device if tf.is_tensor(device) else topology.find(device), 0
@@ -462,7 +463,7 @@ class TPUEmbedding(NestedEmbedding):
     def _remember_static_shapes(self, batches: Sequence[Sequence[IdBatch]]) -> None:
         """Keeps what is known of batches that are queued in a graph, for `dequeue`."""
         of_replicas = [
-            self._output_shapes.of_inputs([_static_shape(b) for b in own])
+            self.core.output_shapes.of_inputs([_static_shape(b) for b in own])
             for own in batches
         ]
         shapes = [_common(own) for own in zip(*of_replicas, strict=True)]
@@ -484,7 +485,7 @@ class TPUEmbedding(NestedEmbedding):
         return None if graph is None else self._queued_shapes[graph]
 
     def _cores_per_replica(self) -> int:
-        tpu = self._topology.tpu
+        tpu = self.core.topology.tpu
         return 1 if tpu is None else tpu.cores_per_replica
 
     def _read(
@@ -497,13 +498,14 @@ class TPUEmbedding(NestedEmbedding):
         flat_weights: list[Any] = [None] * len(features)
         if weights is not None:
             flat_weights = self._structure.flatten("weights", weights)
-        if not self._topology.is_distributed:
-            return [self._read_replica(features, flat_weights, cores)]
-        values = self._topology.split(features)
-        flat_weights = self._topology.split(flat_weights)
+        if not self.core.topology.is_distributed:
+            return [self.core.read_replica(features, flat_weights, cores)]
+        values = self.core.topology.split(features)
+        flat_weights = self.core.topology.split(flat_weights)
         # A replica that calls for itself has been given its own part only.
         wanted = range(len(values) if replica is None else 1)
-        return [self._read_replica(values[r], flat_weights[r], cores) for r in wanted]
+        read = self.core.read_replica
+        return [read(values[r], flat_weights[r], cores) for r in wanted]
 
 
 def _is_distributed(value: Any) -> bool:

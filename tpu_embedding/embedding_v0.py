@@ -10,8 +10,8 @@ from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint import errors as checkpoint_errors
-from tpu_embedding.checkpoint.trackable import RestoresLayouts
-from tpu_embedding.embedding_base import do_not_convert
+from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
+from tpu_embedding.core import do_not_convert
 from tpu_embedding.engines.cpu_base import refuse_layouts
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
 from tpu_embedding.lookup.features import FeatureLookup
@@ -20,10 +20,8 @@ from tpu_embedding.tables.initial import slot_values, table_values
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.rows import (
     PARAMETERS,
-    MutableTableRows,
     by_checkpoint_name,
 )
-from tpu_embedding.tables.variables import VariableRows
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 
@@ -94,7 +92,9 @@ class TPUEmbeddingV0(RestoresLayouts):
         )
         refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
-        self._check_numerics = check_numerics
+        self.core = VariableTables(
+            self._plan, self._structure, self._built, check_numerics=check_numerics
+        )
         self._topology = distribution.without_engine()
         self._variables: dict[str, dict[str, Any]] = {}
         freeze_configs(feature_config)
@@ -116,19 +116,9 @@ class TPUEmbeddingV0(RestoresLayouts):
         self._variables = made
 
     @property
-    def plan(self) -> Plan:
-        """Internal: the tables and features, with their optimizers and policies."""
-        return self._plan
-
-    @property
-    def structure(self) -> Structure:
-        """Internal: the nested structure of the features."""
-        return self._structure
-
-    @property
     def check_numerics(self) -> bool:
         """Whether weights must be finite."""
-        return self._check_numerics
+        return self.core.check_numerics
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
@@ -141,8 +131,8 @@ class TPUEmbeddingV0(RestoresLayouts):
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:
         """As `embedding_tables`, with a dict of "parameters" and slots for each."""
-        self.build()
-        return {spec.key: self._variables[spec.name] for spec in self._plan.tables}
+        made = self._built()
+        return {spec.key: made[spec.name] for spec in self._plan.tables}
 
     @do_not_convert
     def __call__(self, features: Any, weights: Any = None) -> Any:
@@ -177,29 +167,16 @@ class TPUEmbeddingV0(RestoresLayouts):
             spec.index: VariableReader(self._variables[spec.name][PARAMETERS])
             for spec in self._plan.tables
         }
-        lookup = FeatureLookup(self._plan, readers, check_numerics=self._check_numerics)
+        lookup = FeatureLookup(self._plan, readers, check_numerics=self.check_numerics)
         flat = self._structure.flatten_weights(weights)
         if self._topology.program() is None:
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host
         return self._structure.pack(lookup.in_program(specs, values, flat, on_host))
 
-    @property
-    def _table_names(self) -> list[str]:
-        return [spec.name for spec in self._plan.tables]
-
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """Internal: see `RestoresLayouts.checkpoint_rows`."""
+    def _built(self) -> dict[str, dict[str, Any]]:
         self.build()
-        found: dict[str, dict[str, MutableTableRows]] = {}
-        for spec in self._plan.tables:
-            slots = spec.optimizer.slots if spec.optimizer else ()
-            starts = {slot.name: slot.initial_value for slot in slots}
-            found[spec.name] = {
-                name: VariableRows(variable, starts.get(name))
-                for name, variable in self._variables[spec.name].items()
-            }
-        return found
+        return self._variables
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raises TypeError: the strategy that holds the tables cannot be copied."""

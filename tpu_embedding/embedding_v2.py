@@ -12,7 +12,7 @@ from tpu_embedding import errors
 from tpu_embedding.checkpoint import sparse_core_format
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import (
-    NestedEmbedding,
+    EmbeddingBase,
     do_not_convert,
 )
 from tpu_embedding.engines import EmbeddingOptions, Engine
@@ -28,7 +28,7 @@ from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import convert_sparse_core
 
 
-class TPUEmbeddingV2(NestedEmbedding):
+class TPUEmbeddingV2(EmbeddingBase):
     """Embedding tables for SparseCores, which also run on the CPU.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV2. A lookup gives the
@@ -126,7 +126,7 @@ class TPUEmbeddingV2(NestedEmbedding):
     @do_not_convert
     def build(self) -> None:
         """Makes the tables and slots; called by the first lookup if not before."""
-        self._create_engine()
+        self.core.create_engine()
 
     @do_not_convert
     def __call__(
@@ -164,18 +164,19 @@ class TPUEmbeddingV2(NestedEmbedding):
         if isinstance(features, PreprocessedFeatures):
             self.build()
             return self.dequeue(self.enqueue(features, weights))
-        replica = self._require_replica("embedding_lookup")
-        with self._output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
-            with self._refusing("lookup"):
+        replica = self.core.require_replica("embedding_lookup")
+        core = self.core
+        with core.output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
+            with self.core.refusing("lookup"):
                 flat_weights = self._structure.flatten_weights(weights)
-                watched_features = self.require_weight_gradients(flat_weights)
+                watched_features = self.core.require_weight_gradients(flat_weights)
                 batch = self._read_features(features, weights)
-                engine = self._engine_for(batch)
+                engine = self.core.engine_for(batch)
             activations, preserved = engine.lookup_tensors(
-                batch, replica, shapes=self._static_shapes_of(batch)
+                batch, replica, shapes=self.core.static_shapes_of(batch)
             )
             if watched_features:
-                activations = self.with_weight_gradients(
+                activations = self.core.with_weight_gradients(
                     # The portable engine's activations have gradients already.
                     [tf.stop_gradient(activation) for activation in activations],
                     watched_features,
@@ -223,11 +224,11 @@ class TPUEmbeddingV2(NestedEmbedding):
           ValueError: If `device` is not one of the strategy, or features or weights are
             refused; embedding_lookup lists all errors of both.
         """
-        place = None if device is None else self._topology.find(device)
-        if self._topology.tpu is None:
+        place = None if device is None else self.core.topology.find(device)
+        if self.core.topology.tpu is None:
             place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
-            with self._refusing("lookup"):  # The others will meet in dequeue.
+            with self.core.refusing("lookup"):  # The others will meet in dequeue.
                 return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(
@@ -260,9 +261,9 @@ class TPUEmbeddingV2(NestedEmbedding):
         self, partitioned_tensors: Any, static_shapes: Sequence[Any] | None
     ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
         """Looks a batch up, whose static output shapes may be known in a graph."""
-        engine, replica = self._in_replica("dequeue")
+        engine, replica = self.core.in_replica("dequeue")
         with tf.name_scope("embedding_lookup"):
-            with self._refusing("lookup"):
+            with self.core.refusing("lookup"):
                 given = self._check_batch(engine, partitioned_tensors)
                 batch = engine.from_tensors(given)
             activations, looked_up = engine.lookup(
@@ -279,11 +280,11 @@ class TPUEmbeddingV2(NestedEmbedding):
                 f"PreprocessedFeatures, got {type(batch).__name__}. Use "
                 "embedding_lookup for raw features."
             )
-        number = len(batch.output_shapes)
-        if number != len(self._plan.features):
+        number, own = len(batch.output_shapes), len(self.core.plan.features)
+        if number != own:
             raise ValueError(
                 f"The preprocessed batch has {number} features, but this embedding "
-                f"has {len(self._plan.features)}. Preprocess it with this embedding."
+                f"has {own}. Preprocess it with this embedding."
             )
         return batch._replace(tables=engine.check_tables(batch.tables, looked_up=False))
 
@@ -312,12 +313,12 @@ class TPUEmbeddingV2(NestedEmbedding):
           tf.errors.InvalidArgumentError: If gradients and preserved outputs do not
             belong together, before anything has changed.
         """
-        engine, replica = self._in_replica("apply_gradients")
+        engine, replica = self.core.in_replica("apply_gradients")
         with tf.name_scope("embedding_apply_gradients"):
-            with self._refusing("update"):
-                self._require_optimizers("apply_gradients")
+            with self.core.refusing("update"):
+                self.core.require_optimizers("apply_gradients")
                 flat = self._structure.flatten("gradients", gradients)
-                checked = self._check_gradients(flat)
+                checked = self.core.check_gradients(flat)
                 tables = engine.check_tables(preserved_outputs, looked_up=True)
                 given = PreprocessedFeatures(tables, (), {}, {})
                 looked_up = engine.from_tensors(given)
@@ -398,8 +399,8 @@ class TPUEmbeddingV2(NestedEmbedding):
         padding. Any other name is that of a table.
         """
         tables = super().embedding_tables
-        by_name = {s.name: tables[s.key] for s in self._plan.tables}
-        if self._engine_class.stores_stacks:
+        by_name = {s.name: tables[s.key] for s in self.core.plan.tables}
+        if self.core.engine_class.stores_stacks:
             stacks = self.stacked_tables
             by_name |= {name: _StackedTable(parts) for name, parts in stacks.items()}
         return _TablesByConfig(tables, by_name)
@@ -411,9 +412,9 @@ class TPUEmbeddingV2(NestedEmbedding):
         Keyed by the TableConfig that the user passed. SparseCores have one for each
         device, the host engine one part, the whole table.
         """
-        tables = self._create_engine().tables()
+        tables = self.core.create_engine().tables()
         self.flush()
-        return {spec.key: tables[spec.name].shards() for spec in self._plan.tables}
+        return {spec.key: tables[spec.name].shards() for spec in self.core.plan.tables}
 
     @property
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
@@ -422,7 +423,7 @@ class TPUEmbeddingV2(NestedEmbedding):
         On SparseCores the part of each device; on the host engine the tables of the
         stack themselves.
         """
-        engine = self._create_engine()
+        engine = self.core.create_engine()
         self.flush()
         return engine.stacked_tables()
 
@@ -439,15 +440,16 @@ class TPUEmbeddingV2(NestedEmbedding):
 
     @property
     def _stacks(self) -> Layout:
-        layout = self._lay_out()
+        layout = self.core.lay_out()
         assert layout is not None  # This class always has one.
         return layout
 
     def _read_features(self, features: Any, weights: Any) -> list[IdBatch]:
         values = self._structure.flatten("features", features)
         flat_weights = self._structure.flatten_weights(weights)
-        self._engine_class.check_inputs(self._topology, self._plan.paths, values)
-        return self._topology.on_host(self._read_replica, values, flat_weights)
+        core = self.core
+        core.engine_class.check_inputs(core.topology, core.plan.paths, values)
+        return core.topology.on_host(core.read_replica, values, flat_weights)
 
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
@@ -459,11 +461,11 @@ class TPUEmbeddingV2(NestedEmbedding):
                 "tf.GradientTape watches a value that they depend on. Pass features "
                 "and weights to embedding_lookup, or tf.stop_gradient(weights)."
             )
-        with self._output_shapes.forgets_refused():
+        with self.core.output_shapes.forgets_refused():
             batch = self._read_features(features, weights)
-            engine = self._engine_for(batch)
+            engine = self.core.engine_for(batch)
             prepared = engine.prepare(batch, training=False, device=place)
-            return engine.to_tensors(prepared), self._static_shapes_of(batch)
+            return engine.to_tensors(prepared), self.core.static_shapes_of(batch)
 
 
 @dataclasses.dataclass(frozen=True)

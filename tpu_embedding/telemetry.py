@@ -23,7 +23,6 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.
@@ -81,12 +80,12 @@ class Telemetry:
         for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
             if type(value) is not int or value < smallest:
                 raise errors.argument_int(argument, value, smallest)
-        core = getattr(embedding, "counted_core", None)
-        if core is None:
+        core = getattr(embedding, "core", None)
+        if not hasattr(core, "start_counting"):
             raise errors.argument_type(
                 "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"
             )
-        self._core: EmbeddingBase = core()
+        self._core: Any = core
         if ALL_TABLES in [table.name for table in self._core.plan.tables]:
             raise ValueError(
                 f"A table is called {ALL_TABLES!r}, where Telemetry has the figures of "

@@ -44,7 +44,7 @@ def start(job: Job) -> Running:
         embedding.apply_gradients(ones)
 
     batches = [[tf.constant(ids) for ids in batch] for batch in job.batches()]
-    engine: Any = embedding._create_engine()
+    engine: Any = embedding.core.create_engine()
     channel = getattr(engine, "channel", None)  # A job of one process has none.
 
     def bytes_sent() -> int:

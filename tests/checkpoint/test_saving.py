@@ -110,7 +110,7 @@ def test_the_count_of_updates(
     with caplog.at_level(logging.WARNING):
         checkpoint.restore(second, uncounted)
     assert "lacks _updates" in caplog.text
-    assert int(second.checkpoint_variables()["_updates"]) == 0
+    assert int(second.core.checkpoint_variables()["_updates"]) == 0
 
 
 @pytest.mark.parametrize("rows", [5, 20])

@@ -135,7 +135,7 @@ def test_what_is_exported_comes_after_what_is_pending() -> None:
     pipelined, twin = make_pair()
     for embedding in (pipelined, twin):
         models.train(embedding)
-    tables = {name: rows.numpy() for name, rows in pipelined.table_rows().items()}
+    tables = {name: rows.numpy() for name, rows in pipelined.core.table_rows().items()}
     for name, arrays in models.values(twin).items():
         np.testing.assert_array_equal(tables[name], arrays["parameters"])
 

@@ -328,7 +328,7 @@ class Twin:
 
     def _check_other_rows(self, name: str, values: np.ndarray) -> None:
         table = self.tables[name]
-        specs = {spec.name: spec for spec in self.embedding._plan.tables}
+        specs = {spec.name: spec for spec in self.embedding.core.plan.tables}
         optimizer = specs[name].optimizer
         if optimizer is not None and optimizer.touches_all_rows:
             return

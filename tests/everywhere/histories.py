@@ -344,12 +344,12 @@ class History:
 
     def _compare_tables(self) -> None:
         tables, slots, updates = self._expected.reference.state()
-        for table, rows in self._embedding.checkpoint_rows().items():
+        for table, rows in self._embedding.core.checkpoint_rows().items():
             arrays = {"parameters": tables[table], **slots.get(table, {})}
             assert sorted(rows) == sorted(arrays)
             for name, values in arrays.items():
                 self._close(rows[name].numpy(), values, f"{name} of {table}")
-        found = self._embedding.checkpoint_updates()
+        found = self._embedding.core.checkpoint_updates()
         assert int(found.numpy()) == updates, str(self)
 
     def _close(self, found: Any, expected: Any, what: str) -> None:

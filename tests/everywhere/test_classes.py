@@ -277,7 +277,7 @@ def test_wrong_orders_of_version_2_on_tpu_v4() -> None:
     ids = tf.constant([1, 2])
 
     def films() -> np.ndarray:
-        return embedding.checkpoint_rows()["films"]["parameters"].numpy()
+        return embedding.core.checkpoint_rows()["films"]["parameters"].numpy()
 
     def twice(ids: tf.Tensor) -> tf.Tensor:
         embedding(ids)

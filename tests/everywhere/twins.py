@@ -44,10 +44,10 @@ class _Readable:
 
     @property
     def variables(self: Any) -> dict[Any, dict[str, np.ndarray]]:
-        rows = self.checkpoint_rows()
+        rows = self.core.checkpoint_rows()
         return {
             spec.key: {name: r.numpy() for name, r in rows[spec.name].items()}
-            for spec in self._plan.tables
+            for spec in self.core.plan.tables
         }
 
 

@@ -42,7 +42,7 @@ def test_save_and_restore_take_a_layer_or_a_model(whole: bool, tmp_path: pathlib
     """A vocabulary that grew by a day's new films, and the slots of the old ones."""
     model, other = make_model(), make_model()
     layer = models.embedding_of(model)
-    layer._parts.tables.variables()["_updates"].assign(7)
+    layer._built.tables.variables()["_updates"].assign(7)
     for variable in layer.state_of_tables[:-1]:
         variable.assign(np.random.default_rng(1).normal(size=variable.shape))
     path = checkpoint.save(model if whole else layer, tmp_path / "saved")

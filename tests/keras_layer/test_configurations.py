@@ -92,7 +92,7 @@ def test_tables_and_optimizers_survive_json():
     tables = tables_of_all_kinds()
     layer = layer_of_all_kinds(tables)
     other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
-    ours, theirs = (each._parts.features.plan.tables for each in (layer, other))
+    ours, theirs = (each._built.features.plan.tables for each in (layer, other))
     for before, after in zip(ours, theirs, strict=True):
         assert before.name == after.name
         assert before.features == after.features
@@ -119,7 +119,7 @@ def test_rates_that_are_objects_of_keras_survive(tmp_path: pathlib.Path):
         other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
         rates: list[Any] = []
         for each in (layer, other):
-            resolved: Any = each._parts.features.plan.tables[0].optimizer
+            resolved: Any = each._built.features.plan.tables[0].optimizer
             rates.append(resolved.learning_rate)
         takes_step = (
             not isinstance(optimizer, te.SGD) or optimizer.learning_rate is schedule

@@ -13,8 +13,8 @@ from keras_layer import models
 from tensorflow.core.protobuf import saved_model_pb2
 
 import tpu_embedding as te
-from tpu_embedding.engines.full_table_view import LogicalVariable
 from tpu_embedding.keras import TPUEmbedding, keras3
+from tpu_embedding.tables.trackable import LogicalVariable
 
 CONFIG = models.feature_config
 

@@ -58,7 +58,7 @@ def test_options_of_several_processes_are_kept():
     options = te.DistributedOptions("rows", "bfloat16", 7)
     config = json.loads(json.dumps(make(distributed_options=options).get_config()))
     again = TPUEmbedding.from_config(config)
-    assert again.counted_core()._options.distributed == options
+    assert again.core.options.distributed == options
     del config["distributed_options"]  # As in files of earlier releases.
     assert TPUEmbedding.from_config(config).get_config()["distributed_options"] is None
     with pytest.raises(TypeError, match="`distributed_options` must be a Distr"):

@@ -118,7 +118,7 @@ def by_hand(names: list[str], steps: list[Any]) -> Outcome:
 
     for features, labels in steps:
         step(features, labels)
-    variables = embedding.checkpoint_variables()
+    variables = embedding.core.checkpoint_variables()
     return {name: v.numpy() for name, v in variables.items()}, kernel.numpy()
 
 

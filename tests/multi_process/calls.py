@@ -185,7 +185,7 @@ def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:
         status.assert_nontrivial_match()
     else:
         te.checkpoint.restore(embedding, path)
-    updates = embedding.checkpoint_updates()
+    updates = embedding.core.checkpoint_updates()
     return training.tables_of(embedding), None if updates is None else int(updates)
 
 
@@ -237,7 +237,7 @@ def statistics(
     embedding.enqueue([tf.constant(i, tf.int32) for i in ids])
     activations = embedding.dequeue()
     embedding.apply_gradients(activations)
-    engine = embedding._create_engine()
+    engine = embedding.core.create_engine()
     owners = engine._placement.owners
     expected = {"enqueue": 0.0, "lookup": 0.0, "update": 0.0}
     for other in set(range(number)) - {own}:
@@ -413,7 +413,7 @@ def save_again(strategy: Any, case: Case, source: str, path: str) -> Any:
     embedding = training.create(strategy, case)
     te.checkpoint.restore(embedding, source)
     te.checkpoint.save(embedding, path)
-    updates = embedding.checkpoint_updates()
+    updates = embedding.core.checkpoint_updates()
     return training.tables_of(embedding), None if updates is None else int(updates)
 
 

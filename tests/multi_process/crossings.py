@@ -115,7 +115,7 @@ def train_around_refusals(strategy: Any, case: Case, path: str) -> Any:
             found = look_up(features, weights)
         values = apply(*found, factor)
         activations.append({name: [v.numpy()] for name, v in values.items()})
-    embedding.counted_core().flush()
+    embedding.core.flush()
     return raised, activations, training.tables_of(embedding)
 
 
@@ -233,7 +233,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
 
     def read() -> None:
         """The processes read different tables."""
-        rows = first.tables()["films"].rows["parameters"]
+        rows = first.core.tables()["films"].rows["parameters"]
         rows.read(0, 4 if bad else 8)
 
     calls = {

@@ -356,7 +356,7 @@ def restore_here(name: str, source: str, path: str) -> tuple[Any, int]:
     te.checkpoint.restore(embedding, source)
     te.checkpoint.save(embedding, path)
     return training.tables_of(embedding), int(
-        tf.convert_to_tensor(embedding.checkpoint_updates())
+        tf.convert_to_tensor(embedding.core.checkpoint_updates())
     )
 
 

@@ -162,7 +162,7 @@ def test_checkpoints_restore_in_any_number_of_processes(
     one = training.create(tf.distribute.get_strategy(), case)
     te.checkpoint.restore(one, path)
     equal_tables(training.tables_of(one), expected)
-    assert int(one.checkpoint_updates()) == case.steps
+    assert int(one.core.checkpoint_updates()) == case.steps
     te.checkpoint.save(one, str(tmp_path / "one"))
     found, wanted = (
         table_reports(te.checkpoint.read(str(tmp_path / name)), TextProgress())

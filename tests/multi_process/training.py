@@ -260,7 +260,7 @@ def train(
         found.append(one(*value(number)))
         if case.evaluate and number % 2:
             found.append(look(*value(number + 1000)))
-    embedding.counted_core().flush()
+    embedding.core.flush()
     return [
         {
             name: [v.numpy() for v in strategy.experimental_local_results(values)]
@@ -274,7 +274,7 @@ def tables_of(embedding: Any) -> dict[str, np.ndarray]:
     """Tables and slots by "<table>/<array>"; a call of all processes."""
     return {
         f"{name}/{array}": rows.numpy()
-        for name, table in embedding.counted_core().tables().items()
+        for name, table in embedding.core.tables().items()
         for array, rows in table.rows.items()
     }
 

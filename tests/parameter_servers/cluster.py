@@ -120,7 +120,7 @@ def step_of(embedding: Any) -> Callable[[Any], tf.Tensor]:
 def values(embedding: Any) -> dict[str, np.ndarray]:
     return {
         f"{name}/{array}": variable.numpy()
-        for name, table in embedding.tables().items()
+        for name, table in embedding.core.tables().items()
         for array, variable in table.values().items()
     }
 

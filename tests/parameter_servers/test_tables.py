@@ -27,11 +27,11 @@ pytestmark = pytest.mark.second_tier
 
 def test_tables_are_spread_by_load() -> None:
     _, served = make(te.TPUEmbedding, features(), te.SGD(0.1))
-    devices = [t.values()["parameters"].device for t in served.tables().values()]
+    devices = [t.values()["parameters"].device for t in served.core.tables().values()]
     assert devices[0] != devices[1] == devices[2]
-    assert place_on_servers(served.plan, 1, "rows").owners == (0, 0, 0)
-    assert len(set(place_on_servers(served.plan, 3).owners)) == 3
-    assert place_on_servers(served.plan, 51, "rows").owners == (0, 1, 2)
+    assert place_on_servers(served.core.plan, 1, "rows").owners == (0, 0, 0)
+    assert len(set(place_on_servers(served.core.plan, 3).owners)) == 3
+    assert place_on_servers(served.core.plan, 51, "rows").owners == (0, 1, 2)
 
 
 def large(*rows: int) -> Any:
@@ -40,7 +40,7 @@ def large(*rows: int) -> Any:
         te.FeatureConfig(te.TableConfig(n, 1024, name=f"t{k}"))
         for k, n in enumerate(rows)
     ]
-    return te.TPUEmbedding(configs, te.SGD(0.1)).plan
+    return te.TPUEmbedding(configs, te.SGD(0.1)).core.plan
 
 
 def test_large_tables_are_divided() -> None:

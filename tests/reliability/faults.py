@@ -311,7 +311,7 @@ def fill(embedding: Any, number: float) -> None:
 def variables(embedding: Any) -> Any:
     """All that is saved, by name."""
     embedding.build()
-    return embedding._engine.checkpoint_variables()
+    return embedding.core.engine.checkpoint_variables()
 
 
 def _error(call: Callable[[], Any]) -> str | None:

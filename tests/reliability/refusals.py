@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding import distribution
-from tpu_embedding.embedding_base import NestedEmbedding
+from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.engines import EmbeddingOptions
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -98,14 +98,14 @@ class Calls:
 
     def __init__(self, features: Any, pipelined: bool) -> None:
         options = EmbeddingOptions(pipelined=pipelined, check_numerics=True)
-        self.embedding = NestedEmbedding(features, te.SGD(1.0), options)
+        self.embedding = EmbeddingBase(features, te.SGD(1.0), options)
 
     def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        (activations,), looked_up = self.embedding.look_up([ids])
+        (activations,), looked_up = self.embedding.core.look_up([ids])
         return activations, looked_up
 
     def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
-        self.embedding.update(looked_up, [gradient])
+        self.embedding.core.update(looked_up, [gradient])
 
 
 CLASSES: dict[str, Callable[[Any, bool], Any]] = {
@@ -246,7 +246,8 @@ class Episode:
     def finish(self) -> None:
         self.user.embedding.flush()
         self.reference.flush()
-        table = self.user.embedding.checkpoint_rows()["films"]["parameters"].numpy()
+        rows = self.user.embedding.core.checkpoint_rows()["films"]["parameters"]
+        table = rows.numpy()
         np.testing.assert_array_equal(table, self.reference.table, err_msg=str(self))
 
 

@@ -53,8 +53,8 @@ class Subject(bad_calls.Subject):
 
     def bits(self) -> list[bytes]:
         variables = [
-            *self.first._engine.checkpoint_variables().values(),  # pyright: ignore[reportOptionalMemberAccess]
-            *self.second._engine.checkpoint_variables().values(),  # pyright: ignore[reportOptionalMemberAccess]
+            *self.first.core.engine.checkpoint_variables().values(),  # pyright: ignore[reportOptionalMemberAccess]
+            *self.second.core.engine.checkpoint_variables().values(),  # pyright: ignore[reportOptionalMemberAccess]
             *self.layer.variables,
         ]
         return [np.asarray(tf.convert_to_tensor(v)).tobytes() for v in variables]
@@ -86,8 +86,8 @@ class Subject(bad_calls.Subject):
 
     def look_up(self, features: Any, weights: Any) -> Any:
         """As the Keras layer: a flat batch, past the queue."""
-        structure = self.first.structure
-        return self.first.look_up(
+        structure = self.first.core.structure
+        return self.first.core.look_up(
             structure.flatten("features", features), structure.flatten_weights(weights)
         )
 

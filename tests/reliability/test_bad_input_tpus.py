@@ -29,9 +29,9 @@ class OnTPU(bad_calls.Subject):
     embedding: Any
 
     def bits(self) -> list[bytes]:
-        rows = self.embedding.checkpoint_rows().values()
+        rows = self.embedding.core.checkpoint_rows().values()
         arrays = [array.numpy() for arrays in rows for array in arrays.values()]
-        arrays.append(self.embedding.checkpoint_updates().numpy())
+        arrays.append(self.embedding.core.checkpoint_updates().numpy())
         return [array.tobytes() for array in arrays]
 
 
@@ -73,7 +73,7 @@ class OnV4(OnTPU):
 
     def check_queue(self) -> None:
         """Twice: what stands behind the one batch would come first then."""
-        (rows,) = self.embedding.checkpoint_rows().values()
+        (rows,) = self.embedding.core.checkpoint_rows().values()
         for _ in range(2):
             activations = self.strategy.run(self.embedding.dequeue)
             for name, ids in BATCH.items():

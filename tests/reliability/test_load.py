@@ -58,7 +58,7 @@ def test_eager_calls_on_the_portable_engine_wait_for_each_other(
     activations = embedding.dequeue()
 
     def look_up() -> None:
-        embedding.look_up([ids])
+        embedding.core.look_up([ids])
         looked_up.set()
 
     threads = [
@@ -89,7 +89,7 @@ def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) ->
     def look_up(own: set[float]) -> None:
         last = 0.0
         while not done.is_set():
-            (activations,), _ = embedding.look_up([every_row["film"]])
+            (activations,), _ = embedding.core.look_up([every_row["film"]])
             counts = np.arange(ROWS)[:, np.newaxis] - activations.numpy()
             if np.unique(counts).size != 1 or counts[0, 0] < last:
                 failed.append(counts)

@@ -57,8 +57,10 @@ def queued() -> Any:
         embedding.enqueue(values, weights)
         activations = embedding.dequeue()
         embedding.apply_gradients(activations)
-        flat, looked_up = embedding.look_up([*values.values()], [*weights.values()])
-        embedding.update(looked_up, flat)
+        flat, looked_up = embedding.core.look_up(
+            [*values.values()], [*weights.values()]
+        )
+        embedding.core.update(looked_up, flat)
 
     embedding.build()
     return embedding, step.get_concrete_function()

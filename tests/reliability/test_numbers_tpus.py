@@ -52,7 +52,7 @@ class OnTPU:
         return made
 
     def values(self) -> Values:
-        rows = self.embedding.checkpoint_rows()
+        rows = self.embedding.core.checkpoint_rows()
         return {
             table: {name: array.numpy() for name, array in arrays.items()}
             for table, arrays in rows.items()

@@ -12,7 +12,7 @@ from cpu_engines import EACH_ENGINE
 from reliability import refusals
 
 import tpu_embedding as te
-from tpu_embedding.embedding_base import NestedEmbedding
+from tpu_embedding.embedding_base import EmbeddingBase
 from tpu_embedding.engines import EmbeddingOptions
 
 V, D, R = 8, 2, 2
@@ -137,7 +137,7 @@ def test_pipelined_updates_are_rounded_by_their_own_number() -> None:
             if step == 3:
                 embedding.flush()
         embedding.flush()
-        assert int(embedding.checkpoint_variables()["_updates"]) == 6
+        assert int(embedding.core.checkpoint_variables()["_updates"]) == 6
         found.append(column(embedding))
     assert found[0] == found[1]
 
@@ -152,7 +152,7 @@ def test_reset_takes_a_forgotten_update_out_of_the_count(pipelined: bool) -> Non
     embedding.dequeue()
     embedding.apply_gradients({"film": tf.ones([1, D])})
     embedding.reset()
-    assert int(embedding.checkpoint_variables()["_updates"]) == (not pipelined)
+    assert int(embedding.core.checkpoint_variables()["_updates"]) == (not pipelined)
     assert column(embedding)[1] == (1 if pipelined else 0)
 
 
@@ -304,19 +304,19 @@ def test_a_forgotten_apply_gradients_is_refused() -> None:
 
 
 def test_reset_revokes_lookups() -> None:
-    embedding = NestedEmbedding(
+    embedding = EmbeddingBase(
         {"film": te.FeatureConfig(table())},
         te.SGD(1.0),
         EmbeddingOptions(pipelined=False, check_numerics=False),
     )
     ids, gradient = tf.constant([1]), tf.ones([1, D])
-    _, looked_up = embedding.look_up([ids])
+    _, looked_up = embedding.core.look_up([ids])
     embedding.reset()
     with pytest.raises(tf.errors.FailedPreconditionError, match="reset was called"):
-        embedding.update(looked_up, [gradient])
+        embedding.core.update(looked_up, [gradient])
     assert column(embedding)[1] == 1
-    _, looked_up = embedding.look_up([ids])
-    embedding.update(looked_up, [gradient])
+    _, looked_up = embedding.core.look_up([ids])
+    embedding.core.update(looked_up, [gradient])
     assert column(embedding)[1] == 0
 
 

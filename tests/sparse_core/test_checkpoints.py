@@ -42,17 +42,17 @@ def make(system: tuple[str, int] | None, *, stacked: bool = True) -> Any:
 def scramble(embedding: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Gives every row of every table and slot a value of its own."""
     values = {}
-    for table, arrays in embedding.checkpoint_rows().items():
+    for table, arrays in embedding.core.checkpoint_rows().items():
         for name, rows in arrays.items():
             value = rng.uniform(0.1, 1.0, rows.shape).astype(np.float32)
             rows.write(0, value)
             values[f"{table}/{name}"] = value
-    embedding.checkpoint_updates().assign(7)
+    embedding.core.checkpoint_updates().assign(7)
     return values
 
 
 def check(embedding: Any, expected: Mapping[str, np.ndarray]) -> None:
-    assert int(embedding.checkpoint_updates().numpy()) == 7
+    assert int(embedding.core.checkpoint_updates().numpy()) == 7
     found = {
         f"{key.name}/{name}": value.numpy()
         for key, arrays in embedding.variables.items()

@@ -135,7 +135,7 @@ def test_a_schedule_counts_the_updates() -> None:
     for _ in range(3):
         STRATEGY.run(step)
     assert table(embedding, "films")[5, 0] == 5 - 2 * (1 + 2 + 3)
-    updates = embedding.checkpoint_updates()
+    updates = embedding.core.checkpoint_updates()
     assert updates is not None
     assert updates.numpy() == 3
 

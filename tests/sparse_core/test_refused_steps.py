@@ -108,7 +108,7 @@ def test_reset_takes_the_discarded_update_out_of_the_count() -> None:
     steps = Steps(2, optimizer=te.SGD(rate))
 
     def updates() -> int:
-        counter = steps.embedding.checkpoint_updates()
+        counter = steps.embedding.core.checkpoint_updates()
         assert counter is not None
         return int(counter.numpy())
 
@@ -185,8 +185,8 @@ def test_a_refused_evaluation_in_a_function_leaves_what_is_pending(
 
     enqueue(each([1, 2]), True)
     strategy.run(train)
-    assert embedding._engine is not None
-    parts = embedding._engine.stacked_tables()["a"]  # Without what is pending.
+    assert embedding.core.engine is not None
+    parts = embedding.core.engine.stacked_tables()["a"]  # Without what is pending.
     for _ in range(40):  # In any order of its ops.
         with pytest.raises(tf.errors.InvalidArgumentError, match="has id 99"):
             enqueue(each([1, 99]), False)

@@ -56,9 +56,9 @@ def train(embedding: te.TPUEmbedding, strategy: tf.distribute.Strategy) -> None:
 
 def state(embedding: te.TPUEmbedding) -> dict[str, np.ndarray]:
     """All values; what counts the updates among them."""
-    rows = embedding.checkpoint_rows()
+    rows = embedding.core.checkpoint_rows()
     found = {f"{t}/{a}": r.numpy() for t, rs in rows.items() for a, r in rs.items()}
-    updates = embedding.checkpoint_updates()
+    updates = embedding.core.checkpoint_updates()
     assert updates is not None
     return {**found, "updates": updates.numpy()}
 
@@ -134,7 +134,7 @@ def test_shapes_come_before_a_checkpoint(tmp_path: pathlib.Path) -> None:
     for call in (
         lambda: whole(embedding).write(str(tmp_path / "saved")),
         lambda: checkpoint.save(embedding, str(tmp_path / "saved")),
-        embedding.checkpoint_rows,
+        embedding.core.checkpoint_rows,
     ):
         with pytest.raises(ValueError, match=r"TPUEmbedding\.build\(per_replica"):
             call()
@@ -178,13 +178,13 @@ def test_restored_before_shapes_are_known(tmp_path: pathlib.Path) -> None:
     status = whole(second).read(path).assert_existing_objects_matched()
     with pytest.raises(AssertionError):
         status.assert_consumed()
-    assert second._engine is None
+    assert second.core.engine is None
     found = step(second)
     status.assert_consumed()
     rows = expected["films/parameters"][ids.numpy()]
     for own in found.values:
         np.testing.assert_array_equal(own, rows)
-    updates = second.checkpoint_updates()
+    updates = second.core.checkpoint_updates()
     assert updates is not None
     assert updates.numpy() == 2
     tpu.initialize_tpu_system()
@@ -206,11 +206,11 @@ def test_one_engine_for_several_embeddings() -> None:
         second = shared(first, te.FTRL(lambda: 0.5))
         second.build(B)
         with pytest.raises(NotImplementedError, match=r"takes the step.*tf\.Variable"):
-            shared(first, first.plan.tables[1].optimizer).build(B)
-    assert second.checkpoint_updates() is None
-    for table, arrays in first.checkpoint_rows().items():
+            shared(first, first.core.plan.tables[1].optimizer).build(B)
+    assert second.core.checkpoint_updates() is None
+    for table, arrays in first.core.checkpoint_rows().items():
         for name, rows in arrays.items():
-            other = second.checkpoint_rows()[table][name]
+            other = second.core.checkpoint_rows()[table][name]
             np.testing.assert_array_equal(other.numpy(), rows.numpy(), name)
 
 
@@ -227,7 +227,9 @@ def shared(other: te.TPUEmbedding | None, words: Any = None) -> te.TPUEmbedding:
         table = te.TableConfig(7, 3, name="films")
         features: Any = te.FeatureConfig(table)
         return te.TPUEmbedding(features, te.SGD(0.1), initialize_tpu_embedding=False)
-    features = other.structure.pack([spec.config for spec in other.plan.features])
+    features = other.core.structure.pack(
+        [spec.config for spec in other.core.plan.features]
+    )
     return te.TPUEmbedding(features, words, initialize_tpu_embedding=False)
 
 

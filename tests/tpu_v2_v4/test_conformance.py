@@ -46,10 +46,10 @@ class Readable(te.TPUEmbedding):
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:
-        rows = self.checkpoint_rows()
+        rows = self.core.checkpoint_rows()
         return {
             spec.key: {name: r.numpy() for name, r in rows[spec.name].items()}
-            for spec in self._plan.tables
+            for spec in self.core.plan.tables
         }
 
 
@@ -145,7 +145,7 @@ def test_dynamic_rates(rng: np.random.Generator) -> None:
     rate.assign(0.5)
     twin.step(rng, twin.draw(rng))
     twin.check_variables()
-    updates = twin.embedding.checkpoint_updates()
+    updates = twin.embedding.core.checkpoint_updates()
     assert updates is not None
     assert updates.numpy() == 2
 

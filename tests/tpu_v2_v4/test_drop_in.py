@@ -73,7 +73,7 @@ def test_slots_that_the_user_creates() -> None:
 
     embedding.enqueue(tf.constant([5, 6]))
     strategy.run(step)
-    (arrays,) = embedding.checkpoint_rows().values()
+    (arrays,) = embedding.core.checkpoint_rows().values()
     # The accumulator starts at 0, so that the first step is of length 1.
     np.testing.assert_allclose(arrays["accumulators"].numpy()[5], [36, 16])
     np.testing.assert_allclose(arrays["parameters"].numpy()[5], [4, 6])

@@ -35,7 +35,7 @@ def run(strategy: SoftwareTPUStrategy, function: Callable[[Any], Any]) -> Any:
 
 
 def table(embedding: te.TPUEmbedding) -> list[float]:
-    rows = embedding.checkpoint_rows()["films"]["parameters"]
+    rows = embedding.core.checkpoint_rows()["films"]["parameters"]
     return rows.numpy()[:, 0].tolist()
 
 

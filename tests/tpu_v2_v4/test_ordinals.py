@@ -81,7 +81,7 @@ class CoreByCore(Readable):
     def enqueue(
         self, features: Any, weights: Any = None, training: bool = True, **others: Any
     ) -> None:
-        for core in reversed(range(self._topology.num_replicas)):
+        for core in reversed(range(self.core.topology.num_replicas)):
             own: Any = distribute_utils.select_replica(core, (features, weights))
             device = tf.constant(core)
             super().enqueue(own[0], own[1], training, device=device, **others)
@@ -102,7 +102,7 @@ def test_the_ragged_form_queues_the_same(
 ) -> None:
     """Given the same splits: it can queue nothing that the other form cannot."""
     twin = make_twin(KINDS, make_strategy(2))
-    tables = [feature.table for feature in twin.embedding.plan.features]
+    tables = [feature.table for feature in twin.embedding.core.plan.features]
 
     def enqueue(
         sample_indices_or_row_splits: Any, device_ordinal: int, **inputs: Any

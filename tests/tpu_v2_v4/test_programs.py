@@ -105,11 +105,11 @@ def test_inside_of_a_program() -> None:
     assert enqueue.inputs[1].shape == [B + 1]
 
     (receive,), (send,) = operations(function, RECV), operations(function, SEND)
-    assert embedding._engine is not None
+    assert embedding.core.engine is not None
     for op in (receive, send):
         assert attribute(op, "_tpu_embedding_layer") == b"x"
         assert attribute(op, "_xla_outside_compilation") is None
-        assert attribute(op, "config") == embedding._engine._config
+        assert attribute(op, "config") == embedding.core.engine._config
     assert [output.shape for output in receive.outputs] == [[B, D]] * 2
     assert attribute(send, "NN") == 1
 
@@ -284,7 +284,7 @@ def test_where_enqueue_may_be_called() -> None:
     for call in (lambda: missing(tf.constant([1] * B)), lambda: trace(missing)):
         with pytest.raises(ValueError, match=r"Feature b must be a tf\.Tensor"):
             call()
-    assert embedding._engine is None
+    assert embedding.core.engine is None
 
 
 def test_ids_must_be_on_the_host() -> None:

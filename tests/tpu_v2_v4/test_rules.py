@@ -51,7 +51,7 @@ def make_twin(strategy: tf.distribute.Strategy, seed: int) -> tuple[Twin, Any]:
 
 def state(twin: Twin) -> dict[str, np.ndarray]:
     """All tables and slots."""
-    rows = twin.embedding.checkpoint_rows()
+    rows = twin.embedding.core.checkpoint_rows()
     return {f"{t}/{a}": r.numpy() for t, rs in rows.items() for a, r in rs.items()}
 
 
@@ -101,7 +101,7 @@ def test_a_rate_of_zero_for_ftrl(multiply: bool) -> None:
             embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
 
         strategy.run(step)
-        rows = embedding.checkpoint_rows()["films"]
+        rows = embedding.core.checkpoint_rows()["films"]
         states.append({name: array.numpy() for name, array in rows.items()})
     assert_same_bits(states[1], states[0])
     bad = np.isnan(states[0]["parameters"][:, 0])

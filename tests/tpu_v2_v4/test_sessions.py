@@ -53,7 +53,7 @@ def calls_of(
         lambda: strategy.run(old.dequeue),
         lambda: strategy.run(apply),
         lambda: checkpoint.save(old, folder / "saved"),
-        old.load_checkpoint_rows,
+        old.core.load_checkpoint_rows,
     ]
 
 

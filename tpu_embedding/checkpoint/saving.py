@@ -11,7 +11,7 @@ from absl import logging
 from tpu_embedding.checkpoint import errors, formats
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.restoring import Job
-from tpu_embedding.checkpoint.trackable import SavesTables
+from tpu_embedding.checkpoint.trackable import SavesTables, StoredTables
 from tpu_embedding.checkpoint.writing import (
     NoProgress,
     Progress,
@@ -73,7 +73,7 @@ def save(
       ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
         processes of a job pass different arguments.
     """
-    embedding = _saved_object(embedding)
+    core = _core_of(embedding)
     if not isinstance(slots, bool):
         raise argument_type("slots", slots, "a bool")
     if layouts is not None:
@@ -82,14 +82,14 @@ def save(
         for layout in layouts:
             if not isinstance(layout, TableLayout):
                 raise argument_type("layouts", layouts, expected)
-    counter = embedding.checkpoint_updates() if slots else None
+    counter = core.checkpoint_updates() if slots else None
 
     def updates_now() -> int | None:
         return None if counter is None else int(counter.numpy())
 
     # Before what is pending is applied: it is counted, and a later step is noticed.
     updates = updates_now()
-    tables = embedding.checkpoint_rows()
+    tables = core.checkpoint_rows()
     if not slots:
         tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
     alike = {"path": os.fspath(path), "root": root, "slots": slots}
@@ -148,14 +148,14 @@ def restore(
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
-    embedding = _saved_object(embedding)
+    core = _core_of(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")
-    live = embedding.checkpoint_targets()
+    live = core.checkpoint_targets()
     names = _names(live, tables, {} if rename is None else rename)
     alike = {"path": os.fspath(path), "root": root, "tables": names, "resize": resize}
     require_alike(process_group(live), alike | {"slots": slots})
-    updates = embedding.checkpoint_updates()
+    updates = core.checkpoint_updates()
     counted = updates is not None and tables is None
     with in_all_processes(process_group(live)):
         source = formats.read(path, root=root, tables=list(names.values()))
@@ -170,20 +170,20 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
-    embedding.checkpoint_rows()  # What is pending comes before what is restored.
+    core.checkpoint_rows()  # What is pending comes before what is restored.
     with in_all_processes(process_group(live)):
         job.run(progress)
-        embedding.load_checkpoint_rows()
+        core.load_checkpoint_rows()
     if counted:
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)
     return source
 
 
-def _saved_object(value: Any) -> SavesTables:
-    """The embedding or layer itself, or the only such layer of a Keras model."""
+def _core_of(value: Any) -> StoredTables:
+    """That of an embedding or layer, or of the only such layer of a Keras model."""
     if isinstance(value, SavesTables):
-        return value
+        return value.core
     layers = value._flatten_layers() if hasattr(value, "_flatten_layers") else ()
     found = [layer for layer in layers if isinstance(layer, SavesTables)]
     if len(found) > 1:
@@ -194,7 +194,7 @@ def _saved_object(value: Any) -> SavesTables:
         )
     if not found:
         raise errors.not_an_embedding(value)
-    return found[0]
+    return found[0].core
 
 
 def _require(value: object, kind: type, argument: str, expected: str) -> None:

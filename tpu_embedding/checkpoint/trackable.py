@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +25,68 @@ from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.tables.rows import MutableTableRows, TableRows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
+from tpu_embedding.tables.variables import variable_rows
+
+
+class StoredTables(abc.ABC):
+    """What the rest of this package needs of an object with tables: its `core`.
+
+    Attributes:
+      plan: The tables and features.
+      structure: The user's structure of the features.
+      check_numerics: Whether weights and gradients must be finite.
+    """
+
+    plan: Plan
+    structure: Structure
+    check_numerics: bool = False
+
+    @abc.abstractmethod
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
+        """For each table "parameters" and slots, as matrices of rows.
+
+        Their values may be old; changes nothing, but makes the tables.
+        """
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
+        """`checkpoint_targets` with today's values, after the pending update."""
+        return self.checkpoint_targets()
+
+    def table_rows(self) -> Mapping[str, TableRows]:
+        """Each table by name, to be read by rows, after the pending update."""
+        arrays = self.checkpoint_rows()
+        return {name: own[PARAMETERS] for name, own in arrays.items()}
+
+    def checkpoint_updates(self) -> tf.Variable | None:
+        """The number of updates, if a rate or bfloat16 table needs it."""
+        return None
+
+    def load_checkpoint_rows(self) -> None:
+        """To be called after any of `checkpoint_rows` was written."""
+        return  # Most rows are the tables themselves.
+
+
+class VariableTables(StoredTables):
+    """Tables that are one variable each, or a copy in each replica."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        structure: Structure,
+        variables: Callable[[], Mapping[str, Mapping[str, Any]]],
+        *,
+        check_numerics: bool = False,
+    ) -> None:
+        """Takes `variables`, which makes and returns them by table and array name."""
+        self.plan, self.structure = plan, structure
+        self.check_numerics = check_numerics
+        self._variables = variables
+
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
+        """See `StoredTables.checkpoint_targets`."""
+        made = self._variables()
+        return {s.name: variable_rows(s, made[s.name]) for s in self.plan.tables}
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
@@ -34,8 +95,11 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
     TensorFlow pairs the children of an object with those in the checkpoint by name. A
     stack is not the child of an object with whole tables, nor the reverse: there the
     tables are copied as `checkpoint.restore` copies them.
+
+    Other modules of this package see the object through its `core`.
     """
 
+    core: StoredTables
     _conversion: _Conversion | None = None
 
     @property
@@ -43,21 +107,9 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         """The place of each table if its checkpoints hold stacks, else nothing."""
         return ()
 
-    @abc.abstractmethod
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """Internal: for each table "parameters" and slots, as matrices of rows."""
-
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """Internal: `checkpoint_rows` whose values may be old; changes nothing."""
-        return self.checkpoint_rows()
-
     @property
-    @abc.abstractmethod
     def _table_names(self) -> Collection[str]:
-        """The names of all tables."""
-
-    def load_checkpoint_rows(self) -> None:
-        """Internal: to be called after any of `checkpoint_rows` was written."""
+        return [table.name for table in self.core.plan.tables]
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this once for each object, before it reads any value.
@@ -107,7 +159,7 @@ class _Conversion:
           tf.errors.DataLossError: If a file is truncated or damaged.
           NotImplementedError: If a table has a CustomCombiner with weights.
         """
-        live = tables.checkpoint_targets()
+        live = tables.core.checkpoint_targets()
         source = read_tensorflow(path, root, list(live))
         values = Bundle(path).objects()[root].values
         self.names = values.keys() - {UPDATES}
@@ -133,9 +185,9 @@ class _Conversion:
         self._parts.append(part)
         if len(self._parts) > 1:
             return
-        self._tables.checkpoint_rows()  # Now they are written.
+        self._tables.core.checkpoint_rows()  # Now they are written.
         self._job.run(NoProgress())
-        self._tables.load_checkpoint_rows()
+        self._tables.core.load_checkpoint_rows()
         # The status of the restore counts these as matched.
         children = self._tables._trackable_children()
         own = [child for name, child in children.items() if name != UPDATES]
@@ -184,86 +236,48 @@ def _root_to_convert(
     )
 
 
-class SavesTables(RestoresLayouts):
-    """An object that `checkpoint.save` and `restore`, and `serving.export` take."""
+class EngineTables(StoredTables):
+    """Tables that an engine holds, as checkpoints see them; abstract."""
 
     @property
     @abc.abstractmethod
-    def plan(self) -> Plan:
-        """Internal: the tables and features, with their optimizers and policies."""
-
-    @property
-    @abc.abstractmethod
-    def structure(self) -> Structure:
-        """Internal: the nested structure of the features."""
-
-    @property
-    @abc.abstractmethod
-    def check_numerics(self) -> bool:
-        """Internal: whether weights and gradients must be finite."""
+    def layouts(self) -> tuple[TableLayout, ...]:
+        """The place of each table if its checkpoints hold stacks, else nothing."""
 
     @abc.abstractmethod
-    def table_rows(self) -> Mapping[str, TableRows]:
-        """Internal: each table by name, to be read by rows, on every engine."""
-
-    @abc.abstractmethod
-    def checkpoint_updates(self) -> tf.Variable | None:
-        """Internal: the number of updates, if a rate or bfloat16 table needs it."""
-
-
-class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
-    """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
-
-    The pending update of a pipelined embedding is applied before any value is read.
-    """
-
-    @abc.abstractmethod
-    def _create_engine(self) -> Engine:
+    def create_engine(self) -> Engine:
         """The engine; created if it does not exist yet."""
 
     @abc.abstractmethod
-    def _can_create_engine(self) -> bool:
+    def can_create_engine(self) -> bool:
         """Whether the shapes that the engine needs are known."""
-
-    @property
-    @abc.abstractmethod
-    def _stored_dtypes(self) -> Mapping[str, tf.DType]:
-        """The dtype of each table by name."""
-
-    @property
-    def _table_names(self) -> Collection[str]:
-        return self._stored_dtypes
 
     @abc.abstractmethod
     def flush(self) -> None:
         """Applies the pending update, if there is one."""
 
     @abc.abstractmethod
-    def _retrieve(self) -> None:
+    def retrieve(self) -> None:
         """Updates the variables that are saved, if there is an engine."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Raises TypeError: the strategy that holds the tables cannot be copied."""
-        raise errors.deep_copy(type(self).__name__)
-
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Internal: tables, slots and counters by their names in checkpoints."""
-        engine = self._create_engine()
+        """Tables, slots and counters by their names in checkpoints."""
+        engine = self.create_engine()
         engine.retrieve()
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> tf.Variable | None:
-        """Internal: see `SavesTables.checkpoint_updates`."""
-        return self._create_engine().updates()
+        """See `StoredTables.checkpoint_updates`."""
+        return self.create_engine().updates()
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """Internal: for each table "parameters" and slots, as matrices of rows."""
-        self._create_engine().retrieve()
+        """See `StoredTables.checkpoint_rows`."""
+        self.create_engine().retrieve()
         return self.checkpoint_targets()
 
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """Internal: see `RestoresLayouts.checkpoint_targets`."""
-        engine = self._create_engine()
+        """See `StoredTables.checkpoint_targets`."""
+        engine = self.create_engine()
         for table in self.plan.tables:
             combiner = table.config.custom_combiner
             if combiner is not None and combiner.num_weights:
@@ -274,45 +288,66 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
                 )
         return {name: dict(table.rows) for name, table in engine.tables().items()}
 
+    def load_checkpoint_rows(self) -> None:
+        """See `StoredTables.load_checkpoint_rows`."""
+        self.create_engine().load()
+
+
+class SavesTables(RestoresLayouts):
+    """An object that `checkpoint.save` and `restore`, and `serving.export` take."""
+
+
+class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
+    """An object whose tables tf.train.Checkpoint and `checkpoint.save` can save.
+
+    The pending update of a pipelined embedding is applied before any value is read.
+    """
+
+    core: EngineTables
+
+    @property
+    def _stored_layouts(self) -> tuple[TableLayout, ...]:
+        return self.core.layouts
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raises TypeError: the strategy that holds the tables cannot be copied."""
+        raise errors.deep_copy(type(self).__name__)
+
     def _track_state(self, engine: Engine) -> None:
         """Makes the variables of the engine children of this object."""
         for name, part in engine.checkpoint_variables().items():
             self._track_trackable(part, name)
-        if self._stored_layouts:
-            self._track_trackable(LayoutRecord(self._stored_layouts), LAYOUTS)
-
-    def load_checkpoint_rows(self) -> None:
-        """Internal: to be called after any of `checkpoint_rows` was written."""
-        self._create_engine().load()
+        if self.core.layouts:
+            self._track_trackable(LayoutRecord(self.core.layouts), LAYOUTS)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # Saving and restoring begin with this call: the last moment to create tables,
         # which would be left out silently. The thread of an asynchronous save also
         # calls it. Tables that cannot be created yet are restored on creation.
-        if _in_caller() and self._can_create_engine():
-            self._create_engine()
+        if _in_caller() and self.core.can_create_engine():
+            self.core.create_engine()
         if save_type != "checkpoint":  # A model: its functions are traced now.
             self._sync()
         return super()._trackable_children(save_type, **kwargs)
 
     def _sync(self) -> None:
         if _in_caller():
-            self._retrieve()
+            self.core.retrieve()
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         # Only saving calls this, before it reads any value. The tables are children
         # and save themselves; if they cannot be created yet, creating them raises.
         self._sync()
-        return {} if self._can_create_engine() else {"tables": self._unsaved}
+        return {} if self.core.can_create_engine() else {"tables": self._unsaved}
 
     def _unsaved(self, name: str = "") -> Any:
         del name
-        self._create_engine()
+        self.core.create_engine()
 
     def _checkpoint_adapter(self, path: str) -> Any:
         adapter = super()._checkpoint_adapter(path)
         if self._conversion is None:
-            _check_dtypes(path, self._stored_dtypes)
+            _check_dtypes(path, {t.name: t.config.dtype for t in self.core.plan.tables})
             self._sync()  # The checkpoint is accepted: values are written next.
         return adapter
 
@@ -320,7 +355,7 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         # An asynchronous save copies all values in one traced function, parents before
         # children: this applies the pending update before the values are copied.
         del object_map
-        self.flush()
+        self.core.flush()
 
 
 def _in_caller() -> bool:
@@ -331,7 +366,7 @@ def _in_caller() -> bool:
     return tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context()
 
 
-def _check_dtypes(path: str, own: Mapping[str, tf.DType]) -> None:
+def _check_dtypes(path: str, own: Mapping[str, str]) -> None:
     """Refuses a checkpoint whose tables tf.train.Checkpoint could not restore.
 
     Args:
@@ -349,14 +384,14 @@ def _check_dtypes(path: str, own: Mapping[str, tf.DType]) -> None:
         [
             (name, dtype, dtypes[holder])
             for (name, dtype), dtypes in zip(own.items(), found, strict=True)
-            if dtypes[holder] != dtype
+            if dtypes[holder].name != dtype
         ]
         for holder in sorted(holders)
     ]
     if others and all(others):
         name, dtype, other = others[0][0]
         raise TypeError(
-            f"Table {name} is {dtype.name}, but in {path} it is {other.name}, and "
+            f"Table {name} is {dtype}, but in {path} it is {other.name}, and "
             "tf.train.Checkpoint does not convert. Use "
             "tpu_embedding.checkpoint.restore(embedding, path), which does."
         )

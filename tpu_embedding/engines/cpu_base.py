@@ -26,7 +26,6 @@ from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.variables import (
     TableVariables,
     create_counter,
@@ -122,9 +121,9 @@ def arrays_of_variables(spec: TableSpec, table: TableVariables) -> TableArrays:
     """A table of which each array is one variable, and the table one part."""
     parameters = table.parameters
     return TableArrays(
-        rows=variable_rows(spec, table),
+        rows=variable_rows(spec, table.arrays),
         reader=VariableReader(parameters),
-        values=lambda: {PARAMETERS: parameters, **table.slots},
+        values=lambda: table.arrays,
         shards=lambda: [(parameters.device, parameters.read_value())],
     )
 

@@ -23,7 +23,7 @@ class PredictOutput:
     outputs: Any
 
     def signature(self, inputs: Mapping[str, Any]) -> Any:
-        """Internal: the SignatureDef."""
+        # The SignatureDef.
         return _v1.saved_model.predict_signature_def(inputs, _named(self.outputs))
 
 
@@ -35,7 +35,7 @@ class ClassificationOutput:
     classes: Any = None
 
     def signature(self, inputs: Mapping[str, Any]) -> Any:
-        """Internal: the SignatureDef."""
+        # The SignatureDef.
         return _v1.saved_model.classification_signature_def(
             _single("ClassificationOutput", inputs), self.classes, self.scores
         )
@@ -48,7 +48,7 @@ class RegressionOutput:
     value: Any
 
     def signature(self, inputs: Mapping[str, Any]) -> Any:
-        """Internal: the SignatureDef."""
+        # The SignatureDef.
         return _v1.saved_model.regression_signature_def(
             _single("RegressionOutput", inputs), self.value
         )

@@ -192,7 +192,7 @@ class WarmStartSettings:
 
     @classmethod
     def of(cls, value: Any) -> WarmStartSettings | None:
-        """Internal: the settings of `warm_start_from`, which may be a path."""
+        # The settings of `warm_start_from`, which may be a path.
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, str):
@@ -202,7 +202,7 @@ class WarmStartSettings:
         return cls(value)
 
     def names(self, name: str) -> bool:
-        """Internal: whether a variable is to be warm-started."""
+        # Whether a variable is to be warm-started.
         wanted = self.vars_to_warm_start
         patterns = [wanted] if isinstance(wanted, str) else wanted or []
         return any(re.match(pattern, name) for pattern in patterns)

@@ -85,7 +85,7 @@ class EmbeddingTables:
         # The step is read before anything that depends on the lookups can raise it.
         self._read_step = tf.identity(_v1.train.get_global_step().read_value())
         with tf.control_dependencies([self._read_step]):
-            found, self._looked_up = _function(self._embedding.look_up)(
+            found, self._looked_up = _function(self._embedding.core.look_up)(
                 [inputs.ids[key] for key in self._keys],
                 [inputs.weights[key] for key in self._keys],
             )
@@ -167,7 +167,7 @@ class EmbeddingTables:
     def _update(self, looked_up: Any, gradients: Any, step: Any) -> tf.Tensor:
         self._step.value = step
         scaled = self._adapted.scale(gradients, step)
-        self._embedding.update(looked_up, [scaled[key] for key in self._keys])
+        self._embedding.core.update(looked_up, [scaled[key] for key in self._keys])
         return tf.constant(True)
 
     def _shaped(self, key: str, activation: tf.Tensor) -> tf.Tensor:

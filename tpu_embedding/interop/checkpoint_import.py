@@ -91,7 +91,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
         """
         if not isinstance(embedding, TrackableTables):
             raise not_an_embedding(embedding)
-        ours = embedding.checkpoint_targets()
+        ours = embedding.core.checkpoint_targets()
         if set(ours) != set(self):
             raise ValueError(
                 f"The imported tables are {errors.quoted(sorted(self))}, but the "
@@ -107,12 +107,13 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
                     continue
                 pairs.append((_rows(table, name, value, ours[table]), value))
             _warn_of_missing(table, set(ours[table]) - set(arrays))
-        embedding.checkpoint_rows()  # What is pending comes before what is imported.
+        # What is pending comes before what is imported.
+        embedding.core.checkpoint_rows()
         for rows, value in pairs:
             for start, stop in rows.slices():
                 rows.write(start, value[start:stop].astype(rows.dtype, copy=False))
-        embedding.load_checkpoint_rows()
-        updates = embedding.checkpoint_updates()
+        embedding.core.load_checkpoint_rows()
+        updates = embedding.core.checkpoint_updates()
         if updates is not None and self.global_step is not None:
             updates.assign(self.global_step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,10 @@ import tensorflow as tf
 
 from tpu_embedding import engines
 from tpu_embedding.config import DistributedOptions
+from tpu_embedding.core import Core
 from tpu_embedding.distribution import Topology
-from tpu_embedding.embedding_base import EmbeddingBase, EmbeddingOptions, per_replica
-from tpu_embedding.engines import Prepared
+from tpu_embedding.embedding_base import per_replica
+from tpu_embedding.engines import EmbeddingOptions, Prepared
 from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.keras_api import keras_api
@@ -22,7 +24,6 @@ from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
-from tpu_embedding.tables.rows import MutableTableRows
 from tpu_embedding.tables.variables import create_counter, create_state
 from tpu_embedding.tf_configs import convert_sparse_core
 
@@ -72,8 +73,44 @@ class _Call:
         return graph is not None
 
 
+class Mode(enum.Enum):
+    """What a call of the layer does."""
+
+    SERVE = enum.auto()  # A lookup by TensorFlow's ops, from tables as they are.
+    LOOK = enum.auto()  # A lookup by the engine, which no update follows.
+    TRAIN = enum.auto()  # A lookup by the engine; its gradient updates the tables.
+
+
+def mode(
+    *,
+    recording: bool,
+    trainable: bool,
+    in_program: bool,
+    in_replica: bool,
+    exportable: bool,
+) -> Mode:
+    """Chooses what a call does.
+
+    Args:
+      recording: Whether a tape records.
+      trainable: Whether the layer is to be trained.
+      in_program: In a TPU program, which cannot be exported.
+      in_replica: In strategy.run, or where one replica is all there is.
+      exportable: Whether the graph may be exported, with TensorFlow's ops only.
+    """
+    if recording and trainable:
+        return Mode.TRAIN
+    if recording or in_program or (in_replica and not exportable):
+        return Mode.LOOK
+    return Mode.SERVE
+
+
 class EngineTrainedTables:
-    """Tables of an engine, which updates them in the backward pass."""
+    """Tables of an engine, which updates them in the backward pass.
+
+    Attributes:
+      core: The tables; None before `build` where that needs shapes.
+    """
 
     def __init__(
         self,
@@ -103,17 +140,17 @@ class EngineTrainedTables:
             distributed=DistributedOptions() if distributed is None else distributed,
         )
         engine = engines.choose(topology, features.plan)
-        self._core: Any = None
+        self.core: Any = None
         shapes = self._output_shapes(None)
         if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):
-            self._core = self._create_core(shapes if engine.stores_stacks else None)
+            self.core = self._create_core(shapes if engine.stores_stacks else None)
         self._variables: dict[str, Any] = {}
         self._placeholder: Any = None
         self._numbers: Any = None
 
     def can_build(self) -> bool:
         """Whether `build` needs no shapes of inputs."""
-        return self._core is not None
+        return self.core is not None
 
     def build(self, layer: Any, input_shapes: Any) -> None:
         """Creates the tables, and the placeholder variable of the layer.
@@ -126,7 +163,7 @@ class EngineTrainedTables:
         Raises:
           ValueError: If the engine needs the shapes and an axis is unknown.
         """
-        if self._core is None:
+        if self.core is None:
             shapes = self._output_shapes(input_shapes)
             for spec, shape in zip(self._features.plan.features, shapes, strict=True):
                 if shape is None or None in shape:
@@ -137,9 +174,9 @@ class EngineTrainedTables:
                         "static shape, both with the batch size of a replica, or set "
                         "FeatureConfig(output_shape)."
                     )
-            self._core = self._create_core(shapes)
+            self.core = self._create_core(shapes)
         self._placeholder = keras_api.add_weight(layer, PLACEHOLDER, (), "zeros")
-        self._variables = self._core.logical_variables()
+        self._variables = self.core.logical_variables()
         with tf.init_scope():
             self._numbers = _CallNumbers()
         keras_api.set_state(layer, self._variables)
@@ -148,26 +185,10 @@ class EngineTrainedTables:
         """Everything that is saved, by its name in checkpoints."""
         return dict(self._variables)
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `RestoresLayouts.checkpoint_rows`."""
-        return self._core.checkpoint_rows()
-
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `RestoresLayouts.checkpoint_targets`."""
-        return self._core.checkpoint_targets()
-
-    def load_checkpoint_rows(self) -> None:
-        """See `RestoresLayouts.load_checkpoint_rows`."""
-        self._core.load_checkpoint_rows()
-
-    def core(self) -> EmbeddingBase:
-        """The embedding of the tables, after `build`."""
-        return self._core
-
     def stored(self) -> list[Any]:
         """The up-to-date tf.Variables that store the tables, for exported graphs."""
-        self._core.retrieve()
-        tables = self._core.tables().values()
+        self.core.retrieve()
+        tables = self.core.tables().values()
         return [variable for table in tables for variable in table.reader.variables]
 
     def look_up(
@@ -184,42 +205,44 @@ class EngineTrainedTables:
           For each feature the activations, float32.
         """
         recording = gradient_hook.is_recording()
-        in_program = self._topology.program() is not None
-        in_replica = self._topology.replica() is not None
-        exportable = not tf.executing_eagerly() and not gradient_hook.is_evaluation()
-        if self._topology.processes is not None:
-            # No process has whole tables; a function that it exports has no replicas.
-            exportable &= self._topology.run_context() is None
-        # A graph that may be exported must contain TensorFlow's ops only. A TPU program
-        # cannot be exported.
-        if not (recording or in_program) and (exportable or not in_replica):
+        chosen = mode(
+            recording=recording,
+            trainable=trainable,
+            in_program=self._topology.program() is not None,
+            in_replica=self._topology.replica() is not None,
+            exportable=self._may_be_exported(),
+        )
+        if chosen is Mode.SERVE:
             plan = self._features.plan
             return self.serve(plan, values, weights, trainable=trainable)
-        watched = self._core.require_weight_gradients(weights)
-        activations = self._look_up(
-            values, weights, trainable=trainable, recording=recording
+        watched = self.core.require_weight_gradients(weights)
+        activations, looked_up = self.core.look_up(
+            values, weights, training=chosen is Mode.TRAIN
         )
-        return self._core.with_weight_gradients(activations, watched, values, weights)
-
-    def _look_up(
-        self,
-        values: Sequence[Any],
-        weights: Sequence[Any],
-        *,
-        trainable: bool,
-        recording: bool,
-    ) -> list[tf.Tensor]:
-        """Looks up by the engine; the gradient of the placeholder variable updates."""
-        activations, looked_up = self._core.look_up(
-            values, weights, training=trainable and recording
-        )
-        if not trainable:
-            return activations
-        if not recording:
+        if chosen is Mode.TRAIN:
+            activations = self._hooked(values, weights, activations, looked_up)
+        elif trainable:
             # tf.recompute_grad, and so keras.RematScope, computes gradients only of
             # variables that were read while nothing was recorded.
             tf.convert_to_tensor(self._placeholder)
-            return activations
+        return self.core.with_weight_gradients(activations, watched, values, weights)
+
+    def _may_be_exported(self) -> bool:
+        """Whether a graph is traced that may be saved: with TensorFlow's ops only."""
+        if tf.executing_eagerly() or gradient_hook.is_evaluation():
+            return False
+        # No process has whole tables; a function that it exports has no replicas.
+        processes = self._topology.processes
+        return processes is None or self._topology.run_context() is None
+
+    def _hooked(
+        self,
+        values: Sequence[Any],
+        weights: Sequence[Any],
+        activations: list[tf.Tensor],
+        looked_up: Prepared,
+    ) -> list[tf.Tensor]:
+        """The activations, whose gradient updates the tables."""
         check_scale_is_known(self._loss_scale)
         # A TPU program is traced as a whole, so `looked_up` tells calls apart.
         in_program = self._topology.program() is not None
@@ -253,11 +276,11 @@ class EngineTrainedTables:
                 "`serving_config` is for serving: under a TPU strategy such a call "
                 "belongs outside of strategy.run. Inside, call the layer without it."
             )
-        self._core.retrieve()
+        self.core.retrieve()
         own = plan is self._features.plan
         # Outside of replicas, Keras also traces models with a replica's batch size.
         checked = own and self._topology.replica() is not None
-        tables = self._core.tables().values()
+        tables = self.core.tables().values()
         lookup = FeatureLookup(
             plan,
             dict(enumerate(table.reader for table in tables)),
@@ -285,7 +308,7 @@ class EngineTrainedTables:
         dense = unscaled(dense, self._loss_scale, check_numerics=self._check_numerics)
         graph = tf.compat.v1.get_default_graph()
         if call.is_visible_in(graph):
-            self._core.update(call.looked_up, dense)
+            self.core.update(call.looked_up, dense)
             return []
         if type(graph).__module__.endswith(_CONTROL_FLOW):
             raise NotImplementedError(
@@ -311,8 +334,8 @@ class EngineTrainedTables:
         @tf.function(autograph=False)
         def update() -> tf.Tensor:
             self._numbers.use(call.number)
-            _, looked_up = self._core.look_up(call.values, call.weights)
-            self._core.update(looked_up, gradients)
+            _, looked_up = self.core.look_up(call.values, call.weights)
+            self.core.update(looked_up, gradients)
             return tf.constant(True)
 
         return update()
@@ -335,8 +358,8 @@ class EngineTrainedTables:
             shapes.append(found)
         return shapes
 
-    def _create_core(self, shapes: Sequence[Any] | None) -> EmbeddingBase:
-        """Creates the embedding, whose features get output shapes unless None."""
+    def _create_core(self, shapes: Sequence[Any] | None) -> Core:
+        """Creates the tables, whose features get output shapes unless None."""
         plan, size = self._features.plan, self._batch_size
         if shapes is not None:
             features = []
@@ -356,7 +379,14 @@ class EngineTrainedTables:
                     dataclasses.replace(spec, config=config, shape_source=source)
                 )
             plan = dataclasses.replace(plan, features=tuple(features))
-        core = EmbeddingBase(plan, self._options, topology=self._topology)
+        structure = self._features.structure
+        core = Core(
+            plan,
+            structure,
+            self._options,
+            topology=self._topology,
+            made_by="keras.TPUEmbedding",
+        )
         core.set_batch_size(size)
         return core
 

@@ -7,23 +7,26 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.trackable import VariableTables
 from tpu_embedding.distribution import Topology
+from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.layout.plan import Plan, require_dtypes
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.tables.initial import table_values
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
-from tpu_embedding.tables.variables import VariableRows
+from tpu_embedding.tables.rows import PARAMETERS
 
 
-class KerasTrainedTables:
-    """Tables that are trainable weights of the layer.
+class KerasTrainedTables(VariableTables):
+    """Tables that are trainable weights of the layer, and their core.
 
     Has the methods of `EngineTrainedTables`.
     """
 
-    def __init__(self, plan: Plan, topology: Topology, *, check_numerics: bool) -> None:
+    def __init__(
+        self, features: Features, topology: Topology, *, check_numerics: bool
+    ) -> None:
         """Checks the plan; `build` creates the tables.
 
         Raises:
@@ -38,6 +41,7 @@ class KerasTrainedTables:
                 "where each table has its own optimizer, or use "
                 "keras.layers.Embedding."
             )
+        plan = features.plan
         require_dtypes(plan, ("float32",), "trainable_tables=True")
         for spec in plan.tables:
             if spec.optimizer is not None:
@@ -47,9 +51,15 @@ class KerasTrainedTables:
                     "Pass `optimizer=None` to the layer and leave "
                     "TableConfig.optimizer at None."
                 )
-        self._plan = plan
-        self._check_numerics = check_numerics
-        self._variables: dict[str, Any] = {}
+        super().__init__(
+            plan, features.structure, self._arrays, check_numerics=check_numerics
+        )
+        self._weights: dict[str, Any] = {}
+
+    @property
+    def core(self) -> KerasTrainedTables:
+        """See `EngineTrainedTables.core`."""
+        return self
 
     def can_build(self) -> bool:
         """See `EngineTrainedTables.can_build`."""
@@ -58,36 +68,26 @@ class KerasTrainedTables:
     def build(self, layer: Any, input_shapes: Any) -> None:
         """See `EngineTrainedTables.build`."""
         del input_shapes
-        for spec in self._plan.tables:
+        for spec in self.plan.tables:
             values = table_values(spec)
-            self._variables[spec.name] = keras_api.add_weight(
+            self._weights[spec.name] = keras_api.add_weight(
                 layer, values.name, values.shape, values.initializer
             )
 
     def variables(self) -> dict[str, Any]:
         """See `EngineTrainedTables.variables`."""
-        return dict(self._variables)
+        return dict(self._weights)
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `RestoresLayouts.checkpoint_rows`."""
-        return {
-            name: {PARAMETERS: VariableRows(variable.value)}
-            for name, variable in self._variables.items()
-        }
+    def _arrays(self) -> dict[str, dict[str, Any]]:
+        return {name: {PARAMETERS: w.value} for name, w in self._weights.items()}
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `RestoresLayouts.checkpoint_targets`."""
-        return self.checkpoint_rows()
-
-    def load_checkpoint_rows(self) -> None:
-        """See `RestoresLayouts.load_checkpoint_rows`."""
-
-    def core(self) -> Any:
-        """See `EngineTrainedTables.core`.
+    def start_counting(self, every: int) -> None:
+        """Refuses telemetry.
 
         Raises:
           NotImplementedError: Always.
         """
+        del every
         raise NotImplementedError(
             "Telemetry counts the updates of the tables' own optimizers. With "
             "`trainable_tables=True` the optimizer of the model trains the tables: "
@@ -96,13 +96,13 @@ class KerasTrainedTables:
 
     def stored(self) -> list[Any]:
         """See `EngineTrainedTables.stored`."""
-        return [keras_api.value_of(weight) for weight in self._variables.values()]
+        return [keras_api.value_of(weight) for weight in self._weights.values()]
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
         """See `EngineTrainedTables.look_up`."""
-        return self.serve(self._plan, values, weights, trainable=trainable)
+        return self.serve(self.plan, values, weights, trainable=trainable)
 
     def serve(
         self,
@@ -117,12 +117,10 @@ class KerasTrainedTables:
         lookup = FeatureLookup(
             plan,
             {
-                spec.index: VariableReader(
-                    keras_api.value_of(self._variables[spec.name])
-                )
+                spec.index: VariableReader(keras_api.value_of(self._weights[spec.name]))
                 for spec in plan.tables
             },
-            check_numerics=self._check_numerics,
-            any_batch_size=plan is not self._plan,
+            check_numerics=self.check_numerics,
+            any_batch_size=plan is not self.plan,
         )
         return lookup(plan.features, values, weights)

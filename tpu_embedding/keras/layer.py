@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
-from tpu_embedding.config import DistributedOptions
-from tpu_embedding.keras.base import Arguments, EmbeddingLayer
+from tpu_embedding import distribution
+from tpu_embedding.checkpoint.trackable import SavesTables
+from tpu_embedding.config import (
+    DistributedOptions,
+    FeatureConfig,
+    SparseCoreEmbeddingConfig,
+)
+from tpu_embedding.errors import argument_type
+from tpu_embedding.keras import gradient_hook, serialization, symbols
+from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
+from tpu_embedding.keras.engine_trained import EngineTrainedTables
 from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.keras_trained import KerasTrainedTables
+from tpu_embedding.keras.loss_scale import (
+    check_loss_scale,
+    encode_loss_scale,
+    loss_scale_missing,
+)
 from tpu_embedding.keras.serialization import ServingFeatures
+from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.optimizers.base import check_flag
 from tpu_embedding.tables.trackable import LogicalVariable
+
+_EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
+_SparseCoreConfigs = (
+    SparseCoreEmbeddingConfig,
+    tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arguments:
+    """The constructor's arguments, for `get_config`."""
+
+    feature_config: Any
+    optimizer: Any
+    pipeline_execution_with_tensor_core: bool
+    batch_size: int | None
+    embedding_feature: Any
+    sparse_core_embedding_config: Any
+    trainable_tables: bool
+    loss_scale: Any
+    invalid_ids: str | None
+    check_numerics: bool
+    distributed_options: DistributedOptions | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Built:
+    """The state of the layer in one object: Keras would wrap lists and dicts."""
+
+    arguments: _Arguments
+    features: Features
+    tables: EngineTrainedTables | KerasTrainedTables
 
 
 @keras_api.register
-class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
+class TPUEmbedding(SavesTables, keras_api.Layer):
     """Embedding tables as a Keras layer; each table has its own optimizer.
 
     >>> import keras
@@ -41,6 +93,10 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
     callbacks such as EarlyStopping see them. Files contain them by name, without the
     placeholder variable.
     """
+
+    # Whether a dense input [..., k] gives [..., k, dim], as TFRS's layer does on a CPU;
+    # `tpu_embedding.install` sets it.
+    _keeps_dense_axes = False
 
     def __init__(
         self,
@@ -99,21 +155,34 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
           RuntimeError: If Keras does not run on TensorFlow.
         """
         super().__init__(**kwargs)
-        self._configure(
-            Arguments(
-                feature_config=feature_config,
-                optimizer=optimizer,
-                pipeline_execution_with_tensor_core=pipeline_execution_with_tensor_core,
-                batch_size=batch_size,
-                embedding_feature=embedding_feature,
-                sparse_core_embedding_config=sparse_core_embedding_config,
-                trainable_tables=trainable_tables,
-                loss_scale=loss_scale,
-                invalid_ids=invalid_ids,
-                check_numerics=check_numerics,
-                distributed_options=distributed_options,
-            )
+        arguments = _Arguments(
+            feature_config=feature_config,
+            optimizer=optimizer,
+            pipeline_execution_with_tensor_core=pipeline_execution_with_tensor_core,
+            batch_size=batch_size,
+            embedding_feature=embedding_feature,
+            sparse_core_embedding_config=sparse_core_embedding_config,
+            trainable_tables=trainable_tables,
+            loss_scale=loss_scale,
+            invalid_ids=invalid_ids,
+            check_numerics=check_numerics,
+            distributed_options=distributed_options,
         )
+        check_flag(
+            "pipeline_execution_with_tensor_core",
+            arguments.pipeline_execution_with_tensor_core,
+        )
+        check_flag("trainable_tables", arguments.trainable_tables)
+        check_loss_scale(arguments.loss_scale)
+        topology = distribution.current()
+        _check_hints(arguments, topology)
+        features = convert_features(
+            arguments.feature_config, arguments.optimizer, arguments.invalid_ids
+        )
+        tables = _create_tables(arguments, features, topology)
+        self._built = _Built(arguments, features, tables)
+        self._has_tables = False
+        self._refused_load = None
 
     def build(self, input_shape: Any = None) -> None:
         """Creates tables and slots.
@@ -129,7 +198,14 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
         """
         if self._has_tables:
             return
-        self._build_tables(input_shape)
+        arguments, tables = self._built.arguments, self._built.tables
+        scaled = keras_api.policy_of_scaled_loss(self)
+        if scaled and not arguments.trainable_tables and arguments.loss_scale is None:
+            raise loss_scale_missing(f"Under the dtype policy {scaled!r}")
+        tables.build(self, input_shape)
+        self._has_tables = True
+        for name, variable in tables.variables().items():
+            keras_api.track(self, variable, name)
         self.built = True
 
     def __call__(
@@ -181,7 +257,7 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
             errors.
           NotImplementedError: In `stateless_call`, unless `trainable_tables=True`.
         """
-        if keras_api.is_stateless() and not self._parts.arguments.trainable_tables:
+        if keras_api.is_stateless() and not self._built.arguments.trainable_tables:
             raise NotImplementedError(
                 "`stateless_call` passes the values of all weights, but the tables of "
                 "tpu_embedding.keras.TPUEmbedding are looked up and updated in place. "
@@ -198,7 +274,114 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
           input_shape: In the structure of `feature_config` the shape of each feature,
             with its batch axis.
         """
-        return self._infer_from_shapes(input_shape)
+        plan, structure = self._built.features.plan, self._built.features.structure
+        leaves = structure.flatten("input_shape", input_shape, container_leaves=True)
+        ids = [
+            symbols.from_shape(spec.path, leaf)
+            for spec, leaf in zip(plan.features, leaves, strict=True)
+        ]
+        return structure.pack(symbols.output_shapes(plan, ids, [None] * len(ids)))
+
+    @property
+    def embedding_tables(self) -> dict[Any, Any]:
+        """The table variables, [vocabulary_size, dim] of TableConfig.dtype.
+
+        Keyed by the TableConfig that the user passed. Builds the layer. Under a TPU
+        strategy the values are not variables, but are read and assigned like
+        variables, outside of graphs.
+
+        Raises:
+          RuntimeError: While a tf.GradientTape records, unless the tables are ordinary
+            weights or not trainable: a gradient would not reach them.
+        """
+        self._ensure_built()
+        by_engine = self.trainable and not self._built.arguments.trainable_tables
+        if by_engine and gradient_hook.is_recording():
+            raise RuntimeError(
+                "`embedding_tables` was read while a tf.GradientTape records. What is "
+                "computed from a table, such as tied logits, would not train it: only "
+                "lookups do. Create the layer with `trainable_tables=True`, or use "
+                "tpu_embedding.keras.Embedding; or read the table before, or within "
+                "`tape.stop_recording()`, if it is not to be trained by this."
+            )
+        variables = self._built.tables.variables()
+        return {
+            spec.key: variables[spec.name] for spec in self._built.features.plan.tables
+        }
+
+    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
+        """Assigns new values to a table and keeps its slots.
+
+        Args:
+          table: A key of `embedding_tables`.
+          embedding_table: [vocabulary_size, dim] of any floating dtype; a bfloat16
+            table takes the nearest values.
+
+        Raises:
+          ValueError: If the layer has no such table, or the shape differs.
+        """
+        tables = self.embedding_tables
+        if table not in tables:
+            raise ValueError(
+                f"The layer has no table for {table!r}. The keys of "
+                "`layer.embedding_tables` are its TableConfig objects."
+            )
+        tables[table].assign(tf.cast(embedding_table, tables[table].dtype))
+
+    @property
+    def core(self) -> Any:
+        # The tables for other modules of this package. Builds the layer.
+        self._ensure_built()
+        return self._built.tables.core
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration as JSON.
+
+        Raises:
+          ValueError: If an initializer, a learning rate or another object cannot be
+            serialized by Keras, or features are in a namedtuple.
+        """
+        arguments = self._built.arguments
+        hint = arguments.embedding_feature
+        return {
+            **super().get_config(),  # pyright: ignore[reportAttributeAccessIssue]
+            **vars(arguments),
+            "feature_config": serialization.encode_features(
+                arguments.feature_config, arguments.invalid_ids
+            ),
+            "optimizer": serialization.encode_optimizer(
+                arguments.optimizer, "the layer"
+            ),
+            "embedding_feature": None if hint is None else hint.name,
+            "sparse_core_embedding_config": serialization.encode_sparse_core(
+                arguments.sparse_core_embedding_config
+            ),
+            "loss_scale": encode_loss_scale(arguments.loss_scale),
+            "invalid_ids": None,  # In the tables of `feature_config`.
+            "distributed_options": serialization.encode_distributed(
+                arguments.distributed_options
+            ),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Creates a layer from `get_config`, with new TableConfig objects."""
+        arguments = dict(config)
+        arguments["feature_config"] = serialization.decode_features(
+            config["feature_config"]
+        )
+        arguments["invalid_ids"] = None  # Old files have it beside the tables.
+        arguments["optimizer"] = serialization.decode_optimizer(config["optimizer"])
+        arguments["loss_scale"] = serialization.decode_object(config["loss_scale"])
+        hint = config["embedding_feature"]
+        arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
+        arguments["sparse_core_embedding_config"] = serialization.decode_sparse_core(
+            config["sparse_core_embedding_config"]
+        )
+        arguments["distributed_options"] = serialization.decode_distributed(
+            config.get("distributed_options")  # Old files lack it.
+        )
+        return cls(**arguments)
 
     def get_build_config(self) -> dict[str, Any] | None:
         """Returns whether the layer is built; a copy may have other input shapes."""
@@ -207,8 +390,33 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
     def build_from_config(self, config: Mapping[str, Any]) -> None:
         """Builds a layer that is being loaded, unless a TPU needs shapes first."""
         del config
-        if self._parts.tables.can_build():
+        if self._built.tables.can_build():
             self.build()
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes tables and slots by name, without the placeholder variable."""
+        self._ensure_built()
+        serialization.save_state(self._built.tables.variables(), store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what `save_own_variables` wrote.
+
+        Raises:
+          ValueError: If the file lacks a table or slot, or one has another shape.
+        """
+        self._ensure_built()
+        try:
+            serialization.load_state(self.name, self._built.tables.variables(), store)
+        except ValueError as error:
+            # Keras tries again at other places of the file and shows the last error.
+            if store.keys() or self._refused_load is None:
+                self._refused_load = error
+                raise
+            raise ValueError(
+                f"The file has no other data for the layer {self.name!r}. Its data was "
+                f"refused: {self._refused_load}"
+            ) from error
+        self._refused_load = None
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
@@ -217,7 +425,7 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
         # Exported graphs also refer to the placeholder variable.
         values = [
             *(keras_api.value_of(weight) for weight in self.weights),
-            *self._parts.tables.stored(),
+            *self._built.tables.stored(),
         ]
         weights = [value for value in values if isinstance(value, tf.Variable)]
         return {
@@ -225,7 +433,224 @@ class TPUEmbedding(EmbeddingLayer, keras_api.Layer):
             **{f"_weight_{i}": weight for i, weight in enumerate(weights)},
         }
 
+    @property
+    def _table_names(self) -> list[str]:
+        return [spec.name for spec in self._built.features.plan.tables]
+
+    @tf.autograph.experimental.do_not_convert  # tf_keras converts `call`.
+    def _look_up(self, features: Any, weights: Any, serving_config: Any) -> Any:
+        built = self._built
+        wanted = built.features
+        if serving_config is not None:
+            wanted = self._convert_serving(serving_config)
+        structure = wanted.structure
+        values = structure.flatten("features", features)
+        if keras_api.is_tracing_shapes():
+            values = _with_integer_ids(values)
+        flat_weights = structure.flatten_weights(weights)
+        given = values
+        alone = [
+            self._stands_alone(spec.config, _rank_of(value))
+            for spec, value in zip(wanted.plan.features, values, strict=True)
+        ]
+        if any(alone):
+            values = _as_samples(values, alone)
+            flat_weights = _as_samples(flat_weights, alone)
+        if serving_config is None:
+            activations = built.tables.look_up(
+                values, flat_weights, trainable=self.trainable
+            )
+        else:
+            activations = built.tables.serve(
+                wanted.plan, values, flat_weights, trainable=self.trainable
+            )
+        if self.compute_dtype != "float32":
+            activations = [tf.cast(a, self.compute_dtype) for a in activations]
+        if distribution.current().program() is None:  # Which takes only its arguments.
+            for spec, ids, activation in zip(
+                wanted.plan.features, values, activations, strict=True
+            ):
+                if spec.config.max_sequence_length:
+                    activation._keras_mask = _sequence_mask(spec.config, ids)
+        if any(alone):
+            activations = [
+                _of_shape(activation, value) if each else activation
+                for activation, value, each in zip(
+                    activations, given, alone, strict=True
+                )
+            ]
+        return structure.pack(activations)
+
+    def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
+        """Whether each id of a dense input of some rank is a sample.
+
+        A scalar always is; other ids where this layer stands for that of TFRS, on a
+        CPU, unless the configuration says what they are.
+        """
+        if rank is None or rank == 1:
+            return False
+        declared = config.output_shape is not None or config.max_sequence_length
+        keeps = self._keeps_dense_axes and distribution.current().tpu is None
+        return rank == 0 or (keeps and not declared)
+
+    @tf.autograph.experimental.do_not_convert
+    def _infer(
+        self,
+        features: Any,
+        weights: Any,
+        serving_config: Any,
+        make: Callable[[Shape, str], Any],
+    ) -> Any:
+        """Checks the arguments of a call without values; `make` makes the results."""
+        wanted = self._built.features
+        if serving_config is not None:
+            wanted = self._convert_serving(serving_config)
+        structure = wanted.structure
+        ids = [keras_api.symbol(v) for v in structure.flatten("features", features)]
+        of_weights = [
+            None if weight is None else keras_api.symbol(weight)
+            for weight in structure.flatten_weights(weights)
+        ]
+        alone = [
+            self._stands_alone(spec.config, symbol.dense_rank)
+            for spec, symbol in zip(wanted.plan.features, ids, strict=True)
+        ]
+        shapes = symbols.output_shapes(
+            wanted.plan,
+            symbols.as_samples(ids, alone),
+            symbols.as_samples(of_weights, alone),
+        )
+        shapes = [
+            (*symbol.shape, shape[-1]) if each else shape
+            for symbol, shape, each in zip(ids, shapes, alone, strict=True)
+        ]
+        return structure.pack([make(shape, self.compute_dtype) for shape in shapes])
+
+    def _convert_serving(self, serving_config: Any) -> Features:
+        """Converts a `serving_config`, also one that was encoded for a file."""
+        if isinstance(serving_config, str):  # See `keras_api.saved_argument`.
+            serving_config = ServingFeatures(**json.loads(serving_config))
+        if isinstance(serving_config, ServingFeatures):
+            serving_config = serving_config.over(self._table_keys())
+        return convert_serving(serving_config, self._built.features)
+
+    def _table_keys(self) -> list[Any]:
+        return [spec.key for spec in self._built.features.plan.tables]
+
     def _ensure_built(self) -> None:
         if not self._has_tables:
             with keras_api.name_scope(self):
                 self.build()
+
+
+def _with_integer_ids(values: Sequence[Any]) -> list[Any]:
+    """Casts the ids of a call that Keras traces for shapes only.
+
+    With several replicas, `fit` and `evaluate` build a model with the mean of the
+    replicas' first batches, in which ids are floating point.
+    """
+    return [
+        tf.cast(value, tf.int64)
+        if tf.is_tensor(value) and value.dtype.is_floating
+        else value
+        for value in values
+    ]
+
+
+def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
+    """Which positions of a sequence have an entry, bool [B, L]."""
+    length, table = config.max_sequence_length, config.table
+    flat = ids if isinstance(ids, tf.Tensor) else ids.values
+    valid = tf.ones_like(flat, tf.bool)
+    if table.invalid_ids == "drop":
+        valid = (flat >= 0) & (flat < table.vocabulary_size)
+    if isinstance(ids, tf.SparseTensor):
+        # Not to_dense: a row may be of any length.
+        present = valid & (ids.indices[:, 1] < length)
+        places = tf.boolean_mask(ids.indices, present)
+        shape = (ids.dense_shape[0], length)
+        return tf.scatter_nd(places, tf.ones_like(places[:, 0]), shape) > 0
+    rows: Any = tf.RaggedTensor
+    rows = rows.from_tensor(valid) if flat is ids else ids.with_values(valid)
+    return rows.to_tensor(False, shape=(None, length))
+
+
+def _rank_of(value: Any) -> int | None:
+    """The rank of a dense input, else None."""
+    return value.shape.rank if isinstance(value, tf.Tensor) else None
+
+
+def _as_samples(values: Sequence[Any], alone: Sequence[bool]) -> list[Any]:
+    """Makes each id or weight that stands alone a sample, as TFRS takes it."""
+    return [
+        tf.reshape(value, [-1]) if each and isinstance(value, tf.Tensor) else value
+        for value, each in zip(values, alone, strict=True)
+    ]
+
+
+def _of_shape(activation: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    """Gives the activations of ids that stand alone the shape of the ids."""
+    axes = tf.concat([tf.shape(ids), tf.shape(activation)[1:]], 0)
+    shaped = tf.reshape(activation, axes)
+    return tf.ensure_shape(shaped, ids.shape.concatenate(activation.shape[1:]))
+
+
+def _check_hints(arguments: _Arguments, topology: distribution.Topology) -> None:
+    """Checks the arguments that describe TPUs."""
+    hint = arguments.embedding_feature
+    if hint is not None and not isinstance(hint, _EmbeddingFeature):
+        raise argument_type("embedding_feature", hint, "None or an EmbeddingFeature")
+    config = arguments.sparse_core_embedding_config
+    if config is not None and not isinstance(config, _SparseCoreConfigs):
+        raise argument_type(
+            "sparse_core_embedding_config",
+            config,
+            "None or a SparseCoreEmbeddingConfig",
+        )
+    if hint is not None and not topology.has_feature(hint.name):
+        assert topology.tpu is not None
+        raise ValueError(
+            f"`embedding_feature` is {hint.name}, but the strategy's TPUs are "
+            f"{topology.tpu.generation.name}. Leave it at None: the layer asks the "
+            "strategy."
+        )
+
+
+def _create_tables(
+    arguments: _Arguments, features: Features, topology: distribution.Topology
+) -> EngineTrainedTables | KerasTrainedTables:
+    pipelined = arguments.pipeline_execution_with_tensor_core
+    if arguments.trainable_tables:
+        for option in ("batch_size", "loss_scale", "distributed_options"):
+            value = getattr(arguments, option)
+            if value is not None:
+                raise ValueError(
+                    "With `trainable_tables=True` the tables are ordinary weights, "
+                    f"which do not support `{option}={value!r}`. Leave it at None."
+                )
+    if pipelined and (arguments.trainable_tables or topology.engine != "tpu_v2_v4"):
+        # Evaluation, export, get_weights and callbacks read the tables without a
+        # chance to apply a pending update first; TPU v2 to v4 apply it themselves.
+        logging.log_first_n(
+            logging.WARNING,
+            "tpu_embedding.keras.TPUEmbedding ignores "
+            "`pipeline_execution_with_tensor_core=True` except on TPU v2 to v4: it "
+            "applies each update at once. To pipeline elsewhere, use "
+            "tpu_embedding.TPUEmbedding or TPUEmbeddingV2 in a custom loop.",
+            1,
+        )
+        pipelined = False
+    if arguments.trainable_tables:
+        return KerasTrainedTables(
+            features, topology, check_numerics=arguments.check_numerics
+        )
+    return EngineTrainedTables(
+        features,
+        topology,
+        pipelined=pipelined,
+        batch_size=arguments.batch_size,
+        sparse_core=arguments.sparse_core_embedding_config,
+        loss_scale=arguments.loss_scale,
+        check_numerics=arguments.check_numerics,
+        distributed=arguments.distributed_options,
+    )

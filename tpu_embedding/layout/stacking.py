@@ -95,7 +95,7 @@ class TableLayout:
 
     @property
     def partition(self) -> Partition:
-        """Internal: the shards of the rows."""
+        # The shards of the rows.
         return Partition(
             self.num_sparse_cores,
             rotation=self.sparse_core_shard_rotation,
@@ -104,7 +104,7 @@ class TableLayout:
 
     @property
     def end(self) -> int:
-        """Internal: first row of each shard after the rows of the table."""
+        # First row of each shard after the rows of the table.
         rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
         return self.sparse_core_shard_row_offset + rows
 

@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import distribution
-from tpu_embedding.checkpoint.trackable import RestoresLayouts
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
 from tpu_embedding.serving.lookup import (
     FeatureLookup,
@@ -18,12 +17,10 @@ from tpu_embedding.serving.lookup import (
     plan_of,
 )
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.rows import MutableTableRows
 from tpu_embedding.tables.variables import (
     TableVariables,
     create_variables,
     named_variables,
-    variable_rows,
 )
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
@@ -95,6 +92,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         converted = convert_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
         self._plan = plan_of(converted, convert_optimizer(optimizer))
+        self.core = VariableTables(self._plan, self._structure, self._arrays)
         self._tables: _Tables | None = None
         freeze_configs(feature_config)
 
@@ -141,16 +139,6 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         return look_up_structure(lookup, specs, features, weights)
 
     @property
-    def plan(self) -> Plan:
-        """Internal: the tables and features, with their optimizers and policies."""
-        return self._plan
-
-    @property
-    def structure(self) -> Structure:
-        """Internal: the nested structure of the features."""
-        return self._structure
-
-    @property
     def embedding_tables(self) -> dict[Any, tf.Variable]:
         """The table variables [vocabulary_size, dim], by the TableConfig passed."""
         return {key: table["parameters"] for key, table in self.variables.items()}
@@ -158,24 +146,12 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     @property
     def variables(self) -> dict[Any, dict[str, tf.Variable]]:
         """As `embedding_tables`, with a dict of "parameters" and slots for each."""
-        variables = self._built().variables
-        return {
-            spec.key: {"parameters": table.parameters, **table.slots}
-            for spec, table in zip(self._plan.tables, variables, strict=True)
-        }
+        arrays = self._arrays()
+        return {spec.key: arrays[spec.name] for spec in self._plan.tables}
 
-    @property
-    def _table_names(self) -> list[str]:
-        return [spec.name for spec in self._plan.tables]
-
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """Internal: see `RestoresLayouts.checkpoint_rows`."""
-        return {
-            spec.name: dict(variable_rows(spec, table))
-            for spec, table in zip(
-                self._plan.tables, self._built().variables, strict=True
-            )
-        }
+    def _arrays(self) -> dict[str, dict[str, tf.Variable]]:
+        tables = zip(self._plan.tables, self._built().variables, strict=True)
+        return {spec.name: table.arrays for spec, table in tables}
 
     def _built(self) -> _Tables:
         self.build()

@@ -174,14 +174,13 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 "export takes `invalid_ids` only with a dict of tables: an embedding "
                 "keeps the rule it was made with. Leave it out."
             )
+        core = source.core
         if isinstance(source, SavesTables):
-            rows = source.table_rows()
-            tables = [Source(spec.name, rows[spec.name]) for spec in source.plan.tables]
+            rows = core.table_rows()
+            tables = [Source(spec.name, rows[spec.name]) for spec in core.plan.tables]
         else:
-            tables = _gathered(source.plan, source.embedding_tables)
-        if isinstance(source, TPUEmbeddingForServing):
-            return _Exported(source.plan, source.structure, tables)
-        return _Exported(source.plan, source.structure, tables, source.check_numerics)
+            tables = _gathered(core.plan, source.embedding_tables)
+        return _Exported(core.plan, core.structure, tables, core.check_numerics)
     if not isinstance(source, Mapping):
         raise TypeError(
             "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "

@@ -33,7 +33,7 @@ class TableReport:
     bound: float
 
     def cells(self) -> tuple[str, ...]:
-        """Internal: as a line of the table that `Report` prints."""
+        # As a line of the table that `Report` prints.
         return (
             self.name,
             f"{self.rows} x {self.dim}",

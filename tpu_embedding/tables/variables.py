@@ -44,6 +44,11 @@ class TableVariables:
     parameters: tf.Variable
     slots: dict[str, tf.Variable]
 
+    @property
+    def arrays(self) -> dict[str, tf.Variable]:
+        """The table as "parameters", and its slots by name."""
+        return {PARAMETERS: self.parameters, **self.slots}
+
 
 class VariableRows(MutableTableRows):
     """A table or slot that is one variable, of which each replica may have a copy.
@@ -85,14 +90,12 @@ class VariableRows(MutableTableRows):
 
 
 def variable_rows(
-    spec: TableSpec, variables: TableVariables
+    spec: TableSpec, arrays: Mapping[str, Any]
 ) -> dict[str, MutableTableRows]:
-    """The table as "parameters", and its slots by name."""
-    rows: dict[str, MutableTableRows] = {PARAMETERS: VariableRows(variables.parameters)}
-    for slot in spec.optimizer.slots if spec.optimizer else ():
-        variable = variables.slots[slot.name]
-        rows[slot.name] = VariableRows(variable, initial_rows(slot))
-    return rows
+    """The rows of a table and its slots, whose variables have the names of `arrays`."""
+    slots = spec.optimizer.slots if spec.optimizer else ()
+    starts = {slot.name: initial_rows(slot) for slot in slots}
+    return {name: VariableRows(v, starts.get(name)) for name, v in arrays.items()}
 
 
 # A part of a table: its device, and its rows. None: the whole table.
@@ -209,9 +212,8 @@ def named_variables(
 ) -> Iterator[tuple[str, tf.Variable]]:
     """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
     for spec, table in zip(plan.tables, variables, strict=True):
-        yield spec.name, table.parameters
-        for name, slot in table.slots.items():
-            yield checkpoint_name(spec.name, name), slot
+        for name, variable in table.arrays.items():
+            yield checkpoint_name(spec.name, name), variable
 
 
 def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:

@@ -23,7 +23,7 @@ from tpu_embedding.testing import library, replicas
 
 
 class TPUStrategyOfCPUs(tf.distribute.Strategy):
-    """Internal: a name by which tf_keras recognizes strategies of TPUs.
+    """A name by which tf_keras recognizes strategies of TPUs.
 
     It then takes the metrics of the first replica, which are those of all; of an
     unknown strategy it adds them up.

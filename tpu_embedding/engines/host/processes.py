@@ -151,7 +151,7 @@ class ShardedEngine(HostEngine):
         }
 
     def _arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
-        parts = variable_rows(spec, table)
+        parts = variable_rows(spec, table.arrays)
         slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
         rows: dict[str, MutableTableRows] = {
             name: ShardedRows(

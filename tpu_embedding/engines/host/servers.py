@@ -296,7 +296,7 @@ class _ServedRows(MutableTableRows):
 def _divided_arrays(spec: TableSpec, parts: Sequence[TableVariables]) -> TableArrays:
     """A table whose rows are divided over servers."""
     slots = {s.name: s for s in spec.optimizer.slots} if spec.optimizer else {}
-    by_server = [variable_rows(spec, part) for part in parts]
+    by_server = [variable_rows(spec, part.arrays) for part in parts]
     rows: dict[str, MutableTableRows] = {
         name: interleaved(
             [part[name] for part in by_server],

@@ -1,0 +1,455 @@
+"""What the public classes do with an engine, over flat lists of features.
+
+The `core` of TPUEmbedding, TPUEmbeddingV2 and the Keras layer; the way by which
+Keras, serving, checkpoints and telemetry reach the tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding import distribution, engines, errors
+from tpu_embedding.checkpoint.trackable import EngineTables
+from tpu_embedding.config import DistributedOptions
+from tpu_embedding.distribution import Topology
+from tpu_embedding.engines import (
+    EmbeddingOptions,
+    Engine,
+    EngineOptions,
+    Prepared,
+    TableArrays,
+)
+from tpu_embedding.engines.base import Membership
+from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.stacking import Layout, TableLayout
+from tpu_embedding.lookup.weight_gradients import watched, with_weight_gradients
+from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    MutableTableRows,
+    TableRows,
+    by_checkpoint_name,
+)
+from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
+
+# The methods trace fine as they are; converting them would only cost time.
+do_not_convert = tf.autograph.experimental.do_not_convert
+
+
+class Core(EngineTables):
+    """Tables, slots and lookups over flat lists of features, in plan order.
+
+    The engine's class is chosen once, by the strategy that is active.
+
+    Attributes:
+      options: The options of the engine.
+      topology: The strategy's replicas and devices.
+      output_shapes: What is known of the features' outputs.
+      engine_class: The class of the engine.
+      engine: The engine, or None before the first call that needs it.
+      telemetry: The te.Telemetry that counts, or None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        structure: Structure,
+        options: EmbeddingOptions,
+        *,
+        topology: Topology | None = None,
+        hands_out_stacks: bool = False,
+        on_created: Callable[[Engine], None] | None = None,
+        made_by: str,
+    ) -> None:
+        """Tables are made by the first call that needs them.
+
+        Args:
+          plan: The tables and features.
+          structure: Of the features.
+          options: The options of the engine.
+          topology: The topology of the active strategy; None: ask for it.
+          hands_out_stacks: Whether the class hands out stacks, also those of engines
+            that store none.
+          on_created: Called with the engine that was created.
+          made_by: The name of the class of the user's object.
+
+        Raises:
+          NotImplementedError: If the engine cannot serve the plan.
+          ValueError: If another process of the job is configured differently.
+        """
+        if not isinstance(options.check_numerics, bool):
+            raise errors.argument_type(
+                "check_numerics", options.check_numerics, "a bool"
+            )
+        if not isinstance(options.distributed, DistributedOptions):
+            raise errors.argument_type(
+                "distributed_options", options.distributed, "a DistributedOptions"
+            )
+        self.plan, self.structure = plan, structure
+        self._hands_out_stacks = hands_out_stacks
+        self._on_created, self._made_by = on_created, made_by
+        self.topology = topology or distribution.current()
+        self.engine_class = engines.choose(self.topology, plan)
+        self.engine_class.check_plan(plan, self.topology, options)
+        self.output_shapes = OutputShapes(plan.features)
+        self.options = options
+        self.check_numerics = options.check_numerics
+        self._layout: Layout | None = None
+        if self.can_create_engine():
+            self.lay_out()  # Raises its errors early.
+        self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
+        self.engine: Engine | None = None
+        self.telemetry: Any = None  # The te.Telemetry that counts.
+        self._membership: Membership | None = None
+        self._membership = self.engine_class.join(self._engine_options())
+
+    def lay_out(self) -> Layout | None:
+        """The stacks, where the engine stores them or the class hands them out.
+
+        Raises:
+          ValueError: If the engine needs output shapes that are not known yet.
+        """
+        wanted = self.engine_class.stores_stacks or self._hands_out_stacks
+        if self._layout is None and wanted:
+            self._layout = self.engine_class.lay_out(
+                self.plan,
+                self.topology,
+                self.options.sparse_core,
+                self.output_shapes,
+            )
+        return self._layout
+
+    @contextlib.contextmanager
+    def refusing(self, phase: str) -> Iterator[None]:
+        """Tells other processes what this one raises before it meets them.
+
+        Args:
+          phase: The first one in which the call would meet them.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._membership is not None:
+                self._membership.refuse(phase, error)
+            raise
+
+    def _engine_options(self) -> EngineOptions:
+        return EngineOptions(
+            **vars(self.options),
+            plan=self.plan,
+            topology=self.topology,
+            output_shapes=self.output_shapes,
+            layout=self._layout,
+            membership=self._membership,
+            made_by=self._made_by,
+        )
+
+    def create_engine(self) -> Engine:
+        """Makes the tables and slots, unless they are there."""
+        if self.engine is not None:
+            return self.engine
+        with tf.init_scope():
+            self.lay_out()
+            self.engine = self.engine_class(self._engine_options())
+            if self._on_created is not None:
+                self._on_created(self.engine)
+        return self.engine
+
+    def engine_for(self, batch: Sequence[IdBatch], cores: int = 1) -> Engine:
+        """The engine; the first batch makes it, and on TPUs fixes all shapes."""
+        if self.engine is not None or self.topology.tpu is None:
+            return self.create_engine()
+        shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
+        with self.output_shapes.completed_by(shapes, cores):
+            return self.create_engine()
+
+    def can_create_engine(self) -> bool:
+        if not self.engine_class.needs_shapes:
+            return True
+        shapes = [self.output_shapes.activation(f.index) for f in self.plan.features]
+        return all(None not in shape for shape in shapes)
+
+    @property
+    def layouts(self) -> tuple[TableLayout, ...]:
+        """See `EngineTables.layouts`."""
+        if not self.engine_class.stores_stacks:
+            return ()
+        layout = self.lay_out()
+        assert layout is not None
+        return layout.tables
+
+    def set_batch_size(self, size: int | None) -> None:
+        """Fixes the batch size of a replica, unless `size` is None."""
+        if size is not None:
+            self.output_shapes.set_batch_size(size)
+
+    @do_not_convert
+    def retrieve(self) -> None:
+        """Copies tables that are in a TPU into their variables."""
+        if self.engine is not None:
+            with tf.init_scope():
+                self.engine.retrieve()
+
+    def table_rows(self) -> dict[str, TableRows]:
+        """See `StoredTables.table_rows`; also with the weights of a CustomCombiner."""
+        engine = self.create_engine()
+        engine.retrieve()
+        return {name: t.rows[PARAMETERS] for name, t in engine.tables().items()}
+
+    @do_not_convert
+    def flush(self) -> None:
+        """Applies the pending update, if there is one."""
+        if self.engine is not None:
+            self.engine.flush()
+
+    def in_replica(self, method: str) -> tuple[Engine, int]:
+        if self.engine is None:
+            raise RuntimeError(
+                f"{method} was called before the embedding was built. Call build() or "
+                "enqueue() first."
+            )
+        return self.engine, self.require_replica(method)
+
+    def require_replica(self, method: str) -> int:
+        replica = self.topology.replica()
+        if replica is None:
+            number = self.topology.num_replicas
+            among = f", of {number}" if number > 1 else ""
+            raise RuntimeError(
+                f"{method} belongs to one replica{among}. Call it in the function that "
+                "you pass to `strategy.run`."
+            )
+        return replica
+
+    def require_optimizers(self, method: str) -> None:
+        if self._without_optimizer:
+            without = ", ".join(self._without_optimizer)
+            raise RuntimeError(
+                f"{method} cannot train the tables {without}: they have no "
+                "optimizer. Pass `optimizer` to the constructor or to each "
+                "TableConfig, or use `training=False`."
+            )
+
+    def read_replica(
+        self, values: Sequence[Any], weights: Sequence[Any], cores: int = 1
+    ) -> list[IdBatch]:
+        """The batch of a replica, or of one of its `cores`."""
+        specs = self.plan.features
+        batches = [
+            to_id_batch(spec.path, value, weight)
+            for spec, value, weight in zip(specs, values, weights, strict=True)
+        ]
+        for spec, batch in zip(specs, batches, strict=True):
+            shape = tuple(batch.static_shape.as_list())
+            ragged = batch.kind is InputKind.RAGGED
+            self.output_shapes.check_input(
+                spec.index, shape, ragged=ragged, cores=cores
+            )
+        return batches
+
+    def require_weight_gradients(self, weights: Sequence[Any]) -> list[int]:
+        """The features whose weights a tf.GradientTape watches.
+
+        Args:
+          weights: For each feature its weights or None.
+
+        Raises:
+          NotImplementedError: If there are any, and the engine or a CustomCombiner has
+            no gradients for them.
+        """
+        features = watched(weights)
+        for i in features:
+            spec = self.plan.features[i]
+            table = self.plan.tables[spec.table]
+            reason = None
+            if not self.engine_class.differentiates_weights:
+                reason = f"the {self.engine_class.name} engine"
+            elif table.config.custom_combiner is not None:
+                reason = f"the CustomCombiner of table {table.name!r}"
+            if reason:
+                raise NotImplementedError(
+                    f"The weights of feature {spec.path} depend on a value that a "
+                    f"tf.GradientTape watches, and {reason} has no gradients of "
+                    "weights. Pass tf.stop_gradient(weights) to train without it, or "
+                    "multiply the activations instead."
+                )
+        return features
+
+    def with_weight_gradients(
+        self,
+        activations: Sequence[tf.Tensor],
+        features: Sequence[int],
+        values: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> list[tf.Tensor]:
+        """The activations; their gradient also reaches watched weights.
+
+        Args:
+          activations: For each feature its activations.
+          features: What `require_weight_gradients(weights)` returned.
+          values: For each feature its ids.
+          weights: For each feature its weights or None.
+        """
+        if not features:
+            return list(activations)
+        engine = self.create_engine()
+        tables = engine.tables()
+        readers = {s.index: tables[s.name].reader for s in self.plan.tables}
+        with tf.device(self.topology.device):
+            return with_weight_gradients(
+                activations, features, (self.plan, readers), values, weights
+            )
+
+    def start_counting(self, every: int) -> None:
+        """See `Engine.start_counting`."""
+        self.create_engine().start_counting(every)
+
+    def counts(self, num_hot_rows: int) -> Counts:
+        """See `Engine.counts`."""
+        return self.create_engine().counts(num_hot_rows)
+
+    @property
+    def knows_invalid_ids(self) -> bool:
+        """Whether `counts` has the invalid ids of a batch."""
+        return not self._hands_out_stacks  # A stack has valid entries only.
+
+    def logical_variables(self) -> dict[str, Any]:
+        """Tables, slots and the number of updates by their names in checkpoints.
+
+        Returns:
+          A tf.Variable where one variable is the array, else a `LogicalVariable`.
+        """
+        engine = self.create_engine()
+        arrays = {name: table.rows for name, table in engine.tables().items()}
+        found: dict[str, Any] = {
+            name: self._logical_variable(name, rows)
+            if rows.variable is None
+            else rows.variable
+            for name, rows in by_checkpoint_name(arrays).items()
+        }
+        updates: Any = engine.updates()
+        if updates is not None:
+            copies = getattr(updates, "values", None)  # One for each replica.
+            found[UPDATES] = updates if copies is None else copied_counter(copies)
+        return found
+
+    def _logical_variable(self, name: str, rows: MutableTableRows) -> LogicalVariable:
+        engine = self.create_engine()
+
+        def read() -> np.ndarray:
+            engine.retrieve()
+            return rows.numpy()
+
+        def write(value: np.ndarray) -> None:
+            engine.retrieve()  # The written array is loaded together with the others.
+            rows.write(0, value)
+            engine.load()
+
+        return LogicalVariable(name, rows.shape, rows.dtype, read, write)
+
+    def tables(self) -> dict[str, TableArrays]:
+        """Each table by name with its slots; see `Engine.tables`."""
+        return self.create_engine().tables()
+
+    def look_up(
+        self,
+        values: Sequence[Any],
+        weights: Sequence[Any] | None = None,
+        *,
+        training: bool = True,
+    ) -> tuple[list[tf.Tensor], Prepared]:
+        """Looks a flat batch up at once, past any queue; for layers.
+
+        No order of lookups and updates is prescribed, except on TPU v2 to v4, where the
+        gradients of a training lookup come before the next one.
+
+        Args:
+          values: For each feature its ids; inside strategy.run those of the replica.
+          weights: For each feature its weights or None; None for no weights at all.
+          training: Whether `update` may follow.
+
+        Returns:
+          The activations, float32 [output shape..., dim] for each feature, and what
+          `update` takes, once.
+
+        Raises:
+          TypeError: If ids or weights are of the wrong dtype.
+          ValueError: If a kind of input, a rank or a static shape does not fit.
+          RuntimeError: If called outside of strategy.run with several replicas.
+          NotImplementedError: On TPU v2 to v4, if gradients of an earlier lookup of
+            this step may still come.
+          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+        """
+        engine = self.create_engine()
+        replica = self.require_replica("The lookup")
+        self.engine_class.check_inputs(self.topology, self.plan.paths, values)
+        with self.output_shapes.forgets_refused():
+            with self.refusing("lookup"):
+                batch = self.topology.on_host(
+                    self.read_replica, values, weights or [None] * len(values)
+                )
+                prepared = engine.prepare(batch, training=training)
+            return engine.lookup(
+                prepared,
+                replica,
+                training=training,
+                shapes=self.static_shapes_of(batch),
+            )
+
+    def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
+        """Updates the tables with the gradients of one `look_up`.
+
+        Args:
+          looked_up: What that lookup returned.
+          gradients: For each feature a tf.Tensor of the shape of its activation, or
+            None, which counts as zeros.
+
+        Raises:
+          ValueError: If a gradient is no tf.Tensor or has the wrong static shape.
+          RuntimeError: If a table has no optimizer, or outside of strategy.run where
+            there are several replicas.
+          tf.errors.FailedPreconditionError: If `looked_up` was used before.
+        """
+        engine, replica = self.in_replica("apply_gradients")
+        with self.refusing("update"):
+            self.require_optimizers("apply_gradients")
+            checked = self.check_gradients(gradients)
+        engine.update(looked_up, checked, replica)
+
+    def static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
+        """In a graph what is known of the activations of this batch."""
+        if tf.executing_eagerly():
+            return None
+        shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
+        return self.output_shapes.of_inputs(shapes)
+
+    def check_gradients(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
+        return [self._check_gradient(i, g) for i, g in enumerate(gradients)]
+
+    def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
+        if gradient is None:
+            return None
+        spec = self.plan.features[feature]
+        if not isinstance(gradient, tf.Tensor) or not gradient.dtype.is_floating:
+            raise ValueError(
+                f"The gradient of feature {spec.path} must be a floating point "
+                f"tf.Tensor or None. Received: {gradient!r} of type "
+                f"{errors.type_name(gradient)}. Convert tf.IndexedSlices with "
+                "tf.convert_to_tensor."
+            )
+        dim = self.plan.tables[spec.table].config.dim
+        expected = (*self.output_shapes.activation(feature), dim)
+        if not gradient.shape.is_compatible_with(expected):
+            raise ValueError(
+                f"The gradient of feature {spec.path} must have the shape of its "
+                f"activation, {expected}. Received: {gradient.shape}."
+            )
+        return tf.cast(gradient, tf.float32)
