@@ -22,6 +22,7 @@ from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
+from tpu_embedding.text import aligned
 
 PATH_HELP = (
     "a TensorFlow checkpoint or its folder, a .keras or .weights.h5 file, a .npy or "
@@ -236,28 +237,15 @@ def _json_text(value: Any) -> str:
     return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
-def _table_text(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """Lines with columns of equal width; numbers are aligned to the right.
-
-    >>> print(_table_text(["name", "size"], [["a", 5], ["long", 100]]))
-    name  size
-    a        5
-    long   100
-    """
-    cells = [list(line) for line in lines]
+def _table_text(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """Lines under a header; columns of numbers are aligned to the right."""
     numbers = [
         all(isinstance(cell, (int, float)) for cell in column)
-        for column in zip(*cells, strict=True)
+        for column in zip(*lines, strict=True)
     ]
-    rows = [list(header), *([_cell_text(cell) for cell in line] for line in cells)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, numbers, strict=True)
-        ).rstrip()
-        for row in rows
-    )
+    cells = [[_cell_text(cell) for cell in line] for line in lines]
+    left = [index for index, number in enumerate(numbers) if not number]
+    return aligned([header, *cells], left)
 
 
 def _cell_text(cell: Any) -> str:

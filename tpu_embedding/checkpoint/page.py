@@ -18,6 +18,7 @@ from tpu_embedding.checkpoint.command_line import PATH_HELP, TextProgress, print
 from tpu_embedding.checkpoint.formats import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
 from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.text import size_text
 
 _STYLE = """
 :root {
@@ -80,7 +81,6 @@ svg text { fill: var(--soft); font-size: 11px; font-family: inherit; }
 }
 a { color: var(--main); text-decoration: none; } a:hover { text-decoration: underline; }
 """
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[TableReport]) -> str
     facts = {
         "tables": f"{len(tables):,}",
         "rows": f"{sum(table.rows for table in tables):,}",
-        "bytes": _size(bytes_of_all),
+        "bytes": size_text(bytes_of_all),
         "updates": "not stored"
         if checkpoint.updates is None
         else f"{checkpoint.updates:,}",
@@ -171,11 +171,12 @@ def _overview(tables: Sequence[TableReport]) -> str:
         total = sum(table.bytes.values())
         parameters = 400 * table.bytes[PARAMETERS] / max(most, 1)
         slots = 400 * (total - table.bytes[PARAMETERS]) / max(most, 1)
-        label = f"{_size(table.bytes[PARAMETERS])} parameters, {_size(total)} in all"
+        own = size_text(table.bytes[PARAMETERS])
+        label = f"{own} parameters, {size_text(total)} in all"
         rows.append(
             f'<div class="table"><a href="#table-{number}">{_name(table.name)}'
             f'</a> <span class="soft">{table.rows:,} rows of {table.dim}, '
-            f"{_size(total)}</span>\n"
+            f"{size_text(total)}</span>\n"
             f'<svg viewBox="0 0 400 10" preserveAspectRatio="none" role="img" '
             f'aria-label="{label}"><title>{label}</title>'
             f'<rect class="bar-main" width="{parameters:.2f}" height="10"/>'
@@ -192,8 +193,8 @@ def _section(number: int, table: TableReport) -> str:
         "rows": f"{table.rows:,}",
         "dim": table.dim,
         "dtype": table.dtype,
-        "parameters": _size(table.bytes[PARAMETERS]),
-        "slots": _size(sum(table.bytes[name] for name in slots)),
+        "parameters": size_text(table.bytes[PARAMETERS]),
+        "slots": size_text(sum(table.bytes[name] for name in slots)),
         "mean norm": "no finite row"
         if table.mean_norm is None
         else f"{table.mean_norm:.4g}",
@@ -323,13 +324,6 @@ def _name(text: str) -> str:
 def _share(count: int, total: int) -> str:
     """A count and its share, "12 (1.2 %)"."""
     return f"{count:,} ({100 * count / max(total, 1):.3g} %)" if count else "0"
-
-
-def _size(size: float) -> str:
-    unit = 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}" if size < 1000 else f"{size:.0f} {_UNITS[unit]}"
 
 
 def _short(count: float) -> str:

@@ -70,8 +70,7 @@ class Rates:
         values: dict[Any, Any] = {}
         for rate in self._rates:
             if callable(rate) and id(rate) not in values:
-                arguments = [self.updates] if takes_step(rate) else []
-                values[id(rate)] = _scalar("learning_rate", rate, rate(*arguments))
+                values[id(rate)] = evaluate_rate(rate, self.updates)
         for argument, number in self._others:
             if callable(number) and id(number) not in values:
                 values[id(number)] = _scalar(argument, number, number())
@@ -87,6 +86,17 @@ class Rates:
             hyperparameters=[evaluated[at] for at in range(start, end)],
             combiner_rate=evaluated[end] if stop > end else tf.zeros([]),
         )
+
+
+def evaluate_rate(rate: Callable[..., Any], updates: tf.Variable | None) -> tf.Tensor:
+    """A callable learning rate after so many updates, a float32 scalar.
+
+    Raises:
+      TypeError: If it returns no number.
+      ValueError: If it returns one of another shape.
+    """
+    arguments = [updates] if takes_step(rate) else []
+    return _scalar("learning_rate", rate, rate(*arguments))
 
 
 def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:

@@ -15,6 +15,7 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.errors import not_an_embedding
+from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.interop import columns
 from tpu_embedding.interop import parameters as v1
@@ -25,31 +26,26 @@ from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 _GLOBAL_STEP = "global_step"
 
 
-class EstimatorCheckpoint:
-    """The variables of one checkpoint file, by name.
+def open_estimator_checkpoint(path: str | os.PathLike[str]) -> Bundle:
+    """Opens a prefix, or the latest checkpoint of a folder.
 
-    Attributes:
-      path: The file's prefix.
-      shapes: The shape of each variable.
+    Raises:
+      ValueError: If there is none, or it cannot be read.
     """
+    prefix = tf.train.latest_checkpoint(path) or os.fspath(path)
+    if not tf.io.gfile.exists(prefix + ".index"):
+        raise ValueError(
+            f"There is no checkpoint at {os.fspath(path)!r}. Pass the prefix of one "
+            "(without .index), or the folder of a model, in which a file `checkpoint` "
+            "names the latest."
+        )
+    with _readable(prefix):
+        return Bundle(prefix)
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens a prefix, or the latest checkpoint of a folder."""
-        self.path = tf.train.latest_checkpoint(path) or os.fspath(path)
-        if not tf.io.gfile.exists(self.path + ".index"):
-            raise ValueError(
-                f"There is no checkpoint at {os.fspath(path)!r}. Pass the prefix of "
-                "one (without .index), or the folder of a model, in which a file "
-                "`checkpoint` names the latest."
-            )
-        with _readable(self.path):
-            self._reader = tf.train.load_checkpoint(self.path)
-        self.shapes: dict[str, list[int]] = self._reader.get_variable_to_shape_map()
 
-    def read(self, name: str) -> np.ndarray:
-        """The whole variable; slices are put together."""
-        with _readable(self.path):
-            return self._reader.get_tensor(name)
+def _read(bundle: Bundle, name: str) -> Any:
+    with _readable(bundle.prefix):
+        return bundle.restore(name)
 
 
 @contextlib.contextmanager
@@ -57,8 +53,7 @@ def _readable(path: str) -> Iterator[None]:
     """Adds the file's name to TensorFlow's error about a damaged checkpoint."""
     try:
         yield
-    # Its wrapper knows some of the reader's errors by their words.
-    except (tf.errors.OpError, IndexError, RuntimeError) as error:
+    except tf.errors.OpError as error:
         raise ValueError(
             f"The checkpoint {path!r} cannot be read: {error}. Copy its .index and "
             "all of its .data files again."
@@ -110,8 +105,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
         # What is pending comes before what is imported.
         embedding.core.checkpoint_rows()
         for rows, value in pairs:
-            for start, stop in rows.slices():
-                rows.write(start, value[start:stop].astype(rows.dtype, copy=False))
+            rows.assign(value)
         embedding.core.load_checkpoint_rows()
         updates = embedding.core.checkpoint_updates()
         if updates is not None and self.global_step is not None:
@@ -173,7 +167,7 @@ def import_estimator_checkpoint(
             "the model's own optimizer, not as TPU embedding tables. Make them "
             "without `embedding_lookup_device`."
         )
-    checkpoint = EstimatorCheckpoint(path)
+    checkpoint = open_estimator_checkpoint(path)
     wanted = [
         _Wanted(key, config, _pattern(key, spec), _sources(config, spec))
         for key, config in spec.table_to_config().items()
@@ -184,7 +178,7 @@ def import_estimator_checkpoint(
     for table in wanted:
         result[table.key] = _read_table(checkpoint, table, names, (num_hosts, hosts))
     if _GLOBAL_STEP in checkpoint.shapes:
-        result.global_step = int(checkpoint.read(_GLOBAL_STEP))
+        result.global_step = int(_read(checkpoint, _GLOBAL_STEP))
     return result
 
 
@@ -231,7 +225,7 @@ class _NameMap:
                 )
         self._names = names
 
-    def get(self, key: str, checkpoint: EstimatorCheckpoint) -> str | None:
+    def get(self, key: str, checkpoint: Bundle) -> str | None:
         """The given name, which must be there, or None."""
         name = self._names.get(key)
         if name is not None and name not in checkpoint.shapes:
@@ -255,7 +249,7 @@ def _sources(config: TableConfig, spec: Any) -> tuple[SlotSource, ...]:
 
 
 def _read_table(
-    checkpoint: EstimatorCheckpoint,
+    checkpoint: Bundle,
     table: _Wanted,
     names: _NameMap,
     hosts: tuple[int, int],
@@ -283,11 +277,11 @@ def _read_table(
                 f"shape {tuple(shape)}, and by the spec it would be {tuple(padded)}. "
                 "Correct the spec, or name another variable with `name_map`."
             )
-        parts[part] = rows_by_id(checkpoint.read(name), hosts[1])[:size]
+        parts[part] = rows_by_id(_read(checkpoint, name), hosts[1])[:size]
     return parts
 
 
-def _find(checkpoint: EstimatorCheckpoint, key: str, pattern: str) -> str:
+def _find(checkpoint: Bundle, key: str, pattern: str) -> str:
     found = [name for name in checkpoint.shapes if re.fullmatch(pattern, name)]
     if len(found) != 1:
         raise _no_single_variable(key, found, checkpoint)
@@ -295,7 +289,7 @@ def _find(checkpoint: EstimatorCheckpoint, key: str, pattern: str) -> str:
 
 
 def _no_single_variable(
-    key: str, found: Sequence[str], checkpoint: EstimatorCheckpoint
+    key: str, found: Sequence[str], checkpoint: Bundle
 ) -> ValueError:
     matches = (
         f"{len(found)} match: {errors.quoted(sorted(found))}"
@@ -303,7 +297,7 @@ def _no_single_variable(
         else "none matches"
     )
     return ValueError(
-        f"Exactly one variable of the checkpoint {checkpoint.path!r} must belong to "
+        f"Exactly one variable of the checkpoint {checkpoint.prefix!r} must belong to "
         f"{key!r}, and {matches}. The checkpoint has "
         f"{errors.quoted(sorted(checkpoint.shapes))}. Name the right one with "
         f"name_map={{{key!r}: ...}}."

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpu_embedding.layout.limits import Excess
 from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.text import aligned, size_text
 
 _SHOWN_TABLES = 8
 _COLORS = (
@@ -226,10 +227,11 @@ class PlanReport:
 
     def __str__(self) -> str:
         tables = len({array.table for array in self.arrays})
+        slots = len(self.arrays) - tables
         parts = [
-            f"{_count(tables, 'table')}, "
-            f"{_count(len(self.arrays) - tables, 'slot')}: {_size(self.total_bytes)}",
-            _grid(_placement_rows(self.placements)),
+            f"{_count(tables, 'table')}, {_count(slots, 'slot')}: "
+            f"{size_text(self.total_bytes)}",
+            aligned(_placement_rows(self.placements)),
         ]
         problems: dict[str, list[str]] = {}
         for own in self.placements:
@@ -244,11 +246,11 @@ class PlanReport:
         if best is not None:
             parts.append(
                 f"{best.name}: the largest tables of the fullest device\n"
-                + _grid(_table_rows(best))
+                + aligned(_table_rows(best))
             )
         if self.statistics:
-            parts.append(_grid(_statistics_rows(self.statistics)))
-        parts += [_grid(_limit_rows(p)) for p in self.placements if p.limits]
+            parts.append(aligned(_statistics_rows(self.statistics)))
+        parts += [aligned(_limit_rows(p)) for p in self.placements if p.limits]
         return "\n\n".join(parts)
 
     def to_svg(self) -> str:
@@ -263,13 +265,13 @@ def _count(number: int, what: str) -> str:
 def _placement_rows(placements: Sequence[PlannedPlacement]) -> Iterable[list[str]]:
     yield ["placement", "fits", "devices", "fullest", "of", "balance", "wire a step"]
     for p in placements:
-        wire = "-" if p.wire_bytes is None else _size(p.wire_bytes)
+        wire = "-" if p.wire_bytes is None else size_text(p.wire_bytes)
         yield [
             p.name,
             "yes" if p.fits else "NO",
             str(p.num_devices),
-            _size(p.peak_bytes),
-            _size(p.capacity),
+            size_text(p.peak_bytes),
+            size_text(p.capacity),
             f"{p.balance:.2f}",
             wire,
         ]
@@ -279,15 +281,15 @@ def _table_rows(placement: PlannedPlacement) -> Iterable[list[str]]:
     yield ["table", "bytes", "where"]
     largest = sorted(placement.by_table.items(), key=lambda item: -item[1])
     for name, size in largest[:_SHOWN_TABLES]:
-        yield [name, _size(size), str(placement.location.get(name, ""))]
+        yield [name, size_text(size), str(placement.location.get(name, ""))]
     rest = largest[_SHOWN_TABLES:]
     if rest:
-        yield [f"{len(rest)} more", _size(sum(size for _, size in rest)), ""]
-    yield ["buffers of a step", _size(placement.buffer_bytes), ""]
+        yield [f"{len(rest)} more", size_text(sum(size for _, size in rest)), ""]
+    yield ["buffers of a step", size_text(placement.buffer_bytes), ""]
     if placement.program_bytes:
-        yield ["program of a step", _size(placement.program_bytes), ""]
+        yield ["program of a step", size_text(placement.program_bytes), ""]
     if placement.initializer_bytes:
-        yield ["initializers", _size(placement.initializer_bytes), ""]
+        yield ["initializers", size_text(placement.initializer_bytes), ""]
 
 
 def _statistics_rows(statistics: Sequence[TableStatistics]) -> Iterable[list[str]]:
@@ -328,26 +330,6 @@ def _limit_rows(placement: PlannedPlacement) -> Iterable[list[str]]:
         ]
 
 
-def _grid(rows: Iterable[Sequence[str]]) -> str:
-    lines = [list(row) for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
 _TITLE = (
     "Memory of the fullest device by table (square-root scale); a line is its capacity"
 )
@@ -368,7 +350,7 @@ def _svg(placements: Sequence[PlannedPlacement]) -> str:
             totals[name] = max(totals.get(name, 0), size)
     shown = sorted(totals, key=lambda name: -totals[name])[:_SHOWN_TABLES]
     legend = [*shown, "a step, and other tables"]
-    sizes = [_size(p.peak_bytes) + ("" if p.fits else " - no") for p in placements]
+    sizes = [size_text(p.peak_bytes) + ("" if p.fits else " - no") for p in placements]
     left = 8 + _text_width([p.name for p in placements])
     right = left + _BARS + 12
     lines = [_text(4, 16, _TITLE)]
@@ -380,7 +362,7 @@ def _svg(placements: Sequence[PlannedPlacement]) -> str:
         for color, name, size in zip(_COLORS, legend, own, strict=False):
             done += size
             end = left + scale * math.sqrt(done)
-            title = f"{html.escape(name)}: {_size(size)}"
+            title = f"{html.escape(name)}: {size_text(size)}"
             lines.append(_bar(x, y, end - x, color, f"<title>{title}</title>"))
             x = end
         limit = left + scale * math.sqrt(p.capacity)

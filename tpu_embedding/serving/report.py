@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from tpu_embedding.text import aligned
+
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
@@ -83,11 +85,4 @@ class Report:
         worst = max(table.max_error for table in self.tables)
         foot = ("all", "", "", f"{self.bytes_after:,}", f"{share:.1%}", f"{worst:.2e}")
         lines = [head, *(table.cells() for table in self.tables), (*foot, "")]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if index > 1 else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return aligned(lines, left=(0, 1))

@@ -145,6 +145,12 @@ class MutableTableRows(TableRows):
     def write(self, start: int, values: np.ndarray) -> None:
         """Replaces the rows from `start` on."""
 
+    def assign(self, values: Any) -> None:
+        """Replaces all rows by those of an array or tensor, slice by slice."""
+        for start, stop in self.slices():
+            rows = np.asarray(values[start:stop])
+            self.write(start, rows.astype(self.dtype, copy=False))
+
 
 class RowsOfParts(MutableTableRows):
     """A matrix whose rows are in other matrices; written only if those can be."""

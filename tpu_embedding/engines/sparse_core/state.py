@@ -256,12 +256,7 @@ def _fill_slots(options: EngineOptions, state: StackState) -> None:
         assert spec.optimizer is not None
         for slot in spec.optimizer.slots:
             if callable(slot.initial_value):
-                _write(arrays[slot.name], slot_values(spec, slot).whole())
-
-
-def _write(rows: MutableTableRows, values: tf.Tensor) -> None:
-    for start, stop in rows.slices():
-        rows.write(start, values[start:stop].numpy())
+                arrays[slot.name].assign(slot_values(spec, slot).whole())
 
 
 def fill_tables(options: EngineOptions, states: Sequence[StackState]) -> None:
@@ -292,7 +287,7 @@ def _fill_one_by_one(options: EngineOptions, states: Sequence[StackState]) -> No
         if values.takes_shard_info:
             _fill_by_device(values, stack, layout, rows)
         else:
-            _write(unstacked(rows, layout), values.whole())
+            unstacked(rows, layout).assign(values.whole())
 
 
 def _fill_by_device(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tpu_embedding import errors
 from tpu_embedding.distribution import outside_of_replicas
+from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.engines.tpu_v2_v4.configuration import dynamic_rates
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.optimizers import takes_step
@@ -28,14 +28,7 @@ class ProgramRates:
 
     def evaluate(self) -> list[tf.Tensor]:
         """Returns float32 scalars."""
-        values = []
-        for rate in self._rates:
-            arguments = [self.updates] if takes_step(rate) else []
-            value = tf.cast(rate(*arguments), tf.float32)
-            if value.shape.rank != 0:
-                raise errors.rate_shape(rate, value.shape)
-            values.append(value)
-        return values
+        return [evaluate_rate(rate, self.updates) for rate in self._rates]
 
     def count_update(self) -> None:
         """Counts one update, in each replica."""
