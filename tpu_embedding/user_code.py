@@ -52,16 +52,7 @@ def find(target: str) -> Any:
 
 
 def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of the user; what it prints goes to stderr.
-
-    Args:
-      name: As the user named it.
-      function: The function.
-      *arguments: Of the function.
-
-    Raises:
-      ValueError: If it raises, or calls sys.exit; names the place.
-    """
+    """Calls a user's function; what it prints goes to stderr, and errors name it."""
     with _errors(f"{name} failed"):
         return function(*arguments)
 

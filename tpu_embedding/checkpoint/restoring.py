@@ -115,11 +115,7 @@ class Job:
                 )
 
     def verify(self, progress: Progress) -> None:
-        """Reads all values once.
-
-        Raises:
-          tf.errors.DataLossError: If a file is truncated or damaged.
-        """
+        """Reads all values once; damaged files raise tf.errors.DataLossError."""
         progress.start("Checking", self._nbytes)
         for copy in self.copies:
             copy.source.verify()

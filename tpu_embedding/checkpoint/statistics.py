@@ -87,15 +87,7 @@ class TableReport:
 def table_reports(
     checkpoint: LogicalCheckpoint, progress: Progress
 ) -> list[TableReport]:
-    """Reads all of a checkpoint once, a slice of each array of a table at a time.
-
-    Args:
-      checkpoint: The tables.
-      progress: Receives the number of bytes read.
-
-    Raises:
-      tf.errors.DataLossError: If a file is truncated or damaged.
-    """
+    """Reads all of a checkpoint once, a slice of each array of a table at a time."""
     arrays = [a for table in checkpoint.values() for a in table.arrays.values()]
     for rows in arrays:
         rows.verify()

@@ -193,12 +193,7 @@ def new_folder(base: str | os.PathLike[str]) -> str:
 
 
 def copy_assets(folder: str, assets: Mapping[str, str]) -> None:
-    """Copies files below assets.extra of a SavedModel.
-
-    Args:
-      folder: That of the SavedModel.
-      assets: The file to copy by its new relative path.
-    """
+    """Copies files, by their new relative paths, to assets.extra of a SavedModel."""
     for target, source in assets.items():
         path = os.path.join(folder, "assets.extra", target)
         tf.io.gfile.makedirs(os.path.dirname(path))

@@ -136,10 +136,7 @@ class EmbeddingTables:
         return named
 
     def hide_dummies(self) -> None:
-        """Marks the optimizer's slots of the dummy variables as local variables.
-
-        So they are in no checkpoint, which then fits runs with use_tpu=False.
-        """
+        """Keeps slots of dummies out of checkpoints, which then fit use_tpu=False."""
         _make_local(lambda variable: DUMMY_PREFIX in variable.op.name)
 
     def _hide_state(self) -> None:

@@ -378,11 +378,7 @@ _SLOTS: dict[type, tuple[SlotSource, ...]] = {
 
 
 def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
-    """The slots of one of the *Parameters; none for None.
-
-    Raises:
-      ValueError: If it is neither.
-    """
+    """The slots of one of the *Parameters; none for None."""
     if parameters is None:
         return ()
     v1.check_parameters(parameters)

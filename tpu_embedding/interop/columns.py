@@ -101,11 +101,7 @@ def is_shared(column: Any) -> bool:
 
 
 def changes_ids(column: Any) -> bool:
-    """Whether TensorFlow's lookup on a CPU changes the ids first.
-
-    Columns that hash ids, take them from a vocabulary or put them into buckets do; a
-    TPU takes ids as they are.
-    """
+    """Whether a CPU hashes the ids or looks them up; a TPU takes them as they are."""
     inner = column
     while hasattr(inner, "categorical_column"):  # Weights and sequences wrap one.
         inner = inner.categorical_column

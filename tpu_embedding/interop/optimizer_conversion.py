@@ -138,12 +138,7 @@ def to_optimizer(
 def with_rate(
     where: str, optimizer: optimizers.Optimizer, rate: optimizers.Rate
 ) -> optimizers.Optimizer:
-    """The optimizer at a table's own rate.
-
-    Raises:
-      TypeError: If it is no rate; `where` says whose it is.
-      ValueError: If the optimizer takes no such rate.
-    """
+    """The optimizer at a table's own rate; errors say `where` it is."""
     try:
         return dataclasses.replace(optimizer, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (TypeError, ValueError) as error:

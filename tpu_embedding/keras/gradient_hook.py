@@ -48,10 +48,7 @@ def call_on_gradient(
 def refuse_gradient(
     placeholder: Any, activations: Sequence[tf.Tensor], reason: str
 ) -> list[tf.Tensor]:
-    """Returns the activations; their gradient raises LookupError with `reason`.
-
-    Made of two TensorFlow ops without cost, because exported graphs contain them.
-    """
+    """The activations; a gradient of them raises LookupError, also once exported."""
     value = tf.convert_to_tensor(placeholder)
     trap = tf.raw_ops.PreventGradient(input=value, message=reason)
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]

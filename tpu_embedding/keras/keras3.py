@@ -132,11 +132,7 @@ def symbol(value: Any) -> Symbol:
 
 
 def saved_argument(argument: Any) -> Any:
-    """Returns an argument of a symbolic call as Keras can save it.
-
-    Args:
-      argument: Of a registered class with `get_config`, which returns JSON.
-    """
+    """An argument of a registered class, as Keras can save it in a symbolic call."""
     return argument
 
 

@@ -298,13 +298,7 @@ def decode_object(config: Any) -> Any:
 
 
 def save_state(variables: Mapping[str, Any], store: Any) -> None:
-    """Writes tables and slots to a weight file.
-
-    Args:
-      variables: By name in checkpoints.
-      store: Keys are quoted as in URLs, because "/" would create groups in HDF5. HDF5
-        has no bfloat16: such tables are written as float32, with the same values.
-    """
+    """Writes tables and slots. HDF5 has no bfloat16, and "/" there makes a group."""
     for name, variable in variables.items():
         value = tf.convert_to_tensor(variable)
         rounded = value.dtype == tf.bfloat16

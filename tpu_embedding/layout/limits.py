@@ -54,13 +54,7 @@ def num_arrays(spec: TableSpec) -> int:
 def buffer_bytes(
     partitioning: Partitioning, stack: Stack, *, pipelined: bool = False
 ) -> int:
-    """Returns the bytes of the preprocessed batch of a stack on one device.
-
-    Args:
-      partitioning: The limits of each stack.
-      stack: The stack.
-      pipelined: Add the bytes of the pending update: another batch and its gradients.
-    """
+    """Of a stack's batch on one device; if pipelined, of a pending update's too."""
     batch = _batch_bytes(partitioning, stack)
     return batch + (batch + _activation_bytes(stack) if pipelined else 0)
 

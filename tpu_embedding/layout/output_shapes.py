@@ -85,11 +85,7 @@ class OutputShapes:
         self._declared = declared
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Declares the rows per replica of every input without an output shape.
-
-        Raises:
-          ValueError: If another number was declared before.
-        """
+        """Declares the rows per replica of every input without an output shape."""
         if self._batch_size not in (None, batch_size):
             raise errors.batch_size_conflict(self._batch_size, batch_size)
         self._batch_size = batch_size
@@ -170,12 +166,7 @@ class OutputShapes:
         return (self._batch_size, *(None,) * ((self._ranks[feature] or 1) - 1))
 
     def activations(self, shapes: Sequence[Shape] | None) -> list[Shape]:
-        """The static shapes of the activations of one lookup.
-
-        Args:
-          shapes: What `of_inputs` returned for its batch, or None if nothing is known
-            but what holds for all batches.
-        """
+        """What is known of activations: `shapes` of a batch, or what holds for all."""
         if shapes is not None:
             return list(shapes)
         return [self.activation(spec.index) for spec in self._features]

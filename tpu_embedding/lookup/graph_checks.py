@@ -213,19 +213,7 @@ def _one_of(makers: Sequence[Callable[[], tf.Tensor]], index: tf.Tensor) -> tf.T
 def refuse(
     code: tf.Tensor, messages: Sequence[str], on_failure: Change = no_change
 ) -> list[Any]:
-    """Fails with `messages[code]`, unless the code is 0.
-
-    Args:
-      code: int32 scalar.
-      messages: By code; the first is never used.
-      on_failure: As in `require`.
-
-    Returns:
-      Control inputs for all ops that must not run after a failure.
-
-    Raises:
-      tf.errors.FailedPreconditionError: Eagerly at once, in a graph when it runs.
-    """
+    """As `require`: FailedPreconditionError, `messages[code]`, unless `code` is 0."""
     if tf.executing_eagerly():
         if code != 0:
             on_failure()

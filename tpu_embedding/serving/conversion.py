@@ -115,15 +115,7 @@ class Conversion:
         return rows * self._table.row_bytes(dim)
 
     def pieces(self, keys: Mapping[str, str], size: int) -> Iterator[Piece]:
-        """The converted table, a piece at a time.
-
-        Args:
-          keys: Keys of the parts in the checkpoint, by name of the part.
-          size: Approximate size of a piece in bytes.
-
-        Raises:
-          tf.errors.InvalidArgumentError: If a value cannot be stored.
-        """
+        """The converted table in pieces of about `size` bytes, by key of the parts."""
         rows, dim = self._source.shape
         step = max(1, size // self._table.row_bytes(dim))
         for begin in range(0, rows, step):

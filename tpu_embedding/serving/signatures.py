@@ -91,15 +91,7 @@ def input_name(path: str) -> str:
 
 
 def make_signature(kind: str, options: SignatureOptions) -> Signature:
-    """Makes one of the signatures of `KINDS`.
-
-    Args:
-      kind: "dense", "sparse", "ragged" or "examples".
-      options: The options of the export.
-
-    Raises:
-      ValueError: If there is no such signature, or two inputs have one name.
-    """
+    """Makes the signature "dense", "sparse", "ragged" or "examples"."""
     if kind not in _MAKERS:
         raise ValueError(
             f"Unknown signature {kind!r}. Known are {', '.join(_MAKERS)}; pass a dict "

@@ -39,11 +39,7 @@ class FirstValues:
     dtype: tf.DType = tf.float32
 
     def whole(self) -> tf.Tensor:
-        """All values, by one call of the initializer.
-
-        Raises:
-          ValueError: If it returns another shape than it is given.
-        """
+        """All values, by one call of the initializer."""
         return self.part(self.shape)
 
     def part(

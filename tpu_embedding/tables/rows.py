@@ -90,10 +90,7 @@ class TableRows(abc.ABC):
         return None
 
     def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
-        """Returns the rows [start, stop) in one process of the group.
-
-        Called by all of them; what the others get is of no meaning.
-        """
+        """The rows [start, stop) in one process of the group; all processes call it."""
         del process
         return self.read(start, stop)
 
@@ -223,14 +220,7 @@ def interleaved(
 def unstacked(
     stack: TableRows, layout: TableLayout, initial_value: InitialValue = None
 ) -> RowsOfParts:
-    """One table, or one of its slots, in a stack.
-
-    Args:
-      stack: The shards one after another, [rows, width], or [rows, 1] for a slot with
-        one value per row.
-      layout: Place of the table.
-      initial_value: As of `MutableTableRows`.
-    """
+    """A table in a stack, whose shards follow one another; or one of its slots."""
     rows, columns = layout.unsharded_shape
     return RowsOfParts(
         (rows, min(columns, stack.shape[1])),

@@ -103,15 +103,7 @@ Place = tuple[str, range | None]
 
 
 def create_variables(plan: Plan, device: str) -> list[TableVariables]:
-    """Makes the tables and slots of a plan, each one variable.
-
-    Args:
-      plan: The tables.
-      device: Where they are to be.
-
-    Raises:
-      tf.errors.ResourceExhaustedError: If this machine has not the memory.
-    """
+    """Makes the tables and slots of a plan, each one variable, if memory is free."""
     if _is_here(device):
         values = [made for spec in plan.tables for made in _all_values(spec)]
         require_memory({v.name: math.prod(v.shape) * v.dtype.size for v in values})
