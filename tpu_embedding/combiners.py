@@ -95,8 +95,18 @@ class CustomCombiner:
     def compute(
         self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
     ) -> Any:
-        # Calls the user's function for one sample: `valency` is an int32 scalar,
-        # `vectors` are [max_valency, D], `weights` [num_weights] if there are any.
+        """The activation of one sample, [D], by the user's function.
+
+        Args:
+          valency: int32 scalar.
+          vectors: [max_valency, D].
+          *weights: [num_weights], if there are any.
+          table: Name of the table, for errors.
+
+        Raises:
+          ValueError: If the function returns another shape.
+          TypeError: If it returns a value that is not a tensor of the vectors' dtype.
+        """
         activation = self.combiner_computation(valency, vectors, *weights)
         wanted = (vectors.shape[1:], vectors.dtype)
         errors.check_returned(self.combiner_computation, activation, wanted, table)

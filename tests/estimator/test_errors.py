@@ -332,7 +332,7 @@ def test_a_receiver_without_return(tmp_path: pathlib.Path):
 def test_single_input_of_classic_signatures():
     inputs = {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="RegressionOutput takes one receiver tensor"):
-        estimator.RegressionOutput(1).signature(inputs)
+        estimator.RegressionOutput(1)._signature(inputs)
 
 
 def test_samples_need_one_first_axis(tmp_path: pathlib.Path):

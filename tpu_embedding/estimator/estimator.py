@@ -20,6 +20,7 @@ from tpu_embedding.estimator.run_config import (
     InputPipelineConfig,
     RunConfig,
     WarmStartSettings,
+    warm_start_settings,
 )
 from tpu_embedding.estimator.sessions import latest_checkpoint
 from tpu_embedding.estimator.spec import ModeKeys, check_hooks
@@ -146,7 +147,7 @@ class TPUEstimator:
         self._model_fn = model_fn
         self._config = config
         self._params = copy.deepcopy(dict(params or {}))
-        self._warm_start = WarmStartSettings.of(warm_start_from)
+        self._warm_start = warm_start_settings(warm_start_from)
         self._model_dir = _model_dir(model_dir, config)
 
     @property

@@ -22,8 +22,7 @@ class PredictOutput:
 
     outputs: Any
 
-    def signature(self, inputs: Mapping[str, Any]) -> Any:
-        # The SignatureDef.
+    def _signature(self, inputs: Mapping[str, Any]) -> Any:
         return _v1.saved_model.predict_signature_def(inputs, _named(self.outputs))
 
 
@@ -34,8 +33,7 @@ class ClassificationOutput:
     scores: Any = None
     classes: Any = None
 
-    def signature(self, inputs: Mapping[str, Any]) -> Any:
-        # The SignatureDef.
+    def _signature(self, inputs: Mapping[str, Any]) -> Any:
         return _v1.saved_model.classification_signature_def(
             _single("ClassificationOutput", inputs), self.classes, self.scores
         )
@@ -47,8 +45,7 @@ class RegressionOutput:
 
     value: Any
 
-    def signature(self, inputs: Mapping[str, Any]) -> Any:
-        # The SignatureDef.
+    def _signature(self, inputs: Mapping[str, Any]) -> Any:
         return _v1.saved_model.regression_signature_def(
             _single("RegressionOutput", inputs), self.value
         )
@@ -150,7 +147,7 @@ def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
             'One of several `export_outputs` must be called "serving_default". '
             f"Received: {errors.quoted(outputs)}."
         )
-    return {name: output.signature(inputs) for name, output in outputs.items()}
+    return {name: output._signature(inputs) for name, output in outputs.items()}
 
 
 def write(

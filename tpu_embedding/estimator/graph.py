@@ -15,7 +15,11 @@ from keras.src.utils import naming
 
 from tpu_embedding import errors
 from tpu_embedding.estimator import private_tensorflow
-from tpu_embedding.estimator.run_config import RunConfig, WarmStartSettings
+from tpu_embedding.estimator.run_config import (
+    RunConfig,
+    WarmStartSettings,
+    is_warm_started,
+)
 from tpu_embedding.estimator.spec import (
     EstimatorSpec,
     ModeKeys,
@@ -93,13 +97,13 @@ class Graph:
             for variable in candidates
             if id(variable) not in known
             and DUMMY_PREFIX not in variable.op.name
-            and settings.names(variable.op.name)
+            and is_warm_started(settings, variable.op.name)
         ]
         slots = {name for name in tables for of in tables if name.startswith(f"{of}/")}
         chosen = {
             previous.pop(name, name): variable
             for name, variable in tables.items()
-            if settings.names(name) and (listed or name not in slots)
+            if is_warm_started(settings, name) and (listed or name not in slots)
         }
         if chosen:
             _v1.train.init_from_checkpoint(settings.ckpt_to_initialize_from, chosen)

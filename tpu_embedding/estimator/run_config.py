@@ -190,19 +190,20 @@ class WarmStartSettings:
     var_name_to_vocab_info: Mapping[str, Any] | None = None
     var_name_to_prev_var_name: Mapping[str, str] | None = None
 
-    @classmethod
-    def of(cls, value: Any) -> WarmStartSettings | None:
-        # The settings of `warm_start_from`, which may be a path.
-        if value is None or isinstance(value, cls):
-            return value
-        if not isinstance(value, str):
-            raise errors.argument_type(
-                "warm_start_from", value, "a path or WarmStartSettings"
-            )
-        return cls(value)
 
-    def names(self, name: str) -> bool:
-        # Whether a variable is to be warm-started.
-        wanted = self.vars_to_warm_start
-        patterns = [wanted] if isinstance(wanted, str) else wanted or []
-        return any(re.match(pattern, name) for pattern in patterns)
+def warm_start_settings(value: Any) -> WarmStartSettings | None:
+    """The settings of `warm_start_from`, which may be a path."""
+    if value is None or isinstance(value, WarmStartSettings):
+        return value
+    if not isinstance(value, str):
+        raise errors.argument_type(
+            "warm_start_from", value, "a path or WarmStartSettings"
+        )
+    return WarmStartSettings(value)
+
+
+def is_warm_started(settings: WarmStartSettings, name: str) -> bool:
+    """Whether `settings` name a variable."""
+    wanted = settings.vars_to_warm_start
+    patterns = [wanted] if isinstance(wanted, str) else wanted or []
+    return any(re.match(pattern, name) for pattern in patterns)

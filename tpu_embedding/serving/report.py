@@ -34,18 +34,6 @@ class TableReport:
     rms_error: float
     bound: float
 
-    def cells(self) -> tuple[str, ...]:
-        # As a line of the table that `Report` prints.
-        return (
-            self.name,
-            f"{self.rows} x {self.dim}",
-            self.storage,
-            f"{self.bytes_after:,}",
-            f"{self.bytes_after / self.bytes_before:.1%}",
-            f"{self.max_error:.2e}",
-            f"{self.rms_error:.2e}",
-        )
-
 
 def unchanged(name: str, shape: tuple[int, int]) -> TableReport:
     """Of a table that is kept as it is, in float32."""
@@ -84,5 +72,18 @@ class Report:
         share = self.bytes_after / self.bytes_before
         worst = max(table.max_error for table in self.tables)
         foot = ("all", "", "", f"{self.bytes_after:,}", f"{share:.1%}", f"{worst:.2e}")
-        lines = [head, *(table.cells() for table in self.tables), (*foot, "")]
+        lines = [head, *(_cells(table) for table in self.tables), (*foot, "")]
         return aligned(lines, left=(0, 1))
+
+
+def _cells(table: TableReport) -> tuple[str, ...]:
+    """A table as a line of `Report`."""
+    return (
+        table.name,
+        f"{table.rows} x {table.dim}",
+        table.storage,
+        f"{table.bytes_after:,}",
+        f"{table.bytes_after / table.bytes_before:.1%}",
+        f"{table.max_error:.2e}",
+        f"{table.rms_error:.2e}",
+    )
