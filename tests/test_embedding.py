@@ -327,7 +327,7 @@ def test_constructor_refuses() -> None:
 
 def test_device_is_for_tpus() -> None:
     for device in ("/device:CPU:0", "/device:TPU:0"):
-        with pytest.raises(ValueError, match="must name a TPU device"):
+        with pytest.raises(ValueError, match="must be a TPU core or the device"):
             make().enqueue(FEATURES, device=device)
 
 

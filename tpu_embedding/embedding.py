@@ -224,7 +224,7 @@ class TPUEmbedding(EmbeddingBase):
         if device is None:
             place, replica = None, topology.replica()
         else:
-            place, replica = self._place(device)
+            place, replica = self._core_or_replica(device)
         training = bool(training)
         with self.core.output_shapes.forgets_refused():
             with self.core.refusing("enqueue"):
@@ -233,9 +233,8 @@ class TPUEmbedding(EmbeddingBase):
                 values = self._structure.flatten("features", features)
                 if device is not None:
                     self._refuse_distributed(values, weights)
-                if topology.tpu is not None:
-                    topology.require_arguments(self.core.plan.paths, values)
-                    topology.require_on_host(self.core.plan.paths, values)
+                topology.require_arguments(self.core.plan.paths, values)
+                topology.require_on_host(self.core.plan.paths, values)
                 if not self.core.engine_class.differentiates_weights:
                     flat_weights = self._structure.flatten_weights(weights)
                     self.core.require_weight_gradients(flat_weights)
@@ -448,7 +447,7 @@ class TPUEmbedding(EmbeddingBase):
             [_input_shape(*pair) for pair in zip(paths, leaves, strict=True)], "build()"
         )
 
-    def _place(
+    def _core_or_replica(
         self, device: str | tf.Tensor
     ) -> tuple[str | tf.Tensor | None, int | None]:
         """The place of the batch of one device: a TPU core, or a replica.

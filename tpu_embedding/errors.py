@@ -143,10 +143,11 @@ def batch_size_conflict(first: int | None, second: int) -> ValueError:
 
 
 def enqueue_device(device: object) -> ValueError:
-    """enqueue(device=...) is for TPU devices."""
+    """enqueue(device=...) where the strategy has no such devices."""
     return ValueError(
-        f"Argument `device` of enqueue must name a TPU device. Received: {device!r}. "
-        "Leave it at None: the engine on this machine places the batch itself."
+        "`device` of enqueue must be a TPU core or the device of a replica of this "
+        f"strategy. Received: {device!r}. Leave it at None: the engine on this machine "
+        "places the batch itself."
     )
 
 

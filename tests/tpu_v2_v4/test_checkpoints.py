@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, tpu_generations
-from tpu_embedding.distribution import TPUSystem
+from tpu_embedding.distribution import SoftwareTPUSystem
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -247,12 +247,11 @@ def test_rows_of_each_host(rows: int, tmp_path: pathlib.Path) -> None:
     config = te.TableConfig(rows, 1, initializer, name="films")
     feature = te.FeatureConfig(config)
     plan = make_plan(["f"], [feature], {config: config}, te.Adagrad(0.1))
-    tpu = TPUSystem(
+    tpu = SoftwareTPUSystem(
         generation=tpu_generations.generation("v4"),
         devices=(("/device:CPU:0",), ("/device:CPU:1",), ("/device:CPU:2",)),
         hosts=tuple(f"/device:CPU:{host}" for host in range(3)),
         assigned=False,
-        simulated=True,
     )
     restored: list[int] = []
     table = HostTable(plan.tables[0], tpu, lambda: restored.append(1))

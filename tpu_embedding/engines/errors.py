@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,8 +53,7 @@ def check_device(topology: Topology, device: str | tf.Tensor) -> list[Any]:
             "name of the device."
         )
     number = tf.cast(device, tf.int64)
-    devices = itertools.chain.from_iterable(topology.tpu.devices)
-    known = [topology.tpu.ordinal(name) for name in devices]
+    known = [topology.tpu.ordinal(name) for name in topology.tpu.all_devices]
 
     def unknown() -> tf.Tensor:
         ordinals = ", ".join(map(str, known))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.distribution import Topology
+from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.ops import library, records
 
 # Of TensorFlow's collectives: MultiWorkerMirroredStrategy counts its own from 1.
@@ -36,10 +36,10 @@ class Channel:
     """
 
     def __init__(self, topology: Topology, key: str, timeout_seconds: int) -> None:
-        assert topology.processes is not None
+        assert isinstance(topology, ProcessTopology)
         self.queues: Sequence[tf.Tensor] = ()
-        self.rank = topology.processes.rank
-        self.size = len(topology.processes.devices)
+        self.rank = topology.rank
+        self.size = len(topology.processes)
         self._device = topology.device
         self._ops = library.load()
         with tf.init_scope(), tf.device(self._device):
@@ -48,7 +48,7 @@ class Channel:
                     key=key,
                     rank=self.rank,
                     group_key=_GROUP_KEY,
-                    devices=list(topology.processes.devices),
+                    devices=list(topology.processes),
                     timeout_seconds=timeout_seconds,
                 )
             )
@@ -201,11 +201,11 @@ def connect(
 
 def _introduce(topology: Topology) -> None:
     """Tells the processes each other's devices, which only TensorFlow's ops do."""
-    assert topology.processes is not None
+    assert isinstance(topology, ProcessTopology)
     with tf.init_scope(), tf.device(topology.device):
         tf.raw_ops.CollectiveReduceV2(
             input=tf.ones([1]),
-            group_size=len(topology.processes.devices),
+            group_size=len(topology.processes),
             group_key=_GROUP_KEY,
             instance_key=1,
             ordering_token=[],

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tpu_embedding import engines
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.core import Core
-from tpu_embedding.distribution import Topology
+from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.embedding_base import per_replica
 from tpu_embedding.engines import EmbeddingOptions, Prepared
 from tpu_embedding.keras import gradient_hook
@@ -232,8 +232,8 @@ class EngineTrainedTables:
         if tf.executing_eagerly() or gradient_hook.is_evaluation():
             return False
         # No process has whole tables; a function that it exports has no replicas.
-        processes = self._topology.processes
-        return processes is None or self._topology.run_context() is None
+        is_part = isinstance(self._topology, ProcessTopology)
+        return not is_part or self._topology.run_context() is None
 
     def _hooked(
         self,

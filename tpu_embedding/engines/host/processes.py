@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.distribution import Topology
+from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.engines.base import EmbeddingOptions, EngineOptions, TableArrays
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import HostEngine
@@ -300,12 +300,12 @@ def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVar
 
 
 def _placement(options: EngineOptions) -> Placement:
-    processes = options.topology.processes
-    assert processes is not None
+    topology = options.topology
+    assert isinstance(topology, ProcessTopology)
     return place_tables(
         options.plan,
-        processes.rank,
-        len(processes.devices),
+        topology.rank,
+        len(topology.processes),
         options.distributed.placement,
     )
 

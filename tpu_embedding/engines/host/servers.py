@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
-from tpu_embedding.distribution import Topology
+from tpu_embedding.distribution import ServerTopology, Topology
 from tpu_embedding.engines.base import (
     EmbeddingOptions,
     Engine,
@@ -82,6 +82,7 @@ class ParameterServerEngine(HostEngine):
         Raises:
           tf.errors.NotFoundError: If a server has not loaded the library.
         """
+        assert isinstance(options.topology, ServerTopology)
         plan, servers = options.plan, options.topology.servers
         self._coordinator = ClusterCoordinator(options.topology.strategy)
         _require_library(servers)

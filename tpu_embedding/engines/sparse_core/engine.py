@@ -12,7 +12,7 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.distribution import Topology, outside_of_replicas
+from tpu_embedding.distribution import Topology, TPUTopology, outside_of_replicas
 from tpu_embedding.engines.base import (
     EmbeddingOptions,
     Engine,
@@ -66,7 +66,9 @@ class SparseCoreEngine(Engine):
         """Creates and fills the stacks; see `Engine`."""
         super().__init__(options)
         topology, plan, layout = options.topology, options.plan, options.layout
+        assert isinstance(topology, TPUTopology)
         assert layout is not None
+        self._topology = topology
         self._partitioning = make_partitioning(
             dataclasses.replace(plan, features=_with_shape_sources(options)),
             layout,
@@ -74,7 +76,6 @@ class SparseCoreEngine(Engine):
             options.sparse_core,
         )
         if options.pipelined:  # `lay_out` has checked what all need.
-            assert topology.tpu is not None
             limits.raise_first(
                 limits.sparse_core_excesses(
                     plan,
@@ -183,7 +184,7 @@ class SparseCoreEngine(Engine):
     ) -> Prepared:
         """See `Engine.prepare`."""
         del training
-        topology = self._options.topology
+        topology = self._topology
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
             raise errors.in_control_flow()
@@ -212,8 +213,7 @@ class SparseCoreEngine(Engine):
     ) -> list[Prepared]:
         """See `Engine.prepare_all`: each batch on the host of its replica."""
         del training
-        assert self._options.topology.tpu is not None
-        devices = [cores[0] for cores in self._options.topology.tpu.devices]
+        devices = [cores[0] for cores in self._topology.tpu.devices]
         hosts = [self._host_of(device) for device in devices]
         cuts = None
         if self._shares_cuts:
@@ -249,7 +249,7 @@ class SparseCoreEngine(Engine):
                     "this embedding."
                 )
         # The cuts are summed on the TPU, so that what follows is not before all of it.
-        tables = self._options.topology.on_host(
+        tables = self._topology.on_host(
             host_to_device.copy_to_device, batch, self._partitioning, self._shares_cuts
         )
         activations, tables = self._look_up(tables)
@@ -280,7 +280,7 @@ class SparseCoreEngine(Engine):
             # Updates write in place what lookups read. Unless the inputs of an update
             # depend on the lookup, libtpu writes to a copy of the stack instead: 1.5
             # times its memory, and its time. Gradients need not depend on it.
-            pointers = self._options.topology.after(
+            pointers = self._topology.tpu.after(
                 tables[name].row_pointers, [activations[name]]
             )
             tables[name] = tables[name]._replace(row_pointers=pointers)
@@ -333,7 +333,7 @@ class SparseCoreEngine(Engine):
         host_to_device.check_sizes(tables, self._partitioning)
         rates = self._rates.evaluate()
         if self._options.check_numerics:
-            gradients = self._options.topology.on_host(
+            gradients = self._topology.on_host(
                 host_to_device.check_gradients, self._plan, gradients
             )
         by_stack = self._samples.join(gradients)
@@ -363,7 +363,7 @@ class SparseCoreEngine(Engine):
         """See `Engine.queue`; created when it is first asked for."""
         if self._queue is None:
             specs = host_to_device.batch_specs(self._partitioning)
-            self._queue = SparseCoreQueue(self, self._options.topology, specs)
+            self._queue = SparseCoreQueue(self, self._topology, specs)
         return self._queue
 
     def flush(self) -> None:
@@ -384,8 +384,7 @@ class SparseCoreEngine(Engine):
 
     def _host_of(self, device: str | tf.Tensor) -> str:
         """The host of a device; only that of a single host has a number."""
-        tpu = self._options.topology.tpu
-        assert tpu is not None
+        tpu = self._topology.tpu
         return tpu.host_of(device) if isinstance(device, str) else tpu.hosts[0]
 
     def _preprocess(
@@ -459,7 +458,7 @@ class SparseCoreEngine(Engine):
         Returns:
           Control inputs for what must come after.
         """
-        topology = self._options.topology
+        topology = self._topology
         values = [value for _, value in changes]
         # Assertions of the user's program before this call are in the same order of
         # stateful ops as the first barrier, those after it as the second.
@@ -479,7 +478,7 @@ class SparseCoreEngine(Engine):
         }
 
         def create() -> PendingUpdate:
-            with self._options.topology.strategy.scope():
+            with self._topology.strategy.scope():
                 return PendingUpdate(specs)
 
         return outside_of_replicas(create)
@@ -489,7 +488,7 @@ class SparseCoreEngine(Engine):
         assert self._pending is not None
         inputs = self._pending.read()
         for name, own in inputs.items():
-            own["row_pointers"] = self._options.topology.after(
+            own["row_pointers"] = self._topology.tpu.after(
                 own["row_pointers"], [tables[name].row_pointers]
             )
         return inputs
@@ -513,7 +512,7 @@ class SparseCoreEngine(Engine):
 
     def _in_replicas(self, function: Any) -> None:
         """Calls `function` in this replica, or from outside in each replica."""
-        topology = self._options.topology
+        topology = self._topology
         if topology.replica() is None:
             topology.strategy.run(function)
         else:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tpu_embedding.distribution import Topology, outside_of_replicas
+from tpu_embedding.distribution import TPUTopology, outside_of_replicas
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.base import Prepared, StepQueue
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
@@ -59,7 +59,7 @@ class SparseCoreQueue(StepQueue):
     """The queues of all replicas."""
 
     def __init__(
-        self, engine: QueuedEngine, topology: Topology, specs: PreprocessedFeatures
+        self, engine: QueuedEngine, topology: TPUTopology, specs: PreprocessedFeatures
     ) -> None:
         """Creates the queues.
 
@@ -68,7 +68,6 @@ class SparseCoreQueue(StepQueue):
           topology: Replicas and devices.
           specs: The tf.TensorSpecs of a batch; what it lacks is not queued.
         """
-        assert topology.tpu is not None
         self._engine, self._topology, self._specs = engine, topology, specs
         self._devices = [cores[0] for cores in topology.tpu.devices]
         self._hosts = [
@@ -120,9 +119,8 @@ class SparseCoreQueue(StepQueue):
         if isinstance(device, str):
             done = put(self._devices.index(device))
         else:
-            tpu = self._topology.tpu
-            assert tpu is not None
-            ordinals = tf.constant([tpu.ordinal(d) for d in self._devices], tf.int64)
+            ordinal = self._topology.tpu.ordinal
+            ordinals = tf.constant(list(map(ordinal, self._devices)), tf.int64)
             with tf.control_dependencies(checked):
                 found = tf.where(ordinals == tf.cast(device, tf.int64))[0, 0]
             replicas = range(self._topology.num_replicas)
@@ -185,10 +183,6 @@ class SparseCoreQueue(StepQueue):
         self, replica: int, function: Callable[..., Any], *tensors: tf.Tensor
     ) -> Any:
         """Calls function(queue of the calling replica, *tensors) on the host."""
-        assert self._topology.tpu is not None
-        call = _as_function
-        if self._topology.tpu.simulated:
-            call = _call
 
         def part(*tensors: tf.Tensor) -> Any:
             def body(handles: list[tf.Tensor], tensors: list[tf.Tensor]) -> Any:
@@ -196,7 +190,7 @@ class SparseCoreQueue(StepQueue):
                 found = function(queue, *tensors)
                 return tf.constant(True) if found is None else found
 
-            return call(body, self._handles(), list(tensors))
+            return self._topology.tpu.call_on_host(body, self._handles(), list(tensors))
 
         return self._topology.on_host(part, *tensors)
 
@@ -274,19 +268,3 @@ def _queued(batch: Prepared) -> list[tf.Tensor]:
     """The tensors of a batch that wait in a queue."""
     assert batch.tensors is not None
     return tf.nest.flatten(batch.tensors._replace(output_shapes=(), dropped_ids={}))
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def _as_function(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a part of a TPU's program as a function that is not inlined.
-
-    TensorFlow's compiler of such programs otherwise merges equal constants of all parts
-    on the host, and cannot cut the parts out.
-    """
-    attributes = {"_noinline": True}
-    return tf.function(function, autograph=False, experimental_attributes=attributes)(
-        *arguments
-    )

@@ -27,7 +27,7 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.cpu_base import lay_out_whole
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
-from tpu_embedding.engines.tpu_v2_v4.hardware_queue import HardwareQueue, core_shape
+from tpu_embedding.engines.tpu_v2_v4.hardware_queue import TPUQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.inputs import IdBatch
@@ -63,7 +63,7 @@ class TPUV2V4Engine(Engine):
         topology = options.topology
         assert topology.tpu is not None
         self._tpu: TPUSystem = topology.tpu
-        if options.check_numerics and not self._tpu.simulated:
+        if options.check_numerics and not self._tpu.programs_can_fail:
             raise NotImplementedError(
                 "`check_numerics=True` is not supported under TPUStrategy: a program "
                 "on a TPU cannot fail because of a value. Leave it at False there."
@@ -91,7 +91,7 @@ class TPUV2V4Engine(Engine):
         self._still_there = self._tpu.watch(_INITIALIZED_AGAIN)
         self._configure()
         self._rates = ProgramRates(self._plan, topology.strategy)
-        self._queue = HardwareQueue(
+        self._queue = TPUQueue(
             options, self._config, shapes, self._rates, self._still_there
         )
         self._tables = {

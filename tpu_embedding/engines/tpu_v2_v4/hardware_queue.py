@@ -1,4 +1,4 @@
-"""HardwareQueue: the batch queues of TPU v2 to v4, one for each core.
+"""TPUQueue: the batch queues of TPU v2 to v4, one for each core.
 
 TensorFlow's enqueue op takes row splits for every kind of input:
 
@@ -13,7 +13,6 @@ exactly one id per sample and without weights need no splits.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from tpu_embedding.tpu_generations import NAME_ATTRIBUTE
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
 
 
-class HardwareQueue(StepQueue):
+class TPUQueue(StepQueue):
     """The queues of all cores of a strategy.
 
     The hardware pairs batches with activations and gradients, and applies a pending
@@ -233,7 +232,7 @@ class HardwareQueue(StepQueue):
     def _put(self, batch: _CoreBatch, device: str | tf.Tensor, mode: tf.Tensor) -> Any:
         """Enqueues one batch; returns the op, or None if executed eagerly."""
         if not isinstance(device, str):
-            names, host = _devices_of(self._tpu), self._tpu.hosts[0]
+            names, host = self._tpu.all_devices, self._tpu.hosts[0]
             ordinal = tf.cast(device, tf.int32)
         elif self._topology.program() is None:
             names, host = [device], self._tpu.host_of(device)
@@ -274,10 +273,6 @@ def core_shape(path: str, shape: tuple[int, ...], cores: int) -> tuple[int, ...]
             f"output shape must be divisible by {cores}. Received: {shape}."
         )
     return (samples // cores, *others)
-
-
-def _devices_of(tpu: TPUSystem) -> list[str]:
-    return list(itertools.chain.from_iterable(tpu.devices))
 
 
 @dataclasses.dataclass(frozen=True)

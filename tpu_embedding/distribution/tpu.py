@@ -1,0 +1,312 @@
+"""The TPUs of a strategy: real ones, and those of the software TPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.tpu import tpu_replication
+
+from tpu_embedding import tpu_generations
+
+# Attribute of an input of a software TPU's program: the device that it comes from.
+INPUT_DEVICE_ATTRIBUTE = "_software_tpu_input_device"
+# Attribute of the `extended` of a TPUStrategy whose TPUs are only described: their
+# Generation.
+DESCRIBED_GENERATION = "described_generation"
+
+
+def _no_watch(ended: str) -> Callable[[], list[Any]]:
+    """TensorFlow does not report lost TPUs here."""
+    del ended
+    return list
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUSystem:
+    """The TPUs of a TPUStrategy.
+
+    Attributes:
+      generation: What they are. A real TPU does not tell its name, only what it has
+        for embeddings.
+      devices: For each replica the names of its devices, one for each of its cores.
+      hosts: Names of the CPUs beside them, ordered by task.
+      assigned: Whether a tf.tpu.experimental.DeviceAssignment has placed the replicas.
+      watch: Takes the text of a tf.errors.FailedPreconditionError and returns a
+        function that makes control inputs, which fail with it once the TPUs were
+        initialized again. A real TPU cannot report that.
+    """
+
+    generation: tpu_generations.Generation
+    devices: tuple[tuple[str, ...], ...]
+    hosts: tuple[str, ...]
+    assigned: bool
+    watch: Callable[[str], Callable[[], list[Any]]] = _no_watch
+
+    @classmethod
+    def of(cls, strategy: Any) -> TPUSystem:
+        """Those of a strategy.
+
+        Raises:
+          RuntimeError: If they are not initialized.
+        """
+        extended = strategy.extended
+        feature = extended.tpu_hardware_feature
+        if feature.tpu_hardware_feature_proto is None:
+            raise RuntimeError(
+                "The TPU system of this TPUStrategy is not initialized, so its "
+                "embedding hardware is unknown. Before you create the strategy, call "
+                "tf.tpu.experimental.initialize_tpu_system(resolver) with the resolver "
+                "of the strategy."
+            )
+        # No public property has the devices of all cores.
+        devices = tuple(tuple(cores) for cores in extended._tpu_devices)
+        # TPUs that are described for the compiler have a name, which real ones hide.
+        generation = getattr(extended, DESCRIBED_GENERATION, None)
+        if generation is None:
+            generation = tpu_generations.reported(
+                feature.embedding_feature.value, feature.num_embedding_devices_per_chip
+            )
+        return cls(
+            generation=generation,
+            devices=devices,
+            hosts=_hosts([cores[0] for cores in devices]),
+            assigned=extended._device_assignment is not None,
+        )
+
+    @property
+    def programs_can_fail(self) -> bool:
+        """Whether a program can fail because of a value."""
+        return False
+
+    @property
+    def cores_per_replica(self) -> int:
+        """The cores that work on one replica's part of the batch."""
+        return len(self.devices[0])
+
+    @property
+    def all_devices(self) -> list[str]:
+        """The devices of all replicas."""
+        return list(itertools.chain.from_iterable(self.devices))
+
+    @property
+    def system(self) -> str:
+        """The device that configures all of them."""
+        host = tf.DeviceSpec.from_string(self.hosts[0])
+        return host.replace(device_type="TPU_SYSTEM").to_string()
+
+    def holds(self, device: str) -> bool:
+        """Whether a tensor on `device` is in the memory of a TPU."""
+        return tf.DeviceSpec.from_string(device).device_type == "TPU"
+
+    def host_of(self, device: str) -> str:
+        """The CPU beside a device."""
+        return _host_of(device)
+
+    def host_of_program(self, replica: int) -> str:
+        """The CPU that runs the host's part of a replica's program."""
+        return _host_of(self.devices[replica][0])
+
+    def ordinal(self, device: str) -> int:
+        """The number of a device among those of its host."""
+        index = tf.DeviceSpec.from_string(device).device_index
+        assert index is not None
+        return index
+
+    def replica(self, context: tf.distribute.ReplicaContext) -> int:
+        """The replica that is traced: 0, as one program stands for all."""
+        del context
+        return 0
+
+    def program(self) -> Any:
+        """The graph that is rewritten into a program, or None outside of one."""
+        found = _tpu_context()
+        return None if found is None else found[0]
+
+    def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function` in a replica so that its ops run on the CPU beside it."""
+        if self.program() is None:
+            return function(*arguments)
+        return tf.compat.v1.tpu.outside_compilation(function, *arguments)
+
+    def call_on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a part of `on_host` as a function that is not inlined.
+
+        TensorFlow's compiler of TPU programs otherwise merges equal constants of all
+        parts on the host, and cannot cut the parts out.
+        """
+        attributes = {"_noinline": True}
+        return tf.function(
+            function, autograph=False, experimental_attributes=attributes
+        )(*arguments)
+
+    def of_replica(self, parts: Sequence[tf.Tensor], replica: int) -> tf.Tensor:
+        """The one of R resources on hosts that belongs to the calling replica."""
+        del replica
+        found = _tpu_context()
+        assert found is not None
+        graph, context = found
+        # One program stands for all replicas. As for variables of a TPUStrategy, its
+        # input is made outside of it.
+        with graph.as_default():
+            inner = graph._get_control_flow_context()
+            graph._set_control_flow_context(context.outer_context)
+            chosen = tf.raw_ops.TPUReplicatedInput(inputs=list(parts))
+            graph._set_control_flow_context(inner)
+        return chosen
+
+    def barrier(self, tensors: Sequence[Any], total: Callable[..., Any]) -> list[Any]:
+        """Control inputs that wait for `tensors` in all replicas of a program.
+
+        A real TPU needs no barrier: it writes variables at the end of a program, and
+        none if the program fails. Queues on its hosts are not undone.
+        """
+        del total
+        return list(tensors)
+
+    def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns `value`, which a program has only when `before` is computed.
+
+        XLA drops control inputs; its optimization barrier is an order that it keeps.
+        """
+        held: Any = gen_xla_ops.xla_optimization_barrier(input=[value, *before])
+        return held[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftwareTPUSystem(TPUSystem):
+    """Programs on this machine's CPU: each device a TPU, the first the host, too."""
+
+    @classmethod
+    def of(cls, strategy: Any) -> SoftwareTPUSystem:
+        """See `TPUSystem.of`."""
+        extended = strategy.extended
+        return cls(
+            generation=extended.tpu_hardware,
+            devices=extended.replica_devices,
+            hosts=(extended.worker_devices[0],),
+            assigned=extended.assigned,
+            watch=extended.watch,
+        )
+
+    @property
+    def programs_can_fail(self) -> bool:
+        """See `TPUSystem.programs_can_fail`."""
+        return True
+
+    @property
+    def system(self) -> str:
+        """See `TPUSystem.system`."""
+        return self.hosts[0]
+
+    def holds(self, device: str) -> bool:
+        """Whether `device` is a TPU, and not the host."""
+        return find(device, self.all_devices) not in (None, *self.hosts)
+
+    def host_of(self, device: str) -> str:
+        """See `TPUSystem.host_of`."""
+        del device
+        return self.hosts[0]
+
+    def host_of_program(self, replica: int) -> str:
+        """See `TPUSystem.host_of_program`."""
+        return self.devices[replica][0]
+
+    def replica(self, context: tf.distribute.ReplicaContext) -> int:
+        """The replica that is traced; each has a program of its own."""
+        return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+    def program(self) -> Any:
+        """See `TPUSystem.program`."""
+        # The replica context of the software TPU knows its program.
+        return getattr(tf.distribute.get_replica_context(), "program", None)
+
+    def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """See `TPUSystem.on_host`."""
+        return function(*arguments)
+
+    def call_on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """See `TPUSystem.call_on_host`."""
+        return function(*arguments)
+
+    def of_replica(self, parts: Sequence[tf.Tensor], replica: int) -> tf.Tensor:
+        """See `TPUSystem.of_replica`."""
+        return parts[replica]
+
+    def barrier(self, tensors: Sequence[Any], total: Callable[..., Any]) -> list[Any]:
+        """See `TPUSystem.barrier`."""
+        with tf.control_dependencies(tensors):
+            return [total(tf.zeros([], tf.int32))]
+
+    def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
+        """See `TPUSystem.after`."""
+        with tf.control_dependencies(before):
+            return tf.identity(value)
+
+
+def is_argument(tensor: Any) -> bool:
+    """Whether a tensor comes straight from the arguments of strategy.run."""
+    if not tf.is_symbolic_tensor(tensor):
+        return False
+    if tensor.op.type == "Placeholder":
+        return True
+    with contextlib.suppress(ValueError):  # The op has no such attribute.
+        return tensor.op.get_attr("_tpu_input_identity")
+    return False
+
+
+def devices_of(tensor: Any) -> list[str]:
+    """Returns the known devices of a tensor; outside of strategy.run if passed in."""
+    if not tf.is_tensor(tensor):
+        return []
+    devices = [tensor.device]
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type == "Identity":
+        source = tensor.op.inputs[0].op
+        if source.type == "TPUReplicatedInput":
+            devices = [replica.device for replica in source.inputs]
+        with contextlib.suppress(ValueError):  # The op has no such attribute.
+            devices = [tf.compat.as_str(tensor.op.get_attr(INPUT_DEVICE_ATTRIBUTE))]
+    return [device for device in devices if device]
+
+
+def find(device: Any, known: Sequence[str]) -> str | None:
+    """The one of some devices that the user named, maybe in part, or None."""
+    try:
+        asked = tf.DeviceSpec.from_string(device)
+    except (TypeError, ValueError, AttributeError):  # No name of a device.
+        return None
+    for own in known:
+        spec = tf.DeviceSpec.from_string(own)
+        if spec.make_merged_spec(asked) == spec and asked.device_index is not None:
+            return own
+    return None
+
+
+def _hosts(devices: Sequence[str]) -> tuple[str, ...]:
+    """The hosts of TPU devices, in the order in which TensorFlow numbers shards."""
+    specs = [tf.DeviceSpec.from_string(device) for device in devices]
+    specs.sort(key=lambda spec: (spec.replica or 0, spec.task or 0))
+    return tuple(dict.fromkeys(_host_of(spec.to_string()) for spec in specs))
+
+
+def _host_of(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()
+
+
+def _tpu_context() -> tuple[Any, Any] | None:
+    """The graph that is rewritten into a program and the context that does so."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if isinstance(context, tpu_replication.TPUReplicateContext):
+                return graph, context
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+    return None
