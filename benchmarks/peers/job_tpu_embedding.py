@@ -53,6 +53,6 @@ def start(job: Job) -> Running:
 
     return Running(
         lambda number: train(batches[number % len(batches)]),
-        lambda: channel and channel.barrier("construction"),
+        lambda: channel and channel.agree("construction", "the timing"),
         bytes_sent,
     )

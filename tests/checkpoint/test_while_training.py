@@ -13,6 +13,7 @@ from checkpoint import models
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
+from tpu_embedding.core import Core
 
 
 def make_pair() -> tuple[te.TPUEmbedding, te.TPUEmbedding]:
@@ -174,15 +175,15 @@ def test_an_asynchronous_save_leaves_the_pipeline_alone(
     threads: set[int] = set()
 
     def note(method: str) -> None:
-        original = getattr(te.TPUEmbedding, method)
+        original = getattr(Core, method)
 
-        def noted(embedding: te.TPUEmbedding) -> None:
+        def noted(core: Core) -> None:
             threads.add(threading.get_ident())
-            original(embedding)
+            original(core)
 
-        monkeypatch.setattr(te.TPUEmbedding, method, noted)
+        monkeypatch.setattr(Core, method, noted)
 
-    for method in ("flush", "_retrieve"):
+    for method in ("flush", "retrieve"):
         note(method)
     tracked.save(tmp_path / "a", options=options)
     tracked.sync()
