@@ -20,6 +20,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tpu_embedding
+
+_PACKAGES = str(pathlib.Path(tpu_embedding.__file__).resolve().parents[1])
+
 
 def run(
     arguments: Sequence[str | pathlib.Path],
@@ -33,7 +37,8 @@ def run(
     Args:
       arguments: Of Python: `-W error`, then a script, `-m` and a module or `-c` and
         code, then the program's own.
-      env: Variables beside those of this process.
+      env: Variables beside those of this process. By default PYTHONPATH leads to the
+        package that is under test.
       cwd: The folder to run in.
       timeout: In seconds; the program and what it started are killed then.
     """
@@ -41,7 +46,7 @@ def run(
         out, error = (pathlib.Path(folder, name) for name in ("out", "error"))
         request = {
             "arguments": [str(argument) for argument in arguments],
-            "env": {**os.environ, **(env or {})},
+            "env": {**os.environ, "PYTHONPATH": _PACKAGES, **(env or {})},
             "path": sys.path,
             "cwd": str(cwd or pathlib.Path.cwd()),
             "timeout": timeout,
@@ -132,8 +137,6 @@ def _wait(child: int, timeout: float) -> int:
 def main() -> None:
     import keras  # noqa: F401 - for all programs at once.
     import tensorflow  # noqa: F401
-
-    import tpu_embedding  # noqa: F401
 
     def expired(*_: object) -> None:
         raise TimeoutError

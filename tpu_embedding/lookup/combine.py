@@ -124,7 +124,7 @@ def _add_by_blocks(
     order = tf.argsort(segments, stable=True)
     ordered = tf.gather(segments, order)
     place = tf.range(tf.size(order)) - tf.searchsorted(ordered, ordered)
-    begins = place % _BLOCK == 0
+    begins = tf.equal(place % _BLOCK, 0)  # In graphs of TensorFlow 1 `==` is identity.
     block = tf.cumsum(tf.cast(begins, tf.int32)) - 1
     sums = tf.math.segment_sum(tf.gather(values, order), block)
     owners = tf.boolean_mask(ordered, begins)
