@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,8 +91,17 @@ class BatchRing:
       handles: Of the resources that are the ring.
     """
 
-    def __init__(self) -> None:
-        """Makes an empty ring, on the device that is current."""
+    def __init__(self, *, in_order: bool = False) -> None:
+        """Makes an empty ring, on the device that is current.
+
+        Args:
+          in_order: Whether the calls of one graph wait for each other. A call that
+            waits for the mutex while another fails would hide that call's error.
+        """
+        # By graph the name of the op that ended the call before.
+        self._ended: weakref.WeakKeyDictionary[Any, str] | None = (
+            weakref.WeakKeyDictionary() if in_order else None
+        )
         name = f"tpu_embedding_{uuid.uuid4()}"  # Mutexes without a name are one.
         self.handles = [
             tf.raw_ops.AnonymousMutableHashTable(
@@ -214,7 +224,8 @@ class BatchRing:
           The tensors that it returns, or a control input if there are none.
         """
         # A list, so that the frames of an error do not keep the mutex locked.
-        locks = [tf.raw_ops.MutexLock(mutex=self.handles[1])]
+        with tf.control_dependencies(self._call_before()):
+            locks = [tf.raw_ops.MutexLock(mutex=self.handles[1])]
         try:
             with tf.control_dependencies(locks):
                 found = unpack(
@@ -226,8 +237,17 @@ class BatchRing:
                 unlocked = tf.raw_ops.ConsumeMutexLock(mutex_lock=locks[0])
         finally:
             locks.clear()
+        if self._ended is not None and not tf.executing_eagerly():
+            self._ended[unlocked.graph] = unlocked.name
         with tf.control_dependencies([unlocked]):
             return [tf.identity(result) for result in results] or [tf.constant(True)]
+
+    def _call_before(self) -> list[Any]:
+        if self._ended is None or tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph()
+        name = self._ended.get(graph)
+        return [] if name is None else [graph.get_operation_by_name(name)]
 
     def _find(self, key: Any, default: Sequence[tf.Tensor]) -> tf.Tensor:
         found = tf.raw_ops.LookupTableFindV2(

@@ -57,7 +57,7 @@ class PortableEngine(WholeTablesEngine, StepQueue):
         with tf.device(self._device):
             self._combiners = Combiners(self._plan, options.layout)
         with tf.device(self._host):
-            self._ring = BatchRing()
+            self._ring = BatchRing(in_order=True)
             # The calls of `reset`, by which gradients of lookups before it are told.
             self._resets = create_state("resets", tf.zeros([], tf.int64))
 
