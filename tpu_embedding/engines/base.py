@@ -253,6 +253,8 @@ class Engine(abc.ABC):
     needs_shapes: ClassVar[bool] = False
     # True: the tables can be read in every graph, for the gradients of weights.
     differentiates_weights: ClassVar[bool] = False
+    # True: what `lookup` returns for `update` is tensors, which a function may return.
+    passes_tensors: ClassVar[bool] = False
     # The engine that stands in where a table has a function of the user's, or None.
     for_custom: ClassVar[str | None] = None
 

@@ -66,6 +66,13 @@ class EmbeddingTables:
         optimizer = self._adapted.optimizer if training else None
         with tf.name_scope(_SCOPE):
             self._embedding = TPUEmbedding(features, optimizer)
+            engine = self._embedding.core.engine_class
+            if not engine.passes_tensors:
+                raise NotImplementedError(
+                    f"TPUEstimator does not run on the {engine.name} engine. It needs "
+                    "the compiled library: `import tpu_embedding` warns where that is "
+                    "not loaded, and says why."
+                )
             self._embedding.build()
         self._hide_state()
         self._dummies = {key: _dummy(key) for key in tables} if training else {}

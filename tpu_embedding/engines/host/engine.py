@@ -68,6 +68,7 @@ class HostEngine(Engine):
     name = "host"
     table_dtypes = DTYPES
     differentiates_weights = True
+    passes_tensors = True
     for_custom = "portable"
 
     def __init__(
