@@ -64,7 +64,6 @@ def test_a_traced_forward_pass_under_an_outer_tape_updates_once():
         np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
-@on_both_engines
 def test_a_function_within_a_function_needs_its_tape_in_one_of_them():
     layer = make_layer()
     inner = tf.function(layer)
@@ -497,7 +496,6 @@ def test_bad_ids_fail_in_training_and_evaluation(graph: bool):
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
 
 
-@on_both_engines
 @pytest.mark.parametrize("graph", [False, True])
 def test_the_step_after_a_refused_batch_trains(graph: bool):
     """A replica whose own batch was good gives the refused step up, too."""

@@ -307,8 +307,9 @@ class PortableEngine(WholeTablesEngine, StepQueue):
         ranks = [len(known.activation(f.index)) for f in self._plan.features]
         shapes = [tf.TensorSpec([rank], tf.int64) for rank in ranks]
         specs = [Entries(vector, vector, tf.TensorSpec([None]), s) for s in shapes]
-        tensors = unpack(batch, tf.nest.flatten(specs))
-        return tf.nest.pack_sequence_as(specs, tensors)
+        # A tape outside of the function could not form zeros like the variant.
+        tensors = map(tf.stop_gradient, unpack(batch, tf.nest.flatten(specs)))
+        return tf.nest.pack_sequence_as(specs, list(tensors))
 
 
 def _static_check(path: str, shape: tf.Tensor, static: Shape) -> Check:
