@@ -112,11 +112,11 @@ class Paper:
 
     def step(self, gradients: list[dict[str, np.ndarray]]) -> list[dict[str, Any]]:
         """The activations of each replica; then the update."""
-        found: list[dict[str, Any]] = [{}, {}]
+        found: list[dict[str, Any]] = [{} for _ in gradients]
         for name, arrays in self.arrays.items():
             rows: dict[int, np.ndarray] = {}
             of_weights = np.zeros(WEIGHTS)
-            for replica in range(2):
+            for replica in range(len(gradients)):
                 samples, gradient = [], gradients[replica][name]
                 ids = FILMS[replica] if name == "films" else USERS[replica]
                 for s, own in enumerate(ids):

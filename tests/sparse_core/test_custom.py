@@ -30,12 +30,12 @@ TOLERANCE = 64 * EPSILON * models.MAX_VALUE
 stock = tf.tpu.experimental.embedding
 STRATEGIES = {
     "sparse_core": lambda: strategy_of("v6e", 2),
-    "host": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "host": lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
 }
 
 
 class Trainer:
-    """Steps of both replicas, traced once; their ids are part of the graph."""
+    """Steps of all replicas, traced once; their ids are part of the graph."""
 
     def __init__(self, strategy: Any, embedding: Any) -> None:
         self._strategy, self._embedding = strategy, embedding
@@ -54,7 +54,10 @@ class Trainer:
         }
         local = self._strategy.experimental_local_results
         found = {name: local(value) for name, value in self._train(given).items()}
-        return [{name: own[r].numpy() for name, own in found.items()} for r in (0, 1)]
+        return [
+            {name: own[replica].numpy() for name, own in found.items()}
+            for replica in range(self._strategy.num_replicas_in_sync)
+        ]
 
     def _step(self, gradients: Any) -> Any:
         context: Any = tf.distribute.get_replica_context()
@@ -81,11 +84,11 @@ def assert_near(embedding: Any, paper: models.Paper) -> None:
             )
 
 
-def draw(rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
+def draw(rng: np.random.Generator, num_replicas: int) -> list[dict[str, np.ndarray]]:
     dims = {"films": 6, "users": 5, "both": 5}
     return [
         {n: rng.uniform(-0.5, 0.5, (4, d)).astype(np.float32) for n, d in dims.items()}
-        for _ in range(2)
+        for _ in range(num_replicas)
     ]
 
 
@@ -108,7 +111,7 @@ def test_steps(
     )
     paper, trainer = models.Paper(slot_dim), Trainer(strategy, embedding)
     for _ in range(1 if pipelined else 2):  # A pipelined second one sees old rows.
-        gradients = draw(rng)
+        gradients = draw(rng, strategy.num_replicas_in_sync)
         expected = paper.step(gradients)
         found = trainer(gradients)
         for own, other in zip(found, expected, strict=True):
@@ -172,7 +175,8 @@ def test_pipelining_does_not_divide_by_weights_that_are_not_there() -> None:
 def test_callables_are_called_by_apply_gradients() -> None:
     """Once for two tables, before anything changes, for the update of that step."""
     for pipelined in (False, True):
-        for strategy in (strategy_of("v6e", 1), tf.distribute.get_strategy()):
+        v6e = strategy_of("v6e", 1)
+        for strategy in (v6e,) if pipelined else (v6e, tf.distribute.get_strategy()):
             scale = tf.Variable(1.0)
             calls = tf.Variable(0.0)
 
@@ -241,11 +245,9 @@ def test_batches_and_preserved_outputs_of_another_combiner() -> None:
         ):
             two(other.preprocess_features(long))
     _, preserved = two(ids)
-    for other, text in (
-        (three, r"`vectors` is of size \(2, 3, 2\), .* \(None, 2, 2\)"),
-        (combined(2, 1), r"`weights` is of size \(1,\), .* has \(0,\)"),
-    ):
-        with pytest.raises(ValueError, match=text):
+    text = "stacked table films: valencies, vectors or weights are of another batch"
+    for other in (three, combined(2, 1)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
             two.apply_gradients(tf.ones([2, 2]), other(ids)[1])
     plain = combined(None)
     for one, other, kinds in (
@@ -258,9 +260,7 @@ def test_batches_and_preserved_outputs_of_another_combiner() -> None:
     with pytest.raises(ValueError, match="a PartitionedCsrFormatTensor, got Combined"):
         two(batch)
     short = {"films": preserved["films"]._replace(valencies=tf.constant([2]))}
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"`valencies` is of 1 samples, .* are 2"
-    ):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
         two.apply_gradients(tf.ones([2, 2]), short)
 
 

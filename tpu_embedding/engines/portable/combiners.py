@@ -215,7 +215,8 @@ class Combiners:
 def _has_shape(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
     if tensor.shape.rank != len(shape):
         return tf.constant(False)
-    return tf.reduce_all(tf.equal(tf.shape(tensor, tf.int64), tf.stack(shape)))
+    wanted = tf.cast(tf.stack(shape), tf.int64)
+    return tf.reduce_all(tf.equal(tf.shape(tensor, tf.int64), wanted))
 
 
 def _combine(combiner: CustomCombiner, found: Found) -> tf.Tensor:
