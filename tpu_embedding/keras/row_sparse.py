@@ -197,8 +197,8 @@ def RowSparseOptimizer(inner: Any) -> Any:  # noqa: N802
     >>> table = keras.Variable([[1.0], [2.0], [3.0]])
     >>> gradient = tf.IndexedSlices(tf.ones([2, 1]), tf.constant([1, 1]))
     >>> optimizer.apply([gradient], [table])
-    >>> table.numpy().round(3).tolist()
-    [[1.0], [1.901], [3.0]]
+    >>> table.numpy().ravel().round(3)
+    array([1.   , 1.901, 3.   ], dtype=float32)
 
     Args:
       inner: An Adadelta, Adagrad, Adam, AdamW, Ftrl, Lion, Nadam, RMSprop or SGD of the
