@@ -1,0 +1,224 @@
+// Admission, candidates, eviction and full tables. tests/reference/growing.py
+// has all rules once more, against which Python's tests fuzz the whole step.
+
+#include "core/vocabulary.h"
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace tpu_embedding {
+namespace {
+
+VocabularyOptions Options(int64_t max_rows) {
+  VocabularyOptions options;
+  options.table = "films";
+  options.max_rows = options.max_candidates = max_rows;
+  return options;
+}
+
+// One table whose updates name ids once each.
+class Table {
+ public:
+  explicit Table(VocabularyOptions options) : vocabulary(options, 99) {}
+
+  Error Update(const std::vector<int64_t>& ids,
+               const std::vector<int64_t>& held_ids = {}) {
+    UnknownIds unknown;
+    std::vector<int32_t> rows = Rows(ids);
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (rows[i] != kNoRow) continue;
+      unknown.ids.push_back(ids[i]);
+      unknown.hits.push_back(1);
+    }
+    const auto hold = [&](RowSet* held) {
+      for (const auto* list : {&ids, &held_ids}) {
+        for (const int32_t row : Rows(*list)) {
+          if (row != kNoRow) held->Add(row);
+        }
+      }
+    };
+    Decision decision;
+    if (Error error = vocabulary.Decide(unknown, hold, &decision)) return error;
+    std::vector<int32_t> taken;
+    created.clear();
+    vocabulary.Take(unknown, decision, hold, &taken, &created);
+    RowGroups groups;
+    groups.rows.Resize(ids.size());
+    groups.starts.Resize(ids.size() + 1);
+    groups.starts[0] = 0;
+    int64_t count = 0;
+    for (const int32_t row : Rows(ids)) {
+      if (row == kNoRow) continue;
+      groups.rows[count++] = row;
+      groups.starts[count] = count;
+    }
+    vocabulary.CountHits(groups, 0, count);
+    return std::nullopt;
+  }
+
+  std::vector<int32_t> Rows(const std::vector<int64_t>& ids) const {
+    std::vector<int32_t> rows(ids.size());
+    vocabulary.Find(ids.data(), ids.size(), rows.data());
+    return rows;
+  }
+  bool Has(int64_t id) const { return Rows({id})[0] != kNoRow; }
+
+  Vocabulary vocabulary;
+  std::vector<Vocabulary::Created> created;
+};
+
+void TestRowsInOrderOfFirstSight() {
+  Table table(Options(10));
+  constexpr int64_t kLowest = std::numeric_limits<int64_t>::min();
+  CHECK_TRUE(!table.Update({5, kLowest, -1}));
+  CHECK_TRUE(!table.Update({0, 5}));
+  CHECK_TRUE(table.Rows({5, kLowest, -1, 0, 6}) ==
+             (std::vector<int32_t>{0, 1, 2, 3, kNoRow}));
+  CHECK_EQ(table.vocabulary.num_rows(), 4);
+  CHECK_EQ(table.created[0].id, 0);
+}
+
+void TestFullTableRefuses() {
+  Table table(Options(2));
+  CHECK_TRUE(!table.Update({1, 2}));
+  const Error error = table.Update({2, 3});
+  CHECK_TRUE(error && error->find("Table films is full") == 0);
+  CHECK_TRUE(!table.Has(3));
+  CHECK_EQ(table.vocabulary.counts().unknown, 2);
+  CHECK_TRUE(!table.Update({1, 2}));
+}
+
+void TestFullTableShares() {
+  VocabularyOptions options = Options(3);
+  options.unknown = Unknown::kShared;
+  options.shares_when_full = true;
+  Table table(options);
+  CHECK_TRUE(table.vocabulary.Missing(true) == Unknown::kInitializer);
+  CHECK_TRUE(!table.Update({1, 2, 3, 4}));
+  CHECK_TRUE(table.Rows({1, 2, 3, 4}) ==
+             (std::vector<int32_t>{1, 2, kNoRow, kNoRow}));
+  CHECK_EQ(table.created[0].row, 0);
+  CHECK_EQ(table.vocabulary.counts().refused, 2);
+  CHECK_TRUE(table.vocabulary.Missing(true) == Unknown::kShared);
+}
+
+void TestAdmissionAfterHits() {
+  VocabularyOptions options = Options(10);
+  options.min_count = 2;
+  options.max_candidates = 2;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2}));
+  CHECK_EQ(table.vocabulary.num_ids(), 0);
+  CHECK_TRUE(!table.Update({3}));  // The oldest candidate, 1, is forgotten.
+  CHECK_TRUE(!table.Update({2}));
+  CHECK_TRUE(!table.Update({1}));
+  CHECK_TRUE(table.Has(2) && !table.Has(1));
+  CHECK_TRUE(!table.Update({1}));
+  CHECK_TRUE(table.Has(1));
+}
+
+void TestLeastRecentGoes() {
+  VocabularyOptions options = Options(4);
+  options.eviction = Eviction::kLeastRecent;
+  options.min_rows = 2;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2}));
+  CHECK_TRUE(!table.Update({3}));
+  CHECK_TRUE(!table.Update({1}));
+  // Room for one is left, so that a sweep begins: 2 goes, and 3 gives room.
+  CHECK_TRUE(!table.Update({4, 5}));
+  CHECK_TRUE(!table.Has(2) && table.Has(1) && table.Has(4) && table.Has(5));
+  // An id that was evicted is new.
+  CHECK_TRUE(!table.Update({2}));
+  CHECK_EQ(table.created[0].id, 2);
+  CHECK_GE(table.vocabulary.counts().evicted, 2);
+}
+
+void TestLeastFrequentGoes() {
+  VocabularyOptions options = Options(3);
+  options.eviction = Eviction::kLeastFrequent;
+  options.min_rows = 2;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2}));
+  CHECK_TRUE(!table.Update({1}));
+  CHECK_TRUE(!table.Update({3}));
+  CHECK_TRUE(!table.Update({3}));
+  CHECK_TRUE(!table.Update({4}));
+  CHECK_TRUE(!table.Has(2) && table.Has(1) && table.Has(3) && table.Has(4));
+  // The row of 2 is used again.
+  CHECK_EQ(table.Rows({4})[0], 1);
+}
+
+void TestOldRowsGo() {
+  VocabularyOptions options = Options(8);
+  options.eviction = Eviction::kAge;
+  options.max_age = 2;
+  options.min_rows = 1;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2, 3}));
+  CHECK_TRUE(!table.Update({4}));
+  CHECK_TRUE(!table.Update({4}));
+  CHECK_TRUE(table.Has(1));
+  CHECK_TRUE(!table.Update({4}));
+  CHECK_TRUE(!table.Has(1) && !table.Has(2) && !table.Has(3) && table.Has(4));
+}
+
+void TestHeldRowsStay() {
+  VocabularyOptions options = Options(2);
+  options.eviction = Eviction::kLeastRecent;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2}));
+  // 1 was looked up and awaits its update; 2 is in this one.
+  CHECK_TRUE(table.Update({2, 3}, {1}).has_value());
+  CHECK_TRUE(!table.Update({3}, {1}));
+  CHECK_TRUE(table.Has(1) && !table.Has(2));
+}
+
+// A table that is larger than a slice, so that a sweep takes several updates.
+void TestSweepsInSlices() {
+  constexpr int64_t kRows = 200000;
+  VocabularyOptions options = Options(kRows);
+  options.eviction = Eviction::kLeastRecent;
+  options.min_rows = kRows / 2;
+  Table table(options);
+  std::vector<int64_t> ids(1000);
+  for (int64_t step = 0; step < 400; ++step) {
+    for (int64_t i = 0; i < 1000; ++i) ids[i] = step * 1000 + i;
+    const int64_t before = table.vocabulary.counts().evicted;
+    CHECK_TRUE(!table.Update(ids));
+    CHECK_LE(table.vocabulary.counts().evicted - before, 65536);
+    CHECK_LE(table.vocabulary.num_ids(), kRows);
+  }
+  CHECK_TRUE(!table.Has(0) && table.Has(399999));
+  CHECK_GE(table.vocabulary.num_ids(), kRows / 2);
+}
+
+// Where the system reserves less than is needed, memory moves.
+void TestMemoryThatMoves() {
+  GrowingMemory memory(1);
+  memory.Grow(100);
+  memory.data()[99] = 7;
+  memory.Grow(size_t{9} << 20);
+  CHECK_EQ(memory.data()[99], 7);
+  CHECK_EQ(memory.data()[(9 << 20) - 1], 0);
+}
+
+}  // namespace
+}  // namespace tpu_embedding
+
+int main() {
+  tpu_embedding::TestRowsInOrderOfFirstSight();
+  tpu_embedding::TestFullTableRefuses();
+  tpu_embedding::TestFullTableShares();
+  tpu_embedding::TestAdmissionAfterHits();
+  tpu_embedding::TestLeastRecentGoes();
+  tpu_embedding::TestLeastFrequentGoes();
+  tpu_embedding::TestOldRowsGo();
+  tpu_embedding::TestHeldRowsStay();
+  tpu_embedding::TestSweepsInSlices();
+  tpu_embedding::TestMemoryThatMoves();
+}

@@ -1,0 +1,34 @@
+// What a row of a growing table starts as: a function of a seed and its id.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_FIRST_VALUES_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_FIRST_VALUES_H_
+
+#include <cstdint>
+
+#include "core/element.h"
+
+namespace tpu_embedding {
+
+struct FirstValues {
+  enum class Kind { kConstant, kUniform, kNormal, kTruncatedNormal };
+
+  Kind kind = Kind::kConstant;
+  // The constant; the bounds of kUniform; mean and standard deviation of the
+  // others. A truncated normal stays within two standard deviations.
+  double first = 0.0;
+  double second = 0.0;
+  uint64_t seed = 0;
+
+  // Writes the row of `id`, [dim]. bfloat16 is rounded to the nearest. The
+  // arithmetic is that of IEEE 754 alone, so every CPU gives the same bits.
+  void Write(int64_t id, int64_t dim, float* row) const;
+  void Write(int64_t id, int64_t dim, BFloat16* row) const;
+};
+
+// The number below which a standard normal variable is with probability `p`, in
+// (0, 1); to 7 digits.
+double NormalQuantile(double p);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_FIRST_VALUES_H_

@@ -1,0 +1,269 @@
+#include "core/vocabulary.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "core/text.h"
+
+namespace tpu_embedding {
+namespace {
+
+// Rows that an update looks at to give some up, unless it needs more: about a
+// millisecond.
+constexpr int64_t kRowsPerSlice = 65536;
+
+}  // namespace
+
+Vocabulary::Vocabulary(VocabularyOptions options, uint64_t salt)
+    : options_(std::move(options)),
+      map_(salt),
+      ids_(options_.max_rows * sizeof(int64_t)),
+      uses_(Evicts() ? options_.max_rows * sizeof(Use) : 1),
+      places_(salt) {}
+
+void Vocabulary::Find(const int64_t* ids, int64_t size, int32_t* rows) const {
+  map_.FindAll(ids, size, [rows](int64_t i, int32_t row) { rows[i] = row; });
+}
+
+Unknown Vocabulary::Missing(bool training) const {
+  if (!training || options_.unknown == Unknown::kInitializer) {
+    return options_.unknown;
+  }
+  const bool may_be_admitted =
+      options_.min_count == 1 && (room() > 0 || Evicts());
+  return may_be_admitted ? Unknown::kInitializer : options_.unknown;
+}
+
+Error Vocabulary::Decide(const UnknownIds& unknown, const Hold& hold,
+                         Decision* decision) {
+  const int64_t size = unknown.ids.size();
+  decision->admitted.assign(size, false);
+  decision->num_admitted = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t hits = unknown.hits[i] + HitsOfCandidate(unknown.ids[i]);
+    if (hits < options_.min_count) continue;
+    decision->admitted[i] = true;
+    ++decision->num_admitted;
+  }
+  int64_t most = room();
+  if (decision->num_admitted > most && Evicts()) most += CountEvictable(hold);
+  if (decision->num_admitted > most) {
+    if (!options_.shares_when_full) {
+      return Concat(
+          "Table ", options_.table, " is full: ", map_.size(),
+          " of max_rows=", options_.max_rows,
+          " rows are in use, the update needs ", decision->num_admitted,
+          " more, and ", most,
+          " can be had. Nothing has changed. Raise max_rows, set `eviction` or "
+          "lower its min_rows, or set when_full=\"shared\".");
+    }
+    for (int64_t i = size - 1; decision->num_admitted > most; --i) {
+      if (!decision->admitted[i]) continue;
+      decision->admitted[i] = false;
+      --decision->num_admitted;
+    }
+  }
+  map_.Reserve(decision->num_admitted);
+  const int64_t rows = MostRowsAfter(*decision);
+  ids_.Grow(rows * sizeof(int64_t));
+  if (Evicts()) uses_.Grow(rows * sizeof(Use));
+  if (options_.min_count > 1) {
+    places_.Reserve(std::min(size, options_.max_candidates));
+  }
+  return std::nullopt;
+}
+
+int64_t Vocabulary::MostRowsAfter(const Decision& decision) const {
+  const int64_t first = num_rows_ ? num_rows_ : num_shared();
+  return std::min(first + decision.num_admitted, options_.max_rows);
+}
+
+void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
+                      const Hold& hold, std::vector<int32_t>* rows,
+                      std::vector<Created>* created) {
+  ++step_;
+  if (num_rows_ == 0 && num_shared()) {
+    created->push_back({static_cast<int32_t>(num_rows_++), kSharedId});
+  }
+  MakeRoom(decision.num_admitted, hold);
+  const int64_t size = unknown.ids.size();
+  rows->assign(size, kNoRow);
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t id = unknown.ids[i];
+    if (!decision.admitted[i]) {
+      AddCandidate(id, unknown.hits[i]);
+      continue;
+    }
+    // The hits of this update are counted with those of all rows.
+    const int32_t row = NewRow(id, HitsOfCandidate(id));
+    ForgetCandidate(id);
+    (*rows)[i] = row;
+    created->push_back({row, id});
+  }
+  counts_.unknown += size;
+  counts_.admitted += decision.num_admitted;
+  counts_.refused += size - decision.num_admitted;
+}
+
+void Vocabulary::CountHits(const RowGroups& groups, int64_t begin,
+                           int64_t end) {
+  if (!Evicts()) return;
+  for (int64_t g = begin; g < end; ++g) {
+    Use& use = use_of(groups.rows[g]);
+    if (use.last == 0) continue;  // the shared row
+    const int64_t hits = groups.starts[g + 1] - groups.starts[g];
+    use.hits = std::min<int64_t>(use.hits + hits,
+                                 std::numeric_limits<uint32_t>::max());
+    use.last = step_;
+  }
+}
+
+uint32_t Vocabulary::KeyOf(int32_t row) const {
+  return options_.eviction == Eviction::kLeastFrequent ? use_of(row).hits
+                                                       : use_of(row).last;
+}
+
+bool Vocabulary::IsEvictable(int32_t row, const RowSet& held) const {
+  const uint32_t last = use_of(row).last;
+  if (last == 0 || held.Has(row)) return false;
+  return options_.eviction != Eviction::kAge ||
+         step_ - int64_t{last} > options_.max_age;
+}
+
+int64_t Vocabulary::CountEvictable(const Hold& hold) const {
+  RowSet held(num_rows_);
+  hold(&held);
+  int64_t count = 0;
+  for (int64_t row = 0; row < num_rows_; ++row) count += IsEvictable(row, held);
+  return std::clamp<int64_t>(map_.size() - options_.min_rows, 0, count);
+}
+
+void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
+  const bool by_age = options_.eviction == Eviction::kAge;
+  // Begun early, a sweep has made room before it is needed.
+  const int64_t reserve = (capacity() - options_.min_rows) / 2;
+  const bool begins = by_age || (!sweeping_ && room() < needed + reserve);
+  if (!Evicts() || !(begins || sweeping_)) return;
+  RowSet held(num_rows_);
+  hold(&held);
+  if (begins) BeginSweep(map_.size() - options_.min_rows, held);
+  if (sweeping_) SweepSlice(held);
+  while (room() < needed && sweeping_) SweepSlice(held);
+  if (room() >= needed) return;
+  // Rows that a sweep was to give up have been used since.
+  BeginSweep(map_.size() - options_.min_rows, held);
+  while (room() < needed && sweeping_) SweepSlice(held);
+}
+
+void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
+  if (options_.eviction == Eviction::kAge) {
+    // It goes round and round: each row is looked at in its turn.
+    sweeping_ = wanted > 0;
+    if (!sweeping_) return;
+    threshold_ = std::numeric_limits<uint32_t>::max();
+    ties_ = 0;
+    return;
+  }
+  // The key of the row that is number `wanted`, by two histograms of 16 bits.
+  constexpr int64_t kDigits = 1 << 16;
+  uint32_t prefix = 0;
+  int64_t below = 0;  // rows with a smaller key
+  for (const int shift : {16, 0}) {
+    std::vector<int64_t> counts(kDigits);
+    int64_t total = 0;
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      if (!IsEvictable(row, held)) continue;
+      const uint32_t key = KeyOf(row);
+      if (shift == 0 && key >> 16 != prefix) continue;
+      ++counts[(key >> shift) % kDigits];
+      ++total;
+    }
+    if (shift == 16) wanted = std::min(wanted, total);
+    if (wanted <= 0) {
+      sweeping_ = false;
+      return;
+    }
+    int64_t digit = 0;
+    while (below + counts[digit] < wanted) below += counts[digit++];
+    prefix = prefix << 16 | static_cast<uint32_t>(digit);
+  }
+  threshold_ = prefix;
+  ties_ = wanted - below;
+  cursor_ = 0;
+  sweeping_ = true;
+}
+
+void Vocabulary::SweepSlice(const RowSet& held) {
+  const int64_t end = std::min(cursor_ + kRowsPerSlice, num_rows_);
+  for (; cursor_ < end; ++cursor_) {
+    const int32_t row = cursor_;
+    if (!IsEvictable(row, held)) continue;
+    const uint32_t key = KeyOf(row);
+    if (key > threshold_ || (key == threshold_ && ties_ == 0)) continue;
+    if (map_.size() <= options_.min_rows) break;
+    if (key == threshold_) --ties_;
+    Evict(row);
+  }
+  if (cursor_ < num_rows_ && map_.size() > options_.min_rows) return;
+  sweeping_ = false;
+  if (cursor_ >= num_rows_) cursor_ = 0;
+}
+
+void Vocabulary::Evict(int32_t row) {
+  map_.Erase(id_of(row));
+  use_of(row) = {0, 0};
+  free_.push_back(row);
+  std::push_heap(free_.begin(), free_.end(), std::greater<>());
+  ++counts_.evicted;
+}
+
+int32_t Vocabulary::NewRow(int64_t id, int64_t hits) {
+  int32_t row;
+  if (free_.empty()) {
+    row = num_rows_++;
+  } else {
+    std::pop_heap(free_.begin(), free_.end(), std::greater<>());
+    row = free_.back();
+    free_.pop_back();
+  }
+  map_.Insert(id, row);
+  reinterpret_cast<int64_t*>(ids_.data())[row] = id;
+  if (Evicts()) {
+    use_of(row) = {static_cast<uint32_t>(hits), static_cast<uint32_t>(step_)};
+  }
+  return row;
+}
+
+int64_t Vocabulary::HitsOfCandidate(int64_t id) const {
+  const int32_t place = places_.Find(id);
+  return place < 0 ? 0 : candidates_[place].hits;
+}
+
+void Vocabulary::AddCandidate(int64_t id, int64_t hits) {
+  if (options_.min_count == 1) return;  // Refused, as the table is full.
+  const int32_t place = places_.Find(id);
+  if (place >= 0) {
+    candidates_[place].hits += hits;
+    return;
+  }
+  if (static_cast<int64_t>(candidates_.size()) < options_.max_candidates) {
+    places_.Insert(id, candidates_.size());
+    candidates_.push_back({id, hits});
+    return;
+  }
+  Candidate& oldest = candidates_[next_candidate_];
+  if (oldest.hits) places_.Erase(oldest.id);
+  places_.Insert(id, next_candidate_);
+  oldest = {id, hits};
+  next_candidate_ = (next_candidate_ + 1) % options_.max_candidates;
+}
+
+void Vocabulary::ForgetCandidate(int64_t id) {
+  const int32_t place = places_.Find(id);
+  if (place < 0) return;
+  places_.Erase(id);
+  candidates_[place].hits = 0;
+}
+
+}  // namespace tpu_embedding

@@ -1,0 +1,196 @@
+// The vocabulary of a growing table: which id has which row, which ids get a
+// row, and which rows are given up.
+//
+//   lookup    Find                                 ids -> rows, or none
+//   update    Find, Decide, Take, CountHits        in this order
+//
+// Everything is a function of the updates so far: threads, memory and the salt
+// of the map have no effect. Rows are numbered in the order in which ids are
+// first seen; a row that was given up is used again, the lowest first.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_VOCABULARY_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_VOCABULARY_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/buffer.h"
+#include "core/feature.h"
+#include "core/first_values.h"
+#include "core/growing_memory.h"
+#include "core/id_map.h"
+#include "core/row_groups.h"
+
+namespace tpu_embedding {
+
+constexpr int32_t kNoRow = -1;
+
+// What an id without a row looks up: zeros, its first values, or row 0, which
+// all of them train.
+enum class Unknown { kZeros, kInitializer, kShared };
+
+// Which rows are given up: none; those whose last update is the longest ago;
+// those with the fewest hits; those without an update for `max_age` updates.
+enum class Eviction { kNone, kLeastRecent, kLeastFrequent, kAge };
+
+struct VocabularyOptions {
+  std::string table;  // for messages
+  int64_t max_rows = 0;
+  int64_t min_rows = 0;  // evictions leave as many
+  int64_t min_count = 1;
+  int64_t max_candidates = 0;
+  Eviction eviction = Eviction::kNone;
+  int64_t max_age = 0;
+  Unknown unknown = Unknown::kZeros;
+  bool shares_when_full = false;  // else an error
+  FirstValues first_values;
+
+  // Whether the lookup of an update gives an id without a row its first values:
+  // then the gradients of the update that admits it train its row.
+  bool TrainsAdmitted() const {
+    return min_count == 1 || unknown == Unknown::kInitializer;
+  }
+};
+
+// The ids of one update that have no row, in the order of first sight.
+struct UnknownIds {
+  std::vector<int64_t> ids;
+  std::vector<int64_t> hits;
+};
+
+// Which of them get a row.
+struct Decision {
+  std::vector<bool> admitted;
+  int64_t num_admitted = 0;
+};
+
+struct VocabularyCounts {
+  int64_t unknown = 0;  // ids without a row, once for each update
+  int64_t admitted = 0;
+  int64_t refused = 0;  // ids of `unknown` that got no row
+  int64_t evicted = 0;
+};
+
+// A set of rows.
+class RowSet {
+ public:
+  explicit RowSet(int64_t num_rows) : words_((num_rows + 63) / 64) {}
+  void Add(int32_t row) { words_[row / 64] |= uint64_t{1} << row % 64; }
+  bool Has(int32_t row) const { return words_[row / 64] >> row % 64 & 1; }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+// Reading is thread-safe while nothing changes the vocabulary.
+class Vocabulary {
+ public:
+  // Adds the rows that may not be given up: those that this update names, and
+  // those that were looked up for updates to come. Called only if rows may be.
+  using Hold = std::function<void(RowSet*)>;
+
+  Vocabulary(VocabularyOptions options, uint64_t salt);
+
+  const VocabularyOptions& options() const { return options_; }
+  // All rows ever used, given up or not, and row 0 where it is shared.
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_ids() const { return map_.size(); }
+  const VocabularyCounts& counts() const { return counts_; }
+
+  // Writes the row of each id, or kNoRow.
+  void Find(const int64_t* ids, int64_t size, int32_t* rows) const;
+
+  // What an id without a row looks up now, in a lookup for an update or not.
+  Unknown Missing(bool training) const;
+
+  // Which ids the update will admit; an error if the table is full. Makes room
+  // in memory, also for `num_rows` that grow, but changes nothing else.
+  Error Decide(const UnknownIds& unknown, const Hold& hold, Decision* decision);
+
+  // The rows that the table will have, at most, after Take.
+  int64_t MostRowsAfter(const Decision& decision) const;
+
+  // Begins the update: evicts, admits, and remembers candidates. `rows`: for
+  // each id of `unknown` its row, or kNoRow. `created`: the rows that must get
+  // the first values of the id beside them.
+  struct Created {
+    int32_t row;
+    int64_t id;
+  };
+  void Take(const UnknownIds& unknown, const Decision& decision,
+            const Hold& hold, std::vector<int32_t>* rows,
+            std::vector<Created>* created);
+
+  // Counts the hits of the groups [begin, end): rows of the update that began.
+  void CountHits(const RowGroups& groups, int64_t begin, int64_t end);
+
+  // The id whose first values the shared row has.
+  static constexpr int64_t kSharedId = 0x7465647261687365;
+
+ private:
+  // Of a row: its hits, and the number of the last update that hit it, counted
+  // from 1; 0 of a row that no id has.
+  struct Use {
+    uint32_t hits;
+    uint32_t last;
+  };
+  // An id that was hit, but not often enough yet; free if it has no hits.
+  struct Candidate {
+    int64_t id;
+    int64_t hits;
+  };
+
+  bool Evicts() const { return options_.eviction != Eviction::kNone; }
+  int64_t num_shared() const { return options_.unknown == Unknown::kShared; }
+  // Ids that may have rows, and how many more may have one.
+  int64_t capacity() const { return options_.max_rows - num_shared(); }
+  int64_t room() const { return capacity() - map_.size(); }
+
+  const int64_t& id_of(int32_t row) const {
+    return reinterpret_cast<const int64_t*>(ids_.data())[row];
+  }
+  Use& use_of(int32_t row) const {
+    return reinterpret_cast<Use*>(uses_.data())[row];
+  }
+  // By what rows are compared; the smallest are given up first.
+  uint32_t KeyOf(int32_t row) const;
+  bool IsEvictable(int32_t row, const RowSet& held) const;
+
+  int64_t CountEvictable(const Hold& hold) const;
+  void MakeRoom(int64_t needed, const Hold& hold);
+  void BeginSweep(int64_t wanted, const RowSet& held);
+  void SweepSlice(const RowSet& held);
+  void Evict(int32_t row);
+  int32_t NewRow(int64_t id, int64_t hits);
+  int64_t HitsOfCandidate(int64_t id) const;
+  void AddCandidate(int64_t id, int64_t hits);
+  void ForgetCandidate(int64_t id);
+
+  const VocabularyOptions options_;
+  IdMap map_;
+  GrowingMemory ids_;   // by row, int64
+  GrowingMemory uses_;  // by row, Use; only if rows are given up
+  int64_t num_rows_ = 0;
+  std::vector<int32_t> free_;  // given up, a heap with the lowest first
+  int64_t step_ = 0;           // updates begun
+  VocabularyCounts counts_;
+
+  // Candidates are forgotten in the order in which they came.
+  IdMap places_;  // of candidates
+  std::deque<Candidate> candidates_;
+  int64_t next_candidate_ = 0;
+
+  // The sweep over rows: those with a smaller key than the threshold go, and of
+  // those with an equal one the first `ties_`.
+  int64_t cursor_ = 0;
+  bool sweeping_ = false;
+  uint32_t threshold_ = 0;
+  int64_t ties_ = 0;
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_VOCABULARY_H_
