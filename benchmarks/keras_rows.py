@@ -1,9 +1,12 @@
 """CPU and wall time of `fit` with Keras's Embedding layers, as they are and by rows.
 
     python -m benchmarks.keras_rows --rows 1000 100000 1000000
+    python -m benchmarks.keras_rows --draw docs/keras_embedding.md
 
 8 tables of 16 columns, batches of 2,048 samples with Zipf-distributed ids, one dense
 layer. Each figure is from a process of its own; the processes of one size take turns.
+With --draw nothing is measured: the picture of the README is drawn of the table of a
+page, so that both have the same figures.
 """
 
 from __future__ import annotations
@@ -11,13 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import picture
+
+PICTURE = pathlib.Path("docs/images/keras_rows.svg")
 FEATURES, DIM, BATCH = 8, 16, 2048
 WAYS = (
     ("Keras 3", "0", False),
@@ -82,15 +90,34 @@ def _run(arguments: argparse.Namespace, rows: int, legacy: str, by_rows: bool) -
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def published(page: str) -> Mapping[str, Mapping[float, float]]:
+    """The CPU times of Adagrad in the text of a page, by way and rows."""
+    rows = [
+        [cell.strip().replace(",", "") for cell in line.split("|")[2:7]]
+        for line in page.splitlines()
+        if line.startswith("| Adagrad |")
+    ]
+    columns = {"Keras 3": 1, "tf_keras": 3, "tpu_embedding": 2}
+    return {
+        name: {float(row[0]): float(row[column]) for row in rows}
+        for name, column in columns.items()
+    }
+
+
 def main() -> None:
-    """Prints a table, or measures in this process."""
+    """Prints a table, draws one, or measures in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1000, 100_000, 10**6])
     parser.add_argument("--optimizer", default="Adagrad")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--draw", type=pathlib.Path, metavar="PAGE")
     arguments = parser.parse_args()
+    if arguments.draw is not None:
+        axes = ("rows of each of 8 tables", "CPU ms of a step")
+        picture.curves(PICTURE, axes, published(arguments.draw.read_text()))
+        return
     if arguments.child is not None:
         (rows,) = arguments.rows
         print(

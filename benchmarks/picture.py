@@ -64,3 +64,44 @@ def bars(
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def curves(
+    path: pathlib.Path,
+    axes_names: tuple[str, str],
+    found: Mapping[str, Mapping[float, float]],
+) -> None:
+    """Draws a curve for each name over two logarithmic axes, its points in numbers.
+
+    Args:
+      path: The file to write.
+      axes_names: What x and y are.
+      found: By what stands in the legend a curve's y by x.
+    """
+    if not can_draw():
+        return
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    # Text stays text, and two runs write the same bytes.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves"}):
+        figure, axes = plt.subplots(figsize=(7, 3.2))
+        for name, points in found.items():
+            axes.plot([*points], [*points.values()], marker="o", label=name)
+        points = {(x, y) for curve in found.values() for x, y in curve.items()}
+        for x, y in sorted(points):
+            axes.annotate(f"{y:,.0f}", (x, y), (6, 4), textcoords="offset points")
+        axes.set(xscale="log", yscale="log", xlabel=axes_names[0])
+        axes.set_ylabel(axes_names[1])
+        axes.set_xticks(sorted({x for x, _ in points}), minor=False)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.minorticks_off()
+        axes.margins(x=0.1)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)

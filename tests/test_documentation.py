@@ -82,10 +82,21 @@ def test_every_page_is_reached_from_the_readme_and_leads_back():
 
 def test_the_readme_is_short_and_names_every_example():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 100
     examples = [path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")]
     assert examples
     assert [name for name in examples if name not in text] == []
+
+
+def test_the_picture_of_the_readme_has_the_figures_of_its_page():
+    picture = (DOCS / "images" / "keras_rows.svg").read_text()
+    rows = re.findall(
+        r"^\| Adagrad (\|.*)", (DOCS / "keras_embedding.md").read_text(), re.M
+    )
+    assert len(rows) == 3
+    for row in rows:
+        for figure in re.findall(r"(?<=\| )[\d,]+(?= \|)", row)[:4]:
+            assert f">{figure}</text>" in picture, figure
 
 
 def test_optimizers_are_listed_with_their_engines():
