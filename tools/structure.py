@@ -183,7 +183,7 @@ def cpu_engines(sources: Mapping[str, str]) -> list[str]:
     while below := [name for name in bases if bases[name] & parents]:
         found += below
         parents = {name.rpartition(".")[2] for name in below}
-    others = re.compile(r"\.(tpu_v2_v4|sparse_core|cpu_base)\.")
+    others = re.compile(r"\.(tpu_v2_v4|sparse_core)\.")
     return [name for name in found if not others.search(name)]
 
 

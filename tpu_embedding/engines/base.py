@@ -21,7 +21,7 @@ from tpu_embedding.layout.csr import (
 )
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.stacking import Layout, lay_out_whole
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows
 
@@ -285,7 +285,8 @@ class Engine(abc.ABC):
     ) -> Layout:
         """Stacks the tables of a plan that `check_plan` has let pass.
 
-        Called only if the engine stores stacks or the class hands them out.
+        Called only if the engine stores stacks or the class hands them out. Stacks of
+        whole tables are those of the configuration alone.
 
         Args:
           plan: The tables and features.
@@ -298,8 +299,8 @@ class Engine(abc.ABC):
           ValueError: If the tables cannot be stacked, or the engine needs a shape that
             is not known.
         """
-        del plan, topology, config, output_shapes
-        raise NotImplementedError(f"The {cls.name} engine has no stacks.")
+        del topology, output_shapes
+        return lay_out_whole(plan, config)
 
     @classmethod
     def join(cls, options: EngineOptions) -> Membership | None:

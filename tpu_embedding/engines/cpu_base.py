@@ -1,4 +1,4 @@
-"""What the engines share that keep each table as one variable."""
+"""What the engines share whose tables are not stacked in their memory."""
 
 from __future__ import annotations
 
@@ -8,113 +8,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
-from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import (
-    EmbeddingOptions,
-    Engine,
-    EngineOptions,
-    TableArrays,
-)
-from tpu_embedding.engines.rates import Rates
+from tpu_embedding.engines.base import TableArrays
 from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
-from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
+from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.layout.stacking import Layout, full_shape
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.variables import (
-    TableVariables,
-    create_counter,
-    create_variables,
-    named_variables,
-    variable_rows,
-)
-
-
-class WholeTablesEngine(Engine):
-    """Each table and slot is one variable on one device; abstract."""
-
-    table_dtypes = DTYPES
-    differentiates_weights = True
-
-    def __init__(
-        self,
-        options: EngineOptions,
-        variables: Sequence[TableVariables] | None = None,
-    ) -> None:
-        """Makes the variables, unless they are given; see `Engine`."""
-        super().__init__(options)
-        self._pipelined = options.pipelined
-        self._num_replicas = options.topology.num_replicas
-        self._stacks = StackedBatches(options.plan, options.layout)
-        self._variables = (
-            create_variables(options.plan, self._device)
-            if variables is None
-            else list(variables)
-        )
-        self._rates = Rates(
-            options.plan, lambda: create_counter("updates", self._device)
-        )
-
-    @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        """See `Engine.check_plan`."""
-        del topology, options
-        refuse_tpu_options(cls.name, plan)
-
-    @classmethod
-    def lay_out(
-        cls,
-        plan: Plan,
-        topology: Topology,
-        config: SparseCoreEmbeddingConfig,
-        output_shapes: OutputShapes,
-    ) -> Layout:
-        """See `Engine.lay_out`."""
-        del topology, output_shapes  # What no FeatureConfig says may change.
-        return lay_out_whole(plan, config)
-
-    def _by_sample(
-        self, gradients: Sequence[tf.Tensor | None]
-    ) -> list[tf.Tensor | None]:
-        """Gradients of activations as [samples, D]."""
-        return [
-            None if gradient is None else tf.reshape(gradient, [-1, dim])
-            for gradient, dim in zip(gradients, self._plan.dims, strict=True)
-        ]
-
-    def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`; each array is one variable, the table one part."""
-        return {
-            spec.name: arrays_of_variables(spec, table)
-            for spec, table in zip(self._plan.tables, self._variables, strict=True)
-        }
-
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`: the tables themselves."""
-        return {
-            stack.name: tuple(
-                self._variables[index].parameters for index in stack.tables
-            )
-            for stack in self._stacks.layout.stacks
-        }
-
-    def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`."""
-        variables = dict(named_variables(self._plan, self._variables))
-        if self._rates.updates is not None:
-            variables[UPDATES] = self._rates.updates
-        return variables
-
-    def updates(self) -> tf.Variable | None:
-        """See `Engine.updates`."""
-        return self._rates.updates
+from tpu_embedding.tables.variables import TableVariables, variable_rows
 
 
 def arrays_of_variables(spec: TableSpec, table: TableVariables) -> TableArrays:
@@ -169,32 +72,15 @@ def _tpu_only(
     )
 
 
-def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
-    """The stacks of tables that are not cut: one shard, no padding."""
-    shapes = [_full_shape(spec.config.output_shape) for spec in plan.features]
-    return make_layout(
-        plan,
-        shapes,
-        StackingOptions(
-            num_devices=1,
-            sparse_cores_per_device=1,
-            width_multiple=1,
-            row_multiple=1,
-            disable_table_stacking=config.disable_table_stacking,
-            stock_feature_counts=config.stock_feature_counts,
-        ),
-    )
-
-
 class StackedBatches:
     """Turns what an engine computes into the records of `layout.csr`, and back."""
 
     def __init__(self, plan: Plan, layout: Layout | None) -> None:
         """Remembers how many samples each feature is declared to have."""
-        self._layout = layout
+        self._layout, self._dims = layout, plan.dims
         self._declared: list[int | None] = []
         for spec in plan.features:
-            shape = _full_shape(spec.config.output_shape)
+            shape = full_shape(spec)
             self._declared.append(None if shape is None else math.prod(shape))
 
     @property
@@ -202,6 +88,22 @@ class StackedBatches:
         """The stacks, where the class hands them out."""
         assert self._layout is not None
         return self._layout
+
+    def stacked(self, tables: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """By name of the stack what `tables` has for each of its tables."""
+        return {
+            stack.name: tuple(tables[index] for index in stack.tables)
+            for stack in self.layout.stacks
+        }
+
+    def by_sample(
+        self, gradients: Sequence[tf.Tensor | None]
+    ) -> list[tf.Tensor | None]:
+        """Gradients of activations as [samples, D]."""
+        return [
+            None if gradient is None else tf.reshape(gradient, [-1, dim])
+            for gradient, dim in zip(gradients, self._dims, strict=True)
+        ]
 
     def pack(
         self, stacks: Sequence[Sequence[tf.Tensor]], shapes: Sequence[tf.Tensor]
@@ -259,10 +161,3 @@ class StackedBatches:
         if len(self._undeclared(stack)) > 1:
             return tf.stack(samples)
         return tf.add_n(samples)
-
-
-def _full_shape(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
-    if shape is None:
-        return None
-    known = tuple(axis for axis in shape if axis is not None)
-    return known if len(known) == len(shape) else None

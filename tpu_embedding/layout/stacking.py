@@ -17,8 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.layout.partition import Partition
-from tpu_embedding.layout.plan import Plan, TableSpec, stacking_kind
+from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, stacking_kind
 
 # TensorFlow's limits. A stack stays below each of them.
 ACTIVATION_BYTES_LIMIT = 2**21  # of one SparseCore
@@ -169,6 +170,31 @@ class Layout:
     feature_stacks: tuple[int, ...]
     row_offsets: tuple[int, ...]
     output_shapes: tuple[Shape | None, ...]
+
+
+def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
+    """The stacks of tables that are not cut: one shard, no padding."""
+    return make_layout(
+        plan,
+        [full_shape(spec) for spec in plan.features],
+        StackingOptions(
+            num_devices=1,
+            sparse_cores_per_device=1,
+            width_multiple=1,
+            row_multiple=1,
+            disable_table_stacking=config.disable_table_stacking,
+            stock_feature_counts=config.stock_feature_counts,
+        ),
+    )
+
+
+def full_shape(spec: FeatureSpec) -> Shape | None:
+    """The output shape that a FeatureConfig declares, or None if an axis is open."""
+    shape = spec.config.output_shape
+    if shape is None:
+        return None
+    known = tuple(axis for axis in shape if axis is not None)
+    return known if len(known) == len(shape) else None
 
 
 def make_layout(

@@ -25,6 +25,7 @@ class HostBatches:
 
     Attributes:
       device: Where batches are prepared; None: where each call is.
+      stacks: The stacks of the tables.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class HostBatches:
         self.device, self._record, self._groups = device, record, groups
         self._plan = options.plan
         self._output_shapes = options.output_shapes
-        self._stacks = StackedBatches(options.plan, options.layout)
+        self.stacks = StackedBatches(options.plan, options.layout)
         self._call_records: dict[Any, bytes] = {}
 
     def prepare(self, batch: Sequence[IdBatch], *, training: bool) -> tf.Tensor:
@@ -69,7 +70,7 @@ class HostBatches:
         with tf.device(self.device):
             result = self._ops.tpu_embedding_to_stacks(
                 batch=batch,
-                num_stacks=len(self._stacks.layout.stacks),
+                num_stacks=len(self.stacks.layout.stacks),
                 num_features=len(self._plan.features),
                 raises=raises,
             )
@@ -80,17 +81,17 @@ class HostBatches:
                 result.gains,
             )
             stacks = list(zip(*columns, strict=True))
-            packed = self._stacks.pack(stacks, result.output_shapes)
+            packed = self.stacks.pack(stacks, result.output_shapes)
             return packed if raises else packed._replace(refusal=result.refusal)
 
     def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
         """See `Engine.from_tensors`: errors in values are raised by what takes it."""
-        stacks = [features.tables[s.name] for s in self._stacks.layout.stacks]
+        stacks = [features.tables[s.name] for s in self.stacks.layout.stacks]
         with tf.device(self.device):
             shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
             for_update = not shapes  # Its samples are known.
             if for_update:
-                counts = self._stacks.samples(features.tables)
+                counts = self.stacks.samples(features.tables)
                 shapes = [count[tf.newaxis] for count in counts]
             return self._ops.tpu_embedding_from_stacks(
                 row_pointers=[tf.cast(s.row_pointers, tf.int32) for s in stacks],
@@ -109,22 +110,6 @@ class HostBatches:
             tf.TensorShape((*shape, dim))
             for shape, dim in zip(known, self._plan.dims, strict=True)
         ]
-
-    def by_sample(
-        self, gradients: Sequence[tf.Tensor | None]
-    ) -> list[tf.Tensor | None]:
-        """Gradients of activations as [samples, D]."""
-        return [
-            None if gradient is None else tf.reshape(gradient, [-1, dim])
-            for gradient, dim in zip(gradients, self._plan.dims, strict=True)
-        ]
-
-    def stacked(self, tables: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-        """By name of the stack what `tables` has for each of its tables."""
-        return {
-            stack.name: tuple(tables[index] for index in stack.tables)
-            for stack in self._stacks.layout.stacks
-        }
 
     def _call_record(self, batch: Sequence[IdBatch], training: bool) -> bytes:
         """What the kernel must know of this call; equal calls share one record."""

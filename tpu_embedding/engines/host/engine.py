@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.config import DTYPES, SparseCoreEmbeddingConfig
+from tpu_embedding.config import DTYPES
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
     EmbeddingOptions,
@@ -18,11 +18,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
-from tpu_embedding.engines.cpu_base import (
-    arrays_of_variables,
-    lay_out_whole,
-    refuse_tpu_options,
-)
+from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
@@ -30,9 +26,8 @@ from tpu_embedding.engines.host.transport import Call, Transport
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import OutputShapes, Shape
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import create_variables, named_variables
 
@@ -103,18 +98,6 @@ class HostEngine(Engine):
         """See `Engine.check_plan`."""
         del topology, options
         refuse_tpu_options(cls.name, plan)
-
-    @classmethod
-    def lay_out(
-        cls,
-        plan: Plan,
-        topology: Topology,
-        config: SparseCoreEmbeddingConfig,
-        output_shapes: OutputShapes,
-    ) -> Layout:
-        """See `Engine.lay_out`."""
-        del topology, output_shapes  # What no FeatureConfig says may change.
-        return lay_out_whole(plan, config)
 
     def prepare(
         self,
@@ -260,7 +243,7 @@ class HostEngine(Engine):
     ) -> None:
         """See `Engine.update`."""
         if looked_up.tensors is not None:
-            gradients = self._batches.by_sample(gradients)
+            gradients = self._batches.stacks.by_sample(gradients)
         if self._transport is None:
             (part,) = self._parts
             part.apply(part.submit([looked_up.value], gradients, replica))
@@ -333,7 +316,9 @@ class HostEngine(Engine):
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
         (part,) = self._parts
-        return self._batches.stacked([table.parameters for table in part.variables])
+        return self._batches.stacks.stacked(
+            [table.parameters for table in part.variables]
+        )
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""

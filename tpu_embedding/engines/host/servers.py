@@ -23,11 +23,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
-from tpu_embedding.engines.cpu_base import (
-    arrays_of_variables,
-    lay_out_whole,
-    refuse_tpu_options,
-)
+from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
@@ -194,10 +190,8 @@ class ParameterServerEngine(HostEngine):
         output_shapes: OutputShapes,
     ) -> Layout:
         """See `Engine.lay_out`: tables on different servers cannot be one stack."""
-        del topology, output_shapes
-        return lay_out_whole(
-            plan, dataclasses.replace(config, disable_table_stacking=True)
-        )
+        config = dataclasses.replace(config, disable_table_stacking=True)
+        return super().lay_out(plan, topology, config, output_shapes)
 
     def queue(self) -> StepQueue:
         """See `Engine.queue`."""

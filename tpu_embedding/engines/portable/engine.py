@@ -12,9 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.config import DTYPES
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
     EmbeddingOptions,
+    Engine,
     EngineOptions,
     Prepared,
     StepQueue,
@@ -22,20 +24,30 @@ from tpu_embedding.engines.base import (
     TracedTicket,
 )
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
-from tpu_embedding.engines.cpu_base import WholeTablesEngine
+from tpu_embedding.engines.cpu_base import (
+    StackedBatches,
+    arrays_of_variables,
+    refuse_tpu_options,
+)
 from tpu_embedding.engines.portable.combiners import Combiners, Found, check_functions
 from tpu_embedding.engines.portable.stacks import read_stack, write_stack
 from tpu_embedding.engines.portable.tables import row_sums, update_table
+from tpu_embedding.engines.rates import Rates
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.lookup.combine import look_up, reader_of, sum_segments
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.variables import create_state
+from tpu_embedding.tables.variables import (
+    create_counter,
+    create_state,
+    create_variables,
+    named_variables,
+)
 
 _GIVEN_UP = (
     "The gradients belong to a step that was given up: it failed in some replica, or "
@@ -43,15 +55,22 @@ _GIVEN_UP = (
 )
 
 
-class PortableEngine(WholeTablesEngine, StepQueue):
+class PortableEngine(Engine, StepQueue):
     """Looks up and updates entries (row, sample, gain); it is its own queue."""
 
     name = "portable"
+    table_dtypes = DTYPES
+    differentiates_weights = True
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes the tables and the queue; see `Engine`."""
         check_functions(options.plan)
         super().__init__(options)
+        self._variables = create_variables(options.plan, self._device)
+        self._rates = Rates(
+            options.plan, lambda: create_counter("updates", self._device)
+        )
+        self._stacks = StackedBatches(options.plan, options.layout)
         self._lock = threading.Lock()
         self._host = _host_of(self._device)
         with tf.device(self._device):
@@ -66,7 +85,7 @@ class PortableEngine(WholeTablesEngine, StepQueue):
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
         """See `Engine.check_plan`."""
-        super().check_plan(plan, topology, options)
+        refuse_tpu_options(cls.name, plan)
         number = topology.num_replicas
         lacking = [f"{number} replicas"] if number > 1 else []
         if options.pipelined:
@@ -86,20 +105,30 @@ class PortableEngine(WholeTablesEngine, StepQueue):
 
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`."""
-        tables = super().tables()
-        for spec in self._plan.tables:
-            weights, table = self._combiners.variables(spec.index), tables[spec.name]
-            values = functools.partial(dict, {**table.values(), **weights})
+        tables = {}
+        for spec, variables in zip(self._plan.tables, self._variables, strict=True):
+            table = arrays_of_variables(spec, variables)
+            weights = self._combiners.variables(spec.index)
+            values = functools.partial(dict, {**variables.arrays, **weights})
             tables[spec.name] = dataclasses.replace(table, values=values)
         return tables
 
+    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
+        """See `Engine.stacked_tables`: the tables themselves."""
+        return self._stacks.stacked([table.parameters for table in self._variables])
+
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `Engine.checkpoint_variables`."""
-        variables = super().checkpoint_variables()
+        variables: dict[str, Any] = dict(named_variables(self._plan, self._variables))
         for table in self._plan.tables:
             for name, variable in self._combiners.variables(table.index).items():
                 variables[f"{table.name}/{name}"] = variable
-        return variables
+        updates = self._rates.updates
+        return variables if updates is None else {**variables, UPDATES: updates}
+
+    def updates(self) -> tf.Variable | None:
+        """See `Engine.updates`."""
+        return self._rates.updates
 
     def prepare(
         self,
@@ -170,7 +199,7 @@ class PortableEngine(WholeTablesEngine, StepQueue):
                 counts = self._stacks.samples(tables)
                 entries = self._read_stacks(tables, [n[tf.newaxis] for n in counts])
                 found = self._combiners.unpack(tables, counts)
-                self._update(entries, self._by_sample(gradients), found)
+                self._update(entries, self._stacks.by_sample(gradients), found)
                 return
             ticket = looked_up.value
             entries, resets = ticket.content

@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines.base import (
     EmbeddingOptions,
@@ -25,7 +24,6 @@ from tpu_embedding.engines.base import (
     TableArrays,
     TracedTicket,
 )
-from tpu_embedding.engines.cpu_base import lay_out_whole
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import TPUQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
@@ -33,9 +31,8 @@ from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import OutputShapes, Shape
+from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 
@@ -136,18 +133,6 @@ class TPUV2V4Engine(Engine):
         tpu = topology.tpu
         devices = sum(len(cores) for cores in tpu.devices)
         limits.raise_first(limits.whole_table_excesses(plan, tpu.generation, devices))
-
-    @classmethod
-    def lay_out(
-        cls,
-        plan: Plan,
-        topology: Topology,
-        config: SparseCoreEmbeddingConfig,
-        output_shapes: OutputShapes,
-    ) -> Layout:
-        """See `Engine.lay_out`: each table is whole."""
-        del topology, output_shapes
-        return lay_out_whole(plan, config)
 
     @classmethod
     def check_inputs(
