@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import signal
 import time
 from typing import Any
 
@@ -150,6 +152,35 @@ def _step(embedding: Any) -> list[float]:
         embedding.apply_gradients(gradients, preserved)
     (table,) = embedding.embedding_tables.values()
     return table.numpy()[:, 0].tolist()
+
+
+def step_late(strategy: Any, seconds: float) -> list[float]:
+    """A step that the last process begins later than the others."""
+    embedding = _embedding(strategy)
+    if _is_last(strategy):
+        time.sleep(seconds)
+    return _step(embedding)
+
+
+def train_until_preempted(
+    strategy: Any, folder: str, steps: int, preempted_at: int
+) -> tuple[int, list[float]]:
+    """Steps under TensorFlow's handler; the last process gets SIGTERM before one.
+
+    Returns:
+      The number of steps of the checkpoint it began with, and the first column of the
+      table after `steps` more.
+    """
+    embedding = _embedding(strategy)
+    handler = tf.distribute.experimental.PreemptionCheckpointHandler(
+        strategy.cluster_resolver, tf.train.Checkpoint(embedding=embedding), folder
+    )
+    begun = handler.total_run_calls
+    for number in range(steps):
+        if _is_last(strategy) and number == preempted_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        table = handler.run(_step, embedding)
+    return begun, table
 
 
 def refuse_inputs(strategy: Any) -> list[tuple[str, str, float]]:

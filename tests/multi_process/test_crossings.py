@@ -116,6 +116,35 @@ def test_a_batch_that_was_prepared_first_is_refused_in_all_processes(two: Job) -
             assert table[:3] == [0.0, -float(number), 1.0 - number]
 
 
+def test_a_line_says_which_process_is_waited_for() -> None:
+    with Job(2, {"TF_CPP_MIN_LOG_LEVEL": "1"}) as job:
+        found = job.run("crossings.step_late", 3.5)
+        printed = [process.printed() for process in job.processes]
+    assert found == [[0, 0, 1, 3, 4, 5, 6, 7]] * 2
+    line = "tpu_embedding: process 0 waits in enqueue(training=True) "
+    assert f"{line}for process 1, at most 5 s." in printed[0], printed[0]
+    assert "tpu_embedding: process" not in printed[1]
+
+
+def test_a_preempted_job_goes_on_with_another_number_of_processes(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The process that gets SIGTERM and the other one save the same step, and end."""
+    # TensorFlow's handler asks for Google's metadata server; nothing answers there.
+    no_server = {"GCE_METADATA_IP": "127.0.0.1:9"}
+    path = str(tmp_path)
+    with Job(2, no_server) as job:
+        for found in job.attempt("crossings.train_until_preempted", path, 9999, 3):
+            assert (found.kind, found.text) == ("Ended", "exit code 42")
+    with Job(3, no_server) as job:
+        results = job.run("crossings.train_until_preempted", path, 2, -1)
+    begun, _ = results[0]
+    assert 3 <= begun < 9999
+    moved = float(begun + 2 * 1.5)  # A step of a process moves a row by 0.5.
+    table = [0.0, 1 - moved, 2 - moved, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert results == [(begun, table)] * 3
+
+
 def test_an_op_that_fails_beside_an_exchange_is_named() -> None:
     with Job(2) as job:
         (kind, text), (own_kind, own_text) = job.run("crossings.fail_in_a_function")

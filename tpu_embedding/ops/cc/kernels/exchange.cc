@@ -22,6 +22,7 @@
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/platform/logging.h"
 
 namespace tpu_embedding {
 namespace {
@@ -151,6 +152,8 @@ class ChannelStatisticsOp : public tensorflow::OpKernel {
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 constexpr int kWindow = 8;
 constexpr int64_t kAlignment = 64;
+// After this time a line says which processes are waited for.
+constexpr int64_t kReminderSeconds = 10;
 
 // What comes before a message.
 enum Header : int {
@@ -195,9 +198,12 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     group_.group_size = size();
     group_.device_type = tensorflow::DeviceType(tensorflow::DEVICE_CPU);
     const auto self = shared_from_this();
-    watch_ =
-        Watchdog::Get().Start(std::chrono::seconds(channel_->timeout_seconds),
-                              [self] { self->Expire(); });
+    const int64_t timeout = channel_->timeout_seconds;
+    watch_ = Watchdog::Get().Start(std::chrono::seconds(timeout),
+                                   [self] { self->Expire(); });
+    reminder_ = Watchdog::Get().Start(
+        std::chrono::seconds(std::min(kReminderSeconds, (timeout + 1) / 2)),
+        [self] { self->Remind(); });
     executor_->CompleteGroupAsync(
         context_->device()->attributes(), &group_,
         context_->cancellation_manager(), [self](const absl::Status& status) {
@@ -561,13 +567,18 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return lost;
   }
 
+  void Remind() {
+    LOG(WARNING) << "tpu_embedding: process " << channel_->rank << " waits in "
+                 << (call_.empty() ? phase_name() : call_) << " for process "
+                 << Missing() << ", at most " << channel_->timeout_seconds
+                 << " s.";
+  }
+
   void Expire() {
-    std::string missing = Missing(arrived_.get());
-    if (missing.empty()) missing = Missing(taken_.get());
     const absl::Status status = absl::DeadlineExceededError(absl::StrCat(
         "tpu_embedding: process ", channel_->rank, " waited ",
         channel_->timeout_seconds, " s in ", phase_name(), " for process ",
-        missing,
+        Missing(),
         ", which did not make the same call: it is stuck, is ending, has "
         "stopped after an error, or has no more batches. Nothing of this step "
         "was applied. Give every process the same number of steps (an empty "
@@ -577,6 +588,12 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       if (failure_.ok()) failure_ = status;
     }
     executor_->StartAbort(status);
+  }
+
+  // The processes that have sent nothing, or else those that took nothing.
+  std::string Missing() const {
+    const std::string missing = Missing(arrived_.get());
+    return missing.empty() ? Missing(taken_.get()) : missing;
   }
 
   // The other processes for which `done` is false.
@@ -591,6 +608,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   void Finish(const absl::Status& status) {
     Watchdog::Get().Stop(watch_);
+    Watchdog::Get().Stop(reminder_);
     if (!status.ok()) context_->SetStatus(status);
     CollectiveExecutor* executor = executor_;
     const auto done = std::move(done_);
@@ -605,7 +623,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   CollectiveExecutor* const executor_;
   // By process, whether a piece came from it, and it took one.
   std::unique_ptr<std::atomic<bool>[]> arrived_, taken_;
-  int64_t watch_ = 0;
+  int64_t watch_ = 0, reminder_ = 0;
   tensorflow::CollGroupParams group_;
   std::vector<const CollGroupMember*> members_;  // by process
   std::vector<Tensor> messages_;                 // by process
