@@ -1,6 +1,6 @@
 """The models that the documentation of the TFRS layer prints, edited, do train.
 
-The edits are those of docs/keras_layer.md and no others.
+The edits are those of docs/from_tfrs.md and no others.
 """
 
 from __future__ import annotations
