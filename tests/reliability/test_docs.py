@@ -1,4 +1,4 @@
-"""Figures of docs/reliability.md that follow from the tests are those of the tests."""
+"""Figures of docs/verification.md that follow from the tests are those of the tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cpu_engines import EACH_ENGINE
 from reliability import bad_calls, test_bad_input, test_bad_input_tpus, test_numbers
 from reliability.bad_inputs import BY_TYPE, BY_VALUE
 
-DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "verification.md"
 
 
 def test_figures() -> None:
