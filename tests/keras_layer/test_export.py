@@ -77,6 +77,9 @@ def test_export_straight_from_training(trained: keras.Model, tmp_path: pathlib.P
     expected = trained({"ids": IDS})
     trained.export(tmp_path / "export", verbose=False)
     assert_stock(tmp_path / "export")
+    stored = tf.train.list_variables(str(tmp_path / "export/variables/variables"))
+    # Neither slots nor a second copy.
+    assert [shape for _, shape in stored].count([9, 2]) == 1
     loaded = tf.saved_model.load(tmp_path / "export")
     served = loaded.serve({"ids": IDS})
     np.testing.assert_allclose(served, expected, rtol=1e-6)

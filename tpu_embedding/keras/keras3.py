@@ -194,10 +194,7 @@ def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
       variables: By name in checkpoints each tf.Variable or LogicalVariable.
     """
     layer.state_of_tables = [
-        (_LogicalWeight if isinstance(variable, LogicalVariable) else _TableWeight)(
-            variable, name
-        )
-        for name, variable in variables.items()
+        _TableWeight(variable, name) for name, variable in variables.items()
     ]
 
 
@@ -206,7 +203,11 @@ def _weight_name(name: str) -> str:
 
 
 class _TableWeight(keras.Variable):
-    """A view of a table or slot in the same memory."""
+    """A view of a table or slot in the same memory.
+
+    An exported model saves nothing of it: the model has the variables that its graphs
+    read, which are those of the tables.
+    """
 
     def __init__(self, variable: tf.Variable, name: str) -> None:
         super().__init__(
@@ -221,6 +222,31 @@ class _TableWeight(keras.Variable):
     def _initialize_with_initializer(self, initializer: Any) -> None:
         # Keras calls this later if it builds a model without making variables.
         self._initialize(initializer(self.shape, dtype=self.dtype))
+
+    def _initialize(self, value: Any) -> None:
+        self._value = _Unsaved(value) if isinstance(value, LogicalVariable) else value
+
+    @property
+    def _should_act_as_resource_variable(self) -> bool:
+        if isinstance(self._value, _Unsaved):
+            raise AttributeError  # TensorFlow checks whether the attribute exists.
+        return True
+
+    def _write_object_proto(self, proto: Any, options: Any) -> None:
+        del options
+        proto.user_object.identifier = self._object_identifier
+        proto.user_object.version.producer = 1
+        proto.user_object.version.min_consumer = 1
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {}
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> None:
+        del restored_tensors  # Always empty.
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list[Any]:
+        del args, kwargs
+        return []
 
 
 class _Unsaved(tf.__internal__.tracking.Trackable):
@@ -240,27 +266,3 @@ class _Unsaved(tf.__internal__.tracking.Trackable):
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return self._variable.__tf_tensor__(dtype, name)
-
-
-class _LogicalWeight(_TableWeight):
-    """A view of a table that TensorFlow does not store as one variable.
-
-    Exported models refer to the variables that store the table instead.
-    """
-
-    @property
-    def _should_act_as_resource_variable(self) -> bool:
-        raise AttributeError  # TensorFlow checks whether the attribute exists.
-
-    def _initialize(self, value: Any) -> None:
-        self._value = _Unsaved(value)
-
-    def _serialize_to_tensors(self) -> dict[str, Any]:
-        return {}
-
-    def _restore_from_tensors(self, restored_tensors: Any) -> None:
-        del restored_tensors  # Always empty.
-
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list[Any]:
-        del args, kwargs
-        return []
