@@ -1,4 +1,4 @@
-"""Runs everything that docs/performance.md has aims for.
+"""Runs everything that has an aim.
 
 python -m benchmarks.everything [--quick]
 
