@@ -11,8 +11,10 @@ import tensorflow as tf
 from engine_calls import MODES, assert_same, assert_same_variables, films, make_engine
 
 import tpu_embedding as te
-from tpu_embedding.engines import Engine
+from tpu_embedding.engines import Call, Engine
 from tpu_embedding.inputs import IdBatch, InputKind
+
+CALL = Call(replica=0)
 
 
 def id_batch(
@@ -213,8 +215,7 @@ def engine_for(name: str, refused: Refused) -> Engine:
 
 
 def enqueue_on(engine: Engine, batch: list[IdBatch]) -> None:
-    prepared = engine.prepare(batch, training=True)
-    engine.queue().enqueue([prepared], 0, training=True)
+    engine.queue().enqueue(engine.prepare([batch], CALL), CALL)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -234,7 +235,7 @@ def test_refuses_input(refused: Refused, mode: str) -> None:
         enqueue()
     assert refused.message in raised.value.message
     with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is enqueued"):
-        engine.queue().dequeue(0)
+        engine.queue().dequeue(CALL)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -319,8 +320,8 @@ def test_looks_up_as_the_host(case: str, combiner: str) -> None:
         def step(engine: Engine = engine) -> list[tf.Tensor]:
             here = batch if tf.executing_eagerly() else forget_shapes(batch)
             enqueue_on(engine, [here])
-            (activation,) = engine.queue().dequeue(0)
-            engine.queue().apply_gradients([tf.cos(activation)], 0)
+            (activation,) = engine.queue().dequeue(CALL)
+            engine.queue().apply_gradients([tf.cos(activation)], CALL)
             return [activation]
 
         results.append((engine, function(step)()))

@@ -21,7 +21,9 @@ from engine_calls import (
 )
 
 import tpu_embedding as te
-from tpu_embedding.engines import Engine
+from tpu_embedding.engines import Call, Engine
+
+CALL = Call(replica=0)
 
 
 class Calls:
@@ -43,25 +45,25 @@ class Calls:
         bad: bool = False,
     ) -> None:
         batch = Mixed.batch(seed, bad=bad)
-        prepared = self.engine.prepare(batch, training=training)
-        self.queue.enqueue([prepared], 0, training=training)
+        call = Call(replica=0, training=training)
+        self.queue.enqueue(self.engine.prepare([batch], call), call)
 
     def dequeue(self) -> list[tf.Tensor]:
-        return self.queue.dequeue(0)
+        return self.queue.dequeue(CALL)
 
     def apply(self, seed: int = 0, *, bad: bool = False) -> None:
-        self.queue.apply_gradients(Mixed.gradients(seed, bad=bad), 0)
+        self.queue.apply_gradients(Mixed.gradients(seed, bad=bad), CALL)
 
     def look_up(self, seed: int, *, bad: bool = False) -> list[tf.Tensor]:
-        prepared = self.engine.prepare(Mixed.batch(seed, bad=bad), training=True)
-        activations, looked_up = self.engine.lookup(prepared, 0, training=True)
+        (prepared,) = self.engine.prepare([Mixed.batch(seed, bad=bad)], CALL)
+        activations, looked_up = self.engine.lookup(prepared, CALL)
         self.looked_up.append(looked_up)
         return activations
 
     def update(self, which: float, seed: int, *, bad: bool = False) -> None:
         if self.looked_up:
             looked_up = self.looked_up[int(which * len(self.looked_up))]
-            self.engine.update(looked_up, Mixed.gradients(seed, bad=bad), 0)
+            self.engine.update(looked_up, Mixed.gradients(seed, bad=bad), CALL)
 
 
 def random_call(rng: np.random.Generator, kinds: str) -> Any:

@@ -18,6 +18,7 @@ from tpu_embedding.checkpoint.trackable import EngineTables
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import (
+    Call,
     EmbeddingOptions,
     Engine,
     EngineOptions,
@@ -335,7 +336,7 @@ class Core(EngineTables):
             else rows.variable
             for name, rows in by_checkpoint_name(arrays).items()
         }
-        updates: Any = engine.updates()
+        updates = self.checkpoint_updates()
         if updates is not None:
             copies = getattr(updates, "values", None)  # One for each replica.
             found[UPDATES] = updates if copies is None else copied_counter(copies)
@@ -390,19 +391,19 @@ class Core(EngineTables):
         """
         engine = self.create_engine()
         replica = self.require_replica("The lookup")
-        self.engine_class.check_inputs(self.topology, self.plan.paths, values)
+        self.check_inputs(values)
         with self.output_shapes.forgets_refused():
             with self.refusing("lookup"):
                 batch = self.topology.on_host(
                     self.read_replica, values, weights or [None] * len(values)
                 )
-                prepared = engine.prepare(batch, training=training)
-            return engine.lookup(
-                prepared,
-                replica,
-                training=training,
-                shapes=self.static_shapes_of(batch),
-            )
+                call = Call(
+                    replica=replica,
+                    training=training,
+                    shapes=self.static_shapes_of(batch),
+                )
+                (prepared,) = engine.prepare([batch], call)
+            return engine.lookup(prepared, call)
 
     def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
         """Updates the tables with the gradients of one `look_up`.
@@ -422,7 +423,17 @@ class Core(EngineTables):
         with self.refusing("update"):
             self.require_optimizers("apply_gradients")
             checked = self.check_gradients(gradients)
-        engine.update(looked_up, checked, replica)
+        engine.update(looked_up, checked, Call(replica=replica))
+
+    def check_inputs(self, values: Sequence[Any]) -> None:
+        """Checks where the features of a lookup come from, before all else.
+
+        Raises:
+          ValueError: If the engine cannot take a feature from there.
+          RuntimeError: If it cannot take any from where the call is.
+        """
+        if self.engine_class.needs_arguments:
+            self.topology.require_arguments(self.plan.paths, values)
 
     def static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
         """In a graph what is known of the activations of this batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tpu_embedding.embedding_base import (
     do_not_convert,
     per_replica,
 )
-from tpu_embedding.engines import EmbeddingOptions, Engine, Prepared, StepQueue
+from tpu_embedding.engines import Call, EmbeddingOptions, Engine, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.tf_configs import (
@@ -245,16 +246,10 @@ class TPUEmbedding(EmbeddingBase):
                 engine = self.core.engine or self.core.engine_for(batches[0], cores)
                 queue = self._queue or self._engine_queue(engine)
             with tf.name_scope(name or "embedding_enqueue"):
-                if place is not None:
-                    batch = engine.prepare(batches[0], training=training, device=place)
-                    queue.enqueue_on(place, batch, training=training, name=name)
-                    return
+                call = Call(replica=replica, training=training, name=name, device=place)
                 with self.core.refusing("enqueue"):
-                    if replica is None:
-                        prepared = engine.prepare_all(batches, training=training)
-                    else:
-                        prepared = [engine.prepare(batches[0], training=training)]
-                self._put(queue, prepared, replica, training, name)
+                    prepared = engine.prepare(batches, call)
+                self._put(queue, prepared, call)
 
     @do_not_convert
     def dequeue(self, name: str | None = None) -> Any:
@@ -278,7 +273,8 @@ class TPUEmbedding(EmbeddingBase):
         with tf.name_scope(name or "embedding_dequeue"):
             queue = self._queue or self._engine_queue(engine)
             shapes = self._static_shapes()
-            activations = queue.dequeue(replica, shapes=shapes, name=name)
+            call = Call(replica=replica, name=name, shapes=shapes)
+            activations = queue.dequeue(call)
         return self._structure.pack(activations)
 
     @do_not_convert
@@ -308,7 +304,7 @@ class TPUEmbedding(EmbeddingBase):
             checked = self.core.check_gradients(flat)
         with tf.name_scope(name or "embedding_apply_gradients"):
             queue = self._queue or self._engine_queue(engine)
-            queue.apply_gradients(checked, replica, name=name)
+            queue.apply_gradients(checked, Call(replica=replica, name=name))
 
     @do_not_convert
     def weight_gradients(self, gradients: Any, features: Any, weights: Any) -> Any:
@@ -395,28 +391,21 @@ class TPUEmbedding(EmbeddingBase):
             results.append(of_weight)
         return self._structure.pack(results)
 
-    def _put(
-        self,
-        queue: StepQueue,
-        prepared: Sequence[Prepared],
-        replica: int | None,
-        training: bool,
-        name: str | None,
-    ) -> None:
+    def _put(self, queue: StepQueue, prepared: Sequence[Prepared], call: Call) -> None:
         """Queues the batch of one replica or of all.
 
         An evaluation batch applies the pending update. So that a step that is refused
         in one replica does not, the replicas meet and queue all batches or none.
         """
         topology = self.core.topology
-        meets = self.core.options.pipelined and not training and replica is not None
-        if not meets or not topology.can_meet():
-            queue.enqueue(prepared, replica, training=training, name=name)
+        meets = self.core.options.pipelined and not call.training
+        if not meets or call.replica is None or not topology.can_meet():
+            queue.enqueue(prepared, call)
             return
 
         def enqueue(batches: list[Any]) -> None:
             of_all = [Prepared(batch) for batch in batches]
-            queue.enqueue(of_all, None, training=False, name=name)
+            queue.enqueue(of_all, dataclasses.replace(call, replica=None))
 
         topology.with_all_replicas(enqueue, prepared[0].value)
 

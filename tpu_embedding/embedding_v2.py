@@ -15,7 +15,7 @@ from tpu_embedding.embedding_base import (
     EmbeddingBase,
     do_not_convert,
 )
-from tpu_embedding.engines import EmbeddingOptions, Engine
+from tpu_embedding.engines import Call, EmbeddingOptions
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.partitioning import (
@@ -172,9 +172,8 @@ class TPUEmbeddingV2(EmbeddingBase):
                 watched_features = self.core.require_weight_gradients(flat_weights)
                 batch = self._read_features(features, weights)
                 engine = self.core.engine_for(batch)
-            activations, preserved = engine.lookup_tensors(
-                batch, replica, shapes=self.core.static_shapes_of(batch)
-            )
+            call = Call(replica=replica, shapes=core.static_shapes_of(batch))
+            activations, preserved = engine.lookup_tensors(batch, call)
             if watched_features:
                 activations = self.core.with_weight_gradients(
                     # The portable engine's activations have gradients already.
@@ -264,15 +263,14 @@ class TPUEmbeddingV2(EmbeddingBase):
         engine, replica = self.core.in_replica("dequeue")
         with tf.name_scope("embedding_lookup"):
             with self.core.refusing("lookup"):
-                given = self._check_batch(engine, partitioned_tensors)
-                batch = engine.from_tensors(given)
-            activations, looked_up = engine.lookup(
-                batch, replica, training=True, shapes=static_shapes
-            )
+                given = self._check_batch(partitioned_tensors)
+                batch = engine.from_tensors(given, looked_up=False)
+            call = Call(replica=replica, shapes=static_shapes)
+            activations, looked_up = engine.lookup(batch, call)
             preserved = engine.to_tensors(looked_up).tables
         return self._structure.pack(activations), preserved
 
-    def _check_batch(self, engine: Engine, batch: Any) -> PreprocessedFeatures:
+    def _check_batch(self, batch: Any) -> PreprocessedFeatures:
         """Refuses what is no preprocessed batch of this embedding."""
         if not isinstance(batch, PreprocessedFeatures):
             raise TypeError(
@@ -286,7 +284,7 @@ class TPUEmbeddingV2(EmbeddingBase):
                 f"The preprocessed batch has {number} features, but this embedding "
                 f"has {own}. Preprocess it with this embedding."
             )
-        return batch._replace(tables=engine.check_tables(batch.tables, looked_up=False))
+        return batch
 
     @do_not_convert
     def apply_gradients(
@@ -319,10 +317,10 @@ class TPUEmbeddingV2(EmbeddingBase):
                 self.core.require_optimizers("apply_gradients")
                 flat = self._structure.flatten("gradients", gradients)
                 checked = self.core.check_gradients(flat)
-                tables = engine.check_tables(preserved_outputs, looked_up=True)
+                tables: Any = preserved_outputs
                 given = PreprocessedFeatures(tables, (), {}, {})
-                looked_up = engine.from_tensors(given)
-            engine.update(looked_up, checked, replica)
+                looked_up = engine.from_tensors(given, looked_up=True)
+            engine.update(looked_up, checked, Call(replica=replica))
 
     @classmethod
     def compute_sparse_core_stats(
@@ -448,7 +446,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         values = self._structure.flatten("features", features)
         flat_weights = self._structure.flatten_weights(weights)
         core = self.core
-        core.engine_class.check_inputs(core.topology, core.plan.paths, values)
+        core.check_inputs(values)
         return core.topology.on_host(core.read_replica, values, flat_weights)
 
     def _preprocess(
@@ -464,7 +462,9 @@ class TPUEmbeddingV2(EmbeddingBase):
         with self.core.output_shapes.forgets_refused():
             batch = self._read_features(features, weights)
             engine = self.core.engine_for(batch)
-            prepared = engine.prepare(batch, training=False, device=place)
+            replica = self.core.topology.replica()
+            call = Call(replica=replica, training=False, device=place)
+            (prepared,) = engine.prepare([batch], call)
             return engine.to_tensors(prepared), self.core.static_shapes_of(batch)
 
 

@@ -266,9 +266,9 @@ class EngineTables(StoredTables):
         engine.retrieve()
         return engine.checkpoint_variables()
 
-    def checkpoint_updates(self) -> tf.Variable | None:
+    def checkpoint_updates(self) -> Any:
         """See `StoredTables.checkpoint_updates`."""
-        return self.create_engine().updates()
+        return self.create_engine().checkpoint_variables().get(UPDATES)
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `StoredTables.checkpoint_rows`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
+    Call,
     EmbeddingOptions,
     Engine,
     EngineOptions,
@@ -22,6 +23,7 @@ from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
 from tpu_embedding.layout.plan import Plan, require_dtypes
 
 __all__ = [
+    "Call",
     "EmbeddingOptions",
     "Engine",
     "EngineOptions",

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from tpu_embedding import errors
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.telemetry import Counts
@@ -85,6 +84,27 @@ class EngineOptions(EmbeddingOptions):
     made_by: str = ""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What an engine needs to know of one call of the user.
+
+    Attributes:
+      replica: Index of the calling replica; None: all of them, or none of them.
+      training: Whether gradients will be applied, or may be.
+      name: A tag for the ops of TPU v2 to v4, whose compiler pairs them by it.
+      shapes: For each feature the static shape of its output in the graph that is
+        being traced; None: what is known of all batches.
+      device: The TPU core whose batch it is, if the caller named one: its name or its
+        ordinal on the only host.
+    """
+
+    replica: int | None
+    training: bool = True
+    name: str | None = None
+    shapes: Sequence[Shape] | None = None
+    device: str | tf.Tensor | None = None
+
+
 class Prepared(NamedTuple):
     """One replica's batch on its way through an engine.
 
@@ -131,67 +151,28 @@ class StepQueue(abc.ABC):
     gradient or anything else fails in one replica, the step is given up in every
     replica, at the latest when a replica begins another one. Nothing of a given-up
     step is applied, and the pending update stays pending.
-
-    `name` tags the ops of TPU v2 to v4, whose compiler pairs them by it; other
-    engines ignore it.
     """
 
     @abc.abstractmethod
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
-        """Queues one batch of each replica, all or none, or the batch of one replica.
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
+        """Queues one batch of each replica, all or none, or one batch.
 
-        An evaluation batch (`training=False`) that is accepted first applies the
-        pending update; a refused one leaves it pending.
+        An evaluation batch (`call.training` is False) that is accepted first applies
+        the pending update; a refused one leaves it pending.
 
         Args:
-          batches: One for each replica, or only that of `replica`.
-          replica: Index of the calling replica, or None for all replicas.
-          training: Whether gradients will be applied for this batch.
-          name: A tag for the ops.
+          batches: What `Engine.prepare` returned for this call.
+          call: Its `device`, `replica`, or all replicas have sent the batches.
 
         Raises:
+          ValueError: If the TPU has no such device.
           tf.errors.InvalidArgumentError: If `Engine.prepare` refused a batch.
           tf.errors.FailedPreconditionError: If the queue is full.
         """
 
-    def enqueue_on(
-        self,
-        device: str | tf.Tensor,
-        batch: Prepared,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
-        """Queues the batch of one TPU core, named by its device or ordinal.
-
-        Raises:
-          ValueError: If the engine has no queue for each device.
-        """
-        del batch, training, name
-        raise errors.enqueue_device(device)
-
     @abc.abstractmethod
-    def dequeue(
-        self,
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        name: str | None = None,
-    ) -> list[tf.Tensor]:
-        """Takes the oldest batch of `replica` and looks it up.
-
-        Args:
-          replica: Index of the calling replica.
-          shapes: For each feature the static shape of its output in the graph that is
-            being traced; None: what is known of all batches.
-          name: A tag for the ops.
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
+        """Takes the oldest batch of the calling replica and looks it up.
 
         Returns:
           The activations, one for each feature in plan order.
@@ -199,19 +180,15 @@ class StepQueue(abc.ABC):
         Raises:
           tf.errors.FailedPreconditionError: If no batch is queued, or the training
             batch before still owes its gradients.
-          tf.errors.InvalidArgumentError: If the batch has other `shapes`. It stays in
-            the queue.
+          tf.errors.InvalidArgumentError: If the batch has other shapes than the call.
+            It stays in the queue.
         """
 
     @abc.abstractmethod
     def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
+        self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """Updates with the gradients that `replica` owes; see `Engine.update`.
+        """Updates with the gradients that the replica owes; see `Engine.update`.
 
         Raises:
           tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
@@ -224,9 +201,9 @@ class Engine(abc.ABC):
     Lists of features are flat and in plan order. All methods may be called eagerly
     or while tracing a tf.function. One training step of a replica is
 
-        prepared = engine.prepare(batch, training=True)
-        activations, looked_up = engine.lookup(prepared, replica)
-        engine.update(looked_up, gradients, replica)
+        (prepared,) = engine.prepare([batch], call)
+        activations, looked_up = engine.lookup(prepared, call)
+        engine.update(looked_up, gradients, call)
 
     With several replicas the n-th updates of all replicas make up one update of the
     tables, with the gradients summed in replica order; the replica that completes it
@@ -239,9 +216,9 @@ class Engine(abc.ABC):
     when the next update arrives, or with a StepQueue when all replicas have looked up
     the next step. A refused call leaves it pending.
 
-    Counting. `updates` counts an update when its last replica submits gradients;
-    the number before that is its rounding number. `reset` takes a forgotten pending
-    update out of the count.
+    Counting. The variable `UPDATES` counts an update when its last replica submits
+    gradients; the number before that is its rounding number. `reset` takes a forgotten
+    pending update out of the count.
     """
 
     name: ClassVar[str]
@@ -249,6 +226,8 @@ class Engine(abc.ABC):
     stores_stacks: ClassVar[bool] = False
     takes_profiles: ClassVar[bool] = False
     table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    # True: inside strategy.run the features must be arguments of the program.
+    needs_arguments: ClassVar[bool] = False
     # True: all output shapes must be known before the engine is created.
     needs_shapes: ClassVar[bool] = False
     # True: the tables can be read in every graph, for the gradients of weights.
@@ -318,80 +297,37 @@ class Engine(abc.ABC):
         del options
         return None
 
-    @classmethod
-    def check_inputs(
-        cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
-    ) -> None:
-        """Checks where the features of a call come from, before all else.
-
-        Args:
-          topology: Replicas and devices.
-          paths: Of the features.
-          values: The features as the user gave them.
-
-        Raises:
-          ValueError: If the engine cannot take a feature from there.
-          RuntimeError: If it cannot take any from where the call is.
-        """
-        del topology, paths, values  # Most engines take them from anywhere.
-
     def prepare(
-        self,
-        batch: Sequence[IdBatch],
-        *,
-        training: bool,
-        device: str | tf.Tensor | None = None,
-    ) -> Prepared:
-        """Checks one replica's batch and brings it into the form that lookups need.
+        self, batches: Sequence[Sequence[IdBatch]], call: Call
+    ) -> list[Prepared]:
+        """Checks batches and brings them into the form that lookups need.
 
         On one machine it touches no state, so that it may run ahead in tf.data. Errors
         in values are raised here or by the call that takes the result.
 
         Args:
-          batch: One for each feature.
-          training: Whether an update may follow.
-          device: The TPU device whose batch it is, if the caller named one: its name
-            or its ordinal on the only host.
+          batches: One batch, or outside of strategy.run that of each replica; in each
+            one element for each feature.
+          call: The call.
+
+        Returns:
+          As many.
 
         Raises:
-          ValueError: If `device` is given and the engine has no such devices.
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
-        del training
-        if device is not None:
-            raise errors.enqueue_device(device)
-        return Prepared(list(batch))  # For an engine that prepares when it enqueues.
-
-    def prepare_all(
-        self, batches: Sequence[Sequence[IdBatch]], *, training: bool
-    ) -> list[Prepared]:
-        """As `prepare` for the batches of all replicas, outside of strategy.run.
-
-        Args:
-          batches: For each replica its batch.
-          training: Whether an update may follow.
-
-        Raises:
-          tf.errors.InvalidArgumentError: As `prepare`.
-        """
-        return [self.prepare(batch, training=training) for batch in batches]
+        del call
+        return [Prepared(list(batch)) for batch in batches]  # The queue prepares.
 
     @abc.abstractmethod
     def lookup(
-        self,
-        prepared: Prepared,
-        replica: int,
-        *,
-        training: bool,
-        shapes: Sequence[Shape] | None = None,
+        self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
         """Looks a batch up, past any queue.
 
         Args:
           prepared: What `prepare` or `from_tensors` returned.
-          replica: Index of the calling replica.
-          training: Whether `update` may follow.
-          shapes: As of `StepQueue.dequeue`.
+          call: The call of a replica.
 
         Returns:
           The activations, float32 [output shape..., dim] for each feature, and what
@@ -407,18 +343,9 @@ class Engine(abc.ABC):
         """
 
     def lookup_tensors(
-        self,
-        batch: Sequence[IdBatch],
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
+        self, batch: Sequence[IdBatch], call: Call
     ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
         """Prepares a batch and looks it up for training.
-
-        Args:
-          batch: As of `prepare`.
-          replica: Index of the calling replica.
-          shapes: As of `StepQueue.dequeue`.
 
         Returns:
           The activations, and the batch as `to_tensors` has it after a lookup.
@@ -426,10 +353,9 @@ class Engine(abc.ABC):
         Raises:
           The errors of `prepare` and `lookup`.
         """
-        tensors = self.to_tensors(self.prepare(batch, training=False))
-        activations, looked_up = self.lookup(
-            self.from_tensors(tensors), replica, training=True, shapes=shapes
-        )
+        (prepared,) = self.prepare([batch], dataclasses.replace(call, training=False))
+        own = self.from_tensors(self.to_tensors(prepared), looked_up=False)
+        activations, looked_up = self.lookup(own, call)
         return activations, self.to_tensors(looked_up)
 
     @abc.abstractmethod
@@ -437,14 +363,14 @@ class Engine(abc.ABC):
         self,
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
-        replica: int,
+        call: Call,
     ) -> None:
         """Hands in the gradients of one lookup; the last replica's call updates.
 
         Args:
           looked_up: What `lookup` returned, or `from_tensors` of its tensors.
           gradients: float32, of the activations' shapes; None counts as zeros.
-          replica: Index of the calling replica.
+          call: The call of a replica.
 
         Raises:
           tf.errors.InvalidArgumentError: If a gradient has another shape than its
@@ -465,21 +391,24 @@ class Engine(abc.ABC):
             raise NotImplementedError(f"The {self.name} engine has no plain tensors.")
         return prepared.tensors
 
-    def check_tables(self, tables: Any, *, looked_up: bool) -> dict[str, Any]:
-        """Checks the `tables` that a user passes, before `from_tensors`.
+    def from_tensors(
+        self, features: PreprocessedFeatures, *, looked_up: bool
+    ) -> Prepared:
+        """The batch of plain tensors, which may hold anything: they come from the user.
 
         Args:
-          tables: The user's value for `PreprocessedFeatures.tables`.
-          looked_up: Whether they must come from a lookup, which adds what its update
-            needs.
-
-        Returns:
-          The batch of each stack, in the order of the layout.
+          features: What `to_tensors` returned. For `update` its `output_shapes` may be
+            empty; the `sample_count` of each table says how many samples it has.
+          looked_up: Whether it must come from a lookup, which adds to the tables what
+            its update needs.
 
         Raises:
-          TypeError: If it is no mapping.
-          ValueError: If it is not of this engine.
+          TypeError: If its tables are no mapping.
+          ValueError: If they are not of this engine.
+          tf.errors.InvalidArgumentError: If they are not as `to_tensors` made them,
+            here or by the call that takes the result.
         """
+        tables: Any = features.tables
         assert self._options.layout is not None
         if not isinstance(tables, Mapping):
             raise TypeError(
@@ -506,20 +435,8 @@ class Engine(abc.ABC):
                     "a lookup what preprocess_features or enqueue of this embedding "
                     "gives."
                 )
-        return {stack.name: tables[stack.name] for stack in stacks}
-
-    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
-        """The batch of plain tensors, which may hold anything: they come from the user.
-
-        Args:
-          features: What `to_tensors` returned. For `update` its `output_shapes` may be
-            empty; the `sample_count` of each table says how many samples it has.
-
-        Raises:
-          tf.errors.InvalidArgumentError: If they are not as `to_tensors` made them,
-            here or by the call that takes the result.
-        """
-        return Prepared(None, features)
+        own = {stack.name: tables[stack.name] for stack in stacks}
+        return Prepared(None, features._replace(tables=own))
 
     def queue(self) -> StepQueue:
         """The queue of TPUEmbedding, created with the engine."""
@@ -535,11 +452,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Every object to be tracked for checkpoints, by its name there."""
+        """Every object to be tracked for checkpoints, by its name there.
 
-    @abc.abstractmethod
-    def updates(self) -> tf.Variable | None:
-        """The number of updates already applied, where anything asks for it."""
+        `UPDATES` is the number of updates already applied, where anything asks for it.
+        """
 
     def start_counting(self, every: int) -> None:
         """Forgets counts, and counts the next update applied and every n-th after it.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding import errors
 from tpu_embedding.config import DTYPES
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
+    Call,
     EmbeddingOptions,
     Engine,
     EngineOptions,
@@ -22,16 +23,15 @@ from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_optio
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
-from tpu_embedding.engines.host.transport import Call, Transport
+from tpu_embedding.engines.host.transport import Meeting, Transport
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import create_variables, named_variables
 
-_UPDATE = Call("update", "apply_gradients")
+_UPDATE = Meeting("update", "apply_gradients")
 
 
 class Routed(NamedTuple):
@@ -100,23 +100,18 @@ class HostEngine(Engine):
         refuse_tpu_options(cls.name, plan)
 
     def prepare(
-        self,
-        batch: Sequence[IdBatch],
-        *,
-        training: bool,
-        device: str | tf.Tensor | None = None,
-    ) -> Prepared:
+        self, batches: Sequence[Sequence[IdBatch]], call: Call
+    ) -> list[Prepared]:
         """See `Engine.prepare`: errors in values are raised by what takes it."""
-        if device is not None:
-            raise errors.enqueue_device(device)
-        return Prepared(self._batches.prepare(batch, training=training))
+        prepare, training = self._batches.prepare, call.training
+        return [Prepared(prepare(batch, training=training)) for batch in batches]
 
-    def route(self, batch: tf.Tensor, call: Call, *, training: bool) -> Routed:
+    def route(self, batch: tf.Tensor, meeting: Meeting, *, training: bool) -> Routed:
         """Tells the owners what a prepared batch needs of them.
 
         Args:
           batch: The batch of this process.
-          call: What the user called.
+          meeting: What the user called.
           training: Whether an update may follow.
 
         Raises:
@@ -133,7 +128,7 @@ class HostEngine(Engine):
                 plan=transport.record,
                 training=training,
             )
-        received = transport.to_owners(call, sent.messages, sent.refusal)
+        received = transport.to_owners(meeting, sent.messages, sent.refusal)
         parts = [
             part.receive_batch(
                 [sent.routed] if transport.is_owner else [], messages, training=training
@@ -143,65 +138,59 @@ class HostEngine(Engine):
         return Routed(sent.routed, parts, parts)
 
     def lookup(
-        self,
-        prepared: Prepared,
-        replica: int,
-        *,
-        training: bool,
-        shapes: Sequence[Shape] | None = None,
+        self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`."""
         if self._transport is None:
             (part,) = self._parts
-            known = self._batches.activation_shapes(shapes)
-            found = part.look_up([prepared.value], replica, known)
+            found = part.look_up([prepared.value], call, self._shapes(call))
             return found.activations, prepared._replace(value=found.looked_up)
         # An update from plain tensors routes them again.
-        training = training and prepared.tensors is None
-        call = Call("lookup", f"embedding_lookup(training={training})")
-        routed = self.route(prepared.value, call, training=training)
-        activations, looked_up = self.look_up_routed(routed, call, shapes)
+        training = call.training and prepared.tensors is None
+        meeting = Meeting("lookup", f"embedding_lookup(training={training})")
+        routed = self.route(prepared.value, meeting, training=training)
+        activations, looked_up = self.look_up_routed(routed, meeting, call)
         return activations, prepared._replace(value=looked_up)
 
     def look_up_routed(
-        self, routed: Routed, call: Call, shapes: Sequence[Shape] | None
+        self, routed: Routed, meeting: Meeting, call: Call
     ) -> tuple[list[tf.Tensor], Routed]:
         """Looks up a batch that `route` returned; what an update takes."""
         parts = [[part] for part in routed.parts]
-        served, received = self._serve(parts, call, shapes)
+        served, received = self._serve(parts, meeting, call)
         looked_up = [answer.looked_up for answer in served]
         own = looked_up[0] if self._is_owner else routed.own
-        found = self._combine([], own, received, shapes)
+        found = self._combine([], own, received, call)
         return found.activations, Routed(own, looked_up, found.activations[:1])
 
-    def look_up_queued(self, replica: int, shapes: Sequence[Shape] | None) -> Any:
+    def look_up_queued(self, call: Call) -> Any:
         """Looks up the next batch of the queue; `activations` and `apply_now`."""
         (part,) = self._parts
         if self._transport is None:
-            return part.look_up([], replica, self._batches.activation_shapes(shapes))
-        (served,), received = self._serve([[]], DEQUEUE, shapes)
-        return self._combine([part.handle], served.looked_up, received, shapes)
+            return part.look_up([], call, self._shapes(call))
+        (served,), received = self._serve([[]], DEQUEUE, call)
+        return self._combine([part.handle], served.looked_up, received, call)
 
     def _serve(
         self,
         batches: Sequence[Sequence[tf.Tensor]],
+        meeting: Meeting,
         call: Call,
-        shapes: Sequence[Shape] | None,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """What each part serves, and what has arrived of it, by owner."""
         transport = self._transport
         assert transport is not None
-        own_shapes = (
-            self._batches.activation_shapes(shapes) if transport.is_owner else []
-        )
+        shapes = self._shapes(call) if transport.is_owner else []
         served = [
-            part.serve(batch, own_shapes, transport.num_senders)
+            part.serve(batch, shapes, transport.num_senders)
             for part, batch in zip(self._parts, batches, strict=True)
         ]
         received = [
             message
             for answer in served
-            for message in transport.to_senders(call, answer.messages, answer.refusal)
+            for message in transport.to_senders(
+                meeting, answer.messages, answer.refusal
+            )
         ]
         return served, received
 
@@ -210,7 +199,7 @@ class HostEngine(Engine):
         queues: Sequence[tf.Tensor],
         batch: tf.Tensor,
         received: Sequence[tf.Tensor],
-        shapes: Sequence[Shape] | None,
+        call: Call,
     ) -> Any:
         with tf.device(self._batches.device):
             return self._ops.tpu_embedding_combine(
@@ -218,35 +207,35 @@ class HostEngine(Engine):
                 batch=batch,
                 received=received,
                 num_features=len(self._plan.features),
-                output_shapes=self._batches.activation_shapes(shapes),
+                output_shapes=self._shapes(call),
             )
 
+    def _shapes(self, call: Call) -> list[tf.TensorShape]:
+        return self._batches.activation_shapes(call.shapes)
+
     def lookup_tensors(
-        self,
-        batch: Sequence[IdBatch],
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
+        self, batch: Sequence[IdBatch], call: Call
     ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
         """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
         if self._transport is None:
-            return super().lookup_tensors(batch, replica, shapes=shapes)
-        prepared = self.prepare(batch, training=False)
-        activations, _ = self.lookup(prepared, replica, training=False, shapes=shapes)
+            return super().lookup_tensors(batch, call)
+        call = dataclasses.replace(call, training=False)
+        (prepared,) = self.prepare([batch], call)
+        activations, _ = self.lookup(prepared, call)
         return activations, self.to_tensors(prepared)
 
     def update(
         self,
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
-        replica: int,
+        call: Call,
     ) -> None:
         """See `Engine.update`."""
         if looked_up.tensors is not None:
             gradients = self._batches.stacks.by_sample(gradients)
         if self._transport is None:
             (part,) = self._parts
-            part.apply(part.submit([looked_up.value], gradients, replica))
+            part.apply(part.submit([looked_up.value], gradients, call))
             return
         routed = looked_up.value
         if looked_up.tensors is not None:
@@ -292,9 +281,13 @@ class HostEngine(Engine):
             return prepared.tensors
         return self._batches.to_tensors(prepared.value, raises=not self._is_owner)
 
-    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
+    def from_tensors(
+        self, features: PreprocessedFeatures, *, looked_up: bool
+    ) -> Prepared:
         """See `Engine.from_tensors`: errors in values are raised by what takes it."""
-        return Prepared(self._batches.from_tensors(features), features)
+        tensors = super().from_tensors(features, looked_up=looked_up).tensors
+        assert tensors is not None
+        return Prepared(self._batches.from_tensors(tensors), tensors)
 
     @property
     def _is_owner(self) -> bool:
@@ -324,11 +317,11 @@ class HostEngine(Engine):
         """See `Engine.checkpoint_variables`."""
         (part,) = self._parts
         variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
-        updates = self.updates()
+        updates = self._updates()
         return variables if updates is None else {**variables, UPDATES: updates}
 
-    def updates(self) -> Any:
-        """See `Engine.updates`."""
+    def _updates(self) -> Any:
+        """The number of updates already applied, where anything asks for it."""
         (part,) = self._parts
         return part.rates.updates
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.base import Call, EngineOptions
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.ops import library
@@ -57,23 +57,21 @@ class TablePart:
                 plan=record, num_slots=len(self._slots)
             )
 
-    def enqueue(
-        self, batches: Sequence[tf.Tensor], replica: int | None, *, training: bool
-    ) -> tf.Tensor:
+    def enqueue(self, batches: Sequence[tf.Tensor], call: Call) -> tf.Tensor:
         """Queues one batch of each replica, or that of one; whether updates are due."""
         with tf.device(self.device):
             return self._ops.tpu_embedding_enqueue(
                 queue=self.handle,
                 batches=batches,
                 runs=self._runs(),
-                replica=replica or 0,
-                training=training,
+                replica=call.replica or 0,
+                training=call.training,
             )
 
     def look_up(
         self,
         batches: Sequence[tf.Tensor],
-        replica: int,
+        call: Call,
         shapes: Sequence[tf.TensorShape],
     ) -> Any:
         """Looks a batch up in tables that are whole here."""
@@ -85,14 +83,14 @@ class TablePart:
                 runs=self._runs(),
                 num_features=len(shapes),
                 output_shapes=shapes,
-                replica=replica,
+                replica=call.replica,
             )
 
     def submit(
         self,
         batches: Sequence[tf.Tensor],
         gradients: Sequence[tf.Tensor | None],
-        replica: int,
+        call: Call,
     ) -> tf.Tensor:
         """Submits the gradients of a batch that `look_up` took.
 
@@ -102,7 +100,7 @@ class TablePart:
           bool scalar, whether updates are due.
         """
         # Replicas act in ascending order: the last one completes the update.
-        is_last = replica == self._topology.num_replicas - 1
+        is_last = call.replica == self._topology.num_replicas - 1
         with tf.device(self.device):
             return self._ops.tpu_embedding_update(
                 queue=self.handle,
@@ -111,7 +109,7 @@ class TablePart:
                 rates=self.rates.evaluate() if is_last else tf.zeros([self.rates.size]),
                 counters=self._counters,
                 has_gradient=[g is not None for g in gradients],
-                replica=replica,
+                replica=call.replica,
             )
 
     def receive_batch(

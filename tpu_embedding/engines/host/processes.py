@@ -193,7 +193,7 @@ class ShardedEngine(HostEngine):
                 found[full] = LogicalVariable(
                     full, rows.shape, rows.dtype, rows.numpy, _writer(rows)
                 )
-        updates = self.updates()
+        updates = self._updates()
         return found if updates is None else {**found, UPDATES: updates}
 
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Prepared, StepQueue
-from tpu_embedding.engines.host.transport import Call
-from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.engines.base import QUEUE_CAPACITY, Call, Prepared, StepQueue
+from tpu_embedding.engines.host.transport import Meeting
 
 if TYPE_CHECKING:
     from tpu_embedding.engines.host.engine import HostEngine, Routed
 
 
-DEQUEUE = Call("lookup", "dequeue")
+DEQUEUE = Meeting("lookup", "dequeue")
 
 
 class HostEngineQueue(StepQueue):
@@ -29,55 +28,35 @@ class HostEngineQueue(StepQueue):
     def __init__(self, engine: HostEngine) -> None:
         self._engine = engine
 
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         """See `StepQueue.enqueue`; a batch refused in one process is so in all."""
-        del name
         engine, (part,) = self._engine, self._engine._parts
         values = [batch.value for batch in batches]
         if engine._transport is not None:
-            call = _enqueue(training)
-            routed = [engine.route(v, call, training=training) for v in values]
+            meeting, training = _enqueue(call), call.training
+            routed = [engine.route(v, meeting, training=training) for v in values]
             values = [own for each in routed for own in each.parts]
-        apply_now = part.enqueue(values, replica, training=training)
-        if engine.pipelined and not training:
+        apply_now = part.enqueue(values, call)
+        if engine.pipelined and not call.training:
             part.apply(apply_now)
 
-    def dequeue(
-        self,
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        name: str | None = None,
-    ) -> list[tf.Tensor]:
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
-        del name
         engine, (part,) = self._engine, self._engine._parts
-        found = engine.look_up_queued(replica, shapes)
+        found = engine.look_up_queued(call)
         if engine.pipelined:
             part.apply(found.apply_now)
         return found.activations
 
     def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
+        self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """See `StepQueue.apply_gradients`."""
-        del name
         engine, (part,) = self._engine, self._engine._parts
         if engine._transport is not None:
             engine.send_gradients(None, gradients)
         else:
-            part.apply(part.submit([], gradients, replica))
+            part.apply(part.submit([], gradients, call))
 
 
 class ServerQueue(StepQueue):
@@ -94,39 +73,24 @@ class ServerQueue(StepQueue):
         self._of_graphs: weakref.WeakKeyDictionary[Any, _Steps]
         self._of_graphs = weakref.WeakKeyDictionary()
 
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         """See `StepQueue.enqueue`."""
-        del replica, name
-        queued = self._steps().queued
+        queued, training = self._steps().queued, call.training
         if len(queued) >= QUEUE_CAPACITY:
             raise _wrong_order(
                 f"enqueue: the queue is full ({QUEUE_CAPACITY} batches). Call dequeue "
                 "once for each enqueue."
             )
         (batch,) = batches
-        routed = self._engine.route(batch.value, _enqueue(training), training=training)
+        routed = self._engine.route(batch.value, _enqueue(call), training=training)
         queued.append((routed, training))
         if not training:
             # A refused batch leaves what is pending.
             with tf.control_dependencies([routed.own]):
                 self._engine.flush()
 
-    def dequeue(
-        self,
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        name: str | None = None,
-    ) -> list[tf.Tensor]:
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
-        del replica, name
         steps = self._steps()
         if not steps.queued:
             raise _wrong_order(
@@ -141,7 +105,7 @@ class ServerQueue(StepQueue):
                 "gradients. Call apply_gradients first, or enqueue with "
                 "training=False; after a step that failed call flush and reset."
             )
-        activations, looked_up = self._engine.look_up_routed(batch, DEQUEUE, shapes)
+        activations, looked_up = self._engine.look_up_routed(batch, DEQUEUE, call)
         steps.queued.popleft()
         steps.was_training = training
         if training:
@@ -149,14 +113,10 @@ class ServerQueue(StepQueue):
         return activations
 
     def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
+        self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """See `StepQueue.apply_gradients`."""
-        del replica, name
+        del call
         steps = self._steps()
         if steps.owed is None or not steps.was_training:
             if not steps.was_training:
@@ -202,8 +162,8 @@ class _Steps:
         self.was_training = True
 
 
-def _enqueue(training: bool) -> Call:
-    return Call("enqueue", f"enqueue(training={training})")
+def _enqueue(call: Call) -> Meeting:
+    return Meeting("enqueue", f"enqueue(training={call.training})")
 
 
 def _wrong_order(text: str) -> tf.errors.FailedPreconditionError:

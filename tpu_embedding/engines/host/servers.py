@@ -236,11 +236,11 @@ class ParameterServerEngine(HostEngine):
                     if len(parts) > 1
                     else variables[0]
                 )
-        updates = self.updates()
+        updates = self._updates()
         return found if updates is None else {**found, UPDATES: updates}
 
-    def updates(self) -> Any:
-        """See `Engine.updates`: each server counts; all get what is assigned."""
+    def _updates(self) -> Any:
+        # Each server counts; all get what is assigned.
         counters = [part.rates.updates for part in self._parts]
         known = [counter for counter in counters if counter is not None]
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)

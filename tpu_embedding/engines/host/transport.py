@@ -13,8 +13,8 @@ from tpu_embedding.ops import library
 Messages = Sequence[tf.Tensor]
 
 
-class Call(NamedTuple):
-    """What the user called, as processes compare it.
+class Meeting(NamedTuple):
+    """What the user called, as processes compare it: in it they meet.
 
     Attributes:
       phase: One of `PHASES` of process_group.py.
@@ -42,7 +42,7 @@ class Transport(Protocol):
 
     def to_owners(
         self,
-        call: Call,
+        meeting: Meeting,
         messages: Messages,
         refusal: tf.Tensor,
         queues: Sequence[tf.Tensor] = (),
@@ -50,7 +50,7 @@ class Transport(Protocol):
         """Sends one message to each owner.
 
         Args:
-          call: The call that they belong to.
+          meeting: The call that they belong to.
           messages: By owner.
           refusal: Why this process refuses the step, or "".
           queues: The step queue that owes the gradients that are sent, where one does.
@@ -62,7 +62,7 @@ class Transport(Protocol):
         ...
 
     def to_senders(
-        self, call: Call, messages: Messages, refusal: tf.Tensor
+        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """Sends the answer of one of those parts; what has arrived here from it."""
         ...
@@ -82,21 +82,23 @@ class Processes:
 
     def to_owners(
         self,
-        call: Call,
+        meeting: Meeting,
         messages: Messages,
         refusal: tf.Tensor,
         queues: Sequence[tf.Tensor] = (),
     ) -> list[Messages]:
         """See `Transport.to_owners`: this process has one part."""
         return [
-            self._channel.exchange(call.phase, messages, refusal, call.name, queues)
+            self._channel.exchange(
+                meeting.phase, messages, refusal, meeting.name, queues
+            )
         ]
 
     def to_senders(
-        self, call: Call, messages: Messages, refusal: tf.Tensor
+        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
-        return self._channel.exchange(call.phase, messages, refusal, call.name)
+        return self._channel.exchange(meeting.phase, messages, refusal, meeting.name)
 
     def pushes(self) -> list[tf.Tensor]:
         """See `Transport.pushes`: a step of a job is made once."""
@@ -112,20 +114,20 @@ class Servers:
 
     def to_owners(
         self,
-        call: Call,
+        meeting: Meeting,
         messages: Messages,
         refusal: tf.Tensor,
         queues: Sequence[tf.Tensor] = (),
     ) -> list[Messages]:
         """See `Transport.to_owners`: a refused step has raised its error already."""
-        del call, refusal, queues
+        del meeting, refusal, queues
         return [[message] for message in messages]
 
     def to_senders(
-        self, call: Call, messages: Messages, refusal: tf.Tensor
+        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
-        del call, refusal
+        del meeting, refusal
         return messages
 
     def pushes(self) -> list[tf.Tensor]:

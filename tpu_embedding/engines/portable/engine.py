@@ -11,10 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors
 from tpu_embedding.config import DTYPES
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
+    Call,
     EmbeddingOptions,
     Engine,
     EngineOptions,
@@ -126,21 +126,12 @@ class PortableEngine(Engine, StepQueue):
         updates = self._rates.updates
         return variables if updates is None else {**variables, UPDATES: updates}
 
-    def updates(self) -> tf.Variable | None:
-        """See `Engine.updates`."""
-        return self._rates.updates
-
     def prepare(
-        self,
-        batch: Sequence[IdBatch],
-        *,
-        training: bool,
-        device: str | tf.Tensor | None = None,
-    ) -> Prepared:
-        """See `Engine.prepare`; the batch is a list of Entries."""
-        del training
-        if device is not None:
-            raise errors.enqueue_device(device)
+        self, batches: Sequence[Sequence[IdBatch]], call: Call
+    ) -> list[Prepared]:
+        """See `Engine.prepare`; a batch is a list of Entries."""
+        del call
+        (batch,) = batches
         with tf.device(self._host):
             inputs = [
                 FeatureInput(
@@ -152,7 +143,7 @@ class PortableEngine(Engine, StepQueue):
                 )
                 for spec, feature in zip(self._plan.features, batch, strict=True)
             ]
-            return Prepared(self._combiners.checked(build_entries(inputs)))
+            return [Prepared(self._combiners.checked(build_entries(inputs)))]
 
     def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
         """See `Engine.to_tensors`."""
@@ -164,24 +155,18 @@ class PortableEngine(Engine, StepQueue):
             return self._stacks.pack(stacks, [entry.shape for entry in entries])
 
     def lookup(
-        self,
-        prepared: Prepared,
-        replica: int,
-        *,
-        training: bool,
-        shapes: Sequence[Shape] | None = None,
+        self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`."""
-        del replica, training
         batch = prepared.tensors
         with self._turn():
             if batch is None:
-                activations, _ = self._look_up(prepared.value, shapes)
+                activations, _ = self._look_up(prepared.value, call)
                 ticket = TracedTicket((prepared.value, self._resets.read_value()))
                 return activations, Prepared(ticket)
             given = [tf.cast(shape, tf.int64) for shape in batch.output_shapes]
             entries = self._read_stacks(batch.tables, given)
-            activations, found = self._look_up(entries, shapes)
+            activations, found = self._look_up(entries, call)
             tables = self._combiners.pack(batch.tables, found)
             return activations, Prepared(None, batch._replace(tables=tables))
 
@@ -189,10 +174,10 @@ class PortableEngine(Engine, StepQueue):
         self,
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
-        replica: int,
+        call: Call,
     ) -> None:
         """See `Engine.update`."""
-        del replica
+        del call
         with self._turn():
             if looked_up.tensors is not None:
                 tables = looked_up.tensors.tables
@@ -212,48 +197,30 @@ class PortableEngine(Engine, StepQueue):
         """See `Engine.queue`."""
         return self
 
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         """See `StepQueue.enqueue`."""
-        del replica, name
         (batch,) = batches
         with self._turn():
-            self._ring.put(pack(tf.nest.flatten(batch.value)), training=training)
+            self._ring.put(pack(tf.nest.flatten(batch.value)), training=call.training)
 
-    def dequeue(
-        self,
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        name: str | None = None,
-    ) -> list[tf.Tensor]:
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
-        del replica, name
 
         def check(batch: tf.Tensor) -> list[Any]:
-            entries = self._unpack(batch)[: len(shapes or ())]
-            known = zip(self._plan.paths, entries, shapes or (), strict=False)
+            shapes = call.shapes or ()
+            entries = self._unpack(batch)[: len(shapes)]
+            known = zip(self._plan.paths, entries, shapes, strict=False)
             return require([_static_check(p, e.shape, shape) for p, e, shape in known])
 
         with self._turn():
             _, batch = self._ring.take(check)
-            return self._look_up(self._unpack(batch), shapes)[0]
+            return self._look_up(self._unpack(batch), call)[0]
 
     def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
+        self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """See `StepQueue.apply_gradients`."""
-        del replica, name
+        del call
         with self._turn():
             entries = self._unpack(self._ring.owed())
             with tf.control_dependencies(self._update(entries, gradients, {})):
@@ -269,7 +236,7 @@ class PortableEngine(Engine, StepQueue):
             self._resets.assign_add(1)
 
     def _look_up(
-        self, entries: Sequence[Entries], shapes: Sequence[Shape] | None
+        self, entries: Sequence[Entries], call: Call
     ) -> tuple[list[tf.Tensor], dict[int, Found]]:
         """The activations, and what the update of custom combiners is to know."""
         activations = []
@@ -281,7 +248,7 @@ class PortableEngine(Engine, StepQueue):
                 reader = reader_of(table, config.quantization_config)
                 activations.append(look_up(reader, entry, sum_segments))
             activations, found = self._combiners.combine(entries, activations)
-        known = self._options.output_shapes.activations(shapes)
+        known = self._options.output_shapes.activations(call.shapes)
         outputs = zip(activations, known, self._plan.dims, strict=True)
         return [tf.ensure_shape(a, (*axes, dim)) for a, axes, dim in outputs], found
 

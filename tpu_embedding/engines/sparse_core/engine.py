@@ -14,6 +14,7 @@ from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUTopology, outside_of_replicas
 from tpu_embedding.engines.base import (
+    Call,
     EmbeddingOptions,
     Engine,
     EngineOptions,
@@ -38,7 +39,7 @@ from tpu_embedding.layout.csr import (
     BufferSizes,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.output_shapes import OutputShapes, Shape
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
     PartitionedTable,
     check_optimizers,
@@ -164,10 +165,6 @@ class SparseCoreEngine(Engine):
             saved[UPDATES] = self._rates.updates
         return saved
 
-    def updates(self) -> tf.Variable | None:
-        """See `Engine.updates`."""
-        return self._rates.updates
-
     def tables(self) -> dict[str, TableArrays]:
         """See `Engine.tables`."""
         found = {
@@ -176,15 +173,12 @@ class SparseCoreEngine(Engine):
         return {spec.name: found[spec.index] for spec in self._plan.tables}
 
     def prepare(
-        self,
-        batch: Sequence[IdBatch],
-        *,
-        training: bool,
-        device: str | tf.Tensor | None = None,
-    ) -> Prepared:
-        """See `Engine.prepare`."""
-        del training
-        topology = self._topology
+        self, batches: Sequence[Sequence[IdBatch]], call: Call
+    ) -> list[Prepared]:
+        """See `Engine.prepare`: that of each replica on the replica's host."""
+        if len(batches) > 1:
+            return self._prepare_all(batches)
+        (batch,), device, topology = batches, call.device, self._topology
         program = topology.program()
         if program is not None and program is not tf.compat.v1.get_default_graph():
             raise errors.in_control_flow()
@@ -206,13 +200,9 @@ class SparseCoreEngine(Engine):
         else:
             with tf.device(self._host_of(device)):
                 features = self._preprocess(batch)
-        return Prepared(tensors=features)
+        return [Prepared(tensors=features)]
 
-    def prepare_all(
-        self, batches: Sequence[Sequence[IdBatch]], *, training: bool
-    ) -> list[Prepared]:
-        """See `Engine.prepare_all`: each batch on the host of its replica."""
-        del training
+    def _prepare_all(self, batches: Sequence[Sequence[IdBatch]]) -> list[Prepared]:
         devices = [cores[0] for cores in self._topology.tpu.devices]
         hosts = [self._host_of(device) for device in devices]
         cuts = None
@@ -229,16 +219,10 @@ class SparseCoreEngine(Engine):
         return prepared
 
     def lookup(
-        self,
-        prepared: Prepared,
-        replica: int,
-        *,
-        training: bool,
-        shapes: Sequence[Shape] | None = None,
+        self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`; all shapes are declared."""
-        # Each replica is a program; nothing awaits an update.
-        del replica, training, shapes
+        del call  # Each replica is a program; nothing awaits an update.
         batch = prepared.tensors
         assert batch is not None
         for stack in self._stacks:
@@ -311,10 +295,10 @@ class SparseCoreEngine(Engine):
         self,
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
-        replica: int,
+        call: Call,
     ) -> None:
         """See `Engine.update`."""
-        del replica
+        del call
         self.apply(looked_up, gradients)
 
     def apply(

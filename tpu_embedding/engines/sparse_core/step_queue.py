@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from tpu_embedding.distribution import TPUTopology, outside_of_replicas
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Prepared, StepQueue
+from tpu_embedding.engines.base import Call, Prepared, StepQueue
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import Shape
 
 
 class QueuedEngine(Protocol):
@@ -79,18 +78,13 @@ class SparseCoreQueue(StepQueue):
         # The last lookup, with the graph in which its tensors can be used.
         self._last: tuple[Any, Prepared] | None = None
 
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         """See `StepQueue.enqueue`."""
-        del name
         tensors = [_queued(batch) for batch in batches]
-        if replica is None:
+        replica, training = call.replica, call.training
+        if call.device is not None:
+            done = self._put_on(call.device, *tensors, training=training)
+        elif replica is None:
             done = self._put(range(len(batches)), self._queues, tensors, training)
         else:
             done = self._on_host(
@@ -100,64 +94,49 @@ class SparseCoreQueue(StepQueue):
             )
         self._flush_after(done, training=training)
 
-    def enqueue_on(
+    def _put_on(
         self,
         device: str | tf.Tensor,
-        batch: Prepared,
+        batch: Sequence[tf.Tensor],
         *,
         training: bool,
-        name: str | None = None,
-    ) -> None:
-        """See `StepQueue.enqueue_on`."""
-        del name
+    ) -> tf.Tensor:
+        """Queues a batch for a device, or for the core of an ordinal; see `_put`."""
         checked = errors.check_device(self._topology, device)
 
         def put(replica: int) -> tf.Tensor:
             queue = self._queues[replica]
-            return self._put([replica], [queue], [_queued(batch)], training)
+            return self._put([replica], [queue], [batch], training)
 
         if isinstance(device, str):
-            done = put(self._devices.index(device))
-        else:
-            ordinal = self._topology.tpu.ordinal
-            ordinals = tf.constant(list(map(ordinal, self._devices)), tf.int64)
-            with tf.control_dependencies(checked):
-                found = tf.where(ordinals == tf.cast(device, tf.int64))[0, 0]
-            replicas = range(self._topology.num_replicas)
-            branches = [lambda replica=replica: put(replica) for replica in replicas]
-            done = tf.switch_case(tf.cast(found, tf.int32), branches)
-        self._flush_after(done, training=training)
+            return put(self._devices.index(device))
+        ordinal = self._topology.tpu.ordinal
+        ordinals = tf.constant(list(map(ordinal, self._devices)), tf.int64)
+        with tf.control_dependencies(checked):
+            found = tf.where(ordinals == tf.cast(device, tf.int64))[0, 0]
+        replicas = range(self._topology.num_replicas)
+        branches = [lambda replica=replica: put(replica) for replica in replicas]
+        return tf.switch_case(tf.cast(found, tf.int32), branches)
 
-    def dequeue(
-        self,
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        name: str | None = None,
-    ) -> list[tf.Tensor]:
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`: all batches have the same shapes."""
-        del shapes, name
-        tensors, training = self._on_host(replica, self._take)
-        activations, looked_up = self._look_up(tensors, replica)
+        tensors, training = self._on_host(_index(call), self._take)
+        activations, looked_up = self._look_up(tensors, call)
         self._last = tf.compat.v1.get_default_graph(), looked_up
         return self._engine.flush_after_lookup(looked_up, activations, training)
 
     def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
+        self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """See `StepQueue.apply_gradients`."""
-        del name
+        replica = _index(call)
         last, self._last = self._last, None
         if last is not None and last[0] is tf.compat.v1.get_default_graph():
             looked_up, owed = last[1], self._on_host(replica, self._owed)[0]
         else:
             # Another program has dequeued the batch: it is copied to the TPU again.
             owed, tensors = self._on_host(replica, self._owed)
-            _, looked_up = self._look_up(tensors, replica)
+            _, looked_up = self._look_up(tensors, call)
         done = self._engine.apply(looked_up, gradients, after=[owed], flushed=True)
         with tf.control_dependencies(done):
             self._on_host(replica, lambda queue: queue.settle())
@@ -258,10 +237,15 @@ class SparseCoreQueue(StepQueue):
         return unpack(batch, tf.nest.flatten(self._specs))
 
     def _look_up(
-        self, tensors: Sequence[tf.Tensor], replica: int
+        self, tensors: Sequence[tf.Tensor], call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
         batch = Prepared(tensors=tf.nest.pack_sequence_as(self._specs, tensors))
-        return self._engine.lookup(batch, replica, training=True)
+        return self._engine.lookup(batch, call)
+
+
+def _index(call: Call) -> int:
+    assert call.replica is not None
+    return call.replica
 
 
 def _queued(batch: Prepared) -> list[tf.Tensor]:

@@ -5,6 +5,7 @@ TensorFlow calls this hardware EmbeddingFeature.V1.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -16,6 +17,7 @@ from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.distribution import Topology, TPUSystem
 from tpu_embedding.engines.base import (
+    Call,
     EmbeddingOptions,
     Engine,
     EngineOptions,
@@ -28,10 +30,8 @@ from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import TPUQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
-from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
@@ -52,6 +52,7 @@ class TPUV2V4Engine(Engine):
 
     name = "tpu_v2_v4"
     takes_profiles = True
+    needs_arguments = True
     needs_shapes = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -134,24 +135,6 @@ class TPUV2V4Engine(Engine):
         devices = sum(len(cores) for cores in tpu.devices)
         limits.raise_first(limits.whole_table_excesses(plan, tpu.generation, devices))
 
-    @classmethod
-    def check_inputs(
-        cls, topology: Topology, paths: Sequence[str], values: Sequence[Any]
-    ) -> None:
-        """See `Engine.check_inputs`."""
-        topology.require_arguments(paths, values)
-
-    def prepare(
-        self,
-        batch: Sequence[IdBatch],
-        *,
-        training: bool,
-        device: str | tf.Tensor | None = None,
-    ) -> Prepared:
-        """See `Engine.prepare`: the queue prepares, of which a core has a part."""
-        del training, device
-        return Prepared(list(batch))
-
     def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
         """See `Engine.to_tensors`: what the enqueue op takes; after `lookup` a marker.
 
@@ -168,8 +151,16 @@ class TPUV2V4Engine(Engine):
             inputs=inputs,
         )
 
-    def check_tables(self, tables: Any, *, looked_up: bool) -> dict[str, Any]:
-        """See `Engine.check_tables`: `lookup` adds a marker."""
+    def from_tensors(
+        self, features: PreprocessedFeatures, *, looked_up: bool
+    ) -> Prepared:
+        """See `Engine.from_tensors`: `lookup` adds a marker.
+
+        Raises:
+          tf.errors.FailedPreconditionError: If gradients come in another program than
+            that of their lookup, or after a later lookup.
+        """
+        tables: Any = features.tables
         expected = {_MARKER} if looked_up else set()
         if not isinstance(tables, Mapping) or set(tables) != expected:
             raise ValueError(
@@ -178,20 +169,11 @@ class TPUV2V4Engine(Engine):
                 "second output of embedding_lookup, and to a lookup what "
                 "preprocess_features or enqueue of this embedding gives."
             )
-        return dict(tables)
-
-    def from_tensors(self, features: PreprocessedFeatures) -> Prepared:
-        """See `Engine.from_tensors`.
-
-        Raises:
-          tf.errors.FailedPreconditionError: If gradients come in another program than
-            that of their lookup, or after a later lookup.
-        """
-        if _MARKER not in features.tables:
+        if not looked_up:
             return Prepared(None, features)
         program = self._options.topology.program()
         ticket = self._tickets.of(program)
-        number = tf.get_static_value(features.tables[_MARKER])
+        number = tf.get_static_value(tables[_MARKER])
         if ticket is None or number not in (None, ticket.number):
             raise tf.errors.FailedPreconditionError(
                 None,
@@ -203,21 +185,16 @@ class TPUV2V4Engine(Engine):
         return Prepared(ticket)
 
     def lookup(
-        self,
-        prepared: Prepared,
-        replica: int,
-        *,
-        training: bool,
-        shapes: Sequence[Shape] | None = None,
+        self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
         """See `Engine.lookup`: enqueues the batch and dequeues it at once."""
-        del shapes  # The TPU was configured for one shape.
         program = self._options.topology.program()
-        ticket = self._tickets.begin(program, training=training)
+        ticket = self._tickets.begin(program, training=call.training)
         # Under its name the batch is an evaluation batch if no gradients follow.
-        name = ticket.content if training else None
-        self._queue.enqueue([prepared], replica, training=training, name=name)
-        activations = self._queue.dequeue(replica, name=name)
+        name = ticket.content if call.training else None
+        call = dataclasses.replace(call, name=name)
+        self._queue.enqueue([prepared], call)
+        activations = self._queue.dequeue(call)
         marker: dict[str, Any] = {_MARKER: tf.constant(ticket.number, tf.int64)}
         return activations, Prepared(ticket, PreprocessedFeatures(marker, (), {}, {}))
 
@@ -225,11 +202,11 @@ class TPUV2V4Engine(Engine):
         self,
         looked_up: Prepared,
         gradients: Sequence[tf.Tensor | None],
-        replica: int,
+        call: Call,
     ) -> None:
         """See `Engine.update`."""
-        name = looked_up.value.take()
-        self._queue.apply_gradients(gradients, replica, name=name)
+        call = dataclasses.replace(call, name=looked_up.value.take())
+        self._queue.apply_gradients(gradients, call)
 
     def queue(self) -> StepQueue:
         """See `Engine.queue`."""
@@ -262,10 +239,6 @@ class TPUV2V4Engine(Engine):
         if self._rates.updates is not None:
             objects[UPDATES] = self._rates.updates
         return objects
-
-    def updates(self) -> tf.Variable | None:
-        """See `Engine.updates`."""
-        return self._rates.updates
 
     def load(self) -> None:
         """See `Engine.load`."""

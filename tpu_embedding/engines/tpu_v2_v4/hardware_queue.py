@@ -22,10 +22,9 @@ from tensorflow.core.framework import attr_value_pb2
 
 from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import EngineOptions, Prepared, StepQueue
+from tpu_embedding.engines.base import Call, EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.graph_checks import require
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
@@ -75,15 +74,12 @@ class TPUQueue(StepQueue):
         self._last: weakref.WeakKeyDictionary[tf.Graph, dict[str, Any]]
         self._last = weakref.WeakKeyDictionary()
 
-    def enqueue(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         """See `StepQueue.enqueue`."""
+        if call.device is not None:
+            (batch,) = batches
+            self._enqueue_on(call.device, batch, call)
+            return
         cores = self._tpu.cores_per_replica
         if cores > 1 and self._topology.program() is not None:
             raise NotImplementedError(
@@ -92,58 +88,37 @@ class TPUQueue(StepQueue):
                 "is divided among them. The Keras layer and lookups without a queue "
                 "need one core per replica."
             )
-        self._topology.on_host(self._put_all, batches, replica, training, name)
+        self._topology.on_host(self._put_all, batches, call)
 
-    def _put_all(
-        self,
-        batches: Sequence[Prepared],
-        replica: int | None,
-        training: bool,
-        name: str | None,
-    ) -> None:
+    def _put_all(self, batches: Sequence[Prepared], call: Call) -> None:
         cores = self._tpu.cores_per_replica
         parts = [self._parts(batch, cores) for batch in batches]
         ids = [ids for part in parts for core in part for ids in core.ids]
         # No batch is enqueued before all batches are checked.
         checked = [tensor for tensor in ids if tf.is_symbolic_tensor(tensor)]
         with tf.control_dependencies([*checked, *self._still_there()]):
-            mode = self._mode(training)
+            mode, replica = self._mode(call.training), call.replica
             replicas = range(len(batches)) if replica is None else (replica,)
             for number, part in zip(replicas, parts, strict=True):
                 for core, batch in enumerate(part):
                     device = self._tpu.devices[number][core]
-                    _tag(self._put(batch, device, mode), name)
+                    _tag(self._put(batch, device, mode), call.name)
 
-    def enqueue_on(
-        self,
-        device: str | tf.Tensor,
-        batch: Prepared,
-        *,
-        training: bool,
-        name: str | None = None,
-    ) -> None:
-        """See `StepQueue.enqueue_on`."""
+    def _enqueue_on(self, device: str | tf.Tensor, batch: Prepared, call: Call) -> None:
         with tf.device(self._topology.device):
             checked = errors.check_device(self._topology, device)
             (part,) = _core_batches(self._select(batch.value, of_core=True), 1)
             with tf.control_dependencies([*checked, *self._still_there()]):
-                _tag(self._put(part, device, self._mode(training)), name)
+                _tag(self._put(part, device, self._mode(call.training)), call.name)
 
-    def dequeue(
-        self,
-        replica: int,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        name: str | None = None,
-    ) -> list[tf.Tensor]:
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
         """See `StepQueue.dequeue`."""
         # The program runs on the cores of its replica, configured for one shape.
-        del replica, shapes
         with tf.control_dependencies(self._still_there()):
             activations = tf.raw_ops.RecvTPUEmbeddingActivations(
                 num_outputs=len(self._plan.features), config=self._config
             )
-        _tag(activations[0], name)
+        _tag(activations[0], call.name)
         return [
             tf.ensure_shape(activation, (*shape, dim))
             for activation, shape, dim in zip(
@@ -152,14 +127,9 @@ class TPUQueue(StepQueue):
         ]
 
     def apply_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        replica: int,
-        *,
-        name: str | None = None,
+        self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """See `StepQueue.apply_gradients`."""
-        del replica
         checks, inputs = [], []
         for spec, shape, dim, gradient in zip(
             self._plan.features,
@@ -177,7 +147,7 @@ class TPUQueue(StepQueue):
             sent = tf.raw_ops.SendTPUEmbeddingGradients(
                 inputs=inputs, learning_rates=rates, config=self._config
             )
-        _tag(sent, name)
+        _tag(sent, call.name)
         with tf.control_dependencies([] if sent is None else [sent]):
             self._rates.count_update()
 
