@@ -55,7 +55,7 @@ def test_bytes_on_paper() -> None:
     assert rows.by_table == {"films": 334 * 72, "users": 22 * 20}
     servers = placement(report, "3 parameter servers")
     assert servers.location == {"films": 0, "users": 1}
-    assert servers.wire_bytes == 64 * (8 + 2 * 24) + 64 * (8 + 2 * 32)
+    assert servers.wire_bytes == 64 * (4 + 2 * 24) + 64 * (4 + 2 * 32)
     for name, text in (
         ("v6e:2x2", "no op for RowwiseAdagrad"),
         ("v4:2x2x1", "do not support RowwiseAdagrad"),

@@ -23,7 +23,7 @@ from tpu_embedding.planning.sample import Traffic
 
 # What the host engine needs beside tables: kernels, threads' stacks, a queue.
 _HOST_BYTES = 40 * 2**20
-_FLOAT, _HALF, _ID = 4, 2, 8  # Bytes of a value, a bfloat16 and an id.
+_FLOAT, _HALF = 4, 2  # Bytes of a value, and of a bfloat16.
 _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
@@ -61,7 +61,7 @@ class Machines:
             if first.is_divided(table.index):
                 wire += self._divided_bytes(table, traffic, count, count - 1)
             else:
-                wire += self._whole_bytes(table, traffic, count)
+                wire += self._whole_bytes(table, traffic) * (count - 1) / count
         # Owners look up and combine what others ask for: as much as they ask for.
         step = self._step_bytes(Placement(0, 1, (0,) * len(self.plan.tables)), traffic)
         found = self._place(
@@ -82,7 +82,7 @@ class Machines:
             if first.is_divided(table.index):
                 wire += self._divided_bytes(table, traffic, count, count)
             else:
-                wire += self._served_bytes(table, traffic)
+                wire += self._whole_bytes(table, traffic)
         found = self._place(
             f"{count} parameter servers",
             "parameter_servers",
@@ -243,8 +243,8 @@ class Machines:
         )
         return sum(found.values())
 
-    def _whole_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
-        """Bytes of a step for a table in one process, the mean over all processes."""
+    def _whole_bytes(self, table: TableSpec, traffic: Traffic) -> float:
+        """Bytes of a step for a table that another process has."""
         config = table.config
         entries = samples = lengths = gains = 0.0
         for f in table.features:
@@ -262,15 +262,7 @@ class Machines:
             gains=gains,
             activation_bytes=self._gradient_bytes() * config.dim,
         )
-        return sum(found.values()) * (count - 1) / count
-
-    def _served_bytes(self, table: TableSpec, traffic: Traffic) -> float:
-        """Ids as the user gives them, activations back, gradients out."""
-        return sum(
-            traffic.entries[f] * _ID
-            + 2 * traffic.samples[f] * table.config.dim * _FLOAT
-            for f in table.features
-        )
+        return sum(found.values())
 
     def _on_processes(self) -> str | None:
         """Why several processes cannot have the tables."""
