@@ -1,10 +1,20 @@
 """Lookups for serving, and their export: TensorFlow's ops only."""
 
+from tpu_embedding.serving.applying import apply_delta
+from tpu_embedding.serving.delta_files import delta_blocks
 from tpu_embedding.serving.export import export
 from tpu_embedding.serving.report import Report, TableReport
 from tpu_embedding.serving.signatures import Request, Signature
 
-__all__ = ["Report", "Request", "Signature", "TableReport", "export"]
+__all__ = [
+    "Report",
+    "Request",
+    "Signature",
+    "TableReport",
+    "apply_delta",
+    "delta_blocks",
+    "export",
+]
 
 
 def __dir__() -> list[str]:

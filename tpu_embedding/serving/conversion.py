@@ -106,13 +106,14 @@ class Conversion:
 
     def __init__(self, source: Source, table: ConvertedTable) -> None:
         self._source, self._table = source, table
+        self._parts: dict[str, Any] = table.parts  # pyright's stubs allow None axes.
         self._largest, self._squares, self._bound = 0.0, 0.0, 0.0
 
     @property
     def nbytes(self) -> int:
-        """Size of the converted table."""
-        rows, dim = self._source.shape
-        return rows * self._table.row_bytes(dim)
+        """Size of the converted table with its spare rows."""
+        rows = next(iter(self._parts.values())).shape[0]
+        return rows * self._table.row_bytes(self._source.shape[1])
 
     def pieces(self, keys: Mapping[str, str], size: int) -> Iterator[Piece]:
         """The converted table in pieces of about `size` bytes, by key of the parts."""
@@ -121,9 +122,17 @@ class Conversion:
         for begin in range(0, rows, step):
             arrays = self._convert(begin, min(begin + step, rows))
             for name, array in arrays.items():
-                shape = (rows, array.shape[1])
-                spec = slice_spec(shape, begin, begin + len(array))
-                yield Piece(keys[name], spec, array)
+                yield self._piece(keys[name], name, begin, array)
+        for name, part in self._parts.items():  # Spare rows.
+            for begin in range(rows, part.shape[0], step):
+                count = min(step, part.shape[0] - begin)
+                dtype = part.dtype.as_numpy_dtype
+                zeros = np.zeros([count, part.shape[1]], dtype)
+                yield self._piece(keys[name], name, begin, zeros)
+
+    def _piece(self, key: str, part: str, begin: int, array: np.ndarray) -> Piece:
+        shape = tuple(self._parts[part].shape)
+        return Piece(key, slice_spec(shape, begin, begin + len(array)), array)
 
     def report(self) -> TableReport:
         """The errors of all pieces."""
@@ -141,10 +150,9 @@ class Conversion:
         )
 
     def _convert(self, begin: int, end: int) -> dict[str, np.ndarray]:
-        parts: dict[str, Any] = self._table.parts  # pyright's stubs allow None axes.
         arrays = {
             name: np.empty([end - begin, part.shape[1]], part.dtype.as_numpy_dtype)
-            for name, part in parts.items()
+            for name, part in self._parts.items()
         }
         for start, values in self._source.slices(begin, end):
             self._refuse(start, values)

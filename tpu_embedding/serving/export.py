@@ -17,7 +17,9 @@ from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.serving.conversion import GatheredRows, Source
+from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
+from tpu_embedding.serving.following import Follower, most_changed
 from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form
 from tpu_embedding.serving.report import Report
@@ -33,6 +35,7 @@ from tpu_embedding.serving.signatures import (
 from tpu_embedding.tf_configs import convert_features
 
 _SERVING_DEFAULT = "serving_default"
+_SHARE = 0.125  # Of the rows of a table that one delta may change.
 
 
 def export(
@@ -47,6 +50,7 @@ def export(
     dense_inputs: Mapping[str, tf.TensorSpec] | None = None,
     invalid_ids: str | None = None,
     most_samples: int = MAX_SAMPLES,
+    deltas: bool | float = False,
 ) -> Report:
     """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
@@ -90,6 +94,11 @@ def export(
         tf.tpu.experimental.embedding.
       most_samples: Sparse input that claims more samples is refused, before memory
         is taken for them.
+      deltas: True makes a model that follows its trainer: it has the signatures
+        "delta_state" and "apply_delta", and spare rows. A number > 0 is the largest
+        share of the rows of a table that one delta may change, 0.125 for True; the
+        table takes twice as many spare rows. Tables of up to 4,096 rows may change
+        whole.
 
     Returns:
       The form, size and errors of each table. Print it.
@@ -115,6 +124,7 @@ def export(
         raise ValueError(
             f"`most_samples` must be an int >= 1. Received: {most_samples!r}."
         )
+    share = _share(deltas)
     exported = _read_source(source, feature_config, invalid_ids)
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
@@ -126,10 +136,15 @@ def export(
     with in_all_processes(group):
         if group is None or group.rank == 0:
             require_empty(path)
-    tables = [
-        stored_form(table, kept)
-        for table, kept in zip(exported.tables, storages, strict=True)
-    ]
+    follower = None
+    if share is None:
+        tables = [
+            stored_form(table, kept)
+            for table, kept in zip(exported.tables, storages, strict=True)
+        ]
+    else:
+        follower = _follower(exported, storages, share)
+        tables = follower.tables
     lookup = FeatureLookup(
         plan,
         dict(enumerate(tables)),
@@ -140,9 +155,39 @@ def export(
     served = _Served(exported, lookup, model)
     functions = {name: served.function(signature) for name, signature in named.items()}
     functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
+    if follower is not None:
+        for name, function in follower.functions().items():
+            if name in functions:
+                raise ValueError(
+                    f"`signatures` has {name!r}, a name that `deltas` needs. Rename it."
+                )
+            functions[name] = function
     stored = list(zip(exported.tables, tables, strict=True))
     reads = [signature.read for signature in named.values()]
-    return Report(tuple(save(path, stored, model, reads, functions)))
+    return Report(tuple(save(path, stored, model, reads, functions, follower)))
+
+
+def _share(deltas: Any) -> float | None:
+    """The largest share of rows that one delta may change, or None for no deltas."""
+    if isinstance(deltas, bool):
+        return _SHARE if deltas else None
+    if not isinstance(deltas, (int, float)) or not 0 < deltas <= 1:
+        raise ValueError(
+            "`deltas` must be True, False, or the largest share of the rows of a table "
+            f"that one delta changes, > 0 and <= 1. Received: {deltas!r}."
+        )
+    return float(deltas)
+
+
+def _follower(exported: _Exported, storages: Sequence[str], share: float) -> Follower:
+    stored, specs = [], []
+    for source, storage in zip(exported.tables, storages, strict=True):
+        rows, dim = source.shape
+        most = most_changed(rows, share)
+        table: Any = stored_form(source, storage, 2 * most)
+        stored.append(table)
+        specs.append(BaseTable(source.name, rows, dim, table.storage, most))
+    return Follower(Base(new_id(), tuple(specs)), stored)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -263,22 +263,25 @@ _STORAGES: dict[str, Callable[[int, int], ConvertedTable]] = {
 STORAGES = tuple(_STORAGES)
 
 
-def stored_form(source: Source, storage: str) -> WholeTable | ConvertedTable:
+def stored_form(
+    source: Source, storage: str, spare: int | None = None
+) -> WholeTable | ConvertedTable:
     """The form in which a table is exported.
 
     Args:
       source: The table.
       storage: One of `STORAGES`. A row so short that its codes would be larger than
         its values stays float32.
+      spare: Rows beyond those of the table, for one that changes while it is served.
     """
     chosen: Any = _STORAGES[storage]
     dim = source.shape[1]
     if chosen.row_bytes(dim) > Float32Table.row_bytes(dim):
         chosen = Float32Table
-    variable = source.variable
+    variable = source.variable if spare is None else None
     if chosen is Float32Table and variable is not None and _is_here(variable):
         return WholeTable(variable)
-    return chosen(*source.shape)
+    return chosen(source.shape[0] + (spare or 0), dim)
 
 
 def _is_here(variable: Any) -> bool:

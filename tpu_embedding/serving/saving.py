@@ -32,6 +32,7 @@ from tpu_embedding.checkpoint.writing import (
     write_parts,
 )
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
+from tpu_embedding.serving.following import Follower, FollowingTable
 from tpu_embedding.serving.report import TableReport, unchanged
 from tpu_embedding.tables.readers import TableReader
 
@@ -69,6 +70,7 @@ def save(
     model: Any,
     reads: Sequence[Callable[..., Any]],
     functions: Mapping[str, Any],
+    follower: Follower | None = None,
 ) -> list[TableReport]:
     """Writes the SavedModel, into a folder that `require_empty` accepted.
 
@@ -80,6 +82,7 @@ def save(
       model: The model of the user, or None.
       reads: The functions of the user that read the inputs of signatures.
       functions: By name of the signature.
+      follower: What applies deltas to the tables, or None.
 
     Returns:
       The form and errors of each table.
@@ -87,16 +90,17 @@ def save(
     Raises:
       tf.errors.InvalidArgumentError: If a value cannot be stored.
     """
-    conversions = {
-        source.name: (table, Conversion(source, table))
-        for source, table in tables
-        if isinstance(table, ConvertedTable)
-    }
+    conversions = {}
+    for source, table in tables:
+        stored = table.stored if isinstance(table, FollowingTable) else table
+        if isinstance(stored, ConvertedTable):
+            conversions[source.name] = (stored, Conversion(source, stored))
     group = tables[0][0].rows.group
     readers = {source.name: table for source, table in tables}
-    module = _Module(readers, [model, *reads], functions)
+    deltas = None if follower is None else follower.state
+    module = _Module(readers, [model, *reads], functions, deltas)
     with in_all_processes(group) as rest:
-        pieces = _pieces(conversions)
+        pieces = _pieces(conversions, "" if follower is None else "/stored")
         rest.append(pieces)  # Other processes read their rows through this one.
         if group is None or group.rank == 0:
             with _scratch(os.fspath(path)) as scratch:
@@ -139,11 +143,11 @@ def _total(conversions: _Conversions) -> int:
     return sum(conversion.nbytes for _, conversion in conversions.values())
 
 
-def _pieces(conversions: _Conversions) -> Iterator[Piece]:
+def _pieces(conversions: _Conversions, within: str) -> Iterator[Piece]:
     """The rows of all tables as they are stored, a piece at a time."""
     size = part_bytes(_total(conversions)) // _PIECES
     for name, (table, conversion) in conversions.items():
-        place = f"tables/{escape_local_name(name)}"
+        place = f"tables/{escape_local_name(name)}{within}"
         keys = {part: variable_key(place, part) for part in table.parts}
         yield from conversion.pieces(keys, size)
 
@@ -206,13 +210,16 @@ class _Module(tf.Module):
         tables: Mapping[str, TableReader],
         users: Sequence[Any],
         functions: Mapping[str, Any],
+        deltas: tf.Module | None,
     ) -> None:
         super().__init__()
         self.tables = dict(tables)
+        self.deltas = deltas
         graphs = [function.graph for function in functions.values()]
         read = [v for graph in graphs for v in graph.variables]
         # Those of tables have their names by the tables.
-        own = {id(v) for table in tables.values() for v in _variables(table)}
+        modules = [*tables.values(), *([] if deltas is None else [deltas])]
+        own = {id(v) for module in modules for v in _variables(module)}
         self.variables_read = [v for v in read if id(v) not in own]
         handles = {id(variable.handle) for variable in read}
         captured = [tensor for graph in graphs for tensor, _ in graph.captures]
@@ -262,5 +269,5 @@ def _referenced(function: types.FunctionType) -> Iterator[Any]:
         codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
 
 
-def _variables(table: Any) -> Sequence[tf.Variable]:
-    return table.variables
+def _variables(module: Any) -> Sequence[tf.Variable]:
+    return module.variables

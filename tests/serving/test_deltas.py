@@ -1,0 +1,443 @@
+"""Models that follow their trainer: what deltas change, what is refused."""
+
+from __future__ import annotations
+
+import pathlib
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from serving.deltas import NOTHING, Trainer, blocks_of, resealed, send, served
+from serving.exported import graph_of
+
+import tpu_embedding as te
+from tpu_embedding.__main__ import main
+from tpu_embedding.serving import delta_files, following
+from tpu_embedding.serving.delta_files import HEAD_BYTES, DeltaRows
+from tpu_embedding.serving.quantization import STORAGES
+
+Blocks = list[bytes]
+
+
+@pytest.fixture(name="small", autouse=True)
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that rows are spare and used again many times within a test."""
+    monkeypatch.setattr(following, "SMALL_TABLE", 8)
+
+
+def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_serves_the_bits_of_the_trainer_after_each_delta(
+    storage: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng, storage, deltas=1.0)
+    model: Any = tf.saved_model.load(str(tmp_path / "base"))
+    for number in range(1, 8):
+        path = tmp_path / f"{number}.delta"
+        changed = trainer.write(path)
+        assert te.serving.apply_delta(model, path) == number
+        assert_equal(served(model), trainer.expected(tmp_path / f"export{number}"))
+        header = delta_files.read_header(path)
+        assert header.sequence == number
+        assert header.counts == tuple((len(ids), 0) for ids in changed.values())
+    state = model.signatures["delta_state"]()
+    assert (int(state["sequence"]), int(state["run"])) == (7, trainer.run)
+    assert int(state["base"]) == trainer.base.id
+
+
+def test_an_export_with_deltas_answers_as_one_without(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng, "int8")
+    model: Any = tf.saved_model.load(str(tmp_path / "base"))
+    assert_equal(served(model), trainer.expected(tmp_path / "without"))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="users"):
+        model.signatures["dense"](
+            a_b_c=tf.constant([1], tf.int64), users=tf.constant([7], tf.int64)
+        )
+
+
+def test_all_ops_are_stock(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    Trainer(tmp_path / "base", rng, "int4")
+    graph = graph_of(tmp_path / "base").graph_def
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    ops = {node.op for node in nodes}
+    assert {"MutexLock", "ResourceScatterUpdate"} < ops
+    assert sorted(ops - set(dir(tf.raw_ops))) == []
+
+
+def swap(blocks: Blocks) -> Blocks:
+    return [blocks[0], blocks[2], blocks[1], *blocks[3:]]
+
+
+def with_field(block: bytes, field: int, value: int) -> bytes:
+    """A block with another number, and the right checksum."""
+    changed = bytearray(block)
+    struct.pack_into("<q", changed, HEAD_BYTES + 8 * field, value)
+    return resealed(bytes(changed))
+
+
+def flipped(block: bytes, bit: int) -> bytes:
+    changed = bytearray(block)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+BAD: dict[str, tuple[Callable[[Blocks], Blocks], str]] = {
+    "repeated": (
+        lambda b: [with_field(b[0], 3, 2)],
+        "Delta 2 is repeated: delta 2 was",
+    ),
+    "missing": (
+        lambda b: [with_field(b[0], 3, 5)],
+        "Delta 3 is missing: delta 5 came after 2",
+    ),
+    "base": (lambda b: [with_field(b[0], 0, 9)], "Delta 3 is foreign: this model is "),
+    "run": (lambda b: [with_field(b[0], 2, 9)], "it follows a delta of run 9, and the"),
+    "tables": (lambda b: [with_field(b[0], 4, 1)], "Delta 3 is foreign"),
+    "too many": (
+        lambda b: [with_field(b[0], 5, 41)],
+        "changes 41 rows of table a/b.c, and this export takes 40 at a time",
+    ),
+    "negative": (lambda b: [with_field(b[0], 5, -1)], "changes -1 rows of table a/b.c"),
+    "deletes": (
+        lambda b: [with_field(b[0], 8, 1)],
+        "deletes rows of table users, whose ids are fixed",
+    ),
+    "reordered": (swap, "Block 2 of delta 3 came where block 1 is next"),
+    "without a block": (lambda b: b[:2] + b[3:], "Block 3 of delta 3 came where block"),
+    "twice a block": (lambda b: b[:2] + b[1:], "Block 1 of delta 3 came where block 2"),
+    "empty": (lambda b: [b""], "has 0 bytes: truncated"),
+    "cut": (lambda b: [b[0][:-1]], "Block 0 of a delta is damaged"),
+    "flipped": (
+        lambda b: [*b[:2], flipped(b[2], 555)],
+        "Block 2 of a delta is damaged",
+    ),
+    "kind": (
+        lambda b: [resealed(b[0][:8] + struct.pack("<q", 7) + b[0][16:])],
+        "unknown kind 7",
+    ),
+    "no table": (lambda b: [b[0], with_field(b[1], 0, 2)], "Block 1 of a delta has wr"),
+    "minus rows": (lambda b: [b[0], with_field(b[1], 1, -2)], "has wrong numbers"),
+    "fewer rows": (lambda b: [b[0], with_field(b[1], 1, 1)], "bytes for 1 rows"),
+    "huge": (
+        lambda b: [b[0], with_field(b[1], 1, 2**62)],
+        "bytes for 4611686018427387",
+    ),
+    "descending": (lambda b: [b[0], with_field(b[1], 3, 39)], "must ascend"),
+    "below 0": (lambda b: [b[0], with_field(b[1], 3, -1)], "must ascend, and be below"),
+    "out of range": (lambda b: [b[0], with_field(b[1], 4, 40)], "and be below 40"),
+    "total": (
+        lambda b: [*b[:-1], with_field(b[-1], 0, 1)],
+        "is truncated, or blocks of",
+    ),
+    "more than said": (
+        lambda b: [with_field(b[0], 5, 1), *b[1:]],
+        "more rows of table a/b.c than it says",
+    ),
+}
+
+
+@pytest.fixture(scope="module", name="written")
+def trainer_and_deltas(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder, what is served after two deltas, and after the third, its path."""
+    folder = tmp_path_factory.mktemp("follower")
+    trainer = Trainer(folder / "base", np.random.default_rng(3), "int8", deltas=1.0)
+    for number in range(2):
+        trainer.write(folder / f"{number}")
+    before = trainer.expected(folder / "export")
+    changed = {"a/b.c": np.arange(3, 9), "users": np.arange(1, 5)}
+    for name, ids in changed.items():
+        trainer.values[name][ids] += 1
+    path = folder / "3"
+    delta_files.write_delta(path, trainer.header(changed), trainer.rows(changed))
+    return folder, before, trainer.expected(folder / "after"), path
+
+
+def after_two(folder: pathlib.Path) -> Any:
+    model = tf.saved_model.load(str(folder / "base"))
+    for number in range(2):
+        te.serving.apply_delta(model, folder / f"{number}")
+    return model
+
+
+@pytest.fixture(scope="module", name="follower")
+def model_after_two(written: Any) -> Any:
+    """For what is refused, which changes nothing."""
+    return after_two(written[0])
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses_a_bad_delta_by_name_with_nothing_changed(
+    case: str, written: Any, follower: Any
+) -> None:
+    _, before, _, path = written
+    change, message = BAD[case]
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        send(follower, change(blocks_of(path)))
+    assert message in raised.value.message
+    assert int(follower.signatures["delta_state"]()["sequence"]) == 2
+    assert_equal(served(follower), before)
+
+
+def test_refuses_a_table_that_announces_more_than_comes(
+    written: Any, follower: Any
+) -> None:
+    _, before, _, path = written
+    blocks = blocks_of(path)
+    blocks[0] = with_field(blocks[0], 5, 7)
+    total = 0
+    for block in blocks[:-1]:
+        total = delta_files.chained(total, struct.unpack_from("<q", block)[0])
+    blocks[-1] = with_field(blocks[-1], 0, total)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Delta 3 is truncated"):
+        send(follower, blocks)
+    assert_equal(served(follower), before)
+
+
+def test_goes_on_with_the_right_block_after_a_damaged_one(written: Any) -> None:
+    folder, _, after, path = written
+    model = after_two(folder)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no delta has begun"):
+        send(model, blocks_of(path)[1:])
+    for case in ("repeated", "descending", "total"):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            send(model, BAD[case][0](blocks_of(path)))
+    for block in blocks_of(path):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is damaged"):
+            send(model, [flipped(block, 200)])
+        send(model, [block])
+    assert_equal(served(model), after)
+
+
+@pytest.mark.parametrize("read", [delta_files.read_header, blocks_of])
+def test_truncated_files_are_named(
+    read: Callable[[pathlib.Path], Any], written: Any, tmp_path: pathlib.Path
+) -> None:
+    content = written[-1].read_bytes()
+    path = tmp_path / "cut"
+    for size in (*range(60), len(content) - 1):
+        path.write_bytes(content[:size])
+        starts = size >= 8
+        if read is blocks_of and size == 8:
+            continue  # A file without blocks: its reader gives none.
+        with pytest.raises(tf.errors.DataLossError) as raised:
+            read(path)
+        assert ("is truncated" if starts else "is no delta") in raised.value.message
+
+
+def test_a_damaged_file_is_named(written: Any, tmp_path: pathlib.Path) -> None:
+    content = bytearray(written[-1].read_bytes())
+    rng = np.random.default_rng(4)
+    path = tmp_path / "damaged"
+    for position in rng.integers(8, len(content), 60):
+        content[position] ^= 64
+        path.write_bytes(content)
+        with pytest.raises(tf.errors.DataLossError, match=r"damaged|truncated"):
+            delta_files.read_header(path)
+        content[position] ^= 64
+
+
+def test_a_model_that_takes_no_deltas(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng)
+    trainer.write(tmp_path / "delta")
+    trainer.export(tmp_path / "plain")
+    model = tf.saved_model.load(str(tmp_path / "plain"))
+    with pytest.raises(ValueError, match="The model takes no deltas"):
+        te.serving.apply_delta(model, tmp_path / "delta")
+
+
+@pytest.mark.parametrize("deltas", [0, -1, 1.5, "yes", None])
+def test_refuses_other_values(deltas: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(
+        ValueError, match="`deltas` must be True, False, or the largest"
+    ):
+        Trainer(tmp_path / "base", np.random.default_rng(0), deltas=deltas)
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_signature_cannot_have_the_name(tmp_path: pathlib.Path) -> None:
+    films = te.TableConfig(8, 2, name="films")
+    with pytest.raises(ValueError, match="`signatures` has 'apply_delta', a name that"):
+        te.serving.export(
+            {films: tf.zeros([8, 2])},
+            tmp_path / "base",
+            feature_config={"film": te.FeatureConfig(films)},
+            signatures={
+                "apply_delta": te.serving.Signature(
+                    {"x": tf.TensorSpec([None], tf.int64)},
+                    lambda inputs: te.serving.Request({"film": inputs["x"]}),
+                )
+            },
+            deltas=True,
+        )
+
+
+def test_too_many_rows_for_an_index(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_MOST_ROWS", 55)
+    with pytest.raises(ValueError, match=r"Table a/b.c has 40 rows and needs 16 spare"):
+        Trainer(tmp_path / "base", np.random.default_rng(0))
+
+
+def test_the_size_of_a_delta(tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(1)
+    shapes = {"films": (5000, 64)}
+    for storage, width in (("float32", 256), ("int8", 68), ("int4", 36)):
+        trainer = Trainer(tmp_path / storage, rng, storage, shapes, deltas=1.0)
+        ids = np.arange(0, 5000, 2)
+        (spec,) = trainer.base.tables
+        rows = trainer.rows({"films": ids})
+        merged = list(rows)
+        parts = [
+            np.concatenate(p) for p in zip(*(r.parts for r in merged), strict=True)
+        ]
+        path = tmp_path / f"{storage}.delta"
+        size = delta_files.write_delta(
+            path, trainer.header({"films": ids}), [DeltaRows(0, ids, NOTHING, parts)]
+        )
+        assert size == path.stat().st_size
+        assert size <= 1.05 * len(ids) * (8 + width)
+        assert spec.most_changed == 5000
+
+
+def test_inspects_and_applies_on_the_command_line(
+    rng: np.random.Generator, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng, "int8", deltas=1.0)
+    paths = [str(tmp_path / f"{number}.delta") for number in range(3)]
+    changed = [trainer.write(pathlib.Path(path)) for path in paths]
+    assert main(["delta", "inspect", paths[1]]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"delta 2 of export {trainer.base.id}"
+    assert told[3].split() == ["a/b.c", "8", "int8", str(len(changed[1]["a/b.c"])), "0"]
+    base, new = str(tmp_path / "base"), str(tmp_path / "new")
+    assert main(["delta", "apply", base, *paths[:2], "--to", new]) == 0
+    assert f"Wrote to {new}: the export after delta 2" in capsys.readouterr().out
+    model: Any = tf.saved_model.load(new)
+    assert te.serving.apply_delta(model, paths[2]) == 3
+    assert_equal(served(model), trainer.expected(tmp_path / "export"))
+    assert main(["delta", "apply", base, paths[0], "--to", new]) == 2
+    assert f"{new} exists" in capsys.readouterr().err
+    assert main(["delta", "apply", base, paths[1], "--to", new + "er"]) == 2
+    assert "Delta 1 is missing" in capsys.readouterr().err
+    assert not pathlib.Path(new + "er").exists()
+
+
+def test_an_existing_delta_is_kept(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng)
+    (tmp_path / "delta").write_bytes(b"kept")
+    with pytest.raises(ValueError, match=r"exists\. Give each delta a path of its own"):
+        trainer.write(tmp_path / "delta")
+    assert (tmp_path / "delta").read_bytes() == b"kept"
+
+
+def test_rows_that_cannot_be_read_leave_no_file(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng)
+
+    def rows() -> Any:
+        yield from trainer.rows({"a/b.c": np.arange(4), "users": NOTHING})
+        raise RuntimeError("the table is gone")
+
+    header = trainer.header({"a/b.c": np.arange(4), "users": NOTHING})
+    with pytest.raises(RuntimeError, match="the table is gone"):
+        delta_files.write_delta(tmp_path / "delta", header, rows())
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def read_while_applying(
+    folder: pathlib.Path, storage: str, dim: int, deltas: int
+) -> tuple[int, int, int]:
+    """Rows read by 8 threads, those that were torn, and those that went back.
+
+    Each delta fills the hot rows with its number, so a whole row has equal values.
+    """
+    hot = 64
+    rng = np.random.default_rng(0)
+    trainer = Trainer(folder / "base", rng, storage, {"films": (hot, dim)}, 1.0)
+    model: Any = tf.saved_model.load(str(folder / "base"))
+    ids = tf.range(hot, dtype=tf.int64)
+    stop = threading.Event()
+    counts = np.zeros([8, 3], np.int64)
+
+    def read(thread: int) -> None:
+        last = 0.0
+        while not stop.is_set():
+            rows = model.signatures["dense"](films=ids)["films"].numpy()
+            torn = rows.min(axis=1) != rows.max(axis=1)
+            counts[thread] += [hot, int(torn.sum()), int((rows[:, 0] < last).sum())]
+            last = float(rows[:, 0].min())
+
+    changed = {"films": np.arange(hot)}
+    path = folder / "delta"
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(8)]
+    for number in range(1, deltas + 1):
+        trainer.values["films"][:] = number
+        delta_files.write_delta(path, trainer.header(changed), trainer.rows(changed))
+        trainer.sequence, trainer.follows = number, trainer.run
+        te.serving.apply_delta(model, path)
+        path.unlink()
+        if number == 1:
+            for thread in threads:
+                thread.start()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    total, torn, back = counts.sum(axis=0)
+    return int(total), int(torn), int(back)
+
+
+@pytest.mark.parametrize(("storage", "dim"), [("float32", 512), ("int8", 64)])
+def test_no_row_is_torn_while_deltas_are_applied(
+    storage: str, dim: int, tmp_path: pathlib.Path
+) -> None:
+    total, torn, back = read_while_applying(tmp_path, storage, dim, deltas=40)
+    assert total > 0
+    assert (torn, back) == (0, 0)
+
+
+KILLED = """
+import os, signal, sys
+import tensorflow as tf
+from tpu_embedding.serving import applying
+save = tf.saved_model.save
+def killed(*arguments, **options):
+    save(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+tf.saved_model.save = killed
+applying.apply_to_export(sys.argv[1], [sys.argv[2]], sys.argv[3])
+"""
+
+
+@pytest.mark.second_tier
+def test_a_killed_apply_leaves_no_export(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trainer = Trainer(tmp_path / "base", rng, deltas=1.0)
+    trainer.write(tmp_path / "delta")
+    places = [str(tmp_path / name) for name in ("base", "delta", "new")]
+    ended = subprocess.run([sys.executable, "-c", KILLED, *places], check=False)
+    assert ended.returncode == -9
+    assert not (tmp_path / "new").exists()
+    assert main(["delta", "apply", *places[:2], "--to", places[2]]) == 0
+    model = tf.saved_model.load(places[2])
+    assert_equal(served(model), trainer.expected(tmp_path / "export"))
+    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]

@@ -1,0 +1,128 @@
+"""Applies deltas to served models: in this process, or to the folder of an export."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.checkpoint.writing import one_writer
+from tpu_embedding.serving.delta_files import Header, delta_blocks, read_header
+from tpu_embedding.serving.following import APPLY
+from tpu_embedding.text import aligned
+
+_UNFINISHED = ".unfinished"
+
+
+def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
+    """Applies a delta to a loaded model, which may answer calls meanwhile.
+
+    A lookup sees each row as it was before the delta or after it. The delta must be
+    the one that follows the delta applied last; the model checks that, and every block
+    of it, before it serves any new row.
+
+    Args:
+      model: What tf.saved_model.load returned for an export with `deltas`.
+      path: The delta.
+
+    Returns:
+      The number of the delta, which is now the one applied last.
+
+    Raises:
+      ValueError: If the model takes no deltas.
+      tf.errors.DataLossError: If the file is no delta, or it is truncated.
+      tf.errors.InvalidArgumentError: If the delta was applied before, or one before it
+        is missing, or it follows another export or another run of the trainer, or it
+        is damaged. The model serves what it served before.
+    """
+    apply = getattr(model, "signatures", {}).get(APPLY)
+    if apply is None:
+        raise ValueError(
+            "The model takes no deltas. Export it with te.serving.export(..., "
+            "deltas=True), and pass what tf.saved_model.load returns."
+        )
+    state: dict[str, tf.Tensor] = {}
+    for block in delta_blocks(path):
+        state = apply(block=tf.constant(block))
+    if not state or state["next_block"]:
+        raise tf.errors.DataLossError(
+            None, None, f"Delta {os.fspath(path)} is truncated: its last block lacks."
+        )
+    return int(state["sequence"])
+
+
+def apply_to_export(
+    path: str, deltas: Sequence[str | os.PathLike[str]], destination: str
+) -> int:
+    """Writes an export to which deltas were applied, and which takes those after them.
+
+    Args:
+      path: An export with `deltas`; it stays as it is.
+      deltas: Deltas in their order.
+      destination: A folder that does not exist yet.
+
+    Returns:
+      The number of the delta applied last.
+
+    Raises:
+      ValueError: If `destination` exists, or the model takes no deltas.
+      tf.errors.OpError: As `apply_delta`.
+    """
+    with one_writer(destination):
+        if tf.io.gfile.exists(destination):
+            raise ValueError(f"{destination} exists. Give the new export a new path.")
+        unfinished = destination + _UNFINISHED
+        if tf.io.gfile.exists(unfinished):  # A killed process may have left one.
+            tf.io.gfile.rmtree(unfinished)
+        model: Any = tf.saved_model.load(path)
+        sequence = 0
+        for delta in deltas:
+            sequence = apply_delta(model, delta)
+        tf.saved_model.save(model, unfinished, signatures=dict(model.signatures))
+        tf.io.gfile.rename(unfinished, destination)
+    return sequence
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommands `inspect` and `apply`, and their arguments."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    inspect = commands.add_parser(
+        "inspect", help="check a delta, and say what it holds"
+    )
+    inspect.add_argument("path", help="a delta")
+    inspect.set_defaults(run=_inspect)
+    apply = commands.add_parser("apply", help="write an export with deltas applied")
+    apply.add_argument("path", help="an export that takes deltas")
+    apply.add_argument("deltas", nargs="+", help="deltas, in their order")
+    apply.add_argument("--to", required=True, help="a new folder for the export")
+    apply.set_defaults(run=_apply)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    print(_described(read_header(arguments.path)))
+    return 0
+
+
+def _described(header: Header) -> str:
+    lines = [("table", "dim", "storage", "changed", "deleted")]
+    for table, (upserts, deletions) in zip(
+        header.base.tables, header.counts, strict=True
+    ):
+        numbers = f"{upserts:,}", f"{deletions:,}"
+        lines.append((table.name, str(table.dim), table.storage, *numbers))
+    return "\n".join(
+        [
+            f"delta {header.sequence} of export {header.base.id}",
+            f"written by run {header.run}, after run {header.follows}",
+            aligned(lines, left=(0,)),
+        ]
+    )
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    sequence = apply_to_export(arguments.path, arguments.deltas, arguments.to)
+    print(f"Wrote to {arguments.to}: the export after delta {sequence}")
+    return 0

@@ -1,0 +1,274 @@
+"""Files of deltas: the rows of tables that changed since the delta before.
+
+docs/online.md draws the format. A file is a sequence of blocks, each of which carries
+its own checksum, so that a served model checks every block that it is sent:
+
+    file      "TPUEMBD1", then of each block its length (int64) and its bytes
+    block     checksum, kind, number, then by kind
+      begin   base, run, follows, sequence, tables,
+              of each table (upserts, deletions), then the header as JSON
+      rows    table, upserts, deletions, the keys of both, the parts of the rows
+      end     the checksum of all blocks before it
+
+All numbers are int64, little-endian. A checksum is FarmHash's Fingerprint64, which
+TensorFlow's op `Fingerprint` computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.checkpoint.writing import one_writer
+
+MAGIC = b"TPUEMBD1"
+BEGIN, ROWS, END = range(3)  # Kinds of blocks.
+HEAD_BYTES = 24  # Checksum, kind and number.
+BEGIN_FIELDS, ROWS_FIELDS = 5, 3  # int64 numbers after the head.
+BLOCK_BYTES = 1 << 20  # Of the keys and rows of one block.
+_LARGEST_BLOCK = 1 << 31
+_UNFINISHED = ".unfinished"
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseTable:
+    """A table of an export that takes deltas.
+
+    Attributes:
+      name: Name of the table.
+      rows: Number of rows.
+      dim: Number of columns.
+      storage: The form in which it is stored.
+      most_changed: The largest number of rows that one delta may change.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    storage: str
+    most_changed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """An export that takes deltas.
+
+    Attributes:
+      id: A number that no other export has.
+      tables: In the order in which deltas number them.
+    """
+
+    id: int
+    tables: tuple[BaseTable, ...]
+
+    def to_json(self) -> str:
+        """The text that the export and each delta hold."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Base:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(fields["id"], tuple(BaseTable(**t) for t in fields["tables"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What the first block of a delta says.
+
+    Attributes:
+      base: The export that it follows.
+      run: The run of the trainer that wrote it.
+      follows: The run that wrote the delta before, or the id of the base.
+      sequence: 1 for the first delta after the base.
+      counts: Of each table (upserts, deletions).
+    """
+
+    base: Base
+    run: int
+    follows: int
+    sequence: int
+    counts: tuple[tuple[int, int], ...]
+
+
+class DeltaRows(NamedTuple):
+    """Some changed rows of one table.
+
+    Attributes:
+      table: Its index in the base.
+      keys: int64 [n], ascending, each once in the delta.
+      deleted: int64 [d], ascending, each once in the delta.
+      parts: One array [n, C] for each part of the stored table.
+    """
+
+    table: int
+    keys: np.ndarray
+    deleted: np.ndarray
+    parts: Sequence[np.ndarray]
+
+
+def new_id() -> int:
+    """A random number for a base or a run, from 1 on."""
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+def checksum(content: bytes) -> int:
+    """FarmHash's Fingerprint64, as an int64.
+
+    >>> checksum(b"rows")
+    -792035360574078867
+    """
+    data = np.frombuffer(content, np.uint8)[np.newaxis]
+    found = tf.raw_ops.Fingerprint(data=data, method="farmhash64").numpy()
+    return int(found.view("<i8")[0, 0])
+
+
+def chained(before: int, added: int) -> int:
+    """The checksum of a sequence of checksums and one more."""
+    return checksum(struct.pack("<qq", before, added))
+
+
+def rows_of_block(row_bytes: int) -> int:
+    """The most rows that a block holds."""
+    return max(1, BLOCK_BYTES // (8 + row_bytes))
+
+
+def write_delta(
+    path: str | os.PathLike[str], header: Header, rows: Iterable[DeltaRows]
+) -> int:
+    """Writes a delta beside `path`, and renames it when it is complete.
+
+    Args:
+      path: A file that does not exist yet.
+      header: What the first block says.
+      rows: The changed rows, table by table, as many at a time as a block holds.
+
+    Returns:
+      The size of the file.
+
+    Raises:
+      ValueError: If there is a file.
+    """
+    place = os.fspath(path)
+    with one_writer(place):
+        if tf.io.gfile.exists(place):
+            raise ValueError(f"{place} exists. Give each delta a path of its own.")
+        unfinished = place + _UNFINISHED
+        size = 0
+        try:
+            with tf.io.gfile.GFile(unfinished, "wb") as file:
+                for piece in _pieces(header, rows):
+                    file.write(piece)
+                    size += len(piece)
+            tf.io.gfile.rename(unfinished, place)
+        except BaseException:
+            if tf.io.gfile.exists(unfinished):
+                tf.io.gfile.remove(unfinished)
+            raise
+    return size
+
+
+def _pieces(header: Header, rows: Iterable[DeltaRows]) -> Iterator[bytes]:
+    yield MAGIC
+    total = 0
+    for block in _blocks(header, rows):
+        total = chained(total, struct.unpack_from("<q", block)[0])
+        yield struct.pack("<q", len(block)) + block
+        number = struct.unpack_from("<q", block, 16)[0]
+    last = _block(END, number + 1, struct.pack("<q", total))
+    yield struct.pack("<q", len(last)) + last
+
+
+def _blocks(header: Header, rows: Iterable[DeltaRows]) -> Iterator[bytes]:
+    """All blocks but the last."""
+    fields = (header.base.id, header.run, header.follows, header.sequence)
+    counts = np.array([len(header.counts), *np.ravel(header.counts)], "<i8")
+    text = header.base.to_json().encode()
+    yield _block(BEGIN, 0, struct.pack("<4q", *fields), counts, text)
+    for number, some in enumerate(rows, 1):
+        head = struct.pack("<3q", some.table, len(some.keys), len(some.deleted))
+        keys = [np.asarray(ids, "<i8") for ids in (some.keys, some.deleted)]
+        yield _block(ROWS, number, head, *keys, *some.parts)
+
+
+def _block(kind: int, number: int, *parts: bytes | np.ndarray) -> bytes:
+    pieces = [p if isinstance(p, bytes) else p.tobytes() for p in parts]
+    content = struct.pack("<2q", kind, number) + b"".join(pieces)
+    return struct.pack("<q", checksum(content)) + content
+
+
+def delta_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The blocks of a delta, which `apply_delta` of a served model takes in order.
+
+    A client of a server sends each one as the input "block" of the signature
+    "apply_delta". Only the lengths are read here: the model checks the rest.
+
+    Args:
+      path: A delta.
+
+    Yields:
+      The bytes of a block, at most a MiB unless a row is longer.
+
+    Raises:
+      tf.errors.DataLossError: If it is no delta, or it is truncated.
+    """
+    place = os.fspath(path)
+    with tf.io.gfile.GFile(place, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise _damaged(f"{place} is no delta of this package.")
+        number = 0
+        while length := file.read(8):
+            size = struct.unpack("<q", length)[0] if len(length) == 8 else -1
+            block = file.read(size) if 0 <= size <= _LARGEST_BLOCK else b""
+            if len(block) != size:
+                raise _damaged(f"Delta {place} is truncated in block {number}.")
+            yield block
+            number += 1
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """What a delta says of itself, after all of it was checked.
+
+    Raises:
+      tf.errors.DataLossError: If it is no delta, or truncated or damaged.
+    """
+    header, total, kind = None, 0, None
+    for number, block in enumerate(delta_blocks(path)):
+        found = _head(block)
+        if found is None or found != (checksum(block[8:]), found[1], number):
+            raise _damaged(f"Block {number} of delta {os.fspath(path)} is damaged.")
+        kind = found[1]
+        if number == 0:
+            header = _header(block)
+        elif kind == END and struct.unpack_from("<q", block, HEAD_BYTES)[0] != total:
+            raise _damaged(f"Blocks of delta {os.fspath(path)} were exchanged.")
+        total = chained(total, found[0])
+    if header is None or kind != END:
+        raise _damaged(f"Delta {os.fspath(path)} is truncated: its last block lacks.")
+    return header
+
+
+def _head(block: bytes) -> tuple[int, int, int] | None:
+    """Checksum, kind and number."""
+    return struct.unpack_from("<3q", block) if len(block) >= HEAD_BYTES else None
+
+
+def _header(block: bytes) -> Header:
+    _, run, follows, sequence, tables = struct.unpack_from("<5q", block, HEAD_BYTES)
+    start = HEAD_BYTES + 8 * BEGIN_FIELDS
+    counts = np.frombuffer(block, "<i8", 2 * tables, start).reshape(tables, 2)
+    base = Base.from_json(block[start + counts.nbytes :])
+    pairs = tuple((int(upserts), int(deletions)) for upserts, deletions in counts)
+    return Header(base, run, follows, sequence, pairs)
+
+
+def _damaged(message: str) -> tf.errors.DataLossError:
+    return tf.errors.DataLossError(None, None, message)
