@@ -1,9 +1,9 @@
 """The description of a stacked embedding that the SparseCore preprocessor needs.
 
 The tables of one width are *stacked*: the rows of one table follow those of another,
-and so do the samples of the features in the stacked batch. Row r of a stack is stored
-in shard `r % num_shards`, at row `r // num_shards` of that shard. A *partition* holds
-the entries that one SparseCore fetches from one shard.
+and so do the samples of the features in the stacked batch. `TableLayout.partition` says
+in which shard a row is stored, and where. A *partition* here holds the entries that one
+SparseCore fetches from one shard.
 """
 
 from __future__ import annotations

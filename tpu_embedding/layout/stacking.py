@@ -271,19 +271,22 @@ def rotations(
       loads: Load of each shard by table name, measured without rotation.
     """
     shards = devices * sparse_cores_per_device
-    found = [i * sparse_cores_per_device % shards for i in range(len(tables))]
+    turns = itertools.cycle(range(0, shards, sparse_cores_per_device))
+    found = list(itertools.islice(turns, len(tables)))
     total = [0.0] * shards
 
-    def fullest(rotation: int, load: Sequence[float]) -> float:
-        return max(total[(s + rotation) % shards] + load[s] for s in range(shards))
+    def stacked(rotation: int, load: Sequence[float]) -> list[float]:
+        """The loads with those of a table, from the shard of its id 0 on."""
+        before = [*total[rotation:], *total[:rotation]]
+        return [own + other for own, other in zip(before, load, strict=True)]
 
     known = [i for i, table in enumerate(tables) if table in loads]
     for i in sorted(known, key=lambda i: -sum(loads[tables[i]])):
         load = loads[tables[i]]
-        heights = {r: fullest(r, load) for r in (found[i], *range(shards))}
+        heights = {r: max(stacked(r, load)) for r in (found[i], *range(shards))}
         found[i] = min(heights, key=lambda rotation: heights[rotation])
-        for shard in range(shards):
-            total[(shard + found[i]) % shards] += load[shard]
+        total = stacked(found[i], load)
+        total = [*total[shards - found[i] :], *total[: shards - found[i]]]
     return found
 
 

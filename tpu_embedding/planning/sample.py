@@ -216,11 +216,11 @@ def _partition(
             # An id that occurs twice in a sample is one entry of twice the gain.
             height = table.unsharded_shape[0]
             samples, ids = np.divmod(np.unique(samples * height + ids), height)
-        shard = (ids + table.sparse_core_shard_rotation) % shards
+        shard = table.partition.owner(ids)
         # SparseCores have equal blocks of the samples, in order.
         core = samples * shards // max(filled.num_samples, 1)
         partitions.append(core * shards + shard)
-        rows.append(layout.row_offsets[f] // shards + ids // shards)
+        rows.append(table.partition.local(ids))
     partition, row = np.concatenate(partitions), np.concatenate(rows)
     counts = np.bincount(partition, minlength=shards * shards)
     height = layout.stacks[stack].rows_per_shard

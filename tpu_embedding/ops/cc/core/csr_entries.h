@@ -1,9 +1,9 @@
 // From the samples of one feature to entries with a place in a stacked table.
 //
-// A stacked table is cut over all SparseCores of all devices: row r lives on
-// shard r % num_shards, at r / num_shards there (its token). Within a stack a
-// table may be rotated, so that the first rows of all tables do not crowd on
-// one shard: id i is on shard (i + rotation) % num_shards.
+// A stacked table is cut over all SparseCores of all devices: shard after shard
+// has one row more, under its number there (its token). Within a stack a table
+// may be rotated, so that the first rows of all tables do not crowd on one
+// shard. `Partition` of layout/partition.py is the same rule.
 //
 //   4 shards, rotation 1  id:     0  1  2  3  4
 //                         shard:  1  2  3  0  1
