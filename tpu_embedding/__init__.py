@@ -30,6 +30,7 @@ from tpu_embedding.planning import plan
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.lookup import serving_embedding_lookup
 from tpu_embedding.telemetry import Figure, Telemetry
+from tpu_embedding.vocabulary import GrowingVocabulary, VocabularyContents
 
 if _typing.TYPE_CHECKING:
     from tpu_embedding import (
@@ -58,6 +59,7 @@ __all__ = [
     "DistributedOptions",
     "FeatureConfig",
     "Figure",
+    "GrowingVocabulary",
     "PartitionedCsrFormatTensor",
     "QuantizationConfig",
     "RowIdInitializer",
@@ -68,6 +70,7 @@ __all__ = [
     "TPUEmbeddingV2",
     "TableConfig",
     "Telemetry",
+    "VocabularyContents",
     "checkpoint",
     "estimator",
     "install",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpu_embedding import combiners, errors
+from tpu_embedding.vocabulary import GrowingVocabulary
 
 INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
 
@@ -116,7 +117,7 @@ class TableConfig(_ChangeableUntilUsed):
     'float32'
 
     Attributes:
-      vocabulary_size: Number of rows V.
+      vocabulary_size: Number of rows V, or a GrowingVocabulary.
       dim: Number of columns D.
       initializer: A callable of (shape, dtype) that returns the whole table, the name
         of one of Keras, such as "uniform", or None: truncated normal, mean 0, standard
@@ -148,7 +149,7 @@ class TableConfig(_ChangeableUntilUsed):
       AttributeError: On assignment, once an embedding or layer was made of the table.
     """
 
-    vocabulary_size: int
+    vocabulary_size: Any  # Sizes are int, as pyright should not ask everywhere.
     dim: int
     initializer: Callable[..., Any] | str | None = None
     optimizer: Any = None
@@ -162,10 +163,7 @@ class TableConfig(_ChangeableUntilUsed):
     placement: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for argument, size in (
-            ("vocabulary_size", self.vocabulary_size),
-            ("dim", self.dim),
-        ):
+        for argument, size in (("vocabulary_size", self.max_rows), ("dim", self.dim)):
             if not _is_int(size) or size < 1:
                 raise errors.argument_int(argument, size, smallest=1)
         named = self.initializer is None or isinstance(self.initializer, str)
@@ -175,6 +173,10 @@ class TableConfig(_ChangeableUntilUsed):
             )
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)
+        if self.vocabulary is not None and self.invalid_ids != "error":
+            raise errors.argument_value(
+                "invalid_ids", self.invalid_ids, '"error" where every int64 is an id'
+            )
         self.combiner = combiners.convert_combiner(self.combiner)
         self.dtype = _dtype_name(self.dtype)
         _check_seed(self.rounding_seed, self.dtype)
@@ -192,6 +194,18 @@ class TableConfig(_ChangeableUntilUsed):
             if field.name in _ALWAYS_SHOWN or getattr(self, field.name) != field.default
         ]
         return f"TableConfig({', '.join(parts)})"
+
+    @property
+    def vocabulary(self) -> GrowingVocabulary | None:
+        # The vocabulary if it grows, else None.
+        grows = isinstance(self.vocabulary_size, GrowingVocabulary)
+        return self.vocabulary_size if grows else None
+
+    @property
+    def max_rows(self) -> int:
+        # The number of rows; of a growing table the most that it may have.
+        vocabulary = self.vocabulary
+        return self.vocabulary_size if vocabulary is None else vocabulary.max_rows
 
     @property
     def custom_combiner(self) -> combiners.CustomCombiner | None:

@@ -273,6 +273,8 @@ class Core(EngineTables):
             reason = None
             if not self.engine_class.differentiates_weights:
                 reason = f"the {self.engine_class.name} engine"
+            elif table.config.vocabulary is not None:
+                reason = f"the GrowingVocabulary of table {table.name!r}"
             elif table.config.custom_combiner is not None:
                 reason = f"the CustomCombiner of table {table.name!r}"
             if reason:

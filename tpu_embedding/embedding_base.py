@@ -16,6 +16,7 @@ from tpu_embedding.tf_configs import (
     convert_optimizer,
     freeze_configs,
 )
+from tpu_embedding.vocabulary import VocabularyContents
 
 
 class EmbeddingBase(TrackableTables):
@@ -54,6 +55,7 @@ class EmbeddingBase(TrackableTables):
             converted.keys,
             convert_optimizer(optimizer),
             custom=custom,
+            growing=not self._hands_out_stacks,
         )
         self.core = Core(
             plan,
@@ -97,6 +99,27 @@ class EmbeddingBase(TrackableTables):
             strategy.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
+
+    @property
+    def vocabularies(self) -> dict[Any, VocabularyContents]:
+        """The ids of growing tables, with the row of each.
+
+        Keyed by the TableConfig that the user passed; tables that do not grow are left
+        out.
+
+        >>> import tensorflow as tf
+        >>> import tpu_embedding as te
+        >>> films = te.TableConfig(te.GrowingVocabulary(1000), 2)
+        >>> embedding = te.TPUEmbedding(te.FeatureConfig(films), te.SGD(0.5))
+        >>> embedding.enqueue(tf.constant([7, -3, 7], tf.int64))
+        >>> embedding.apply_gradients(tf.zeros_like(embedding.dequeue()))
+        >>> found = embedding.vocabularies[films]
+        >>> found.ids.tolist(), found.rows.tolist()
+        ([-3, 7], [1, 0])
+        """
+        found = self.core.create_engine().vocabularies()
+        specs = self.core.plan.tables
+        return {s.key: found[s.name] for s in specs if s.name in found}
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:

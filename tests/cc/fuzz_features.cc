@@ -191,7 +191,9 @@ void CheckTwice(std::vector<const FeatureCsr*> features,
   const std::vector<const FeatureCsr*> once = features;
   features.insert(features.end(), once.begin(), once.end());
   RowGroups merged;
-  GroupByRow({{features, vocabulary_size, &merged}}, parallel_for);
+  std::vector<FeatureEntries> entries;
+  for (const FeatureCsr* feature : features) entries.push_back(*feature);
+  GroupByRow({{entries, vocabulary_size, &merged}}, parallel_for);
   CheckGroups(merged, features);
 }
 

@@ -156,7 +156,7 @@ void CheckTables(int num_features, int64_t num_samples,
     int64_t samples = 0;
     for (int f = 0; f < num_features; ++f) {
       const FeatureCsr& csr = features[t * num_features + f];
-      tables[t].features.push_back(&csr);
+      tables[t].features.push_back(csr);
       AddTo(csr, samples, &expected[t]);
       samples += csr.num_samples();
     }

@@ -86,7 +86,7 @@ class VariableTables(StoredTables):
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `StoredTables.checkpoint_targets`."""
         made = self._variables()
-        return {s.name: variable_rows(s, made[s.name]) for s in self.plan.tables}
+        return {s.name: dict(variable_rows(s, made[s.name])) for s in self.plan.tables}
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):

@@ -20,7 +20,7 @@ from tpu_embedding.engines.host import (
 from tpu_embedding.engines.portable import PortableEngine
 from tpu_embedding.engines.sparse_core import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
-from tpu_embedding.layout.plan import Plan, require_dtypes
+from tpu_embedding.layout.plan import Plan, refuse_growing, require_dtypes
 
 __all__ = [
     "Call",
@@ -70,5 +70,8 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
     )
     if custom and engine.for_custom:
         engine = _ENGINES[engine.for_custom]
+    if not engine.grows:
+        reason = f"the {engine.name} engine does not support"
+        refuse_growing(plan.tables, reason)
     require_dtypes(plan, engine.table_dtypes, f"the {engine.name} engine")
     return engine

@@ -23,6 +23,7 @@ from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.vocabulary import VocabularyContents
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
@@ -234,6 +235,8 @@ class Engine(abc.ABC):
     differentiates_weights: ClassVar[bool] = False
     # True: what `lookup` returns for `update` is tensors, which a function may return.
     passes_tensors: ClassVar[bool] = False
+    # True: tables may have a GrowingVocabulary.
+    grows: ClassVar[bool] = False
     # The engine that stands in where a table has a function of the user's, or None.
     for_custom: ClassVar[str | None] = None
 
@@ -445,6 +448,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def tables(self) -> dict[str, TableArrays]:
         """Each table of the plan by name: the one view of what the engine stores."""
+
+    def vocabularies(self) -> dict[str, VocabularyContents]:
+        """Those of growing tables by name."""
+        return {}
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """By name of the stack the variables that store it, in order of its rows."""

@@ -91,6 +91,7 @@ def make_plan(
     optimizer: Optimizer | None,
     *,
     custom: bool = False,
+    growing: bool = False,
 ) -> Plan:
     """Names the tables and gives each its optimizer.
 
@@ -100,6 +101,7 @@ def make_plan(
       keys: For each table the object that the user passed.
       optimizer: For tables that have none; may be None.
       custom: Whether the caller supports CustomOptimizer and CustomCombiner.
+      growing: Whether the caller supports a GrowingVocabulary.
 
     Raises:
       NotImplementedError: If a table has one that the caller does not support.
@@ -125,6 +127,8 @@ def make_plan(
     _check_sizes(tables)
     if not custom:
         refuse_custom(tables)
+    if not growing:
+        refuse_growing(tables, "only TPUEmbedding takes")
     numbers = {table.config: table.index for table in tables}
     return Plan(
         tables=tuple(tables),
@@ -170,6 +174,17 @@ def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> No
             raise NotImplementedError(
                 f"Table {table.name!r}: only TPUEmbeddingV2 takes a CustomCombiner, "
                 "as in TensorFlow. Use TPUEmbeddingV2, or one of the named combiners."
+            )
+
+
+def refuse_growing(tables: Sequence[TableSpec], reason: str) -> None:
+    """Raises NotImplementedError, with the reason, if a table grows."""
+    for table in tables:
+        if table.config.vocabulary is not None:
+            raise NotImplementedError(
+                f"Table {table.name!r}: {reason} a GrowingVocabulary. Use TPUEmbedding "
+                "on the CPU of one machine with one replica, or a static "
+                "`vocabulary_size`."
             )
 
 
@@ -222,7 +237,7 @@ def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
 
 def _check_sizes(tables: Sequence[TableSpec]) -> None:
     for table in tables:
-        rows, dim = table.config.vocabulary_size, table.config.dim
+        rows, dim = table.config.max_rows, table.config.dim
         if rows > MAX_ROWS:
             raise ValueError(
                 f"Table {table.name!r} has vocabulary_size={rows}, but rows are "

@@ -31,12 +31,14 @@ class FirstValues:
         `by_rows`, that is as `RowIdInitializer.by_rows`.
       dtype: For bfloat16 an initializer may give float32 all the same, which is rounded
         to the nearest.
+      grows: Whether rows are added later.
     """
 
     name: str
     shape: tuple[int, ...]
     initializer: Callable[..., Any]
     dtype: tf.DType = tf.float32
+    grows: bool = False
 
     def whole(self) -> tf.Tensor:
         """All values, by one call of the initializer."""
@@ -116,14 +118,11 @@ def table_values(spec: TableSpec) -> FirstValues:
     """
     config = spec.config
     dtype = tf.as_dtype(config.dtype)
+    if config.vocabulary is not None:
+        return _of_growing(spec.name, config.dim, dtype)
     initializer = config.initializer or default_initializer(config.dim)
     if isinstance(initializer, str):
-        try:
-            initializer = tf.keras.initializers.get(initializer)
-        except ValueError as error:
-            raise ValueError(
-                f"Table {spec.name}: Keras has no initializer called {initializer!r}."
-            ) from error
+        initializer = named_initializer(spec.name, initializer)
     signature = _signature(initializer)
     if signature is not None:
         part = {"shard_info": None} if "shard_info" in signature.parameters else {}
@@ -141,8 +140,30 @@ def table_values(spec: TableSpec) -> FirstValues:
 
 def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
     """What a slot of a table starts as."""
+    name = checkpoint_name(spec.name, slot.name)
+    if spec.config.vocabulary is not None:
+        return _of_growing(name, 1 if slot.per_row else spec.config.dim, tf.float32)
     shape = (spec.config.vocabulary_size, 1 if slot.per_row else spec.config.dim)
-    return FirstValues(checkpoint_name(spec.name, slot.name), shape, _start(slot))
+    return FirstValues(name, shape, _start(slot))
+
+
+def _of_growing(name: str, width: int, dtype: tf.DType) -> FirstValues:
+    """No rows yet, whose first values come with them."""
+    return FirstValues(name, (0, width), _Constant(0.0), dtype, grows=True)
+
+
+def named_initializer(table: str, name: str) -> Any:
+    """The initializer of Keras of that name.
+
+    Raises:
+      ValueError: If there is none.
+    """
+    try:
+        return tf.keras.initializers.get(name)
+    except ValueError as error:
+        raise ValueError(
+            f"Table {table}: Keras has no initializer called {name!r}."
+        ) from error
 
 
 def combiner_values(name: str, combiner: CustomCombiner) -> FirstValues:

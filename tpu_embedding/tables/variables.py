@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.tables.growing import UnsavedRows, UnsavedTable
 from tpu_embedding.tables.initial import (
     FirstValues,
     initial_rows,
@@ -91,8 +92,10 @@ class VariableRows(MutableTableRows):
 
 def variable_rows(
     spec: TableSpec, arrays: Mapping[str, Any]
-) -> dict[str, MutableTableRows]:
+) -> Mapping[str, MutableTableRows]:
     """The rows of a table and its slots, whose variables have the names of `arrays`."""
+    if spec.config.vocabulary is not None:
+        return UnsavedRows(spec.name)
     slots = spec.optimizer.slots if spec.optimizer else ()
     starts = {slot.name: initial_rows(slot) for slot in slots}
     return {name: VariableRows(v, starts.get(name)) for name, v in arrays.items()}
@@ -170,7 +173,8 @@ def _create_part(
     """Makes the variable of some rows on the current device, a few MiB at a time."""
     name, dim = variable_name(values.name), values.shape[1]
     if read is None or rows is None:
-        return create_state(name, values.whole, dtype=values.dtype)
+        shape = (None, dim) if values.grows else None
+        return create_state(name, values.whole, shape, values.dtype)
     if not rows:
         return create_state(name, tf.zeros([1, dim], values.dtype))
     count = max(1, _BLOCK_BYTES // (dim * values.dtype.size * rows.step))
@@ -204,6 +208,9 @@ def named_variables(
 ) -> Iterator[tuple[str, tf.Variable]]:
     """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
     for spec, table in zip(plan.tables, variables, strict=True):
+        if spec.config.vocabulary is not None:
+            yield spec.name, UnsavedTable(spec.name)
+            continue
         for name, variable in table.arrays.items():
             yield checkpoint_name(spec.name, name), variable
 

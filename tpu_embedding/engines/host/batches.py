@@ -18,6 +18,7 @@ from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
+from tpu_embedding.tables.growing import first_slots, first_values
 
 
 class HostBatches:
@@ -162,7 +163,7 @@ def plan_record(
                 path=spec.path,
                 table=spec.table,
                 table_name=plan.tables[spec.table].name,
-                rows=plan.tables[spec.table].config.vocabulary_size,
+                rows=plan.tables[spec.table].config.max_rows,
                 combiner=plan.tables[spec.table].config.combiner,
                 invalid_ids=plan.tables[spec.table].config.invalid_ids,
                 sequence_length=spec.config.max_sequence_length,
@@ -183,18 +184,43 @@ def _place_in_stack(layout: Layout | None, feature: int) -> dict[str, int]:
     }
 
 
+def _vocabulary_records(spec: TableSpec) -> list[Any]:
+    """That of a growing table, or none."""
+    vocabulary = spec.config.vocabulary
+    if vocabulary is None:
+        return []
+    kind, first, second = first_values(spec)
+    return [
+        records.record(
+            min_rows=vocabulary.least_rows,
+            min_count=vocabulary.min_count,
+            max_candidates=vocabulary.max_candidates or vocabulary.max_rows,
+            eviction=vocabulary.eviction or "",
+            max_age=vocabulary.max_age or 0,
+            unknown=vocabulary.unknown,
+            shares_when_full=vocabulary.when_full == "shared_row",
+            first_values=kind,
+            first=first,
+            second=second,
+            seed=vocabulary.seed,
+            first_slots=first_slots(spec),
+        )
+    ]
+
+
 def _table_record(spec: TableSpec) -> Any:
     config, optimizer = spec.config, spec.optimizer
     quantization = config.quantization_config
     size = functools.partial(
         records.record,
         name=spec.name,
-        rows=config.vocabulary_size,
+        rows=config.max_rows,
         dim=config.dim,
         is_bfloat16=config.dtype == "bfloat16",
         num_buckets=quantization.num_buckets if quantization else 0,
         lower=float(quantization.lower) if quantization else 0.0,
         upper=float(quantization.upper) if quantization else 0.0,
+        vocabulary=_vocabulary_records(spec),
     )
     if optimizer is None:
         return size(rule="")

@@ -27,9 +27,11 @@ from tpu_embedding.engines.host.transport import Meeting, Transport
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES, Plan, refuse_growing
 from tpu_embedding.ops import library
+from tpu_embedding.tables.growing import first_slots, first_values
 from tpu_embedding.tables.variables import create_variables, named_variables
+from tpu_embedding.vocabulary import VocabularyContents
 
 _UPDATE = Meeting("update", "apply_gradients")
 
@@ -65,6 +67,7 @@ class HostEngine(Engine):
     differentiates_weights = True
     passes_tensors = True
     for_custom = "portable"
+    grows = True
 
     def __init__(
         self,
@@ -96,8 +99,14 @@ class HostEngine(Engine):
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
         """See `Engine.check_plan`."""
-        del topology, options
         refuse_tpu_options(cls.name, plan)
+        if options.pipelined or topology.num_replicas > 1:
+            reason = "pipelining and several replicas do not support"
+            refuse_growing(plan.tables, reason)
+        for table in plan.tables:
+            if table.config.vocabulary is not None:
+                first_values(table)
+                first_slots(table)
 
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
@@ -304,6 +313,15 @@ class HostEngine(Engine):
         return {
             spec.name: arrays_of_variables(spec, table)
             for spec, table in zip(self._plan.tables, part.variables, strict=True)
+        }
+
+    def vocabularies(self) -> dict[str, VocabularyContents]:
+        """See `Engine.vocabularies`."""
+        (part,) = self._parts
+        return {
+            spec.name: part.vocabulary(spec.index)
+            for spec in self._plan.tables
+            if spec.config.vocabulary is not None
         }
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:

@@ -12,6 +12,7 @@ from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import TableVariables, create_counter
+from tpu_embedding.vocabulary import VocabularyContents
 
 
 class TablePart:
@@ -216,6 +217,17 @@ class TablePart:
                 )
                 for spec in self._plan.tables
             },
+        )
+
+    def vocabulary(self, table: int) -> VocabularyContents:
+        """What the vocabulary of a growing table holds."""
+        with tf.device(self.device):
+            found = self._ops.tpu_embedding_read_vocabulary(
+                queue=self.handle, table=table
+            )
+        arrays = (found.ids, found.rows, found.hits, found.last_updates)
+        return VocabularyContents(
+            *(array.numpy() for array in arrays), *found.counts.numpy().tolist()
         )
 
     def _runs(self) -> list[tf.Tensor]:

@@ -49,6 +49,7 @@ class ShardedEngine(HostEngine):
     name = "sharded"
     differentiates_weights = False
     for_custom = None
+    grows = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes this process's part of the tables; see `Engine`."""

@@ -50,8 +50,13 @@ struct AreInRange {
   }
 };
 
-// Writes the entries of one feature, sample by sample.
-template <class Id>
+// Where rows and IDs of entries go.
+Buffer<int32_t>* EntriesOf(FeatureCsr* csr, int32_t) { return &csr->rows; }
+Buffer<int64_t>* EntriesOf(FeatureCsr* csr, int64_t) { return &csr->ids; }
+
+// Writes the entries of one feature, sample by sample, as rows (Entry is
+// int32_t) or, of a growing table, as ids.
+template <class Id, class Entry>
 class CsrWriter {
  public:
   CsrWriter(const FeatureSpec& spec, const FeatureInput& input, const Id* ids,
@@ -60,11 +65,14 @@ class CsrWriter {
         input_(input),
         ids_(ids),
         positions_(rows.positions),
-        csr_(csr) {}
+        csr_(csr),
+        entries_(*EntriesOf(csr, Entry())) {}
 
   Error Write(const FeatureRows& rows) {
     csr_->offsets.Resize(rows.num_samples() + 1);
-    csr_->rows.Resize(input_.num_ids);
+    csr_->rows.Resize(0);
+    csr_->ids.Resize(0);
+    entries_.Resize(input_.num_ids);
     csr_->gains.Resize(input_.weights ? input_.num_ids : 0);
     csr_->offsets[0] = 0;
     if (KeepsAllEntries()) {
@@ -74,7 +82,7 @@ class CsrWriter {
         positions_ ? WriteSequence(rows, row) : WriteSample(rows, row);
       }
       if (error_) return error_;
-      csr_->rows.Truncate(size_);
+      entries_.Truncate(size_);
       csr_->gains.Truncate(input_.weights ? size_ : 0);
     }
     WriteSampleGains();
@@ -82,12 +90,14 @@ class CsrWriter {
   }
 
  private:
+  static constexpr bool kTakesAllIds = std::is_same_v<Entry, int64_t>;
+
   // Whether each id is an entry of its row, with nothing to cut or to refuse.
   bool KeepsAllEntries() const {
     const bool checks_weights = spec_.check_numerics && input_.weights;
     return !positions_ && !checks_weights &&
-           RunOnThisCpu<AreInRange>(ids_, input_.num_ids,
-                                    spec_.vocabulary_size);
+           (kTakesAllIds || RunOnThisCpu<AreInRange>(ids_, input_.num_ids,
+                                                     spec_.vocabulary_size));
   }
 
   // The usual batch, without a branch for each id.
@@ -96,7 +106,7 @@ class CsrWriter {
     for (int64_t row = 0; row < rows.count; ++row) {
       csr_->offsets[row + 1] = rows.begin(row + 1);
     }
-    std::copy(ids_, ids_ + size, csr_->rows.data());
+    std::copy(ids_, ids_ + size, entries_.data());
     if (!input_.weights) return;
     std::copy(input_.weights, input_.weights + size, csr_->gains.data());
     for (int64_t row = 0; row < rows.count; ++row) {
@@ -156,7 +166,7 @@ class CsrWriter {
         error_ = WeightNotFinite(spec_, row, weight);
         return;
       }
-      if (id < 0 || id >= vocabulary_size) {
+      if (!kTakesAllIds && (id < 0 || id >= vocabulary_size)) {
         ++csr_->num_invalid;
         if (spec_.invalid_ids == InvalidIds::kDrop) continue;
         if (spec_.invalid_ids == InvalidIds::kError) {
@@ -165,7 +175,7 @@ class CsrWriter {
         }
         id = Modulo(id, vocabulary_size);
       }
-      csr_->rows[size_] = static_cast<int32_t>(id);
+      entries_[size_] = static_cast<Entry>(id);
       if (input_.weights) csr_->gains[size_] = weight;
       ++size_;
     }
@@ -184,6 +194,7 @@ class CsrWriter {
   const Id* ids_;
   const int64_t positions_;  // 0: a row is one sample
   FeatureCsr* csr_;
+  Buffer<Entry>& entries_;
   int64_t size_ = 0;    // entries written
   int64_t sample_ = 0;  // samples closed
   Error error_;         // the first one met
@@ -197,10 +208,14 @@ Error BuildCsr(const FeatureSpec& spec, const FeatureInput& input,
   if (Error error = ReadRows(spec, input, &rows)) return error;
   csr->output_shape = rows.output_shape;
   csr->num_invalid = 0;
-  if (input.ids32) {
-    return CsrWriter<int32_t>(spec, input, input.ids32, rows, csr).Write(rows);
-  }
-  return CsrWriter<int64_t>(spec, input, input.ids64, rows, csr).Write(rows);
+  const auto write = [&](const auto* ids) {
+    using Id = std::remove_const_t<std::remove_pointer_t<decltype(ids)>>;
+    return spec.grows
+               ? CsrWriter<Id, int64_t>(spec, input, ids, rows, csr).Write(rows)
+               : CsrWriter<Id, int32_t>(spec, input, ids, rows, csr)
+                     .Write(rows);
+  };
+  return input.ids32 ? write(input.ids32) : write(input.ids64);
 }
 
 }  // namespace tpu_embedding

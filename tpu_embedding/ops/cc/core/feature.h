@@ -43,6 +43,7 @@ struct FeatureSpec {
   std::string path;   // where it stands in the user's structure, for messages
   std::string table;  // the table's name, for messages
   int64_t vocabulary_size = 0;  // at most kMaxRows
+  bool grows = false;           // its table takes any id and has rows later
   InputKind kind = InputKind::kDense;
   Combiner combiner = Combiner::kMean;
   InvalidIds invalid_ids = InvalidIds::kError;
@@ -78,6 +79,9 @@ struct FeatureCsr {
   std::vector<int64_t> output_shape;  // without the embedding axis
   Buffer<int64_t> offsets;            // [num_samples + 1]
   Buffer<int32_t> rows;               // [num_entries], each in [0, V)
+  // Of a growing table in the place of `rows`, which it finds when they are
+  // used.
+  Buffer<int64_t> ids;
   // Each entry has a gain of its own, if there were weights, or all of a sample
   // have one. At most one of both has elements; without any all gains are 1.
   Buffer<float> gains;         // [num_entries], or empty
@@ -89,6 +93,16 @@ struct FeatureCsr {
     if (gains.size()) return gains[entry];
     return sample_gains.size() ? sample_gains[sample] : 1.0f;
   }
+};
+
+// The entries of a feature, with rows of its own or found for its ids.
+struct FeatureEntries {
+  FeatureEntries(const FeatureCsr& own) : csr(&own), rows(&own.rows) {}
+  FeatureEntries(const FeatureCsr& own, const Buffer<int32_t>& found)
+      : csr(&own), rows(&found) {}
+
+  const FeatureCsr* csr;
+  const Buffer<int32_t>* rows;
 };
 
 // Checks the whole input and writes `csr`. On an error `csr` is unspecified.

@@ -39,13 +39,14 @@ struct RowTerms {
 template <class Element, Gains kGains, class Dim>
 struct PlainLookup {
   template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const FeatureCsr& csr,
+  TPU_EMBEDDING_INLINE static void Run(const FeatureEntries& entries,
                                        const Element* table, int64_t any_dim,
                                        int64_t begin, int64_t end, float* out) {
     const int64_t dim = DimOn<F32xN, Dim>::Of(any_dim);
+    const FeatureCsr& csr = *entries.csr;
     const int64_t* offsets = csr.offsets.data();
-    RowTerms<Element, kGains> terms{table, dim, csr.rows.data(),
-                                    csr.gains.data(), csr.rows.size() - 1};
+    RowTerms<Element, kGains> terms{table, dim, entries.rows->data(),
+                                    csr.gains.data(), entries.rows->size() - 1};
     for (int64_t s = begin; s < end; ++s) {
       if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
       WeightedSum<F32xN>(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
@@ -55,11 +56,13 @@ struct PlainLookup {
 
 struct QuantizedLookup {
   template <class F32xN, class Element>
-  TPU_EMBEDDING_INLINE static void Run(const FeatureCsr& csr,
+  TPU_EMBEDDING_INLINE static void Run(const FeatureEntries& entries,
                                        const Element* __restrict table,
                                        int64_t dim, Quantization quantization,
                                        int64_t begin, int64_t end,
                                        float* __restrict out) {
+    const FeatureCsr& csr = *entries.csr;
+    const int32_t* rows = entries.rows->data();
     const float lower = quantization.lower;
     const float upper = quantization.upper;
     const float step = (upper - lower) / (quantization.num_buckets - 1);
@@ -69,7 +72,7 @@ struct QuantizedLookup {
                                  int64_t stop) __attribute__((always_inline)) {
         std::fill(sum, sum + dim, 0.0f);
         for (int64_t i = start; i < stop; ++i) {
-          const Element* __restrict row = table + csr.rows[i] * dim;
+          const Element* __restrict row = table + rows[i] * dim;
           const float gain = csr.gain(s, i);
           for (int64_t d = 0; d < dim; ++d) {
             float value;
@@ -86,21 +89,21 @@ struct QuantizedLookup {
 };
 
 template <class Element>
-void LookupIn(const Element* table, const FeatureCsr& csr, int64_t dim,
+void LookupIn(const Element* table, const FeatureEntries& entries, int64_t dim,
               const Quantization& quantization, int64_t begin, int64_t end,
               float* out) {
   if (quantization.num_buckets) {
-    RunOnThisCpu<QuantizedLookup>(csr, table, dim, quantization, begin, end,
+    RunOnThisCpu<QuantizedLookup>(entries, table, dim, quantization, begin, end,
                                   out);
   } else {
     RunForDim(dim, [&](auto fixed) {
       using Dim = decltype(fixed);
       const auto run = [&](auto body) {
-        RunOnThisCpu<decltype(body)>(csr, table, dim, begin, end, out);
+        RunOnThisCpu<decltype(body)>(entries, table, dim, begin, end, out);
       };
-      if (csr.gains.size()) {
+      if (entries.csr->gains.size()) {
         run(PlainLookup<Element, Gains::kOfEntries, Dim>());
-      } else if (csr.sample_gains.size()) {
+      } else if (entries.csr->sample_gains.size()) {
         run(PlainLookup<Element, Gains::kOfSamples, Dim>());
       } else {
         run(PlainLookup<Element, Gains::kOnes, Dim>());
@@ -111,12 +114,12 @@ void LookupIn(const Element* table, const FeatureCsr& csr, int64_t dim,
 
 }  // namespace
 
-void Lookup(const FeatureCsr& csr, const ConstTableData& table, int64_t dim,
-            const Quantization& quantization, int64_t begin, int64_t end,
-            float* out) {
+void Lookup(const FeatureEntries& entries, const ConstTableData& table,
+            int64_t dim, const Quantization& quantization, int64_t begin,
+            int64_t end, float* out) {
   std::visit(
       [&](const auto* rows) {
-        LookupIn(rows, csr, dim, quantization, begin, end, out);
+        LookupIn(rows, entries, dim, quantization, begin, end, out);
       },
       table);
 }

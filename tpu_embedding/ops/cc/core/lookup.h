@@ -20,14 +20,14 @@ struct Quantization {
 
 // Writes out[s, :] for s in [begin, end). `table` is [V, dim] and `out` is
 // [num_samples, dim], both row-major.
-void Lookup(const FeatureCsr& csr, const ConstTableData& table, int64_t dim,
-            const Quantization& quantization, int64_t begin, int64_t end,
-            float* out);
+void Lookup(const FeatureEntries& entries, const ConstTableData& table,
+            int64_t dim, const Quantization& quantization, int64_t begin,
+            int64_t end, float* out);
 
 // Rough cycles of the lookup of one feature of a batch: for each id and each
 // sample a fixed part, and one for the width.
-inline int64_t LookupCycles(const FeatureCsr& csr, int64_t dim) {
-  return (csr.rows.size() + csr.num_samples()) * (20 + dim / 2);
+inline int64_t LookupCycles(const FeatureEntries& entries, int64_t dim) {
+  return (entries.rows->size() + entries.csr->num_samples()) * (20 + dim / 2);
 }
 
 }  // namespace tpu_embedding

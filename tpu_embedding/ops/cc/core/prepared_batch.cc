@@ -35,7 +35,7 @@ void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
   std::vector<TableEntries> entries(num_tables);
   for (int64_t t = 0; t < num_tables; ++t) {
     for (int f : tables.FeaturesOf(t)) {
-      entries[t].features.push_back(&batch->features[f]);
+      entries[t].features.push_back(batch->features[f]);
     }
     entries[t].vocabulary_size = tables.vocabulary_sizes[t];
     entries[t].groups = &batch->tables[t];

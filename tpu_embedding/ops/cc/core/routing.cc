@@ -413,7 +413,7 @@ void GroupAll(const TableMap& tables, const ParallelFor& parallel_for,
   for (int64_t t = 0; t < num_tables; ++t) {
     for (const Asked& asked : routed->asked) {
       for (const int f : tables.FeaturesOf(t)) {
-        entries[t].features.push_back(&asked.features[f]);
+        entries[t].features.push_back(asked.features[f]);
       }
     }
     entries[t].vocabulary_size = tables.vocabulary_sizes[t];

@@ -43,11 +43,12 @@ struct SortSpace {
 
 // Calls visit(entry) for the samples [begin, end) of a feature.
 template <class Entry, class Visit>
-void VisitEntries(const FeatureCsr& csr, int64_t begin, int64_t end,
+void VisitEntries(const FeatureEntries& entries, int64_t begin, int64_t end,
                   uint32_t first_sample, const Visit& visit) {
+  const FeatureCsr& csr = *entries.csr;
   // Plain pointers, which no write of `visit` can change.
   const int64_t* offsets = csr.offsets.data();
-  const int32_t* rows = csr.rows.data();
+  const int32_t* rows = entries.rows->data();
   const float* gains = csr.gains.size() ? csr.gains.data() : nullptr;
   int64_t i = offsets[begin];
   for (int64_t s = begin; s < end; ++s) {
@@ -97,7 +98,7 @@ class Grouping {
  public:
   Grouping(const TableEntries& table, Buffer<Entry>* space)
       : table_(table), space_(space) {
-    for (const FeatureCsr* csr : table.features) size_ += csr->rows.size();
+    for (const FeatureEntries& own : table.features) size_ += own.rows->size();
     const bool has_gains = std::is_same_v<Entry, RowEntry>;
     table.groups->rows.Resize(size_);
     table.groups->starts.Resize(size_ + 1);
@@ -155,9 +156,10 @@ class Grouping {
     }
     const auto source = [this](const auto& visit) {
       uint32_t first_sample = 0;
-      for (const FeatureCsr* csr : table_.features) {
-        VisitEntries<Entry>(*csr, 0, csr->num_samples(), first_sample, visit);
-        first_sample += csr->num_samples();
+      for (const FeatureEntries& own : table_.features) {
+        const int64_t samples = own.csr->num_samples();
+        VisitEntries<Entry>(own, 0, samples, first_sample, visit);
+        first_sample += samples;
       }
     };
     num_rows_[0] = SortPart(table_.vocabulary_size, size_, source, 0, space,
@@ -181,7 +183,7 @@ class Grouping {
 
  private:
   struct Chunk {
-    const FeatureCsr* csr;
+    FeatureEntries entries;
     int64_t begin;  // samples [begin, end) of the feature
     int64_t end;
     uint32_t first_sample;
@@ -191,19 +193,19 @@ class Grouping {
 
   // Where only some features have them, the gains of the others are 1.
   void CopySampleGains() {
-    const auto has = [](const FeatureCsr* csr) {
-      return csr->sample_gains.size() > 0;
+    const auto has = [](const FeatureEntries& own) {
+      return own.csr->sample_gains.size() > 0;
     };
     const auto& features = table_.features;
     if (std::none_of(features.begin(), features.end(), has)) return;
     int64_t size = 0;
-    for (const FeatureCsr* csr : features) size += csr->num_samples();
+    for (const FeatureEntries& own : features) size += own.csr->num_samples();
     table_.groups->sample_gains.Resize(size);
     float* next = table_.groups->sample_gains.data();
-    for (const FeatureCsr* csr : features) {
-      const int64_t samples = csr->num_samples();
-      if (has(csr)) {
-        std::copy_n(csr->sample_gains.data(), samples, next);
+    for (const FeatureEntries& own : features) {
+      const int64_t samples = own.csr->num_samples();
+      if (has(own)) {
+        std::copy_n(own.csr->sample_gains.data(), samples, next);
       } else {
         std::fill_n(next, samples, 1.0f);
       }
@@ -221,11 +223,11 @@ class Grouping {
     shift_ = key_bits - part_bits_;
     if (!is_cut()) return;
     uint32_t first_sample = 0;
-    for (const FeatureCsr* csr : table_.features) {
-      const int64_t samples = csr->num_samples();
-      const int64_t count = csr->rows.size() / kEntriesPerChunk + 1;
+    for (const FeatureEntries& own : table_.features) {
+      const int64_t samples = own.csr->num_samples();
+      const int64_t count = own.rows->size() / kEntriesPerChunk + 1;
       for (int64_t c = 0; c < count; ++c) {
-        chunks_.push_back({csr, samples * c / count, samples * (c + 1) / count,
+        chunks_.push_back({own, samples * c / count, samples * (c + 1) / count,
                            first_sample});
       }
       first_sample += samples;
@@ -236,8 +238,8 @@ class Grouping {
   template <class Visitor>
   void Visit(int64_t c, const Visitor& visit) const {
     const Chunk& chunk = chunks_[c];
-    VisitEntries<Entry>(*chunk.csr, chunk.begin, chunk.end, chunk.first_sample,
-                        visit);
+    VisitEntries<Entry>(chunk.entries, chunk.begin, chunk.end,
+                        chunk.first_sample, visit);
   }
 
   const TableEntries& table_;
@@ -301,7 +303,7 @@ void RunGroupings(std::vector<Grouping<Entry>>* groupings,
 bool HasGains(const TableEntries& table) {
   return std::any_of(
       table.features.begin(), table.features.end(),
-      [](const FeatureCsr* csr) { return csr->gains.size() > 0; });
+      [](const FeatureEntries& own) { return own.csr->gains.size() > 0; });
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ struct RowGroups {
 
 // The features of one table, and where their groups go.
 struct TableEntries {
-  std::vector<const FeatureCsr*> features;
+  std::vector<FeatureEntries> features;
   int64_t vocabulary_size = 0;
   RowGroups* groups = nullptr;
 };

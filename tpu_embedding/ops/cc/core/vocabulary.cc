@@ -39,10 +39,12 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const Hold& hold,
                          Decision* decision) {
   const int64_t size = unknown.ids.size();
   decision->admitted.assign(size, false);
+  decision->hits_before.resize(size);
   decision->num_admitted = 0;
   for (int64_t i = 0; i < size; ++i) {
-    const int64_t hits = unknown.hits[i] + HitsOfCandidate(unknown.ids[i]);
-    if (hits < options_.min_count) continue;
+    const int64_t before = HitsOfCandidate(unknown.ids[i]);
+    decision->hits_before[i] = before;
+    if (before + unknown.hits[i] < options_.min_count) continue;
     decision->admitted[i] = true;
     ++decision->num_admitted;
   }
@@ -56,7 +58,7 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const Hold& hold,
           " rows are in use, the update needs ", decision->num_admitted,
           " more, and ", most,
           " can be had. Nothing has changed. Raise max_rows, set `eviction` or "
-          "lower its min_rows, or set when_full=\"shared\".");
+          "lower its min_rows, or set when_full=\"shared_row\".");
     }
     for (int64_t i = size - 1; decision->num_admitted > most; --i) {
       if (!decision->admitted[i]) continue;
@@ -95,8 +97,10 @@ void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
       AddCandidate(id, unknown.hits[i]);
       continue;
     }
-    // The hits of this update are counted with those of all rows.
-    const int32_t row = NewRow(id, HitsOfCandidate(id));
+    // Where the gradients of this update train the row, its hits are counted
+    // with those of all rows.
+    const int64_t counted = options_.TrainsAdmitted() ? 0 : unknown.hits[i];
+    const int32_t row = NewRow(id, decision.hits_before[i] + counted);
     ForgetCandidate(id);
     (*rows)[i] = row;
     created->push_back({row, id});
@@ -124,18 +128,20 @@ uint32_t Vocabulary::KeyOf(int32_t row) const {
                                                        : use_of(row).last;
 }
 
-bool Vocabulary::IsEvictable(int32_t row, const RowSet& held) const {
+bool Vocabulary::IsEvictable(int32_t row, const RowSet& held,
+                             int64_t step) const {
   const uint32_t last = use_of(row).last;
   if (last == 0 || held.Has(row)) return false;
   return options_.eviction != Eviction::kAge ||
-         step_ - int64_t{last} > options_.max_age;
+         step - int64_t{last} > options_.max_age;
 }
 
 int64_t Vocabulary::CountEvictable(const Hold& hold) const {
   RowSet held(num_rows_);
   hold(&held);
   int64_t count = 0;
-  for (int64_t row = 0; row < num_rows_; ++row) count += IsEvictable(row, held);
+  for (int64_t row = 0; row < num_rows_; ++row)
+    count += IsEvictable(row, held, step_ + 1);
   return std::clamp<int64_t>(map_.size() - options_.min_rows, 0, count);
 }
 
@@ -173,7 +179,7 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
     std::vector<int64_t> counts(kDigits);
     int64_t total = 0;
     for (int64_t row = 0; row < num_rows_; ++row) {
-      if (!IsEvictable(row, held)) continue;
+      if (!IsEvictable(row, held, step_)) continue;
       const uint32_t key = KeyOf(row);
       if (shift == 0 && key >> 16 != prefix) continue;
       ++counts[(key >> shift) % kDigits];
@@ -198,7 +204,7 @@ void Vocabulary::SweepSlice(const RowSet& held) {
   const int64_t end = std::min(cursor_ + kRowsPerSlice, num_rows_);
   for (; cursor_ < end; ++cursor_) {
     const int32_t row = cursor_;
-    if (!IsEvictable(row, held)) continue;
+    if (!IsEvictable(row, held, step_)) continue;
     const uint32_t key = KeyOf(row);
     if (key > threshold_ || (key == threshold_ && ties_ == 0)) continue;
     if (map_.size() <= options_.min_rows) break;

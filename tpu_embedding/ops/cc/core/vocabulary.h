@@ -64,6 +64,7 @@ struct UnknownIds {
 // Which of them get a row.
 struct Decision {
   std::vector<bool> admitted;
+  std::vector<int64_t> hits_before;  // in earlier updates
   int64_t num_admitted = 0;
 };
 
@@ -103,6 +104,9 @@ class Vocabulary {
   // Writes the row of each id, or kNoRow.
   void Find(const int64_t* ids, int64_t size, int32_t* rows) const;
 
+  // Whether `count` ids may get rows without evictions.
+  bool HasRoomFor(int64_t count) const { return room() >= count; }
+
   // What an id without a row looks up now, in a lookup for an update or not.
   Unknown Missing(bool training) const;
 
@@ -123,6 +127,18 @@ class Vocabulary {
   void Take(const UnknownIds& unknown, const Decision& decision,
             const Hold& hold, std::vector<int32_t>* rows,
             std::vector<Created>* created);
+
+  // Whether this row has an id now.
+  bool HasId(int64_t row) const {
+    return row >= num_shared() && (!Evicts() || use_of(row).last != 0);
+  }
+  // The id of such a row; its hits and the number of the last update that hit
+  // it, which are counted only if rows are given up.
+  const int64_t& id_of(int32_t row) const {
+    return reinterpret_cast<const int64_t*>(ids_.data())[row];
+  }
+  int64_t hits_of(int32_t row) const { return Evicts() ? use_of(row).hits : 0; }
+  int64_t last_of(int32_t row) const { return Evicts() ? use_of(row).last : 0; }
 
   // Counts the hits of the groups [begin, end): rows of the update that began.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end);
@@ -149,15 +165,13 @@ class Vocabulary {
   int64_t capacity() const { return options_.max_rows - num_shared(); }
   int64_t room() const { return capacity() - map_.size(); }
 
-  const int64_t& id_of(int32_t row) const {
-    return reinterpret_cast<const int64_t*>(ids_.data())[row];
-  }
   Use& use_of(int32_t row) const {
     return reinterpret_cast<Use*>(uses_.data())[row];
   }
   // By what rows are compared; the smallest are given up first.
   uint32_t KeyOf(int32_t row) const;
-  bool IsEvictable(int32_t row, const RowSet& held) const;
+  // `step`: the number of the update that may give it up.
+  bool IsEvictable(int32_t row, const RowSet& held, int64_t step) const;
 
   int64_t CountEvictable(const Hold& hold) const;
   void MakeRoom(int64_t needed, const Hold& hold);

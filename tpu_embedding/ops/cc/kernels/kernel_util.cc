@@ -201,7 +201,9 @@ absl::Status CheckTables(const std::vector<Variable>& tables,
           "A malformed graph: table ", table.name, " has another dtype than ",
           tensorflow::DataTypeString(dtype), ". Trace the function again."));
     }
-    if (shape.dim_size(0) != table.rows || shape.dim_size(1) != table.dim) {
+    // The rows of a growing table change; GrowingTable checks them.
+    const int64_t rows = table.vocabulary ? shape.dim_size(0) : table.rows;
+    if (shape.dim_size(0) != rows || shape.dim_size(1) != table.dim) {
       return absl::InvalidArgumentError(absl::StrCat(
           "Table ", table.name, " has shape ", shape.DebugString(), ", but ",
           table.rows, " rows of width ", table.dim,

@@ -3,6 +3,7 @@
 
 #include "core/lookup.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <utility>
@@ -77,6 +78,7 @@ class LookupOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     OpInputList batches;
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
+    OP_REQUIRES_OK(context, Adopt(tables, resource.get()));
     BatchQueue& queue = resource->queue;
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
     const ReadLocks locks(tables);
@@ -85,7 +87,7 @@ class LookupOp : public tensorflow::OpKernel {
       // A batch that cannot be looked up stays in the queue.
       absl::Status accepted;
       const auto accept = [&](const SharedBatch& batch) {
-        accepted = Allocate(context, *batch, tables, *resource, &outputs);
+        accepted = Allocate(context, batch, tables, resource.get(), &outputs);
         return accepted.ok();
       };
       OP_REQUIRES_OK(context, FailedPrecondition(queue.Dequeue(
@@ -101,8 +103,8 @@ class LookupOp : public tensorflow::OpKernel {
       looked_up.epoch = 0;
       OP_REQUIRES_OK(context, FailedPrecondition(queue.BeginLookup(
                                   replica_, run, &*looked_up.epoch)));
-      OP_REQUIRES_OK(context, Allocate(context, *looked_up.batch, tables,
-                                       *resource, &outputs));
+      OP_REQUIRES_OK(context, Allocate(context, looked_up.batch, tables,
+                                       resource.get(), &outputs));
     }
     Run(context, *looked_up.batch, tables, outputs, resource.get());
     const int num_features = resource->plan->features.size();
@@ -114,25 +116,48 @@ class LookupOp : public tensorflow::OpKernel {
   }
 
  private:
-  using Outputs = std::vector<float*>;  // of each feature
+  struct Outputs {
+    std::vector<float*> features;            // of each one
+    std::vector<GrowingTable::Found> found;  // of each growing table
+  };
+
+  // What was assigned to growing tables is moved before they are locked.
+  static absl::Status Adopt(const std::vector<Variable>& tables,
+                            StepQueueResource* resource) {
+    const size_t size = std::min(tables.size(), resource->growing.size());
+    for (size_t t = 0; t < size; ++t) {
+      if (!resource->growing[t]) continue;
+      TF_RETURN_IF_ERROR(
+          resource->growing[t]->AdoptParameters(tables[t].get()));
+    }
+    return absl::OkStatus();
+  }
 
   // Everything that can fail.
-  absl::Status Allocate(OpKernelContext* context, const PreparedBatch& batch,
+  absl::Status Allocate(OpKernelContext* context, const SharedBatch& shared,
                         const std::vector<Variable>& tables,
-                        const StepQueueResource& resource,
-                        Outputs* outputs) const {
-    const Plan& plan = *resource.plan;
+                        StepQueueResource* resource, Outputs* outputs) const {
+    const Plan& plan = *resource->plan;
+    const PreparedBatch& batch = *shared;
     TF_RETURN_IF_ERROR(
         CheckLength("output_shapes", shapes_.size(), plan.features.size()));
     TF_RETURN_IF_ERROR(CheckTables(tables, plan));
-    outputs->reserve(batch.features.size());
+    outputs->features.reserve(batch.features.size());
     for (size_t f = 0; f < batch.features.size(); ++f) {
       tensorflow::TensorShape shape;
       TF_RETURN_IF_ERROR(ActivationShape(
           plan, f, batch.features[f].output_shape, shapes_[f], &shape));
       Tensor* output = nullptr;
       TF_RETURN_IF_ERROR(context->allocate_output(f, shape, &output));
-      outputs->push_back(output->flat<float>().data());
+      outputs->features.push_back(output->flat<float>().data());
+    }
+    outputs->found = std::vector<GrowingTable::Found>(plan.tables.size());
+    for (size_t t = 0; t < tables.size(); ++t) {
+      if (!resource->growing[t]) continue;
+      // Of an evaluation nothing is grouped.
+      TF_RETURN_IF_ERROR(
+          resource->growing[t]->Find(shared, !batch.tables.empty(), *tables[t],
+                                     WorkerPool(context), &outputs->found[t]));
     }
     return absl::OkStatus();
   }
@@ -142,21 +167,30 @@ class LookupOp : public tensorflow::OpKernel {
            StepQueueResource* resource) const {
     const Plan& plan = *resource->plan;
     for (size_t t = 0; t < tables.size(); ++t) {
+      if (resource->growing[t]) continue;
       resource->huge_pages.Advise(t, *tables[t]->tensor());
     }
+    const auto entries_of = [&](int64_t f) -> FeatureEntries {
+      const int table = plan.feature_tables[f];
+      if (!resource->growing[table]) return batch.features[f];
+      return {batch.features[f], outputs.found[table].rows(f)};
+    };
     std::vector<Work> works;
     works.reserve(batch.features.size());
     for (size_t f = 0; f < batch.features.size(); ++f) {
       works.push_back({batch.features[f].num_samples(),
-                       LookupCycles(batch.features[f], plan.dim(f))});
+                       LookupCycles(entries_of(f), plan.dim(f))});
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int64_t f = piece.owner;
       const int table = plan.feature_tables[f];
-      Lookup(batch.features[f],
-             DataOf(static_cast<const Tensor&>(*tables[table]->tensor())),
+      const GrowingTable* growing = resource->growing[table].get();
+      Lookup(entries_of(f),
+             growing
+                 ? growing->rows()
+                 : DataOf(static_cast<const Tensor&>(*tables[table]->tensor())),
              plan.dim(f), plan.tables[table].quantization, piece.begin,
-             piece.end, outputs[f]);
+             piece.end, outputs.features[f]);
     });
   }
 

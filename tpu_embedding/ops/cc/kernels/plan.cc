@@ -60,6 +60,59 @@ absl::Status ReadOptimizer(const Record& record, TablePlan* table) {
   return absl::OkStatus();
 }
 
+absl::Status ReadFirstValues(const Record& record, FirstValues* values) {
+  using Kind = FirstValues::Kind;
+  static const auto* kinds = new std::map<std::string, Kind>{
+      {"constant", Kind::kConstant},
+      {"uniform", Kind::kUniform},
+      {"normal", Kind::kNormal},
+      {"truncated_normal", Kind::kTruncatedNormal}};
+  std::string kind;
+  float first = 0.0f;
+  float second = 0.0f;
+  int64_t seed = 0;
+  TF_RETURN_IF_ERROR(record.Get("first_values", &kind));
+  TF_RETURN_IF_ERROR(record.Get("first", &first));
+  TF_RETURN_IF_ERROR(record.Get("second", &second));
+  TF_RETURN_IF_ERROR(record.Get("seed", &seed));
+  values->first = first;
+  values->second = second;
+  values->seed = seed;
+  return Choose("first_values", kind, *kinds, &values->kind);
+}
+
+// The vocabulary of a growing table, for which `rows` is the most it may have.
+absl::Status ReadVocabulary(const Record& record, TablePlan* table) {
+  static const auto* unknowns =
+      new std::map<std::string, Unknown>{{"zeros", Unknown::kZeros},
+                                         {"initializer", Unknown::kInitializer},
+                                         {"shared_row", Unknown::kShared}};
+  static const auto* evictions =
+      new std::map<std::string, Eviction>{{"", Eviction::kNone},
+                                          {"lru", Eviction::kLeastRecent},
+                                          {"lfu", Eviction::kLeastFrequent},
+                                          {"age", Eviction::kAge}};
+  VocabularyOptions& options = table->vocabulary.emplace();
+  options.table = table->name;
+  options.max_rows = table->rows;
+  std::string eviction, unknown;
+  TF_RETURN_IF_ERROR(record.Get("min_rows", &options.min_rows));
+  TF_RETURN_IF_ERROR(record.Get("min_count", &options.min_count));
+  TF_RETURN_IF_ERROR(record.Get("max_candidates", &options.max_candidates));
+  TF_RETURN_IF_ERROR(record.Get("eviction", &eviction));
+  TF_RETURN_IF_ERROR(record.Get("max_age", &options.max_age));
+  TF_RETURN_IF_ERROR(record.Get("unknown", &unknown));
+  TF_RETURN_IF_ERROR(record.Get("shares_when_full", &options.shares_when_full));
+  TF_RETURN_IF_ERROR(record.Get("first_slots", &table->first_slots));
+  const int num_slots = table->rule ? table->rule->num_slots : 0;
+  TF_RETURN_IF_ERROR(
+      CheckLength("first_slots", table->first_slots.size(), num_slots));
+  TF_RETURN_IF_ERROR(
+      Choose("eviction", eviction, *evictions, &options.eviction));
+  TF_RETURN_IF_ERROR(Choose("unknown", unknown, *unknowns, &options.unknown));
+  return ReadFirstValues(record, &options.first_values);
+}
+
 absl::Status ReadTable(const Record& record, TablePlan* table) {
   TF_RETURN_IF_ERROR(record.Get("name", &table->name));
   TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
@@ -79,7 +132,11 @@ absl::Status ReadTable(const Record& record, TablePlan* table) {
   table->quantization.num_buckets = buckets;
   TF_RETURN_IF_ERROR(record.Get("lower", &table->quantization.lower));
   TF_RETURN_IF_ERROR(record.Get("upper", &table->quantization.upper));
-  return ReadOptimizer(record, table);
+  TF_RETURN_IF_ERROR(ReadOptimizer(record, table));
+  std::vector<Record> vocabulary;
+  TF_RETURN_IF_ERROR(record.Get("vocabulary", &vocabulary));
+  return vocabulary.empty() ? absl::OkStatus()
+                            : ReadVocabulary(vocabulary[0], table);
 }
 
 absl::Status ReadStacks(const Record& record,
@@ -147,6 +204,7 @@ absl::Status ParsePlan(const std::string& text, Plan* plan) {
     TF_RETURN_IF_ERROR(
         CheckLength("rows", spec.vocabulary_size, plan->tables[table].rows));
     spec.check_numerics = plan->check_numerics;
+    spec.grows = plan->tables[table].vocabulary.has_value();
     plan->tables[table].features.push_back(plan->features.size());
     plan->feature_tables.push_back(table);
     plan->features.push_back(std::move(spec));

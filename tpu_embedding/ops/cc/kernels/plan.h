@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "core/routing.h"
 #include "core/rules.h"
 #include "core/stacks.h"
+#include "core/vocabulary.h"
 #include "kernels/kernel_util.h"
 #include "tensorflow/core/framework/attr_value.pb.h"
 #include "tensorflow/core/framework/node_def_util.h"
@@ -64,6 +66,9 @@ struct TablePlan {
   std::vector<float> hyperparameters;
   std::shared_ptr<const RowOptions> options;
   uint64_t rounding_seed = 0;
+  // Of a growing table, whose `rows` are the most that it may have.
+  std::optional<VocabularyOptions> vocabulary;
+  std::vector<float> first_slots;  // what new rows of its slots start as
 };
 
 struct StackPlan {

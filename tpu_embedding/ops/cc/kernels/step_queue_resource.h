@@ -13,6 +13,7 @@
 #include "core/step_queue.h"
 #include "core/telemetry.h"
 #include "kernels/batch_variant.h"
+#include "kernels/growing_table.h"
 #include "kernels/huge_pages.h"
 #include "kernels/plan.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -46,7 +47,12 @@ class StepQueueResource : public tensorflow::ResourceBase {
   StepQueueResource(SharedPlan shared_plan, int num_slots)
       : plan(std::move(shared_plan)),
         queue(plan->num_replicas, plan->capacity, plan->pipelined),
-        huge_pages(plan->tables.size() + num_slots) {}
+        huge_pages(plan->tables.size() + num_slots) {
+    for (const TablePlan& table : plan->tables) {
+      growing.push_back(table.vocabulary ? std::make_unique<GrowingTable>(table)
+                                         : nullptr);
+    }
+  }
 
   std::string DebugString() const override {
     return "tpu_embedding::StepQueue";
@@ -56,7 +62,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
   BatchQueue queue;
   PushLedger pushes;     // on a parameter server
   HugePages huge_pages;  // under the tables, then the slots
-  Telemetry telemetry;   // off until TpuEmbeddingStartTelemetry
+  std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
+  Telemetry telemetry;  // off until TpuEmbeddingStartTelemetry
 };
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;

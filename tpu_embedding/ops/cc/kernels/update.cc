@@ -3,6 +3,7 @@
 
 #include "core/update.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -94,10 +95,10 @@ class UpdateOp : public tensorflow::OpKernel {
     bool apply_now = false;
     OP_REQUIRES_OK(
         context, batches.size() == 0
-                     ? SubmitOwed(resource.get(), std::move(gradients), count,
-                                  &apply_now)
-                     : Submit(resource.get(), batches[0], std::move(gradients),
-                              count, &apply_now));
+                     ? SubmitOwed(context, resource.get(), std::move(gradients),
+                                  count, &apply_now)
+                     : Submit(context, resource.get(), batches[0],
+                              std::move(gradients), count, &apply_now));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
     output->scalar<bool>()() = apply_now;
@@ -105,15 +106,15 @@ class UpdateOp : public tensorflow::OpKernel {
 
  private:
   // The gradients of the batch dequeued last.
-  absl::Status SubmitOwed(StepQueueResource* resource,
+  absl::Status SubmitOwed(OpKernelContext* context, StepQueueResource* resource,
                           ReplicaGradients gradients,
                           const BatchQueue::Count& count,
                           bool* apply_now) const {
     BatchQueue& queue = resource->queue;
     SharedBatch batch;
     TF_RETURN_IF_ERROR(FailedPrecondition(queue.Owed(replica_, &batch)));
-    const absl::Status status =
-        CheckGradients(*resource->plan, *batch, gradients);
+    absl::Status status = CheckGradients(*resource->plan, *batch, gradients);
+    if (status.ok()) status = CheckRoom(context, *resource, batch);
     if (!status.ok()) queue.FailOwed(replica_);
     TF_RETURN_IF_ERROR(status);
     return FailedPrecondition(
@@ -121,8 +122,8 @@ class UpdateOp : public tensorflow::OpKernel {
   }
 
   // The gradients of a batch past the queue.
-  absl::Status Submit(StepQueueResource* resource, const Tensor& tensor,
-                      ReplicaGradients gradients,
+  absl::Status Submit(OpKernelContext* context, StepQueueResource* resource,
+                      const Tensor& tensor, ReplicaGradients gradients,
                       const BatchQueue::Count& count, bool* apply_now) const {
     const BatchVariant* variant = nullptr;
     TF_RETURN_IF_ERROR(Unwrap(tensor, resource->plan.get(), &variant));
@@ -130,6 +131,7 @@ class UpdateOp : public tensorflow::OpKernel {
     if (status.ok()) {
       status = CheckGradients(*resource->plan, *variant->batch, gradients);
     }
+    if (status.ok()) status = CheckRoom(context, *resource, variant->batch);
     if (!status.ok()) resource->queue.FailLookup();
     TF_RETURN_IF_ERROR(status);
     TF_RETURN_IF_ERROR(TakeOnce(*variant));
@@ -138,6 +140,17 @@ class UpdateOp : public tensorflow::OpKernel {
                                variant->epoch, count, apply_now));
     if (!status.ok() && variant->used) variant->used->store(false);
     return status;
+  }
+
+  // A full table refuses the update before anything counts it.
+  static absl::Status CheckRoom(OpKernelContext* context,
+                                const StepQueueResource& resource,
+                                const SharedBatch& batch) {
+    for (const auto& growing : resource.growing) {
+      if (!growing) continue;
+      TF_RETURN_IF_ERROR(growing->CheckRoom(batch, WorkerPool(context)));
+    }
+    return absl::OkStatus();
   }
 
   std::vector<bool> has_gradient_;
@@ -151,7 +164,9 @@ constexpr int64_t kCyclesPerRow = 50;
 // What one table's update needs while the op runs.
 struct TableWork {
   const TableView* view = nullptr;
-  RowGroups merged;                   // of several replicas
+  RowGroups merged;  // of several replicas, or of a growing table
+  GrowingTable* growing = nullptr;
+  GrowingTable::Update growth;
   std::vector<const float*> samples;  // gradient of each sample, or null
   TableGradients gradients;
   RuleArguments arguments;
@@ -177,18 +192,29 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     for (const Variable& variable : tables) all.push_back(variable.get());
     for (const Variable& variable : slots) all.push_back(variable.get());
     const WriteLocks locks(all);
+    const bool grows =
+        std::any_of(resource->growing.begin(), resource->growing.end(),
+                    [](const auto& growing) { return !!growing; });
     OP_REQUIRES_OK(context, CheckTables(tables, plan));
     OP_REQUIRES_OK(context, locks.MakeWritable(context));
     for (size_t i = 0; i < all.size(); ++i) {
+      if (grows) break;  // Huge pages would be there before the rows.
       resource->huge_pages.Advise(i, *all[i]->tensor());
     }
     std::vector<TableView> views(plan.tables.size());
-    OP_REQUIRES_OK(context, MakeViews(plan, tables, slots, &views));
+    OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
     // Last, so that whatever fails before leaves the update where it is.
     while (std::optional<BatchQueue::Update> update =
                resource->queue.TakeDue()) {
       std::vector<TableWork> work(views.size());
       for (size_t t = 0; t < views.size(); ++t) work[t].view = &views[t];
+      if (grows) {
+        // Of the errors there may be, TpuEmbeddingUpdate has met all but those
+        // of threads that update at one time: then the update is given up.
+        OP_REQUIRES_OK(context, Grow(*update, tables, slots, *resource,
+                                     WorkerPool(context), &work));
+        OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
+      }
       if (!resource->telemetry.Next()) {
         Apply(plan, *update, WorkerPool(context), &work, nullptr);
         continue;
@@ -201,6 +227,38 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
   }
 
  private:
+  // Makes the rows of new ids in all growing tables, or in none.
+  static absl::Status Grow(const BatchQueue::Update& update,
+                           const std::vector<Variable>& tables,
+                           const std::vector<Variable>& slots,
+                           const StepQueueResource& resource,
+                           const ParallelFor& parallel_for,
+                           std::vector<TableWork>* work) {
+    const Plan& plan = *resource.plan;
+    std::vector<SharedBatch> batches;
+    for (const BatchQueue::Part& part : update.replicas) {
+      batches.push_back(part.batch);
+    }
+    std::vector<std::vector<tensorflow::Var*>> own_slots(plan.tables.size());
+    size_t next = 0;
+    for (size_t t = 0; t < plan.tables.size(); ++t) {
+      for (int k = 0; k < plan.tables[t].rule->num_slots; ++k) {
+        own_slots[t].push_back(slots[next++].get());
+      }
+      GrowingTable* const growing = resource.growing[t].get();
+      if (!growing) continue;
+      (*work)[t].growing = growing;
+      TF_RETURN_IF_ERROR(growing->Begin(batches, tables[t].get(), own_slots[t],
+                                        parallel_for, &(*work)[t].growth));
+    }
+    for (size_t t = 0; t < plan.tables.size(); ++t) {
+      if (!(*work)[t].growing) continue;
+      (*work)[t].growing->Grow(tables[t].get(), own_slots[t], parallel_for,
+                               &(*work)[t].growth);
+    }
+    return absl::OkStatus();
+  }
+
   // `counted`: receives what telemetry counts, or null.
   static void Apply(const Plan& plan, const BatchQueue::Update& update,
                     const ParallelFor& parallel_for,
@@ -219,9 +277,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       }
       CollectGradients(update, table, t, &(*work)[t]);
     }
-    if (update.replicas.size() > 1) {
-      MergeReplicas(plan, update, parallel_for, work);
-    }
+    GroupEntries(plan, update, parallel_for, work);
     Run(plan, parallel_for, *work, counted);
   }
 
@@ -247,10 +303,11 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     return rate;
   }
 
-  static absl::Status MakeViews(const Plan& plan,
+  static absl::Status MakeViews(const StepQueueResource& resource,
                                 const std::vector<Variable>& tables,
                                 const std::vector<Variable>& slots,
                                 std::vector<TableView>* views) {
+    const Plan& plan = *resource.plan;
     size_t next = 0;
     for (size_t t = 0; t < plan.tables.size(); ++t) {
       const TablePlan& spec = plan.tables[t];
@@ -260,7 +317,9 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       }
       TableView& view = (*views)[t];
       view.parameters = DataOf(tables[t]->tensor());
-      view.num_rows = spec.rows;
+      const GrowingTable* const growing = resource.growing[t].get();
+      view.num_rows = growing ? growing->num_rows() : spec.rows;
+      view.slots.clear();
       view.dim = spec.dim;
       const int64_t width = spec.rule->slots_per_row ? 1 : view.dim;
       const tensorflow::TensorShape shape({view.num_rows, width});
@@ -322,22 +381,32 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     }
   }
 
-  // Groups the batches of all replicas as if they were one.
-  static void MergeReplicas(const Plan& plan, const BatchQueue::Update& update,
-                            const ParallelFor& parallel_for,
-                            std::vector<TableWork>* work) {
-    std::vector<TableEntries> tables(plan.tables.size());
-    for (size_t t = 0; t < tables.size(); ++t) {
-      for (const BatchQueue::Part& part : update.replicas) {
+  // Groups what TpuEmbeddingPrepare has not: the batches of several replicas as
+  // if they were one, and entries of growing tables.
+  static void GroupEntries(const Plan& plan, const BatchQueue::Update& update,
+                           const ParallelFor& parallel_for,
+                           std::vector<TableWork>* work) {
+    std::vector<TableEntries> tables;
+    for (size_t t = 0; t < plan.tables.size(); ++t) {
+      TableWork& own = (*work)[t];
+      if (update.replicas.size() == 1 && !own.growing) continue;
+      TableEntries& entries = tables.emplace_back();
+      for (size_t r = 0; r < update.replicas.size(); ++r) {
         for (const int f : plan.tables[t].features) {
-          tables[t].features.push_back(&part.batch->features[f]);
+          const FeatureCsr& csr = update.replicas[r].batch->features[f];
+          entries.features.push_back(
+              own.growing ? FeatureEntries(csr, own.growth.rows(r, f)) : csr);
         }
       }
-      tables[t].vocabulary_size = plan.tables[t].rows;
-      tables[t].groups = &(*work)[t].merged;
-      (*work)[t].gradients.groups = &(*work)[t].merged;
+      entries.vocabulary_size =
+          own.growing ? own.growth.num_rows() : plan.tables[t].rows;
+      entries.groups = &own.merged;
+      own.gradients.groups = &own.merged;
     }
     GroupByRow(tables, parallel_for);
+    for (TableWork& own : *work) {
+      if (own.growing) own.growth.Drop(&own.merged);
+    }
   }
 
   static int64_t Cycles(const RuleEntry& rule, const TableWork& work,
@@ -357,12 +426,20 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     for (size_t t = 0; t < work.size(); ++t) {
       const TablePlan& table = plan.tables[t];
       const int64_t rows = UpdatesAllRows(*table.options)
-                               ? table.rows
+                               ? work[t].view->num_rows
                                : work[t].gradients.groups->num_rows();
       works.push_back({rows, Cycles(*table.rule, work[t], rows)});
       if (counted) {
         (*counted)[t].Resize(work[t].gradients.groups->num_rows(), rows);
       }
+    }
+    for (const TableWork& own : work) {
+      if (!own.growing) continue;
+      const RowGroups& groups = *own.gradients.groups;
+      parallel_for(groups.num_rows(), kCyclesPerRow,
+                   [&](int64_t begin, int64_t end) {
+                     own.growing->CountHits(groups, begin, end);
+                   });
     }
     ForEachPiece(parallel_for, works, [&](const Piece& piece) {
       const int64_t t = piece.owner;

@@ -102,7 +102,7 @@ void EngineTables::UpdateTable(int table, const StepBatches& batches,
   for (size_t core = 0; core < batches.size(); ++core) {
     for (size_t o = 0; o < config_.outputs.size(); ++o) {
       if (config_.outputs[o].table != table) continue;
-      entries.features.push_back(&batches[core]->prepared.features[o]);
+      entries.features.push_back(batches[core]->prepared.features[o]);
       for (int64_t s = 0; s < config_.outputs[o].num_samples(); ++s) {
         samples[core].push_back(gradients.values[core][o] + s * shape.dim);
       }

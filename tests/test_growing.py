@@ -1,0 +1,330 @@
+"""Growing tables: against static tables with the same rows, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conformance import cases
+from optimizer_cases import Case, each_variant
+from reference.lookup import samples_of
+
+import tpu_embedding as te
+
+D = 4
+# Extremes, and ids whose low bits are alike.
+POOL = np.array(
+    [0, -1, 5, 2**63 - 1, -(2**63), 1 << 32, 3 << 32, 7 << 48, 12, -77], np.int64
+)
+
+
+def _as_ids(value: Any, ids: np.ndarray) -> Any:
+    """The same input with `ids[i]` in the place of i."""
+    return cases.with_values(value, ids[cases.values_of(value)])
+
+
+def _first_values(ids: np.ndarray, **table: Any) -> np.ndarray:
+    """What the rows of these ids start as: what evaluation sees of unknown ones."""
+    vocabulary = te.GrowingVocabulary(1000, unknown="initializer")
+    embedding = te.TPUEmbedding(
+        te.FeatureConfig(te.TableConfig(vocabulary, D, **table)), None
+    )
+    embedding.enqueue(tf.constant(ids), training=False)
+    return embedding.dequeue().numpy()
+
+
+def _train(
+    embedding: te.TPUEmbedding, batches: Sequence[Any], gradients: Sequence[Any]
+) -> list[Any]:
+    activations = []
+    for batch, own in zip(batches, gradients, strict=True):
+        embedding.enqueue(batch)
+        activations.append([a.numpy() for a in embedding.dequeue()])
+        embedding.apply_gradients(own)
+    return activations
+
+
+def _order_of_sight(
+    inputs: Sequence[cases.Input], batches: Sequence[Sequence[Any]]
+) -> list[int]:
+    """The places in POOL that occur, in the order in which they get rows."""
+    seen: dict[int, None] = {}
+    for batch in batches:
+        for value, spec in zip(batch, inputs, strict=True):
+            samples = samples_of(
+                value, None, spec.max_sequence_length, spec.output_shape
+            )
+            seen.update((i, None) for own in samples.entries for i, _ in own)
+    return list(seen)
+
+
+def _assert_as_static(
+    inputs: Sequence[cases.Input],
+    optimizer: Any,
+    rng: np.random.Generator,
+    **table: Any,
+) -> None:
+    """Trains a growing table, and a static one with its rows: the bits are equal."""
+    batches = [[i.draw(rng, len(POOL)) for i in inputs] for _ in range(4)]
+    order = _order_of_sight(inputs, batches)
+    rows = np.zeros(len(POOL), np.int64)
+    rows[order] = np.arange(len(order))
+    values = _first_values(
+        POOL[order], **{k: v for k, v in table.items() if k == "dtype"}
+    )
+
+    def embed(vocabulary: Any, initializer: Any) -> tuple[te.TPUEmbedding, Any]:
+        config = te.TableConfig(vocabulary, D, initializer, **table)
+        features = [
+            te.FeatureConfig(config, i.max_sequence_length, output_shape=i.output_shape)
+            for i in inputs
+        ]
+        return te.TPUEmbedding(features, optimizer), config
+
+    growing, grown = embed(te.GrowingVocabulary(100), None)
+    static, fixed = embed(len(order), lambda shape, dtype: tf.cast(values, dtype))
+    gradients = []
+    for batch in batches:
+        static.enqueue([_as_ids(v, rows) for v in batch], training=False)
+        gradients.append(
+            [
+                tf.constant(rng.normal(size=a.shape), tf.float32)
+                for a in static.dequeue()
+            ]
+        )
+    ours = _train(growing, [[_as_ids(v, POOL) for v in b] for b in batches], gradients)
+    theirs = _train(static, [[_as_ids(v, rows) for v in b] for b in batches], gradients)
+    for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        for spec, a, b in zip(inputs, own, other, strict=True):
+            assert np.array_equal(a, b), (step, spec.name)
+    for name, array in static.variables[fixed].items():
+        own = growing.variables[grown][name]
+        assert np.array_equal(own.numpy(), array.numpy()), name
+    contents = growing.vocabularies[grown]
+    assert contents.ids.tolist() == sorted(POOL[order])
+    assert [
+        rows[POOL.tolist().index(i)] for i in contents.ids
+    ] == contents.rows.tolist()
+
+
+@each_variant
+def test_every_optimizer_trains_as_a_static_table(
+    case: Case, options: dict[str, Any], rng: np.random.Generator
+) -> None:
+    inputs = [i for i in cases.INPUTS if i.name in ("dense2", "ragged")]
+    _assert_as_static(inputs, case.cls(**options), rng, combiner="sum")
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_input_trains_as_a_static_table(
+    combiner: str, dtype: str, rng: np.random.Generator
+) -> None:
+    for spec in cases.INPUTS:
+        _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner, dtype=dtype)
+
+
+def _embedding(
+    vocabulary: te.GrowingVocabulary, **options: Any
+) -> tuple[te.TPUEmbedding, te.TableConfig]:
+    table = te.TableConfig(vocabulary, 2, "ones", combiner="sum", name="films")
+    feature = te.FeatureConfig(table, name="film")
+    return te.TPUEmbedding({"film": feature}, te.SGD(0.5), **options), table
+
+
+def _step(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
+    """One update whose gradients are ones; the first column of the activations."""
+    embedding.enqueue({"film": tf.constant(ids, tf.int64)})
+    found = embedding.dequeue()["film"]
+    embedding.apply_gradients({"film": tf.ones_like(found)})
+    return found[:, 0].numpy().tolist()
+
+
+def _look_up(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
+    embedding.enqueue({"film": tf.constant(ids, tf.int64)}, training=False)
+    return embedding.dequeue()["film"][:, 0].numpy().tolist()
+
+
+def test_evaluation_creates_nothing() -> None:
+    embedding, table = _embedding(te.GrowingVocabulary(10))
+    assert _look_up(embedding, [3, 4]) == [0, 0]
+    assert _step(embedding, [3, -3]) == [1, 1]
+    assert _look_up(embedding, [3, 4, -3]) == [0.5, 0, 0.5]
+    contents = embedding.vocabularies[table]
+    assert contents.ids.tolist() == [-3, 3]
+    assert contents.rows.tolist() == [1, 0]
+    assert (contents.unknown, contents.admitted, contents.refused) == (2, 2, 0)
+    assert embedding.embedding_tables[table].shape.as_list() == [None, 2]
+    assert embedding.embedding_tables[table].numpy().tolist() == [[0.5] * 2] * 2
+
+
+def test_int32_ids_and_functions() -> None:
+    embedding, table = _embedding(te.GrowingVocabulary(10))
+
+    @tf.function
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        embedding.enqueue({"film": ids})
+        found = embedding.dequeue()["film"]
+        embedding.apply_gradients({"film": tf.ones_like(found)})
+        return found
+
+    step(tf.constant([7, -7]))
+    assert step(tf.constant([-7, 8])).numpy()[:, 0].tolist() == [0.5, 1]
+    assert embedding.vocabularies[table].ids.tolist() == [-7, 7, 8]
+
+
+def test_what_an_unknown_id_looks_up() -> None:
+    """An update trains what its lookup read, also if it gives the id a row."""
+    zeros, _ = _embedding(te.GrowingVocabulary(10, min_count=2))
+    assert _step(zeros, [3]) == [0]
+    assert _step(zeros, [3]) == [0]
+    assert _step(zeros, [3]) == [1]
+    assert _look_up(zeros, [3, 4]) == [0.5, 0]
+    first, _ = _embedding(te.GrowingVocabulary(10, min_count=2, unknown="initializer"))
+    assert _step(first, [3]) == [1]
+    assert _step(first, [3]) == [1]
+    assert _look_up(first, [3, 4]) == [0.5, 1]
+    shared, table = _embedding(
+        te.GrowingVocabulary(10, min_count=2, unknown="shared_row")
+    )
+    assert _look_up(shared, [3]) == [1]
+    assert _step(shared, [3, 4, 5]) == [1, 1, 1]
+    assert _step(shared, [3, 4]) == [-0.5, -0.5]
+    assert _look_up(shared, [3, 4, 5]) == [1, 1, -1.5]
+    contents = shared.vocabularies[table]
+    assert contents.ids.tolist() == [3, 4]
+    assert contents.rows.tolist() == [1, 2]
+    assert (contents.unknown, contents.admitted, contents.refused) == (5, 2, 3)
+
+
+def test_full_table_refuses_and_nothing_changes() -> None:
+    embedding, table = _embedding(te.GrowingVocabulary(3), batch_size=2)
+    _step(embedding, [1, 2])
+    before = embedding.embedding_tables[table].numpy()
+    text = (
+        "Table films is full: 2 of max_rows=3 rows are in use, the update needs 2 more"
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        _step(embedding, [3, 4])
+    assert np.array_equal(embedding.embedding_tables[table].numpy(), before)
+    assert embedding.vocabularies[table].ids.tolist() == [1, 2]
+    embedding.reset()
+    assert _step(embedding, [1, 3]) == [0.5, 1]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is full: 3 of"):
+        _step(embedding, [1, 4])
+
+
+def test_full_table_shares_a_row() -> None:
+    vocabulary = te.GrowingVocabulary(3, unknown="shared_row", when_full="shared_row")
+    embedding, table = _embedding(vocabulary)
+    assert _step(embedding, [1, 2, 3, 4]) == [1, 1, 1, 1]
+    assert _look_up(embedding, [1, 2, 3, 4]) == [0.5, 0.5, 0, 0]
+    assert embedding.vocabularies[table].refused == 2
+
+
+def test_rows_that_were_not_used_are_given_up() -> None:
+    vocabulary = te.GrowingVocabulary(4, eviction="lru", min_rows=2)
+    embedding, table = _embedding(vocabulary)
+    for ids in ([1], [2], [3], [1, 4], [5]):
+        _step(embedding, ids)
+    contents = embedding.vocabularies[table]
+    assert {1, 4, 5} <= set(contents.ids.tolist())
+    assert contents.evicted > 0
+    last = dict(zip(contents.ids.tolist(), contents.last_updates, strict=True))
+    assert (last[1], last[4], last[5]) == (4, 4, 5)
+    assert _step(embedding, [2]) == [1]  # It is a new one.
+
+
+def test_values_that_are_assigned_are_trained_on() -> None:
+    embedding, table = _embedding(te.GrowingVocabulary(10))
+    _step(embedding, [3, 4])
+    variable = embedding.embedding_tables[table]
+    before = variable.read_value()
+    variable.assign([[2.0, 2.0], [3.0, 3.0]])
+    assert _look_up(embedding, [4, 3]) == [3, 2]
+    assert _step(embedding, [4, 5]) == [3, 1]
+    assert _look_up(embedding, [4, 3, 5]) == [2.5, 2, 0.5]
+    assert before.numpy().tolist() == [[0.5, 0.5]] * 2
+    variable.assign([[2.0, 2.0]])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="its vocabulary has 3"):
+        _look_up(embedding, [4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"max_rows": 0}, "`max_rows` must be an int from 1 to"),
+        ({"max_rows": 2.5}, "`max_rows` must be an int >= 1"),
+        ({"max_rows": 5, "min_rows": 6, "eviction": "lru"}, "`min_rows` must be an"),
+        ({"max_rows": 5, "min_rows": 3}, "`min_rows` must be None without"),
+        ({"max_rows": 5, "eviction": "fifo"}, "`eviction` must be one of"),
+        ({"max_rows": 5, "eviction": "age"}, "`max_age` must be given with"),
+        ({"max_rows": 5, "eviction": "lru", "max_age": 3}, "`max_age` must be given"),
+        ({"max_rows": 5, "unknown": "mean"}, "`unknown` must be one of"),
+        ({"max_rows": 5, "when_full": "drop"}, "`when_full` must be"),
+        ({"max_rows": 5, "when_full": "shared_row"}, '`unknown` must be "shared_row"'),
+        ({"max_rows": 1, "unknown": "shared_row"}, "`max_rows` must be above 1"),
+        ({"max_rows": 5, "min_count": 0}, "`min_count` must be an int from 1"),
+        ({"max_rows": 5, "max_candidates": 3}, "`max_candidates` must be None with"),
+        ({"max_rows": 5, "seed": -1}, "`seed` must be an int from 0"),
+    ],
+)
+def test_vocabularies_that_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        te.GrowingVocabulary(**arguments)
+
+
+def test_what_growing_tables_do_not_support() -> None:
+    vocabulary = te.GrowingVocabulary(10)
+    with pytest.raises(ValueError, match='`invalid_ids` must be "error" where'):
+        te.TableConfig(vocabulary, 2, invalid_ids="drop")
+
+    def feature(**table: Any) -> te.FeatureConfig:
+        return te.FeatureConfig(te.TableConfig(vocabulary, 2, name="films", **table))
+
+    text = "Table 'films': .* a GrowingVocabulary. Use TPUEmbedding on the CPU"
+    for make in (
+        lambda: te.TPUEmbeddingV2(feature(), te.SGD(0.5)),
+        lambda: te.TPUEmbeddingV0(feature(), te.SGD(0.5)),
+        lambda: te.TPUEmbeddingForServing(feature(), te.SGD(0.5)),
+        lambda: te.keras.TPUEmbedding(feature(), te.SGD(0.5)),
+        lambda: te.plan(feature(), te.SGD(0.5)),
+        lambda: te.TPUEmbedding(
+            feature(), te.SGD(0.5), pipeline_execution_with_tensor_core=True
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            make()
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope(), pytest.raises(NotImplementedError, match=text):
+        te.TPUEmbedding(feature(), te.SGD(0.5))
+    with pytest.raises(NotImplementedError, match="made of a seed and an id"):
+        te.TPUEmbedding(feature(initializer=te.RowIdInitializer()), te.SGD(0.5))
+    optimizer = te.Adagrad(slot_variable_creation_fn=lambda *_: {})
+    with pytest.raises(NotImplementedError, match="cannot be made by a function"):
+        te.TPUEmbedding(feature(), optimizer)
+
+
+def test_growing_tables_are_not_saved_yet(tmp_path: Any) -> None:
+    embedding, _ = _embedding(te.GrowingVocabulary(10))
+    embedding.build()
+    for save in (
+        lambda: tf.train.Checkpoint(embedding=embedding).save(tmp_path / "tf"),
+        lambda: te.checkpoint.save(embedding, tmp_path / "ours"),
+        lambda: te.serving.export(embedding, tmp_path / "model"),
+    ):
+        with pytest.raises(NotImplementedError, match="growing tables cannot be saved"):
+            save()
+
+
+def test_weights_that_are_watched_are_refused() -> None:
+    embedding, _ = _embedding(te.GrowingVocabulary(10))
+    embedding.enqueue({"film": tf.constant([[1]])})
+    found = embedding.dequeue()
+    with pytest.raises(NotImplementedError, match="GrowingVocabulary of table 'films'"):
+        embedding.weight_gradients(
+            found, {"film": tf.constant([[1]])}, {"film": tf.ones([1, 1])}
+        )

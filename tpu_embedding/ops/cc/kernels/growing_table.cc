@@ -1,0 +1,374 @@
+#include "kernels/growing_table.h"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "tensorflow/core/framework/allocation_description.pb.h"
+#include "tensorflow/core/framework/tensor.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::Var;
+
+constexpr int32_t kRowOfZeros = -1;
+// Memory for so many first values in front of a table: of the ids without a row
+// that lookups name at one time.
+constexpr int64_t kMostInFront = int64_t{1} << 20;
+
+constexpr int64_t kIdsPerChunk = 16384;
+constexpr int64_t kCyclesPerId = 40;
+constexpr int64_t kCyclesPerFirstValue = 60;
+
+uint64_t RandomSalt() {
+  std::random_device device;
+  return static_cast<uint64_t>(device()) << 32 | device();
+}
+
+// The rows that there are, of memory that has room for more.
+class RowsThatAre : public tensorflow::TensorBuffer {
+ public:
+  RowsThatAre(std::shared_ptr<GrowingMemory> memory, char* data, size_t size)
+      : TensorBuffer(data), memory_(std::move(memory)), size_(size) {}
+
+  size_t size() const override { return size_; }
+  TensorBuffer* root_buffer() override { return this; }
+  void FillAllocationDescription(
+      tensorflow::AllocationDescription* description) const override {
+    description->set_requested_bytes(size_);
+    description->set_allocator_name("tpu_embedding");
+  }
+
+ private:
+  const std::shared_ptr<GrowingMemory> memory_;
+  const size_t size_;
+};
+
+}  // namespace
+
+bool GrowingTable::Array::Holds(const Var& variable) const {
+  return const_cast<Var&>(variable).tensor()->data() == row(0);
+}
+
+absl::Status GrowingTable::Array::Adopt(int64_t num_rows,
+                                        const std::string& table,
+                                        Var* variable) const {
+  const Tensor& value = *variable->tensor();
+  if (value.dtype() != dtype || value.dims() != 2 ||
+      value.dim_size(0) != num_rows || value.dim_size(1) != width) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Table ", table, " or a slot of it is ", value.shape().DebugString(),
+        " of ", tensorflow::DataTypeString(value.dtype()),
+        ", but its vocabulary has ", num_rows, " rows of ", width,
+        " columns. Assign values of the shape and dtype that it has."));
+  }
+  if (num_rows == 0 || Holds(*variable)) return absl::OkStatus();
+  std::memcpy(row(0), value.data(), value.TotalBytes());
+  Show(num_rows, variable);
+  return absl::OkStatus();
+}
+
+void GrowingTable::Array::Show(int64_t num_rows, Var* variable) const {
+  // A read copies, so that nothing else refers to the memory.
+  variable->copy_on_read_mode.store(true);
+  *variable->tensor() =
+      Tensor(dtype, TensorShape({num_rows, width}),
+             tensorflow::core::RefCountPtr<tensorflow::TensorBuffer>(
+                 new RowsThatAre(memory, row(0), num_rows * row_bytes())));
+}
+
+GrowingTable::GrowingTable(const TablePlan& plan)
+    : plan_(plan), salt_(RandomSalt()), vocabulary_(*plan.vocabulary, salt_) {
+  const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
+                           int64_t front) {
+    Array array{nullptr, dtype, width, front};
+    const int64_t bytes = array.row_bytes();
+    array.memory = std::make_shared<GrowingMemory>((front + plan.rows) * bytes);
+    array.memory->Grow(front * bytes);
+    return array;
+  };
+  parameters_ =
+      reserve(plan.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT,
+              plan.dim, kMostInFront);
+  for (size_t k = 0; k < plan.first_slots.size(); ++k) {
+    slots_.push_back(reserve(tensorflow::DT_FLOAT,
+                             plan.rule->slots_per_row ? 1 : plan.dim, 0));
+  }
+}
+
+ConstTableData GrowingTable::rows() const {
+  const char* const data = parameters_.row(0);
+  if (plan_.is_bfloat16) return reinterpret_cast<const BFloat16*>(data);
+  return reinterpret_cast<const float*>(data);
+}
+
+void GrowingTable::WriteFirst(int64_t id, int64_t row) const {
+  const FirstValues& values = vocabulary_.options().first_values;
+  char* const data = parameters_.row(row);
+  if (plan_.is_bfloat16) {
+    values.Write(id, plan_.dim, reinterpret_cast<BFloat16*>(data));
+  } else {
+    values.Write(id, plan_.dim, reinterpret_cast<float*>(data));
+  }
+}
+
+GrowingTable::Rows GrowingTable::FindRows(
+    const PreparedBatch& batch, const ParallelFor& parallel_for) const {
+  struct Chunk {
+    int feature;
+    int64_t begin;
+    int64_t end;
+  };
+  std::vector<Chunk> chunks;
+  Rows rows(batch.features.size());
+  for (const int f : plan_.features) {
+    const int64_t size = batch.features[f].ids.size();
+    rows[f].Resize(size);
+    for (int64_t i = 0; i < size; i += kIdsPerChunk) {
+      chunks.push_back({f, i, std::min(i + kIdsPerChunk, size)});
+    }
+  }
+  ForEachItem(parallel_for, chunks.size(), kIdsPerChunk * kCyclesPerId,
+              [&](int64_t c) {
+                const auto& [f, begin, end] = chunks[c];
+                vocabulary_.Find(batch.features[f].ids.data() + begin,
+                                 end - begin, rows[f].data() + begin);
+              });
+  return rows;
+}
+
+// An id without a row gets -2 less its place among those of `unknown`.
+void GrowingTable::NumberUnknown(std::vector<Rows*> rows,
+                                 const std::vector<SharedBatch>& batches,
+                                 UnknownIds* unknown) const {
+  IdMap places(salt_);
+  for (size_t b = 0; b < batches.size(); ++b) {
+    for (const int f : plan_.features) {
+      Buffer<int32_t>& own = (*rows[b])[f];
+      for (int64_t i = 0; i < own.size(); ++i) {
+        if (own[i] != kNoRow) continue;
+        const int64_t id = batches[b]->features[f].ids[i];
+        int32_t place = places.Find(id);
+        if (place < 0) {
+          place = unknown->ids.size();
+          places.Reserve(1);
+          places.Insert(id, place);
+          unknown->ids.push_back(id);
+          unknown->hits.push_back(0);
+        }
+        ++unknown->hits[place];
+        own[i] = -2 - place;
+      }
+    }
+  }
+}
+
+absl::Status GrowingTable::AdoptParameters(Var* parameters) {
+  const auto is_ours = [&] {
+    return vocabulary_.num_rows() == parameters->tensor()->dim_size(0) &&
+           (vocabulary_.num_rows() == 0 || parameters_.Holds(*parameters));
+  };
+  {
+    const tensorflow::tf_shared_lock lock(*parameters->mu());
+    if (is_ours()) return absl::OkStatus();
+  }
+  const tensorflow::mutex_lock lock(*parameters->mu());
+  return parameters_.Adopt(vocabulary_.num_rows(), plan_.name, parameters);
+}
+
+absl::Status GrowingTable::Find(const SharedBatch& batch, bool awaits,
+                                const Var& parameters,
+                                const ParallelFor& parallel_for, Found* found) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  if (vocabulary_.num_rows() && !parameters_.Holds(parameters)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("Table ", plan_.name,
+                     " was assigned while a lookup began. Look up again."));
+  }
+  found->rows_ = FindRows(*batch, parallel_for);
+  UnknownIds unknown;
+  NumberUnknown({&found->rows_}, {batch}, &unknown);
+  Unknown missing = vocabulary_.Missing(awaits);
+  if (missing == Unknown::kShared && vocabulary_.num_rows() == 0) {
+    // The row that all share is not there yet.
+    missing = Unknown::kInitializer;
+    unknown.ids.assign(unknown.ids.size(), Vocabulary::kSharedId);
+  }
+  const int64_t count = unknown.ids.size();
+  int64_t first = 0;
+  if (missing == Unknown::kInitializer && count) {
+    TF_RETURN_IF_ERROR(Borrow(count, &first));
+    found->borrowed_ = this;
+    ForEachItem(parallel_for, count, plan_.dim * kCyclesPerFirstValue,
+                [&](int64_t i) { WriteFirst(unknown.ids[i], -2 - first - i); });
+  }
+  for (const int f : plan_.features) {
+    Buffer<int32_t>& rows = found->rows_[f];
+    for (int64_t i = 0; count && i < rows.size(); ++i) {
+      if (rows[i] >= 0) continue;
+      rows[i] = missing == Unknown::kInitializer ? rows[i] - first
+                : missing == Unknown::kShared    ? 0
+                                                 : kRowOfZeros;
+    }
+  }
+  if (!awaits) return absl::OkStatus();
+  const std::lock_guard<std::mutex> front(front_mutex_);
+  awaited_.erase(
+      std::remove_if(awaited_.begin(), awaited_.end(),
+                     [](const auto& known) { return known.expired(); }),
+      awaited_.end());
+  awaited_.push_back(batch);
+  return absl::OkStatus();
+}
+
+GrowingTable::Found::~Found() {
+  if (borrowed_) borrowed_->Return();
+}
+
+absl::Status GrowingTable::Borrow(int64_t count, int64_t* first) {
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  if (front_used_ + count >= kMostInFront) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "Table ", plan_.name, ": lookups name ", front_used_ + count,
+        " ids without a row at one time, of which there may be ",
+        kMostInFront - 1, ". Make the batch smaller."));
+  }
+  *first = front_used_;
+  front_used_ += count;
+  ++num_lookups_;
+  return absl::OkStatus();
+}
+
+void GrowingTable::Return() {
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  if (--num_lookups_ == 0) front_used_ = 0;
+}
+
+Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
+  return [this, &rows](RowSet* held) {
+    const auto add = [held](const Buffer<int32_t>& own) {
+      for (int64_t i = 0; i < own.size(); ++i) {
+        if (own[i] >= 0) held->Add(own[i]);
+      }
+    };
+    for (const Rows& of_replica : rows) {
+      for (const int f : plan_.features) add(of_replica[f]);
+    }
+    const std::lock_guard<std::mutex> lock(front_mutex_);
+    for (const auto& known : awaited_) {
+      const SharedBatch batch = known.lock();
+      if (!batch) continue;
+      for (const int f : plan_.features) {
+        Buffer<int32_t> own(batch->features[f].ids.size());
+        vocabulary_.Find(batch->features[f].ids.data(), own.size(), own.data());
+        add(own);
+      }
+    }
+  };
+}
+
+absl::Status GrowingTable::CheckRoom(const SharedBatch& batch,
+                                     const ParallelFor& parallel_for) {
+  if (vocabulary_.options().shares_when_full) return absl::OkStatus();
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  int64_t num_entries = 0;
+  for (const int f : plan_.features) {
+    num_entries += batch->features[f].ids.size();
+  }
+  if (vocabulary_.HasRoomFor(num_entries)) return absl::OkStatus();
+  return WithinMemory([&] {
+    std::vector<Rows> rows;
+    rows.push_back(FindRows(*batch, parallel_for));
+    UnknownIds unknown;
+    NumberUnknown({&rows[0]}, {batch}, &unknown);
+    Decision decision;
+    return InvalidArgument(
+        vocabulary_.Decide(unknown, HoldFor(rows), &decision));
+  });
+}
+
+absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
+                                 Var* parameters,
+                                 const std::vector<Var*>& slots,
+                                 const ParallelFor& parallel_for,
+                                 Update* update) {
+  update->lock_ = std::unique_lock<std::shared_mutex>(mutex_);
+  const int64_t num_rows = vocabulary_.num_rows();
+  TF_RETURN_IF_ERROR(CheckLength("slots", slots.size(), slots_.size()));
+  TF_RETURN_IF_ERROR(parameters_.Adopt(num_rows, plan_.name, parameters));
+  for (size_t k = 0; k < slots.size(); ++k) {
+    TF_RETURN_IF_ERROR(slots_[k].Adopt(num_rows, plan_.name, slots[k]));
+  }
+  return WithinMemory([&] {
+    update->batches_ = std::move(batches);
+    std::vector<Rows*> rows;
+    update->rows_.reserve(update->batches_.size());
+    for (const SharedBatch& batch : update->batches_) {
+      update->rows_.push_back(FindRows(*batch, parallel_for));
+      rows.push_back(&update->rows_.back());
+    }
+    NumberUnknown(rows, update->batches_, &update->unknown_);
+    TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_.Decide(
+        update->unknown_, HoldFor(update->rows_), &update->decision_)));
+    const int64_t most = vocabulary_.MostRowsAfter(update->decision_);
+    const auto grow = [most](const Array& array) {
+      array.memory->Grow((array.front + most) * array.row_bytes());
+    };
+    grow(parameters_);
+    for (const Array& slot : slots_) grow(slot);
+    return absl::OkStatus();
+  });
+}
+
+void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
+                        const ParallelFor& parallel_for, Update* update) {
+  std::vector<int32_t> taken;
+  std::vector<Vocabulary::Created> created;
+  vocabulary_.Take(update->unknown_, update->decision_, HoldFor(update->rows_),
+                   &taken, &created);
+  ForEachItem(parallel_for, created.size(), plan_.dim * kCyclesPerFirstValue,
+              [&](int64_t i) {
+                const auto& [row, id] = created[i];
+                WriteFirst(id, row);
+                for (size_t k = 0; k < slots_.size(); ++k) {
+                  float* values = reinterpret_cast<float*>(slots_[k].row(row));
+                  std::fill_n(values, slots_[k].width, plan_.first_slots[k]);
+                }
+              });
+  const int64_t num_rows = vocabulary_.num_rows();
+  parameters_.Show(num_rows, parameters);
+  for (size_t k = 0; k < slots_.size(); ++k) slots_[k].Show(num_rows, slots[k]);
+  // What has no row trains the one that is shared, or nothing.
+  const VocabularyOptions& options = vocabulary_.options();
+  const int32_t instead = options.unknown == Unknown::kShared ? 0 : num_rows;
+  if (!options.TrainsAdmitted()) taken.assign(taken.size(), kNoRow);
+  std::replace(taken.begin(), taken.end(), kNoRow, instead);
+  for (Rows& rows : update->rows_) {
+    for (const int f : plan_.features) {
+      for (int64_t i = 0; i < rows[f].size(); ++i) {
+        if (rows[f][i] < 0) rows[f][i] = taken[-2 - rows[f][i]];
+      }
+    }
+  }
+  update->num_rows_ = num_rows;
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  for (const SharedBatch& batch : update->batches_) {
+    const auto known =
+        std::find_if(awaited_.begin(), awaited_.end(),
+                     [&](const auto& other) { return other.lock() == batch; });
+    if (known != awaited_.end()) awaited_.erase(known);
+  }
+}
+
+void GrowingTable::Update::Drop(RowGroups* groups) const {
+  const int64_t last = groups->num_rows() - 1;
+  if (last < 0 || groups->rows[last] != num_rows_) return;
+  groups->rows.Truncate(last);
+  groups->starts.Truncate(last + 1);
+}
+
+}  // namespace tpu_embedding

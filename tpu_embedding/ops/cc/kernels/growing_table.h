@@ -1,0 +1,161 @@
+// A growing table behind TensorFlow's variables: its vocabulary, and the memory
+// of its rows and slots.
+//
+// The variables hold the rows that there are, in memory reserved for all that
+// may come. A lookup finds rows for ids; in front of row 0 there is memory for
+// what has no row: a row of zeros, with number -1, and before it first values.
+//
+// Locks: who looks up holds the variables' read locks, who updates their write
+// locks, and then `mutex`.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <vector>
+
+#include "core/growing_memory.h"
+#include "core/parallel.h"
+#include "core/prepared_batch.h"
+#include "core/vocabulary.h"
+#include "kernels/kernel_util.h"
+#include "kernels/plan.h"
+
+namespace tpu_embedding {
+
+class GrowingTable {
+ public:
+  using SharedBatch = std::shared_ptr<const PreparedBatch>;
+  using Rows = std::vector<Buffer<int32_t>>;  // by feature; of others none
+
+  explicit GrowingTable(const TablePlan& plan);
+
+  // The rows that one lookup found. What has no row is in memory of its own,
+  // for as long as this lives.
+  class Found {
+   public:
+    Found() = default;
+    ~Found();
+    Found(const Found&) = delete;
+    Found& operator=(const Found&) = delete;
+
+    const Buffer<int32_t>& rows(int feature) const { return rows_[feature]; }
+
+   private:
+    friend class GrowingTable;
+    Rows rows_;
+    GrowingTable* borrowed_ = nullptr;
+  };
+
+  // Moves what was assigned to a variable into the memory. `parameters` is
+  // unlocked.
+  absl::Status AdoptParameters(tensorflow::Var* parameters);
+
+  // Finds the rows of a batch; `awaits`: its gradients will come, so that its
+  // rows stay until then.
+  absl::Status Find(const SharedBatch& batch, bool awaits,
+                    const tensorflow::Var& parameters,
+                    const ParallelFor& parallel_for, Found* found);
+
+  // Where rows begin.
+  ConstTableData rows() const;
+
+  // Fails if the update of this batch would find the table full.
+  absl::Status CheckRoom(const SharedBatch& batch,
+                         const ParallelFor& parallel_for);
+
+  // One update. `Begin` leaves the table as it was, and fails where the update
+  // cannot be; `Grow` changes it; the lock ends with the update.
+  class Update {
+   public:
+    // The entries of the batch of one replica, for GroupByRow with this many
+    // rows: the last one stands for entries that are dropped.
+    const Buffer<int32_t>& rows(int replica, int feature) const {
+      return rows_[replica][feature];
+    }
+    int64_t num_rows() const { return num_rows_ + 1; }
+
+    // Removes the entries that are dropped.
+    void Drop(RowGroups* groups) const;
+
+   private:
+    friend class GrowingTable;
+    std::unique_lock<std::shared_mutex> lock_;
+    std::vector<SharedBatch> batches_;
+    std::vector<Rows> rows_;
+    UnknownIds unknown_;
+    Decision decision_;
+    int64_t num_rows_ = 0;
+  };
+  absl::Status Begin(std::vector<SharedBatch> batches,
+                     tensorflow::Var* parameters,
+                     const std::vector<tensorflow::Var*>& slots,
+                     const ParallelFor& parallel_for, Update* update);
+  void Grow(tensorflow::Var* parameters,
+            const std::vector<tensorflow::Var*>& slots,
+            const ParallelFor& parallel_for, Update* update);
+  // Of an update that has grown: see Vocabulary.
+  void CountHits(const RowGroups& groups, int64_t begin, int64_t end) {
+    vocabulary_.CountHits(groups, begin, end);
+  }
+  // While no other update is.
+  int64_t num_rows() const { return vocabulary_.num_rows(); }
+
+  // Calls read(vocabulary) while nothing changes it.
+  template <class Read>
+  void Visit(const Read& read) const {
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    read(vocabulary_);
+  }
+
+ private:
+  // The parameters or a slot.
+  struct Array {
+    std::shared_ptr<GrowingMemory> memory;
+    tensorflow::DataType dtype;
+    int64_t width;
+    int64_t front;  // rows before row 0
+
+    int64_t row_bytes() const {
+      return width * tensorflow::DataTypeSize(dtype);
+    }
+    char* row(int64_t number) const {
+      return memory->data() + (front + number) * row_bytes();
+    }
+    // Whether the variable's value is in the memory.
+    bool Holds(const tensorflow::Var& variable) const;
+    absl::Status Adopt(int64_t num_rows, const std::string& table,
+                       tensorflow::Var* variable) const;
+    void Show(int64_t num_rows, tensorflow::Var* variable) const;
+  };
+
+  Rows FindRows(const PreparedBatch& batch,
+                const ParallelFor& parallel_for) const;
+  void NumberUnknown(std::vector<Rows*> rows,
+                     const std::vector<SharedBatch>& batches,
+                     UnknownIds* unknown) const;
+  Vocabulary::Hold HoldFor(const std::vector<Rows>& rows);
+  absl::Status Borrow(int64_t count, int64_t* first);
+  void Return();
+  void WriteFirst(int64_t id, int64_t row) const;
+
+  const TablePlan& plan_;
+  const uint64_t salt_;
+  mutable std::shared_mutex mutex_;
+  Vocabulary vocabulary_;
+  Array parameters_;
+  std::vector<Array> slots_;
+
+  std::mutex front_mutex_;
+  int64_t front_used_ = 0;   // of the rows in front, without that of zeros
+  int64_t num_lookups_ = 0;  // that use them
+  std::vector<std::weak_ptr<const PreparedBatch>> awaited_;
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_

@@ -1,0 +1,148 @@
+"""Vocabularies of tables that grow: values, without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embedding import errors
+
+EVICTIONS: tuple[str | None, ...] = (None, "lru", "lfu", "age")
+UNKNOWNS: tuple[str, ...] = ("zeros", "initializer", "shared_row")
+_MOST_ROWS = 2**30
+_MAX_SEED = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowingVocabulary:
+    """In the place of `TableConfig.vocabulary_size`: rows for the ids that occur.
+
+    Any int64 is an id. An update gives rows to new ids, in the order of first sight.
+    The first values of a row depend on the seed and the id only. Evaluation and
+    serving create nothing.
+
+    >>> GrowingVocabulary(max_rows=1000, eviction="lru").least_rows
+    900
+
+    Attributes:
+      max_rows: The most rows, from 1 to 2**30. Memory is reserved for them, and used
+        for those that there are.
+      min_count: Number of occurrences in updates after which an id gets a row.
+      max_candidates: How many ids that have no row yet are remembered with their
+        counts; the oldest is forgotten. None: `max_rows`.
+      eviction: Which rows are given up for new ones: None for none; "lru": those whose
+        last update is the longest ago; "lfu": those with the fewest occurrences;
+        "age": those without an update for more than `max_age` updates. An id that
+        comes back is a new one.
+      max_age: With eviction="age" the number of updates.
+      min_rows: Number of rows that evictions leave. None: nine tenths of `max_rows`,
+        or 0 with eviction="age".
+      unknown: What an id without a row looks up: "zeros"; "initializer": its first
+        values; "shared_row": one row, of those in `max_rows`, that all of them train.
+        Where an update is about to give the id a row, it looks up the first values.
+      when_full: What happens to a new id if no row is left or may be evicted: "error":
+        the update fails, and nothing has changed; "shared_row": it trains the shared
+        row, for which `unknown` must be "shared_row".
+      seed: Seed of the first values.
+
+    Raises:
+      ValueError: If a value is not allowed, or two of them contradict each other.
+    """
+
+    max_rows: int
+    min_count: int = dataclasses.field(default=1, kw_only=True)
+    max_candidates: int | None = dataclasses.field(default=None, kw_only=True)
+    eviction: str | None = dataclasses.field(default=None, kw_only=True)
+    max_age: int | None = dataclasses.field(default=None, kw_only=True)
+    min_rows: int | None = dataclasses.field(default=None, kw_only=True)
+    unknown: str = dataclasses.field(default="zeros", kw_only=True)
+    when_full: str = dataclasses.field(default="error", kw_only=True)
+    seed: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_int("max_rows", self.max_rows, 1, _MOST_ROWS)
+        _check_int("min_count", self.min_count, 1, _MAX_SEED)
+        _check_int("seed", self.seed, 0, _MAX_SEED)
+        if self.max_candidates is not None:
+            _check_int("max_candidates", self.max_candidates, 1, _MOST_ROWS)
+        if self.min_rows is not None:
+            _check_int("min_rows", self.min_rows, 0, self.max_rows)
+        if self.max_age is not None:
+            _check_int("max_age", self.max_age, 1, _MAX_SEED)
+        if self.eviction not in EVICTIONS:
+            raise errors.argument_value(
+                "eviction", self.eviction, f"one of {EVICTIONS}"
+            )
+        if self.unknown not in UNKNOWNS:
+            raise errors.argument_value("unknown", self.unknown, f"one of {UNKNOWNS}")
+        if self.when_full not in ("error", "shared_row"):
+            raise errors.argument_value(
+                "when_full", self.when_full, '"error" or "shared_row"'
+            )
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Raises ValueError if an option needs another value of a second one."""
+        shared = self.unknown == "shared_row"
+        if self.when_full == "shared_row" and not shared:
+            raise errors.argument_value(
+                "unknown", self.unknown, '"shared_row" with when_full="shared_row"'
+            )
+        if shared and self.max_rows < 2:
+            raise errors.argument_value(
+                "max_rows", self.max_rows, "above 1 with a shared row"
+            )
+        if self.min_rows and self.eviction is None:
+            raise errors.argument_value(
+                "min_rows", self.min_rows, "None without `eviction`"
+            )
+        if (self.max_age is None) == (self.eviction == "age"):
+            raise errors.argument_value(
+                "max_age", self.max_age, 'given with eviction="age", and only with it'
+            )
+        if self.max_candidates is not None and self.min_count == 1:
+            raise errors.argument_value(
+                "max_candidates", self.max_candidates, "None with min_count=1"
+            )
+
+    @property
+    def least_rows(self) -> int:
+        """The number of rows that evictions leave."""
+        if self.min_rows is not None:
+            return self.min_rows
+        return self.max_rows * 9 // 10 if self.eviction in ("lru", "lfu") else 0
+
+
+class VocabularyContents(NamedTuple):
+    """What a growing vocabulary holds.
+
+    Attributes:
+      ids: The ids that have a row, int64 [n], ascending.
+      rows: The row of each in the table, int64 [n].
+      hits: How often updates named each, int64 [n]; 0 without `eviction`.
+      last_updates: The number, from 1, of the last update that named each, int64 [n];
+        0 without `eviction`.
+      unknown: How many ids without a row updates named, each once for an update.
+      admitted: How many of those got a row.
+      refused: How many did not.
+      evicted: How many rows were given up.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    hits: np.ndarray
+    last_updates: np.ndarray
+    unknown: int
+    admitted: int
+    refused: int
+    evicted: int
+
+
+def _check_int(argument: str, value: object, least: int, most: int) -> None:
+    """Raises ValueError unless `value` is an int in [least, most]."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise errors.argument_int(argument, value, smallest=least)
+    if not least <= value <= most:
+        raise errors.argument_value(argument, value, f"an int from {least} to {most}")
