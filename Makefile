@@ -61,7 +61,7 @@ lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 check: $(VENV)/dev.stamp ops ## lint, and the tests of what changed: two minutes after a build
 	$(BIN)/python tools/check.py $(CHECK)
 
-docs: $(VENV)/docs.stamp ## these pages and the API reference as a site in build/docs
+docs: $(VENV)/docs.stamp ## these pages and the API reference as a site: open build/docs/index.html
 	$(BIN)/python tools/build_docs.py
 
 structure: ## the counts of the package's structure, and their aims; after `make ops`

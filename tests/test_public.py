@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pathlib
 import pkgutil
 import subprocess
 from typing import Any
@@ -74,16 +73,31 @@ def test_public_names_have_docstrings(package: str):
     assert found == []
 
 
-def test_the_reference_has_a_page_for_each_public_package():
-    navigation = (pathlib.Path(build_docs.ROOT) / "mkdocs.yml").read_text()
-    for package in build_docs.PUBLIC_PACKAGES:
-        assert f": api/{package}.md\n" in navigation
+def test_the_reference_has_each_public_name_once():
+    names = [name for names in build_docs.tasks().values() for name in names]
+    assert len(names) == len({*names})
+    outermost = build_docs.PUBLIC_PACKAGES[0]
+    packages = {*build_docs.PUBLIC_PACKAGES}
+    assert {*names} == {
+        f"{package}.{name}"
+        for package in packages
+        for name in build_docs.public_names(package)
+        if f"{package}.{name}" not in packages
+    } | {f"{outermost}.plan"}
+    page = build_docs.reference_index()
+    assert "| [`Adagrad`](tpu_embedding.Adagrad.md) | " in page
+    assert "| |" not in page  # Each name is described.
+
+
+def test_the_site_has_the_version():
+    assert build_docs.site_options()["DOCS_NAME"].startswith("tpu_embedding 0.")
 
 
 def test_warnings_of_the_site_are_counted(monkeypatch: pytest.MonkeyPatch):
     """With --quiet, mkdocs --strict accepts links that lead nowhere."""
     commands = []
     monkeypatch.setattr(build_docs, "write_sources", lambda: None)
+    monkeypatch.setattr(build_docs, "site_options", dict)
     monkeypatch.setattr(
         build_docs.subprocess,
         "run",

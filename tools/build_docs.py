@@ -1,8 +1,8 @@
 """Builds the documentation and the API reference: `make docs`.
 
-Copies the pages into build/docs_source, writes one page for each public package, with
-all names of its `__all__`, and calls mkdocs. A warning of mkdocs, such as a broken link
-or an argument without documentation, is an error.
+Copies the pages into build/docs_source, writes one page for each public name and one of
+all names by task, and calls mkdocs. A warning of mkdocs, such as a broken link or an
+argument without documentation, is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "docs_source"
@@ -32,6 +33,30 @@ PUBLIC_PACKAGES = (
 
 # Its `__all__` is a part of the outermost package's.
 OPTIMIZERS = "tpu_embedding.optimizers"
+# What a name of the outermost package is for; its optimizers are those of OPTIMIZERS.
+TASKS = {
+    "Configuration": (
+        "TableConfig",
+        "FeatureConfig",
+        "CustomCombiner",
+        "QuantizationConfig",
+        "RowIdInitializer",
+        "SparseCoreEmbeddingConfig",
+    ),
+    "Classes": (
+        "TPUEmbedding",
+        "TPUEmbeddingV2",
+        "TPUEmbeddingV0",
+        "TPUEmbeddingForServing",
+        "serving_embedding_lookup",
+        "PartitionedCsrFormatTensor",
+    ),
+    "Optimizers": (),
+    "Several machines": ("DistributedOptions", "ClusterCoordinator"),
+    "Telemetry": ("Telemetry", "Figure"),
+    "Programs for TPUs, unchanged": ("install", "uninstall"),
+    "Memory": ("plan",),
+}
 
 
 def public_names(package: str) -> list[str]:
@@ -48,27 +73,83 @@ def public_names(package: str) -> list[str]:
     return names
 
 
-def reference_page(package: str) -> str:
-    """The API page of a package: its docstring, then each public name."""
-    lines = [f"# {package}", "", f"::: {package}", "    options:"]
-    lines += ["      members: false", "      show_root_heading: false", ""]
-    names = public_names(package)
-    if package == PUBLIC_PACKAGES[0]:
-        subpackages = {name.rpartition(".")[2] for name in PUBLIC_PACKAGES[1:]}
-        optimizers = sorted(public_names(OPTIMIZERS), key=str.lower)
-        names = sorted({*names} - subpackages - {*optimizers}, key=str.lower)
-    else:
-        optimizers = []
-    for name in names:
-        # A function that is called as its module is found in the module.
-        module = ROOT.joinpath(*package.split("."), f"{name}.py")
-        lines += [f"::: {package}.{name}" + f".{name}" * module.exists(), ""]
-    if optimizers:
-        # Their methods are for engines; users set their attributes.
-        for name in ("optimizers.base.Optimizer", *optimizers):
-            lines += [f"::: {package}.{name}", "    options:"]
-            lines += ["      members: false", "      inherited_members: false", ""]
+def tasks() -> dict[str, list[str]]:
+    """All public names by what they are for, each as it is imported."""
+    outermost, *others = PUBLIC_PACKAGES
+    found = {
+        task: [f"{outermost}.{name}" for name in names] for task, names in TASKS.items()
+    }
+    optimizers = sorted(public_names(OPTIMIZERS), key=str.lower)
+    found["Optimizers"] = [f"{outermost}.{name}" for name in optimizers]
+    for package in others:
+        found[package] = [f"{package}.{name}" for name in public_names(package)]
+    return found
+
+
+def summary(name: str) -> str:
+    """The first sentence of the docstring of a public name or package."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.is_dir():
+        tree = ast.parse((path / "__init__.py").read_text())
+        return (ast.get_docstring(tree) or "").split("\n\n")[0]
+    module, _, own = name.rpartition(".")
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imported = {alias.name for alias in node.names}
+            starred = "*" in imported and own in public_names(node.module)
+            if starred or own in imported:
+                return summary(f"{node.module}.{own}")
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == own:
+            return f"`{ast.unparse(node.value).lstrip('_')}`"
+        elif getattr(node, "name", None) == own:
+            text = ast.get_docstring(node) or ""  # pyright: ignore[reportArgumentType]
+            return " ".join(text.split("\n\n")[0].split())
+    raise ValueError(f"{path} neither defines nor imports {own}.")
+
+
+def reference_index() -> str:
+    """The page of all public names, by task."""
+    lines = ["# API", "", "`te` is `tpu_embedding`. Each name has a page.", ""]
+    for task, names in tasks().items():
+        package = task in PUBLIC_PACKAGES
+        lines += [
+            f"## `{task.replace('tpu_embedding', 'te')}`" if package else f"## {task}"
+        ]
+        lines += [
+            "",
+            *([summary(task), ""] if package else []),
+            "| name | what it is |",
+        ]
+        lines += ["|---|---|"]
+        for name in names:
+            own = name.rpartition(".")[2]
+            words = summary(name).replace("|", "\\|")
+            lines += [f"| [`{own}`]({name}.md) | {words} |"]
+        lines += [""]
     return "\n".join(lines)
+
+
+def reference_page(name: str, *, members: bool) -> str:
+    """The API page of a public name."""
+    package, _, own = name.rpartition(".")
+    # A function that is called as its module is found in the module.
+    module = ROOT.joinpath(*package.split("."), f"{own}.py")
+    lines = [
+        "---",
+        f"title: {own}",
+        "search:",
+        "  boost: 0.5",
+        "---",
+        "",
+        f"`{package}` · [all names](index.md)",
+    ]
+    lines += ["", f"::: {name}" + f".{own}" * module.exists(), "    options:"]
+    lines += ["      heading_level: 1"]
+    if not members:
+        lines += ["      members: false", "      inherited_members: false"]
+    return "\n".join([*lines, ""])
 
 
 def write_sources() -> None:
@@ -80,13 +161,29 @@ def write_sources() -> None:
             shutil.copytree(ROOT / name, SOURCE / name)
         else:
             shutil.copy(ROOT / name, SOURCE / name)
-    for package in PUBLIC_PACKAGES:
-        (SOURCE / "api" / f"{package}.md").write_text(reference_page(package))
+    (SOURCE / "api" / "index.md").write_text(reference_index())
+    for task, names in tasks().items():
+        for name in names:
+            # Methods of optimizers are for engines; users set their attributes.
+            page = reference_page(name, members=task != "Optimizers")
+            (SOURCE / "api" / f"{name}.md").write_text(page)
     index = SOURCE / "docs" / "index.md"
     text = index.read_text()
     words = "API reference: `make docs` builds it."
     assert words in text
-    index.write_text(text.replace(words, "[API reference](../api/tpu_embedding.md)."))
+    index.write_text(text.replace(words, "[API reference](../api/index.md)."))
+
+
+def site_options() -> dict[str, str]:
+    """What mkdocs.yml takes from the environment: the version, and a repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    command = ["git", "remote", "get-url", "origin"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    origin = ran.stdout.strip() if ran.stdout.startswith("https://") else ""
+    return {
+        "DOCS_NAME": f"{project['name']} {project['version']}",
+        "DOCS_REPOSITORY": project.get("urls", {}).get("Repository", origin),
+    }
 
 
 def main() -> int:
@@ -95,7 +192,7 @@ def main() -> int:
     # With --quiet, mkdocs does not count warnings.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     # The theme advertises its successor otherwise.
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, **site_options(), "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
