@@ -38,6 +38,8 @@ TASKS = {
     "Configuration": (
         "TableConfig",
         "FeatureConfig",
+        "GrowingVocabulary",
+        "VocabularyContents",
         "CustomCombiner",
         "QuantizationConfig",
         "RowIdInitializer",
