@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from optimizer_cases import Case, each_variant
+from reference import growing
 from reference.lookup import samples_of
 
 import tpu_embedding as te
@@ -84,7 +86,7 @@ def _assert_as_static(
         ]
         return te.TPUEmbedding(features, optimizer), config
 
-    growing, grown = embed(te.GrowingVocabulary(100), None)
+    ours, grown = embed(te.GrowingVocabulary(100), None)
     static, fixed = embed(len(order), lambda shape, dtype: tf.cast(values, dtype))
     gradients = []
     for batch in batches:
@@ -95,19 +97,38 @@ def _assert_as_static(
                 for a in static.dequeue()
             ]
         )
-    ours = _train(growing, [[_as_ids(v, POOL) for v in b] for b in batches], gradients)
-    theirs = _train(static, [[_as_ids(v, rows) for v in b] for b in batches], gradients)
-    for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+    found = _train(ours, [[_as_ids(v, POOL) for v in b] for b in batches], gradients)
+    expected = _train(
+        static, [[_as_ids(v, rows) for v in b] for b in batches], gradients
+    )
+    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
         for spec, a, b in zip(inputs, own, other, strict=True):
             assert np.array_equal(a, b), (step, spec.name)
     for name, array in static.variables[fixed].items():
-        own = growing.variables[grown][name]
+        own = ours.variables[grown][name]
         assert np.array_equal(own.numpy(), array.numpy()), name
-    contents = growing.vocabularies[grown]
+    contents = ours.vocabularies[grown]
     assert contents.ids.tolist() == sorted(POOL[order])
     assert [
         rows[POOL.tolist().index(i)] for i in contents.ids
     ] == contents.rows.tolist()
+
+
+def test_first_values_follow_the_initializer() -> None:
+    """Quantiles, by TensorFlow's function, of the numbers that the reference makes."""
+    numbers = np.array([growing.uniforms(0, int(i), D) for i in POOL])
+    below, above = (0.5 * (1 + math.erf(bound / math.sqrt(2))) for bound in (-2.0, 2.0))
+    initializers = tf.keras.initializers
+    for initializer, expected in (
+        (None, 0.5 * tf.math.ndtri(below + (above - below) * numbers)),
+        (initializers.RandomNormal(1.0, 3.0), 1.0 + 3.0 * tf.math.ndtri(numbers)),
+        (initializers.RandomUniform(-2.0, 1.0), -2.0 + 3.0 * numbers),
+        (initializers.Constant(0.75), np.full((len(POOL), D), 0.75)),
+        ("ones", np.ones((len(POOL), D))),
+    ):
+        found = _first_values(POOL, initializer=initializer)
+        # The quantile has seven digits.
+        np.testing.assert_allclose(found, expected, rtol=3e-7, atol=3e-7)
 
 
 @each_variant

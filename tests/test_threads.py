@@ -28,10 +28,13 @@ tables = [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"t{i}
           for i, optimizer in enumerate(optimizers)]
 tables += [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"b{i}",
                           dtype="bfloat16") for i, optimizer in enumerate(optimizers)]
+grows = te.GrowingVocabulary(4000, eviction="lru", min_rows=1000)
+tables += [te.TableConfig(grows, 24, None, optimizer, name=f"g{i}")
+           for i, optimizer in enumerate(optimizers)]
 embedding = te.TPUEmbedding([te.FeatureConfig(t) for t in tables for _ in "ab"], None)
 digest = hashlib.sha256()
 for _ in range(3):
-    ids = [tf.constant(rng.integers(0, 3000, (700, 3))) for _ in range(28)]
+    ids = [tf.constant(rng.integers(0, 3000, (700, 3))) for _ in range(42)]
     embedding.enqueue(ids)
     activations = embedding.dequeue()
     embedding.apply_gradients([tf.sin(a) for a in activations])

@@ -1,0 +1,233 @@
+"""Growing tables: which id has which row, on paper."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+MASK = 2**64 - 1
+SHARED_ID = 0x7465647261687365
+
+
+class FullError(ValueError):
+    """An update needs more rows than can be had."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """As te.GrowingVocabulary, with all numbers given."""
+
+    max_rows: int
+    min_count: int = 1
+    max_candidates: int = 1
+    eviction: str | None = None
+    max_age: int = 0
+    min_rows: int = 0
+    unknown: str = "zeros"
+    when_full: str = "error"
+
+
+@dataclasses.dataclass
+class Row:
+    """A row that has an id: its hits, and the number of the last update of it."""
+
+    id: int
+    hits: int
+    last: int
+
+
+@dataclasses.dataclass
+class Update:
+    """What one update does.
+
+    Attributes:
+      created: (row, id) whose first values a row gets, in order.
+      rows: The row that each id trains; None: its gradients are dropped.
+    """
+
+    created: list[tuple[int, int]]
+    rows: dict[int, int | None]
+
+
+class Vocabulary:
+    """The ids of one table.
+
+    Attributes:
+      rows: By number the rows that have an id.
+      num_rows: How many rows were ever used.
+      counts: unknown, admitted, refused, evicted.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.rows: dict[int, Row] = {}
+        self.num_rows = 0
+        self.counts = collections.Counter[str]()
+        self._free: list[int] = []
+        self._updates = 0
+        # [id or None, hits] of ids without a row, in the order in which they came.
+        self._candidates: collections.deque[list] = collections.deque(
+            maxlen=options.max_candidates
+        )
+        self._cursor = 0  # Where the search for old rows goes on.
+
+    @property
+    def _has_shared(self) -> bool:
+        return self.options.unknown == "shared_row"
+
+    @property
+    def _room(self) -> int:
+        return self.options.max_rows - self._has_shared - len(self.rows)
+
+    def row_of(self, id_: int) -> int | None:
+        """The row of an id, or None."""
+        return next((number for number, r in self.rows.items() if r.id == id_), None)
+
+    def look_up(self, id_: int, *, training: bool) -> int | str:
+        """The row that a lookup reads, or "zeros", "first" values, or "shared" ones.
+
+        "shared": the first values of the row that is shared, which is not there yet.
+        """
+        row = self.row_of(id_)
+        if row is not None:
+            return row
+        opts = self.options
+        is_next = opts.min_count == 1 and (self._room > 0 or opts.eviction is not None)
+        if opts.unknown == "initializer" or (training and is_next):
+            return "first"
+        if opts.unknown == "zeros":
+            return "zeros"
+        return 0 if self.num_rows else "shared"
+
+    def update(self, ids: Sequence[int], awaited: Iterable[int] = ()) -> Update:
+        """Counts the entries of an update, admits and evicts.
+
+        Args:
+          ids: Of all entries, in order.
+          awaited: Ids of other lookups whose updates will come.
+
+        Raises:
+          FullError: If the table is full; then nothing has changed.
+        """
+        opts = self.options
+        hits = collections.Counter(ids)
+        held = {self.row_of(i) for i in (*hits, *awaited)}
+        unknown = [i for i in dict.fromkeys(ids) if self.row_of(i) is None]
+        before = {i: self._hits_before(i) for i in unknown}
+        admitted = [i for i in unknown if before[i] + hits[i] >= opts.min_count]
+        self._updates += 1
+        most = self._room
+        if len(admitted) > most and opts.eviction is not None:
+            old = sum(self._is_evictable(n, held) for n in self.rows)
+            most += max(0, min(old, len(self.rows) - opts.min_rows))
+        if len(admitted) > most:
+            if opts.when_full == "error":
+                self._updates -= 1
+                raise FullError
+            del admitted[most:]
+        created: list[tuple[int, int]] = []
+        if self._has_shared and self.num_rows == 0:
+            self.num_rows = 1
+            created.append((0, SHARED_ID))
+        self._make_room(len(admitted), held)
+        trains_admitted = opts.min_count == 1 or opts.unknown == "initializer"
+        rows = {i: self.row_of(i) for i in hits}
+        for id_ in unknown:
+            if id_ not in admitted:
+                self._remember(id_, hits[id_])
+                continue
+            number = self._new_row()
+            self.rows[number] = Row(id_, before[id_], self._updates)
+            self._forget(id_)
+            created.append((number, id_))
+            if trains_admitted:
+                rows[id_] = number
+            else:
+                self.rows[number].hits += hits[id_]
+        for id_, number in rows.items():
+            if number is not None:
+                self.rows[number].hits += hits[id_]
+                self.rows[number].last = self._updates
+            elif self._has_shared:
+                rows[id_] = 0
+        self.counts["unknown"] += len(unknown)
+        self.counts["admitted"] += len(admitted)
+        self.counts["refused"] += len(unknown) - len(admitted)
+        return Update(created, rows)
+
+    def _hits_before(self, id_: int) -> int:
+        return sum(hits for known, hits in self._candidates if known == id_)
+
+    def _remember(self, id_: int, hits: int) -> None:
+        if self.options.min_count == 1:
+            return  # Refused, as the table is full.
+        for candidate in self._candidates:
+            if candidate[0] == id_:
+                candidate[1] += hits
+                return
+        self._candidates.append([id_, hits])
+
+    def _forget(self, id_: int) -> None:
+        for candidate in self._candidates:
+            if candidate[0] == id_:
+                candidate[:] = [None, 0]
+
+    def _new_row(self) -> int:
+        if self._free:
+            return self._free.pop(self._free.index(min(self._free)))
+        self.num_rows += 1
+        return self.num_rows - 1
+
+    def _is_evictable(self, number: int, held: set[int | None]) -> bool:
+        if number in held:
+            return False
+        age = self._updates - self.rows[number].last
+        return self.options.eviction != "age" or age > self.options.max_age
+
+    def _make_room(self, needed: int, held: set[int | None]) -> None:
+        opts = self.options
+        capacity = opts.max_rows - self._has_shared
+        if opts.eviction == "age":
+            self._search(self._cursor, held)
+            if self._room < needed:
+                self._search(self._cursor, held)
+        elif opts.eviction is not None:
+            if self._room >= needed + (capacity - opts.min_rows) // 2:
+                return
+            field = "hits" if opts.eviction == "lfu" else "last"
+            old = [n for n in self.rows if self._is_evictable(n, held)]
+            old.sort(key=lambda n: (getattr(self.rows[n], field), n))
+            for number in old[: max(0, len(self.rows) - opts.min_rows)]:
+                self._evict(number)
+
+    def _search(self, start: int, held: set[int | None]) -> None:
+        """Gives up old rows from `start` on, while more than `min_rows` are left."""
+        if len(self.rows) <= self.options.min_rows:
+            return
+        for number in range(start, self.num_rows):
+            if number not in self.rows or not self._is_evictable(number, held):
+                continue
+            if len(self.rows) <= self.options.min_rows:
+                self._cursor = number
+                return
+            self._evict(number)
+        self._cursor = 0
+
+    def _evict(self, number: int) -> None:
+        del self.rows[number]
+        self._free.append(number)
+        self.counts["evicted"] += 1
+
+
+def _mix(word: int) -> int:
+    for _ in range(2):
+        word = (word ^ word >> 32) * 0xD6E8FEB86659FD93 & MASK
+    return word ^ word >> 32
+
+
+def uniforms(seed: int, id_: int, dim: int) -> list[float]:
+    """The numbers in (0, 1) that the first values of an id are made of."""
+    row = _mix(_mix(seed) ^ id_ & MASK)
+    words = [_mix(row + d * 0x9E3779B97F4A7C15 & MASK) for d in range(dim)]
+    return [((word >> 11) + 0.5) / 2**53 for word in words]
