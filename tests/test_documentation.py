@@ -13,7 +13,7 @@ import pytest
 from lint_report import sources
 
 import tpu_embedding as te
-from tpu_embedding.optimizers import OPTIMIZERS
+from tpu_embedding.optimizers import OPTIMIZERS, base
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -107,6 +107,18 @@ def test_optimizers_are_listed_with_their_engines():
     own_op = [name for name in OPTIMIZERS if OPTIMIZERS[name].sparse_core_op]
     others = f"- optimizers other than {', '.join(own_op[:-1])} and {own_op[-1]}"
     assert others in (DOCS / "sparse_core.md").read_text()
+
+
+def test_options_of_optimizers_are_listed_with_their_engines():
+    text = (DOCS / "choose.md").read_text()
+    for option in base.OPTIONS:
+        if option.lacking:
+            cells = [
+                "no" if engine in option.lacking else "yes"
+                for engine in ("host", "tpu_v2_v4", "sparse_core")
+            ]
+            row = rf"\| [^|]*`{option.name}`[^|]* \| " + r"[^|]* \| ".join(cells)
+            assert re.search(row, text), option.name
 
 
 def test_every_layer_is_described():

@@ -68,6 +68,11 @@ def _assert_follows_reference(
             _assert_close(a, b, step + 1, f"{name} diverged at step {step}")
 
 
+def test_each_option_that_kernels_read_has_a_case() -> None:
+    read = {option.name for option in base.OPTIONS if option.record(option.off)}
+    assert read == set().union(*COMMON_OPTIONS)
+
+
 @pytest.mark.parametrize("common", COMMON_OPTIONS, ids=str)
 @each_variant
 def test_update_follows_the_reference(

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
 from tpu_embedding import optimizers
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.layout.plan import Plan, make_plan
+from tpu_embedding.layout.plan import Plan, make_plan, require_options
+from tpu_embedding.optimizers.base import ENGINES, Option
 
 
 def _plan(
@@ -87,3 +89,39 @@ def test_a_plan_is_frozen() -> None:
     ]:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(record, field, None)
+
+
+# A value of each option that some engine lacks.
+VALUES: dict[str, Any] = {
+    "allow_zero_accumulator": True,
+    "clipvalue": 1.0,
+    "lazy_adam": False,
+    "low_dimensional_packing_status": True,
+    "slot_variable_creation_fn": dict,
+    "weight_decay_factor": 0.5,
+    "weight_exponent": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("cls", "option"),
+    [
+        pytest.param(cls, option, id=f"{name}-{option.name}")
+        for name, cls in optimizers.OPTIMIZERS.items()
+        for option in cls().options
+        if option.lacking and option.name in {f.name for f in dataclasses.fields(cls)}
+    ],
+)
+def test_an_option_is_refused_by_the_engines_that_lack_it(
+    cls: Any, option: Option
+) -> None:
+    value = VALUES[option.name]
+    table = TableConfig(8, cls.table_dim or 4, name="films")
+    plan = _plan({"a": FeatureConfig(table)}, cls(**{option.name: value}))
+    text = re.escape(f"'films': `{option.name}={value!r}` of its optimizer is not supp")
+    for engine in ENGINES:
+        if engine in option.lacking:
+            with pytest.raises(NotImplementedError, match=text):
+                require_options(plan, engine)
+        else:
+            require_options(plan, engine)

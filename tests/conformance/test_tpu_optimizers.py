@@ -61,8 +61,8 @@ def test_what_only_tpus_know_is_refused_by_name(engine: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
         te.TPUEmbedding(te.FeatureConfig(table), optimizer)
     assert str(caught.value) == (
-        f"The {engine} engine does not support `weight_exponent=0.5` of table films: "
-        "only TPUs do. Leave it at its default."
+        "Table 'films': `weight_exponent=0.5` of its optimizer is not supported by the "
+        f"{engine} engine, only by TPU v2 to v4. Leave it at 0.0."
     )
 
 

@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             tables={"t": interop.TableConfig(8, 1)}, optimization_parameters=ESTIMATOR
         ),
         NotImplementedError,
-        "The host engine does not support `weight_exponent=0.5` of table t",
+        "Table 't': `weight_exponent=0.5` of its optimizer is not supported by",
     ),
     "tensor core": (
         lambda: spec(

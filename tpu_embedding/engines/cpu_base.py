@@ -13,9 +13,8 @@ from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.layout.stacking import Layout, full_shape
-from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.variables import TableVariables, variable_rows
 
@@ -32,16 +31,13 @@ def arrays_of_variables(spec: TableSpec, table: TableVariables) -> TableArrays:
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:
-    """Refuses what only a TPU can do with a table.
+    """Refuses what describes how a TPU stores a table, and options that are lacking.
 
     Raises:
-      NotImplementedError: If a table has an option that describes how a TPU stores it,
-        or an option of its optimizer is known to TPUs only.
+      NotImplementedError: If a table or its optimizer has one.
     """
-    refuse_layouts(engine, plan)
-    for table in plan.tables:
-        if table.optimizer:
-            _refuse_optimizer(engine, f"table {table.name}", table.optimizer)
+    refuse_layouts(engine.replace("_", " "), plan)
+    require_options(plan, engine)
 
 
 def refuse_layouts(engine: str, plan: Plan) -> None:
@@ -53,23 +49,10 @@ def refuse_layouts(engine: str, plan: Plan) -> None:
     for table in plan.tables:
         layout = table.config.layout
         if layout is not None:
-            raise _tpu_only(engine, f"table {table.name}", "layout", layout)
-
-
-def _refuse_optimizer(engine: str, where: str, optimizer: Optimizer) -> None:
-    for option, carried in optimizer.host_values.items():
-        value = getattr(optimizer, option)
-        if value != carried:
-            raise _tpu_only(engine, where, option, value)
-
-
-def _tpu_only(
-    engine: str, where: str, option: str, value: object
-) -> NotImplementedError:
-    return NotImplementedError(
-        f"The {engine} engine does not support `{option}={value!r}` of {where}: only "
-        "TPUs do. Leave it at its default."
-    )
+            raise NotImplementedError(
+                f"The {engine} engine does not support `layout={layout!r}` of table "
+                f"{table.name}: only TPUs do. Leave it at its default."
+            )
 
 
 class StackedBatches:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.plan import FeatureSpec, Plan
+from tpu_embedding.layout.plan import FeatureSpec, Plan, require_options
 from tpu_embedding.layout.stacking import Layout, Stack, StackingOptions
 from tpu_embedding.tpu_generations import CUSTOM_IDS_PER_SAMPLE
 
@@ -288,14 +288,7 @@ def check_optimizers(plan: Plan) -> None:
                     "the process. Set its `slot_dims` to 2 and use one column, or use "
                     "the host engine."
                 )
-        for option, supported in optimizer.sparse_core_values.items():
-            value = getattr(optimizer, option)
-            if value != supported:
-                raise NotImplementedError(
-                    f"Table {table.name!r}: the SparseCore ops do not support "
-                    f"{option}={value!r} of its optimizer. Set {option}={supported!r}, "
-                    "or use the host engine."
-                )
+    require_options(plan, "sparse_core")
 
 
 def _features(

@@ -10,6 +10,7 @@ from typing import Any
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.optimizers.base import ENGINES
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
@@ -207,6 +208,30 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
                 'Set `dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and '
                 f"keras.TPUEmbedding have tables of {dtype} when they are built "
                 "outside of a TPU strategy."
+            )
+
+
+def require_options(plan: Plan, engine: str) -> None:
+    """Refuses options of optimizers that an engine lacks.
+
+    Args:
+      plan: The tables.
+      engine: The engine, one of `ENGINES` of optimizers/base.py.
+
+    Raises:
+      NotImplementedError: It names table, option and the engines that have it.
+    """
+    for table in plan.tables:
+        for option in table.optimizer.options if table.optimizer else ():
+            value = getattr(table.optimizer, option.name)
+            if value == option.off or engine not in option.lacking:
+                continue
+            *others, last = [n for e, n in ENGINES.items() if e not in option.lacking]
+            have = f"{', '.join(others)} and {last}" if others else last
+            raise NotImplementedError(
+                f"Table {table.name!r}: `{option.name}={value!r}` of its optimizer is "
+                f"not supported by {ENGINES[engine]}, only by {have}. Leave it at "
+                f"{option.off!r}."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tpu_embedding.optimizers import base
 
@@ -58,10 +58,9 @@ class Adam(base.Optimizer):
             "use_sum_inside_sqrt": "sum_inside_sqrt",
         },
     )
-    sparse_core_values: ClassVar[dict[str, Any]] = {
-        **base.SPARSE_CORE_VALUES,
-        "lazy_adam": True,
-    }
+    own_options: ClassVar[tuple[base.Option, ...]] = (
+        base.Option("lazy_adam", True, ("sparse_core",)),
+    )
 
     learning_rate: base.Rate = 0.001
     beta_1: float = 0.9

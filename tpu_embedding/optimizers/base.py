@@ -27,16 +27,16 @@ SlotVariableCreationFn = Callable[[Any, list[str], list[Any]], dict[str, Any]]
 
 _FLOAT32 = np.finfo(np.float32)
 
-# For each option below, the only value that the SparseCore ops support.
-SPARSE_CORE_VALUES: dict[str, Any] = {
-    "weight_decay_factor": None,
-    "clipvalue": None,
-    "slot_variable_creation_fn": None,
-    "low_dimensional_packing_status": False,
+# What errors call the engines.
+ENGINES = {
+    "host": "the host engine",
+    "portable": "the portable engine",
+    "sharded": "MultiWorkerMirroredStrategy over several processes",
+    "parameter_server": "ParameterServerStrategy",
+    "tpu_v2_v4": "TPU v2 to v4",
+    "sparse_core": "SparseCores",
 }
-# The same for the host and the portable engine: how a TPU stores a table does not
-# apply to them.
-HOST_VALUES: dict[str, Any] = {"low_dimensional_packing_status": False}
+TPU_V2_V4_ONLY = tuple(engine for engine in ENGINES if engine != "tpu_v2_v4")
 
 
 class ArrayOps(Protocol):
@@ -58,6 +58,25 @@ class ArrayOps(Protocol):
     ) -> Sequence[Any]:
         """Results of `function` for the first, second, ... row of all arrays."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of an optimizer that some engines lack, or that the kernels read.
+
+    Attributes:
+      name: The field of the optimizer.
+      off: The value that every engine has.
+      lacking: The engines, of `ENGINES`, that have no other value.
+      check: Raises unless a value is allowed; not asked about `off`.
+      record: What the struct of core/row_options.h has of a value, by field.
+    """
+
+    name: str
+    off: Any
+    lacking: tuple[str, ...] = ()
+    check: Callable[[str, Any], None] = lambda argument, value: None
+    record: Callable[[Any], Mapping[str, Any]] = lambda value: {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +164,8 @@ class Optimizer(abc.ABC):
     tpu: ClassVar[TpuRule | None] = None
     # None if the SparseCore ops do not have the update rule.
     sparse_core_op: ClassVar[SparseCoreOp | None] = None
-    sparse_core_values: ClassVar[dict[str, Any]] = SPARSE_CORE_VALUES
-    host_values: ClassVar[dict[str, Any]] = HOST_VALUES
+    # Options of this rule alone; `OPTIONS` has those of all.
+    own_options: ClassVar[tuple[Option, ...]] = ()
     # Whether the update rule is the user's function.
     is_custom: ClassVar[bool] = False
     # The only table width that the update rule supports, or None.
@@ -175,21 +194,14 @@ class Optimizer(abc.ABC):
             )
         else:
             check_number("learning_rate", self.learning_rate)
-        check_flag("use_gradient_accumulation", self.use_gradient_accumulation)
-        check_flag(
-            "low_dimensional_packing_status", self.low_dimensional_packing_status
-        )
-        multiply = self.multiply_weight_decay_factor_by_learning_rate
-        if multiply is not None:
-            check_flag("multiply_weight_decay_factor_by_learning_rate", multiply)
-        if self.weight_decay_factor is not None:
-            # A negative factor would make the weights grow.
-            check_not_negative("weight_decay_factor", self.weight_decay_factor)
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if value is not option.off:
+                option.check(option.name, value)
         check_limits(
             ("clip_weight_min", "clip_weight_max"),
             (self.clip_weight_min, self.clip_weight_max),
         )
-        _check_clipvalue(self.clipvalue)
         if self.clipvalue is not None and not self.use_gradient_accumulation:
             raise ValueError(
                 "`clipvalue` clips the summed gradient of a row, so it cannot be used "
@@ -197,11 +209,19 @@ class Optimizer(abc.ABC):
                 f"clipvalue={self.clipvalue!r}. Leave `clipvalue` at None or "
                 "`use_gradient_accumulation` at True."
             )
-        creation_fn = self.slot_variable_creation_fn
-        if creation_fn is not None and not callable(creation_fn):
-            raise errors.argument_value(
-                "slot_variable_creation_fn", creation_fn, "None or a callable"
-            )
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The options that some engines lack, or that the kernels read."""
+        return (*OPTIONS, *self.own_options)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields of core/row_options.h."""
+        found: dict[str, Any] = {"all_rows": self.touches_all_rows}
+        for option in self.options:
+            found |= option.record(getattr(self, option.name))
+        return found
 
     @property
     def clip_gradient_min(self) -> float | None:
@@ -442,20 +462,23 @@ def _to_float(argument: str, value: Any) -> float:
         raise errors.argument_value(argument, value, "finite in float32") from None
 
 
-def _check_clipvalue(clipvalue: object) -> None:
-    if clipvalue is None:
-        return
+def _check_clipvalue(argument: str, clipvalue: object) -> None:
     if isinstance(clipvalue, tuple):
         if len(clipvalue) != 2:
-            raise errors.argument_value("clipvalue", clipvalue, "a tuple (min, max)")
-        check_limits(("clipvalue[0]", "clipvalue[1]"), clipvalue)
+            raise errors.argument_value(argument, clipvalue, "a tuple (min, max)")
+        check_limits((f"{argument}[0]", f"{argument}[1]"), clipvalue)
         return
     if not is_number(clipvalue):
         raise errors.argument_type(
-            "clipvalue", clipvalue, "None, a number or a tuple (min, max)"
+            argument, clipvalue, "None, a number or a tuple (min, max)"
         )
-    if not _to_float("clipvalue", clipvalue) >= 0:
-        raise errors.argument_value("clipvalue", clipvalue, ">= 0")
+    if not _to_float(argument, clipvalue) >= 0:
+        raise errors.argument_value(argument, clipvalue, ">= 0")
+
+
+def _check_callable(argument: str, value: object) -> None:
+    if not callable(value):
+        raise errors.argument_value(argument, value, "None or a callable")
 
 
 def _clip_limits(clipvalue: ClipValue | None) -> tuple[float | None, float | None]:
@@ -472,3 +495,48 @@ def _clip(ops: ArrayOps, x: Any, lower: float | None, upper: float | None) -> An
     if upper is not None:
         x = ops.minimum(x, upper)
     return x
+
+
+def _limit(field: str, off: float) -> Callable[[Any], Mapping[str, float]]:
+    return lambda value: {field: off if value is None else float(value)}
+
+
+def _gradient_limits(clipvalue: Any) -> dict[str, float]:
+    lower, upper = _clip_limits(clipvalue)
+    return {
+        **_limit("clip_gradient_min", -math.inf)(lower),
+        **_limit("clip_gradient_max", math.inf)(upper),
+    }
+
+
+# The options of all optimizers. An error of every engine, the record of the kernels
+# and the check of docs/choose.md come from this list.
+OPTIONS = (
+    Option("use_gradient_accumulation", True, check=check_flag),
+    # Checked as a pair.
+    Option("clip_weight_min", None, record=_limit("clip_weight_min", -math.inf)),
+    Option("clip_weight_max", None, record=_limit("clip_weight_max", math.inf)),
+    Option(
+        "clipvalue", None, ("sparse_core",), _check_clipvalue, record=_gradient_limits
+    ),
+    Option(
+        "weight_decay_factor",
+        None,
+        ("sparse_core",),
+        check_not_negative,  # A negative factor would make the weights grow.
+        record=lambda value: {"weight_decay_factor": float(value or 0.0)},
+    ),
+    Option(
+        "multiply_weight_decay_factor_by_learning_rate",
+        None,
+        check=check_flag,
+        record=lambda value: {"multiply_decay_by_rate": bool(value)},
+    ),
+    Option("low_dimensional_packing_status", False, TPU_V2_V4_ONLY, check_flag),
+    Option(
+        "slot_variable_creation_fn",
+        None,
+        ("sharded", "parameter_server", "sparse_core"),
+        _check_callable,
+    ),
+)

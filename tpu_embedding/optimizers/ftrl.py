@@ -65,10 +65,9 @@ class FTRL(base.Optimizer):
             "allow_zero_accumulator": "allow_zero_accumulator",
         },
     )
-    sparse_core_values: ClassVar[dict[str, Any]] = {
-        **base.SPARSE_CORE_VALUES,
-        "allow_zero_accumulator": False,
-    }
+    own_options: ClassVar[tuple[base.Option, ...]] = (
+        base.Option("allow_zero_accumulator", False, ("sparse_core",)),
+    )
 
     learning_rate: base.Rate = 0.001
     learning_rate_power: float = -0.5

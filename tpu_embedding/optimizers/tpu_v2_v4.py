@@ -370,10 +370,9 @@ class FrequencyEstimator(base.KeywordOptimizer):
             "weight_exponent": "weight_exponent",
         },
     )
-    host_values: ClassVar[dict[str, Any]] = {
-        **base.HOST_VALUES,
-        "weight_exponent": 0.0,
-    }
+    own_options: ClassVar[tuple[base.Option, ...]] = (
+        base.Option("weight_exponent", 0.0, base.TPU_V2_V4_ONLY),
+    )
     table_dim: ClassVar[int | None] = 1
 
     learning_rate: base.Rate = updates_so_far

@@ -21,7 +21,12 @@ from tpu_embedding.layout.partitioning import (
     make_partitioning,
     stacking_options,
 )
-from tpu_embedding.layout.plan import Plan, make_plan, require_dtypes
+from tpu_embedding.layout.plan import (
+    Plan,
+    make_plan,
+    require_dtypes,
+    require_options,
+)
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.planning.machines import Machines
@@ -271,7 +276,7 @@ class _Planner:
                     self.plan, generation, shared, step_bytes=buffers
                 )
             ),
-            unsupported=unsupported or self._dtypes(generation),
+            unsupported=unsupported or self._refusal(generation),
             not_counted=_NOT_COUNTED[generation.embedding],
         )
 
@@ -288,9 +293,11 @@ class _Planner:
             total += traffic.entries[f] * _ID_AND_WEIGHT
         return int(total)
 
-    def _dtypes(self, generation: Generation) -> str | None:
+    def _refusal(self, generation: Generation) -> str | None:
         try:
             require_dtypes(self.plan, ("float32",), generation.name)
+            if generation.embedding == "v1":
+                require_options(self.plan, "tpu_v2_v4")
         except NotImplementedError as error:
             return str(error)
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -225,20 +224,9 @@ def _table_record(spec: TableSpec) -> Any:
     if optimizer is None:
         return size(rule="")
 
-    def limit(value: float | None, off: float) -> float:
-        return off if value is None else float(value)
-
     return size(
         rule=optimizer.rule,
         hyperparameters=[float(number) for number in optimizer.hyperparameters],
-        clip_gradient_min=limit(optimizer.clip_gradient_min, -math.inf),
-        clip_gradient_max=limit(optimizer.clip_gradient_max, math.inf),
-        clip_weight_min=limit(optimizer.clip_weight_min, -math.inf),
-        clip_weight_max=limit(optimizer.clip_weight_max, math.inf),
-        weight_decay_factor=float(optimizer.weight_decay_factor or 0.0),
-        multiply_decay_by_rate=bool(
-            optimizer.multiply_weight_decay_factor_by_learning_rate
-        ),
-        all_rows=optimizer.touches_all_rows,
         rounding_seed=spec.rounding_seed,
+        **optimizer.record,
     )

@@ -79,8 +79,6 @@ class ShardedEngine(HostEngine):
                 unsupported = "a CustomOptimizer"
             elif table.config.custom_combiner is not None:
                 unsupported = "a CustomCombiner"
-            elif optimizer is not None and optimizer.slot_variable_creation_fn:
-                unsupported = "an optimizer with `slot_variable_creation_fn`"
             if unsupported:
                 raise NotImplementedError(
                     f"Table {table.name!r} has {unsupported}, which is not supported "

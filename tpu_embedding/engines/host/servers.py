@@ -158,7 +158,7 @@ class ParameterServerEngine(HostEngine):
     ) -> None:
         """See `Engine.check_plan`."""
         del topology, options
-        refuse_tpu_options("parameter server", plan)
+        refuse_tpu_options(cls.name, plan)
         for table in plan.tables:
             functions = {
                 "CustomOptimizer": table.optimizer is not None
@@ -172,15 +172,6 @@ class ParameterServerEngine(HostEngine):
                         f"support a {kind}, as its Python function cannot run on the "
                         "servers. Use one of the named ones, or another strategy."
                     )
-            if (
-                table.optimizer is not None
-                and table.optimizer.slot_variable_creation_fn is not None
-            ):
-                raise NotImplementedError(
-                    f"Table {table.name!r}: ParameterServerStrategy does not support "
-                    "`slot_variable_creation_fn`, as slots are made beside their "
-                    "table, on its server. Leave it at None."
-                )
 
     @classmethod
     def lay_out(

@@ -32,7 +32,7 @@ from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES, Plan, require_options
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 
@@ -131,6 +131,7 @@ class TPUV2V4Engine(Engine):
                     f"Table {table.name}: TPU v2 to v4 do not support "
                     f"`layout={table.config.layout!r}`. Leave it at None."
                 )
+        require_options(plan, cls.name)
         tpu = topology.tpu
         devices = sum(len(cores) for cores in tpu.devices)
         limits.raise_first(limits.whole_table_excesses(plan, tpu.generation, devices))
