@@ -159,6 +159,7 @@ each_variant = pytest.mark.parametrize(
 # The options that `apply_rule` adds to every rule, alone and together.
 COMMON_OPTIONS: list[dict[str, Any]] = [
     {},
+    {"clipnorm": 0.4},
     {"clipvalue": 0.3},
     {"clipvalue": (-0.1, 0.7)},
     {"clipvalue": (None, 0.2)},
@@ -168,6 +169,7 @@ COMMON_OPTIONS: list[dict[str, Any]] = [
     {"clip_weight_min": -0.5, "clip_weight_max": 0.25},
     {"clip_weight_max": float("inf"), "clip_weight_min": 0.1},
     {
+        "clipnorm": 1.0,
         "clipvalue": 0.5,
         "weight_decay_factor": 0.1,
         "clip_weight_min": -0.8,

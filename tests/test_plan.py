@@ -94,6 +94,7 @@ def test_a_plan_is_frozen() -> None:
 # A value of each option that some engine lacks.
 VALUES: dict[str, Any] = {
     "allow_zero_accumulator": True,
+    "clipnorm": 1.0,
     "clipvalue": 1.0,
     "lazy_adam": False,
     "low_dimensional_packing_status": True,

@@ -166,11 +166,11 @@ def convert_optimizer(
             "tf.tpu.experimental.embedding with the same names."
         )
     # The options have the same names in both classes, except that TensorFlow keeps
-    # two limits instead of `clipvalue`.
+    # two limits instead of `clipvalue`, and lacks what is a keyword only.
     options = {
         field.name: getattr(optimizer, field.name)
         for field in dataclasses.fields(ours)  # pyright: ignore[reportArgumentType]
-        if field.name != "clipvalue"
+        if field.name != "clipvalue" and not field.kw_only
     }
     lower, upper = optimizer.clip_gradient_min, optimizer.clip_gradient_max
     clipvalue: optimizers.ClipValue | None = (lower, upper)

@@ -108,7 +108,7 @@ struct Gradients {
   explicit Gradients(int64_t dim, Gains gains = Gains::kOfEntries)
       : csr(RandomCsr(gains)), values(kSamples, dim, 0) {
     GroupByRow(
-        {{{&csr}, kRows, &groups}},
+        {{{csr}, kRows, &groups}},
         [](int64_t total, int64_t, const Range& body) { body(0, total); });
     for (int64_t s = 0; s < kSamples; ++s) {
       samples.push_back(s % 7 ? values.row(s) : nullptr);
@@ -152,6 +152,7 @@ struct State {
 
 RowOptions Options(bool all_rows) {
   RowOptions options;
+  options.clip_gradient_norm = 0.9f;
   options.clip_gradient_min = -0.5f;
   options.clip_gradient_max = 0.4f;
   options.clip_weight_min = -0.8f;
@@ -264,12 +265,16 @@ void TestFrame(int64_t dim, Gains gains) {
   Matrix expected = state.table;
   for (int64_t g = 0; g < groups.num_rows(); ++g) {
     float* row = expected.data() + groups.rows[g] * dim;
+    std::vector<float> sums(dim);
+    for (int64_t i = groups.starts[g]; i < groups.starts[g + 1]; ++i) {
+      const float* gradient = gradients.samples[groups.samples[i]];
+      if (!gradient) continue;
+      for (int64_t d = 0; d < dim; ++d) sums[d] += groups.gain(i) * gradient[d];
+    }
+    const float norm = std::sqrt(SumOfSquares(sums.data(), dim));
+    const float factor = norm > 0.9f ? 0.9f / norm : 1.0f;
     for (int64_t d = 0; d < dim; ++d) {
-      float sum = 0;
-      for (int64_t i = groups.starts[g]; i < groups.starts[g + 1]; ++i) {
-        const float* gradient = gradients.samples[groups.samples[i]];
-        if (gradient) sum += groups.gain(i) * gradient[d];
-      }
+      float sum = factor * sums[d];
       sum = std::min(std::max(sum, -0.5f), 0.4f);
       row[d] -= 0.1f * row[d];
       row[d] -= 0.1f * sum;

@@ -20,7 +20,11 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam_all_rows": lambda: te.Adam(0.01, lazy_adam=False),
     "momentum": lambda: te.AdagradMomentum(0.1, momentum=0.9),
     "clipped": lambda: te.Adagrad(
-        0.1, clipvalue=0.05, weight_decay_factor=0.01, clip_weight_max=1.0
+        0.1,
+        clipnorm=0.2,
+        clipvalue=0.05,
+        weight_decay_factor=0.01,
+        clip_weight_max=1.0,
     ),
     "scheduled": lambda: te.SGD(lambda step: 0.1 / (1.0 + tf.cast(step, tf.float32))),
     "scheduled_adagrad": lambda: te.Adagrad(

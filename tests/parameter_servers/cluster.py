@@ -18,7 +18,7 @@ START = np.random.default_rng(0).standard_normal((4, V, D)).astype(np.float32)
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: te.SGD(0.1),
     "Adagrad": lambda: te.Adagrad(0.1),
-    "RowwiseAdagrad": lambda: te.RowwiseAdagrad(0.1),
+    "RowwiseAdagrad": lambda: te.RowwiseAdagrad(0.1, clipnorm=0.3),
     "FTRL": lambda: te.FTRL(0.1, l1_regularization_strength=0.01),
     "Adam": lambda: te.Adam(0.1, lazy_adam=False),
     "schedule": lambda: te.SGD(

@@ -14,6 +14,7 @@ _COMMON: dict[str, Any] = {
     "clip_weight_max": None,
     "weight_decay_factor": None,
     "multiply_weight_decay_factor_by_learning_rate": None,
+    "clipnorm": None,
     "clipvalue": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -152,7 +153,8 @@ def apply(
         touched = set(range(len(table)))
     for row in sorted(touched):
         gradient = np.array(gradient_rows.get(row, np.zeros(table.shape[1])))
-        gradient = _clip(gradient.astype(dtype), *_limits(arguments["clipvalue"]))
+        gradient = _scale(gradient.astype(dtype), arguments["clipnorm"])
+        gradient = _clip(gradient, *_limits(arguments["clipvalue"]))
         table[row] = _decay(arguments, table[row], rate)
         row_slots = [values[row] for values in slots.values()]  # views
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -161,6 +163,13 @@ def apply(
             table[row], arguments["clip_weight_min"], arguments["clip_weight_max"]
         )
     return table, slots
+
+
+def _scale(gradient: np.ndarray, clipnorm: float | None) -> np.ndarray:
+    norm = np.sqrt(np.sum(gradient**2))
+    if clipnorm is None or norm <= clipnorm:
+        return gradient
+    return gradient / norm * clipnorm
 
 
 def _limits(clipvalue: Any) -> tuple[Any, Any]:

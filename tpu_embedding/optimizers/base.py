@@ -137,7 +137,14 @@ class TpuRule:
         }
 
 
-class Optimizer(abc.ABC):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeywordOptions:
+    """The options that TensorFlow's classes do not have: keywords of all of ours."""
+
+    clipnorm: float | None = None
+
+
+class Optimizer(KeywordOptions, abc.ABC):
     """The interface of every optimizer; each subclass is a frozen dataclass.
 
     Attributes:
@@ -150,8 +157,10 @@ class Optimizer(abc.ABC):
       weight_decay_factor: f in T <- T - f * T before the update rule, at least 0, or
         None.
       multiply_weight_decay_factor_by_learning_rate: Multiply f by the learning rate.
-      clipvalue: Limit of the summed gradient, per element: c for [-c, c], or
-        (min, max), where each may be None.
+      clipnorm: Limit of the L2 norm of a row's summed gradient, which is scaled down
+        to it; or None. Keras's `clipnorm` limits the norm of a whole variable.
+      clipvalue: Limit of the summed gradient, per element, after `clipnorm`: c for
+        [-c, c], or (min, max), where each may be None.
       low_dimensional_packing_status: How a TPU stores narrow tables.
       slot_variable_creation_fn: Creates the slot variables, or None.
     """
@@ -202,13 +211,15 @@ class Optimizer(abc.ABC):
             ("clip_weight_min", "clip_weight_max"),
             (self.clip_weight_min, self.clip_weight_max),
         )
-        if self.clipvalue is not None and not self.use_gradient_accumulation:
-            raise ValueError(
-                "`clipvalue` clips the summed gradient of a row, so it cannot be used "
-                "with `use_gradient_accumulation=False`. Received: "
-                f"clipvalue={self.clipvalue!r}. Leave `clipvalue` at None or "
-                "`use_gradient_accumulation` at True."
-            )
+        for name in ("clipnorm", "clipvalue"):
+            value = getattr(self, name)
+            if value is not None and not self.use_gradient_accumulation:
+                raise ValueError(
+                    f"`{name}` clips the summed gradient of a row, so it cannot be "
+                    "used with `use_gradient_accumulation=False`. Received: "
+                    f"{name}={value!r}. Leave `{name}` at None or "
+                    "`use_gradient_accumulation` at True."
+                )
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -320,6 +331,10 @@ def apply_rule(
     Returns:
       The new row, then the new slots, of the same shapes.
     """
+    if optimizer.clipnorm is not None:
+        squares = ops.mean_last(gradient * gradient) * gradient.shape[-1]
+        norm = ops.maximum(ops.sqrt(squares), optimizer.clipnorm)
+        gradient = gradient * (optimizer.clipnorm / norm)
     gradient = _clip(
         ops, gradient, optimizer.clip_gradient_min, optimizer.clip_gradient_max
     )
@@ -516,6 +531,13 @@ OPTIONS = (
     # Checked as a pair.
     Option("clip_weight_min", None, record=_limit("clip_weight_min", -math.inf)),
     Option("clip_weight_max", None, record=_limit("clip_weight_max", math.inf)),
+    Option(
+        "clipnorm",
+        None,
+        ("tpu_v2_v4", "sparse_core"),
+        check_positive,
+        record=_limit("clip_gradient_norm", math.inf),
+    ),
     Option(
         "clipvalue", None, ("sparse_core",), _check_clipvalue, record=_gradient_limits
     ),

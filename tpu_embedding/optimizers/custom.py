@@ -64,6 +64,7 @@ class CustomOptimizer(base.Optimizer):
     multiply_weight_decay_factor_by_learning_rate: bool | None = dataclasses.field(
         default=None, init=False
     )
+    clipnorm: float | None = dataclasses.field(default=None, init=False)
     clipvalue: base.ClipValue | None = dataclasses.field(default=None, init=False)
     low_dimensional_packing_status: bool = dataclasses.field(default=False, init=False)
 

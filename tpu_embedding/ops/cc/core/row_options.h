@@ -11,6 +11,7 @@ namespace tpu_embedding {
 
 // An infinite limit or a zero factor is "off".
 struct RowOptions {
+  float clip_gradient_norm = std::numeric_limits<float>::infinity();
   float clip_gradient_min = -std::numeric_limits<float>::infinity();
   float clip_gradient_max = std::numeric_limits<float>::infinity();
   float clip_weight_min = -std::numeric_limits<float>::infinity();
@@ -20,6 +21,9 @@ struct RowOptions {
   // Rows that no entry names are updated too, with a gradient of zeros.
   bool all_rows = false;
 
+  bool clips_gradient_norm() const {
+    return clip_gradient_norm < std::numeric_limits<float>::infinity();
+  }
   bool clips_gradient() const {
     return clip_gradient_min > -std::numeric_limits<float>::infinity() ||
            clip_gradient_max < std::numeric_limits<float>::infinity();

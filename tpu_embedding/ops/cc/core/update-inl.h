@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <variant>
 #include <vector>
 
@@ -157,6 +158,16 @@ TPU_EMBEDDING_INLINE void Clip(float low, float high, int64_t dim,
   }
 }
 
+// Scales the values down to an L2 norm of `limit`, as apply_rule of
+// optimizers/base.py does: the values of a NaN are NaN.
+TPU_EMBEDDING_INLINE void ClipNorm(float limit, int64_t dim,
+                                   float* __restrict values) {
+  const float norm = std::sqrt(SumOfSquares(values, dim));
+  if (norm <= limit) return;
+  const float factor = limit / norm;
+  for (int64_t d = 0; d < dim; ++d) values[d] *= factor;
+}
+
 // The update of a block of rows by the sums of their gradients; a body of
 // simd.h.
 template <class Rule, class KnownDim>
@@ -178,6 +189,9 @@ struct UpdateRows {
       for (int k = 0; k < Rule::kNumSlots; ++k) {
         slots[k] =
             update->table->slots[k] + row * (Rule::kSlotsPerRow ? 1 : dim);
+      }
+      if (options.clips_gradient_norm()) {
+        ClipNorm(options.clip_gradient_norm, dim, gradient);
       }
       if (options.clips_gradient()) {
         Clip(options.clip_gradient_min, options.clip_gradient_max, dim,

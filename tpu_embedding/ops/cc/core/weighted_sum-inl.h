@@ -162,6 +162,24 @@ TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
               });
 }
 
+// In a fixed number of sums, whatever registers there are: one sum alone
+// would wait for each addition, and a number of its own for each clone would
+// give other bits.
+TPU_EMBEDDING_INLINE float SumOfSquares(const float* __restrict g,
+                                        int64_t dim) {
+  constexpr int64_t kSums = 16;
+  float sums[kSums] = {};
+  int64_t d = 0;
+  for (; d + kSums <= dim; d += kSums) {
+    for (int64_t k = 0; k < kSums; ++k) sums[k] += g[d + k] * g[d + k];
+  }
+  for (int64_t k = 0; d + k < dim; ++k) sums[k] += g[d + k] * g[d + k];
+  for (int64_t half = kSums / 2; half > 0; half /= 2) {
+    for (int64_t k = 0; k < half; ++k) sums[k] += sums[k + half];
+  }
+  return sums[0];
+}
+
 }  // namespace tpu_embedding
 
 #endif  // TPU_EMBEDDING_OPS_CC_CORE_WEIGHTED_SUM_INL_H_

@@ -43,6 +43,8 @@ absl::Status ReadOptimizer(const Record& record, TablePlan* table) {
                                  table->rule->num_hyperparameters));
   const auto options = std::make_shared<RowOptions>();
   TF_RETURN_IF_ERROR(
+      record.Get("clip_gradient_norm", &options->clip_gradient_norm));
+  TF_RETURN_IF_ERROR(
       record.Get("clip_gradient_min", &options->clip_gradient_min));
   TF_RETURN_IF_ERROR(
       record.Get("clip_gradient_max", &options->clip_gradient_max));

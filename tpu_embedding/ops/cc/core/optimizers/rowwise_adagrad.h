@@ -9,6 +9,7 @@
 
 #include "core/simd.h"
 #include "core/update.h"
+#include "core/weighted_sum-inl.h"
 
 namespace tpu_embedding {
 
@@ -33,24 +34,6 @@ class RowwiseAdagrad {
   }
 
  private:
-  // In a fixed number of sums, whatever registers there are: one sum alone
-  // would wait for each addition, and a number of its own for each clone would
-  // give other bits.
-  static TPU_EMBEDDING_INLINE float SumOfSquares(const float* __restrict g,
-                                                 int64_t dim) {
-    constexpr int64_t kSums = 16;
-    float sums[kSums] = {};
-    int64_t d = 0;
-    for (; d + kSums <= dim; d += kSums) {
-      for (int64_t k = 0; k < kSums; ++k) sums[k] += g[d + k] * g[d + k];
-    }
-    for (int64_t k = 0; d + k < dim; ++k) sums[k] += g[d + k] * g[d + k];
-    for (int64_t half = kSums / 2; half > 0; half /= 2) {
-      for (int64_t k = 0; k < half; ++k) sums[k] += sums[k + half];
-    }
-    return sums[0];
-  }
-
   const float rate_;
 };
 
