@@ -25,7 +25,7 @@ from tpu_embedding.engines import (
     Prepared,
     TableArrays,
 )
-from tpu_embedding.engines.base import Membership
+from tpu_embedding.engines.base import Membership, RowChanges
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
@@ -57,6 +57,7 @@ class Core(EngineTables):
       engine_class: The class of the engine.
       engine: The engine, or None before the first call that needs it.
       telemetry: The te.Telemetry that counts, or None.
+      delta_writers: The te.serving.DeltaWriters by the name of their consumer.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Core(EngineTables):
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self.engine: Engine | None = None
         self.telemetry: Any = None  # The te.Telemetry that counts.
+        self.delta_writers: dict[str, Any] = {}  # Of te.serving, by consumer.
         self._membership: Membership | None = None
         self._membership = self.engine_class.join(self._engine_options())
 
@@ -315,6 +317,20 @@ class Core(EngineTables):
         """See `Engine.start_counting`."""
         self.create_engine().start_counting(every)
 
+    def changes(self, consumer: str) -> RowChanges:
+        """See `Engine.changes`."""
+        return self.create_engine().changes(consumer)
+
+    def tables_replaced(self) -> None:
+        """See `StoredTables.tables_replaced`."""
+        for writer in self.delta_writers.values():
+            writer.mark_all_rows()
+
+    def load_checkpoint_rows(self) -> None:
+        """See `StoredTables.load_checkpoint_rows`."""
+        super().load_checkpoint_rows()
+        self.tables_replaced()
+
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`."""
         return self.create_engine().counts(num_hot_rows)
@@ -355,6 +371,7 @@ class Core(EngineTables):
             engine.retrieve()  # The written array is loaded together with the others.
             rows.write(0, value)
             engine.load()
+            self.tables_replaced()
 
         return LogicalVariable(name, rows.shape, rows.dtype, read, write)
 

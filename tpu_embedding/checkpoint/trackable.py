@@ -66,6 +66,10 @@ class StoredTables(abc.ABC):
         """To be called after any of `checkpoint_rows` was written."""
         return  # Most rows are the tables themselves.
 
+    def tables_replaced(self) -> None:
+        """To be called where tables get other values than by an update."""
+        return  # Only deltas follow the tables.
+
 
 class VariableTables(StoredTables):
     """Tables that are one variable each, or a copy in each replica."""
@@ -349,6 +353,7 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         if self._conversion is None:
             _check_dtypes(path, {t.name: t.config.dtype for t in self.core.plan.tables})
             self._sync()  # The checkpoint is accepted: values are written next.
+            self.core.tables_replaced()
         return adapter
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
@@ -143,6 +144,22 @@ class TableArrays:
     reader: StoredReader
     values: Callable[[], Mapping[str, Any]]
     shards: Callable[[], list[tuple[str, tf.Tensor]]]
+
+
+class RowChanges(Protocol):
+    """The rows of tables that changed for one consumer of deltas; eagerly."""
+
+    def mark(self, rows: Sequence[np.ndarray]) -> None:
+        """Marks rows, int64 [n] for each table, as changed."""
+        ...
+
+    def take(self) -> list[np.ndarray]:
+        """Those that changed since the last commit, int64 [n] ascending, by table."""
+        ...
+
+    def commit(self, *, end: bool = False) -> None:
+        """Forgets what was taken last; with `end` nothing is tracked any more."""
+        ...
 
 
 class StepQueue(abc.ABC):
@@ -479,6 +496,19 @@ class Engine(abc.ABC):
             "the host engine: build the embedding outside of the scope of a TPU or "
             "parameter server strategy, where the compiled library can be loaded, and "
             "without a CustomOptimizer or CustomCombiner."
+        )
+
+    def changes(self, consumer: str) -> RowChanges:
+        """The rows that change for a consumer of deltas, from its first mark on.
+
+        Raises:
+          NotImplementedError: If the engine does not track them.
+        """
+        del consumer
+        raise NotImplementedError(
+            f"The {self.name} engine does not track the rows that change, so it writes "
+            "no deltas. Train on the host engine, in one process and outside of the "
+            "scope of a TPU or parameter server strategy, or export the model anew."
         )
 
     def counts(self, num_hot_rows: int) -> Counts:

@@ -417,6 +417,7 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
                 f"refused: {self._refused_load}"
             ) from error
         self._refused_load = None
+        self._built.tables.core.tables_replaced()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)

@@ -2,11 +2,13 @@
 
 from tpu_embedding.serving.applying import apply_delta
 from tpu_embedding.serving.delta_files import delta_blocks
+from tpu_embedding.serving.delta_writer import DeltaWriter
 from tpu_embedding.serving.export import export
 from tpu_embedding.serving.report import Report, TableReport
 from tpu_embedding.serving.signatures import Request, Signature
 
 __all__ = [
+    "DeltaWriter",
     "Report",
     "Request",
     "Signature",

@@ -100,6 +100,31 @@ class ConvertedTable(TableReader, tf.Module):
     def convert(self, values: np.ndarray) -> Converted:
         """Rows [n, D] as they are stored; the parts in the order of `parts`."""
 
+    def require_storable(self, name: str, ids: Any, values: np.ndarray) -> None:
+        """Refuses values that cannot be stored.
+
+        Args:
+          name: Name of the table.
+          ids: [n], those of the rows.
+          values: The rows, [n, D].
+
+        Raises:
+          tf.errors.InvalidArgumentError: If there is one.
+        """
+        if self.largest is None:
+            return
+        bad = ~(np.abs(values) <= self.largest)
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            value = float(values[row, column])
+            raise tf.errors.InvalidArgumentError(
+                None,
+                None,
+                f"Table {name}: row {int(ids[row])} holds {value}, which "
+                f"{self.storage} cannot store. Fix the table, or export it with "
+                'storage "float32".',
+            )
+
 
 class Conversion:
     """Converts one table, and keeps count of the errors."""
@@ -155,28 +180,14 @@ class Conversion:
             for name, part in self._parts.items()
         }
         for start, values in self._source.slices(begin, end):
-            self._refuse(start, values)
+            ids = range(start, start + len(values))
+            self._table.require_storable(self._source.name, ids, values)
             converted = self._table.convert(values)
             here = slice(start - begin, start - begin + len(values))
             for array, part in zip(arrays.values(), converted.parts, strict=True):
                 array[here] = part
             self._count(values, converted)
         return arrays
-
-    def _refuse(self, start: int, values: np.ndarray) -> None:
-        if self._table.largest is None:
-            return
-        bad = ~(np.abs(values) <= self._table.largest)
-        if bad.any():
-            row, column = np.argwhere(bad)[0]
-            value, name = float(values[row, column]), self._source.name
-            raise tf.errors.InvalidArgumentError(
-                None,
-                None,
-                f"Table {name}: row {start + int(row)} holds {value}, which "
-                f"{self._table.storage} cannot store. Fix the table, or export it with "
-                'storage "float32".',
-            )
 
     def _count(self, values: np.ndarray, converted: Converted) -> None:
         if converted.values is values:

@@ -284,6 +284,11 @@ def stored_form(
     return chosen(source.shape[0] + (spare or 0), dim)
 
 
+def converter(storage: str, dim: int) -> ConvertedTable:
+    """A table without rows, to convert those of another one."""
+    return _STORAGES[storage](0, dim)
+
+
 def _is_here(variable: Any) -> bool:
     """Whether a variable is of this process, and not of a parameter server."""
     place, here = (

@@ -16,6 +16,7 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
+    RowChanges,
     StepQueue,
     TableArrays,
 )
@@ -347,6 +348,13 @@ class HostEngine(Engine):
         """See `Engine.start_counting`."""
         (part,) = self._parts
         part.start_counting(every)
+
+    def changes(self, consumer: str) -> RowChanges:
+        """See `Engine.changes`; rows of several processes are not brought together."""
+        if self._transport is not None:
+            return super().changes(consumer)
+        (part,) = self._parts
+        return part.changes(consumer)
 
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`."""

@@ -72,11 +72,13 @@ void CountedUpdate::AddSamples(const FeatureCsr& feature) {
   }
 }
 
-void CountPiece(const TableGradients& gradients, const TableView& table,
-                bool all_rows, int64_t begin, int64_t end,
-                const std::function<void()>& apply, CountedUpdate* counted) {
-  const RowGroups& groups = *gradients.groups;
-  const int64_t dim = table.dim;
+void CountingObserver::Apply(const UpdatePiece& piece,
+                             const std::function<void()>& apply) {
+  const TableView& table = piece.view;
+  const bool all_rows = piece.all_rows;
+  const int64_t begin = piece.begin, end = piece.end, dim = table.dim;
+  const RowGroups& groups = *piece.gradients.groups;
+  CountedUpdate* counted = &tables[piece.table];
   const auto row = [&](int64_t unit) {
     return all_rows ? unit : groups.rows[unit];
   };
@@ -98,7 +100,7 @@ void CountPiece(const TableGradients& gradients, const TableView& table,
   int64_t group =
       all_rows ? std::lower_bound(first, last, begin) - first : begin;
   for (; group < stop; ++group) {
-    SumGroup(gradients, group, dim, values.data());
+    SumGroup(piece.gradients, group, dim, values.data());
     counted->rows[group] = groups.rows[group];
     counted->ids[group] = groups.starts[group + 1] - groups.starts[group];
     counted->gradient_norms[group] = Norm(values.data(), dim);

@@ -35,11 +35,19 @@ struct CountedUpdate {
   void AddSamples(const FeatureCsr& feature);
 };
 
-// Runs `apply`, which updates the groups [begin, end), or with `all_rows` the
-// rows [begin, end), and writes their part of `counted`.
-void CountPiece(const TableGradients& gradients, const TableView& table,
-                bool all_rows, int64_t begin, int64_t end,
-                const std::function<void()>& apply, CountedUpdate* counted);
+// Counts one update.
+class CountingObserver : public UpdateObserver {
+ public:
+  explicit CountingObserver(int num_tables) : tables(num_tables) {}
+
+  void Start(int table, int64_t num_groups, int64_t units) override {
+    tables[table].Resize(num_groups, units);
+  }
+  void Apply(const UpdatePiece& piece,
+             const std::function<void()>& apply) override;
+
+  std::vector<CountedUpdate> tables;
+};
 
 // A row and the IDs that named it.
 struct HotRow {

@@ -5,6 +5,7 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "core/bfloat16.h"
@@ -48,6 +49,30 @@ using UpdateFn = void (*)(const RuleArguments& arguments,
                           const RowOptions& options,
                           const TableGradients& gradients,
                           const TableView& table, int64_t begin, int64_t end);
+
+// What one thread updates of a table: the groups [begin, end), or with
+// `all_rows` the rows [begin, end).
+struct UpdatePiece {
+  int table;
+  const TableGradients& gradients;
+  const TableView& view;
+  bool all_rows;
+  int64_t begin, end;
+};
+
+// Sees an update while it is applied, by several threads at once.
+class UpdateObserver {
+ public:
+  virtual ~UpdateObserver() = default;
+  // Before any piece of a table of `num_groups` groups, of which `units`
+  // change.
+  virtual void Start(int table, int64_t num_groups, int64_t units) {
+    (void)table, (void)num_groups, (void)units;
+  }
+  // Runs `apply`, which updates the piece.
+  virtual void Apply(const UpdatePiece& piece,
+                     const std::function<void()>& apply) = 0;
+};
 
 }  // namespace tpu_embedding
 

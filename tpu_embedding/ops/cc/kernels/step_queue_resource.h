@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/changed_rows.h"
 #include "core/push_ledger.h"
 #include "core/step_queue.h"
 #include "core/telemetry.h"
@@ -47,7 +48,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
   StepQueueResource(SharedPlan shared_plan, int num_slots)
       : plan(std::move(shared_plan)),
         queue(plan->num_replicas, plan->capacity, plan->pipelined),
-        huge_pages(plan->tables.size() + num_slots) {
+        huge_pages(plan->tables.size() + num_slots),
+        changed_rows(RowsOf(*plan)) {
     for (const TablePlan& table : plan->tables) {
       growing.push_back(table.vocabulary ? std::make_unique<GrowingTable>(table)
                                          : nullptr);
@@ -63,7 +65,15 @@ class StepQueueResource : public tensorflow::ResourceBase {
   PushLedger pushes;     // on a parameter server
   HugePages huge_pages;  // under the tables, then the slots
   std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
-  Telemetry telemetry;  // off until TpuEmbeddingStartTelemetry
+  Telemetry telemetry;       // off until TpuEmbeddingStartTelemetry
+  ChangedRows changed_rows;  // of no consumer until TpuEmbeddingMarkRows
+
+ private:
+  static std::vector<int64_t> RowsOf(const Plan& plan) {
+    std::vector<int64_t> rows;
+    for (const TablePlan& table : plan.tables) rows.push_back(table.rows);
+    return rows;
+  }
 };
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;

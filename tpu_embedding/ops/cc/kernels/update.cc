@@ -4,10 +4,13 @@
 #include "core/update.h"
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "core/changed_rows.h"
 #include "core/pieces.h"
 #include "core/prepared_batch.h"
 #include "core/rules.h"
@@ -215,18 +218,27 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                                      WorkerPool(context), &work));
         OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
       }
-      if (!resource->telemetry.Next()) {
-        Apply(plan, *update, WorkerPool(context), &work, nullptr);
-        continue;
+      Observers observers;
+      for (auto& consumer : resource->changed_rows.Consumers()) {
+        observers.push_back(
+            std::make_unique<MarkingObserver>(std::move(consumer)));
       }
-      std::vector<CountedUpdate> counted(views.size());
-      Apply(plan, *update, WorkerPool(context), &work, &counted);
-      CountSamples(*update, plan, &counted);
-      resource->telemetry.Add(std::move(counted));
+      CountingObserver* counting = nullptr;
+      if (resource->telemetry.Next()) {
+        auto counts = std::make_unique<CountingObserver>(views.size());
+        counting = counts.get();
+        observers.push_back(std::move(counts));
+      }
+      Apply(plan, *update, WorkerPool(context), &work, observers);
+      if (!counting) continue;
+      CountSamples(*update, plan, &counting->tables);
+      resource->telemetry.Add(std::move(counting->tables));
     }
   }
 
  private:
+  using Observers = std::vector<std::unique_ptr<UpdateObserver>>;
+
   // Makes the rows of new ids in all growing tables, or in none.
   static absl::Status Grow(const BatchQueue::Update& update,
                            const std::vector<Variable>& tables,
@@ -259,11 +271,9 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // `counted`: receives what telemetry counts, or null.
   static void Apply(const Plan& plan, const BatchQueue::Update& update,
                     const ParallelFor& parallel_for,
-                    std::vector<TableWork>* work,
-                    std::vector<CountedUpdate>* counted) {
+                    std::vector<TableWork>* work, const Observers& observers) {
     for (size_t t = 0; t < plan.tables.size(); ++t) {
       const TablePlan& table = plan.tables[t];
       (*work)[t].arguments = {
@@ -278,7 +288,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       CollectGradients(update, table, t, &(*work)[t]);
     }
     GroupEntries(plan, update, parallel_for, work);
-    Run(plan, parallel_for, *work, counted);
+    Run(plan, parallel_for, *work, observers);
   }
 
   // Of a routed batch the senders know them.
@@ -420,7 +430,7 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
 
   static void Run(const Plan& plan, const ParallelFor& parallel_for,
                   const std::vector<TableWork>& work,
-                  std::vector<CountedUpdate>* counted) {
+                  const Observers& observers) {
     std::vector<Work> works;
     works.reserve(work.size());
     for (size_t t = 0; t < work.size(); ++t) {
@@ -429,8 +439,8 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                                ? work[t].view->num_rows
                                : work[t].gradients.groups->num_rows();
       works.push_back({rows, Cycles(*table.rule, work[t], rows)});
-      if (counted) {
-        (*counted)[t].Resize(work[t].gradients.groups->num_rows(), rows);
+      for (const auto& observer : observers) {
+        observer->Start(t, work[t].gradients.groups->num_rows(), rows);
       }
     }
     for (const TableWork& own : work) {
@@ -449,11 +459,22 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
             work[t].arguments, *table.options, work[t].gradients, *work[t].view,
             piece.begin, piece.end);
       };
-      if (!counted) return update();
-      CountPiece(work[t].gradients, *work[t].view,
-                 UpdatesAllRows(*table.options), piece.begin, piece.end, update,
-                 &(*counted)[t]);
+      if (observers.empty()) return update();
+      const UpdatePiece seen{
+          static_cast<int>(t), work[t].gradients,
+          *work[t].view,       UpdatesAllRows(*table.options),
+          piece.begin,         piece.end};
+      Observe(observers, 0, seen, update);
     });
+  }
+
+  // Each observer from `next` on runs the next one, and the last the update.
+  static void Observe(const Observers& observers, size_t next,
+                      const UpdatePiece& piece,
+                      const std::function<void()>& update) {
+    if (next == observers.size()) return update();
+    observers[next]->Apply(
+        piece, [&] { Observe(observers, next + 1, piece, update); });
   }
 };
 

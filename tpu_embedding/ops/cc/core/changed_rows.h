@@ -1,0 +1,89 @@
+// The rows that changed since each consumer of deltas last took them.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_CHANGED_ROWS_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_CHANGED_ROWS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/update.h"
+
+namespace tpu_embedding {
+
+// A bit for each row of one table.
+class RowBits {
+ public:
+  explicit RowBits(int64_t num_rows)
+      : words_((num_rows + 63) / 64), num_rows_(num_rows) {}
+
+  // Thread-safe.
+  void Set(int64_t row) {
+    std::atomic<uint64_t>& word = words_[row / 64];
+    const uint64_t bit = uint64_t{1} << (row % 64);
+    // Most rows of a step are set already, and to look is cheaper than to set.
+    if (!(word.load(std::memory_order_relaxed) & bit)) {
+      word.fetch_or(bit, std::memory_order_relaxed);
+    }
+  }
+  int64_t num_rows() const { return num_rows_; }
+  int64_t Count() const;
+  // Calls `visit` with each row that is set, ascending.
+  void ForEach(const std::function<void(int64_t)>& visit) const;
+  // Moves the bits of `other` here, which keeps none.
+  void Take(RowBits* other);
+
+ private:
+  std::vector<std::atomic<uint64_t>> words_;
+  int64_t num_rows_;
+};
+
+// What changed for one consumer: `since` the last rows were taken, and those
+// that were `taken` and not yet committed; by table.
+struct ConsumerRows {
+  std::vector<std::unique_ptr<RowBits>> since, taken;
+};
+
+// Thread-safe; updates mark rows while a consumer takes others.
+class ChangedRows {
+ public:
+  explicit ChangedRows(std::vector<int64_t> num_rows)
+      : num_rows_(std::move(num_rows)) {}
+
+  // The consumers whose rows an update marks.
+  std::vector<std::shared_ptr<ConsumerRows>> Consumers() const;
+
+  // A consumer, new unless it is there; null without enough memory.
+  std::shared_ptr<ConsumerRows> Begin(const std::string& name);
+  // The consumer, or null.
+  std::shared_ptr<ConsumerRows> Find(const std::string& name) const;
+  void End(const std::string& name);
+
+ private:
+  const std::vector<int64_t> num_rows_;
+  mutable std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<ConsumerRows>> consumers_;
+};
+
+// Marks the rows of one update for one consumer.
+class MarkingObserver : public UpdateObserver {
+ public:
+  explicit MarkingObserver(std::shared_ptr<ConsumerRows> consumer)
+      : consumer_(std::move(consumer)) {}
+
+  void Apply(const UpdatePiece& piece,
+             const std::function<void()>& apply) override;
+
+ private:
+  std::shared_ptr<ConsumerRows> consumer_;
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_CHANGED_ROWS_H_
