@@ -17,7 +17,7 @@ from tpu_embedding import drop_in, parameter_server, trial
 from tpu_embedding.checkpoint import command_line as checkpoint
 from tpu_embedding.checkpoint import page
 from tpu_embedding.planning import command_line as planning
-from tpu_embedding.serving import applying
+from tpu_embedding.serving import applying, mapping
 from tpu_embedding.testing import compilation
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
@@ -32,6 +32,11 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "delta",
         "inspect deltas, and apply them to an export",
         applying.add_arguments,
+    ),
+    (
+        "place",
+        "tell an export with mapped tables where it is",
+        mapping.add_arguments,
     ),
     (
         "report",

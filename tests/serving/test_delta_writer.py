@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import unittest.mock as mock
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import tensorflow as tf
 from serving.exported import ragged
 
 import tpu_embedding as te
+from tpu_embedding.engines import ParameterServerEngine, ShardedEngine
 from tpu_embedding.serving import delta_files, delta_writer, following
 from tpu_embedding.serving.delta_files import read_header
 
@@ -219,7 +221,7 @@ def random_history(seed: int, folder: pathlib.Path, actions: int) -> None:
             if way == "tables":
                 te.checkpoint.restore(trained.embedding, path)
             else:
-                (both if way == "both" else own).restore(path)
+                (both if way == "both" else own).read(path)
     for consumer in consumers:
         consumer.follow()
         place = folder / f"last-{consumer.name}"
@@ -252,9 +254,8 @@ def test_a_resumed_trainer_goes_on_from_its_marks(
     path = checkpoint.write(str(tmp_path / "checkpoint"))
     again = Trained(rng)
     writer = te.serving.DeltaWriter(again.embedding, consumer.base, "all")
-    tf.train.Checkpoint(embedding=again.embedding, deltas=writer).restore(
-        path
-    ).assert_consumed()
+    both = tf.train.Checkpoint(embedding=again.embedding, deltas=writer)
+    both.read(path).assert_consumed()
     assert writer.sequence == 1
     assert writer.run != consumer.writer.run
     counts = writer.export_delta(tmp_path / "2.delta")
@@ -399,21 +400,46 @@ def test_what_a_writer_refuses(
 
 
 def test_engines_without_tracking_say_so(tmp_path: pathlib.Path) -> None:
-    table = te.TableConfig(
+    plain = te.TableConfig(8, 2, name="films")
+    custom = te.TableConfig(
         8, 2, name="films", combiner=te.CustomCombiner(lambda n, rows: rows[0], 2)
     )
-    embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.1))
-    plain = te.TableConfig(8, 2, name="films")
+    growing = te.TableConfig(te.GrowingVocabulary(8), 2, name="films")
     te.serving.export(
         {plain: tf.zeros([8, 2])},
         tmp_path / "base",
         feature_config={"film": te.FeatureConfig(plain)},
         deltas=True,
     )
-    with pytest.raises(NotImplementedError, match="portable engine does not track"):
-        te.serving.DeltaWriter(embedding, tmp_path / "base", "all")
+    for embedding, message in (
+        (
+            te.TPUEmbeddingV2({"film": te.FeatureConfig(custom)}, te.SGD(0.1)),
+            "portable engine does not track",
+        ),
+        (
+            te.TPUEmbedding({"film": te.FeatureConfig(growing)}, te.SGD(0.1)),
+            "Deltas have no rows of growing tables: films",
+        ),
+        (
+            te.keras.TPUEmbedding(
+                {"film": te.FeatureConfig(plain)}, None, trainable_tables=True
+            ),
+            "use a layer without `trainable_tables=True`",
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            te.serving.DeltaWriter(embedding, tmp_path / "base", "all")
 
 
+def test_tables_of_other_machines_say_so() -> None:
+    for engine in (ShardedEngine, ParameterServerEngine):
+        elsewhere = mock.Mock(spec=engine, _transport=object())
+        elsewhere.name = engine.name
+        with pytest.raises(NotImplementedError, match=f"The {engine.name} engine does"):
+            engine.changes(elsewhere, "all")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 def test_the_keras_layer(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     import keras
 
@@ -423,7 +449,7 @@ def test_the_keras_layer(rng: np.random.Generator, tmp_path: pathlib.Path) -> No
     outputs = keras.layers.Dense(1)(layer(inputs)["film"])
     model = keras.Model(inputs, outputs)
     model.compile("sgd", "mse")
-    te.serving.export(layer, tmp_path / "base", deltas=True)
+    te.serving.export(layer, tmp_path / "base", deltas=1.0)
     writer = te.serving.DeltaWriter(layer, tmp_path / "base", "all")
     film = np.array([1, 5, 5, 7])
     model.fit({"film": film}, np.ones([4, 1]), verbose=0)

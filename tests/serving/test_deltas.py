@@ -77,6 +77,18 @@ def test_all_ops_are_stock(rng: np.random.Generator, tmp_path: pathlib.Path) -> 
     assert sorted(ops - set(dir(tf.raw_ops))) == []
 
 
+def test_a_lookup_copies_no_table(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    Trainer(tmp_path / "base", rng, "float32")
+    graph = graph_of(tmp_path / "base").graph_def
+    functions = [f for f in graph.library.function if "save" not in f.signature.name]
+    nodes = [n for f in functions for n in f.node_def]
+    read = [node.attr["dtype"].type for node in nodes if node.op == "ReadVariableOp"]
+    assert read
+    assert tf.float32.as_datatype_enum not in read
+
+
 def swap(blocks: Blocks) -> Blocks:
     return [blocks[0], blocks[2], blocks[1], *blocks[3:]]
 

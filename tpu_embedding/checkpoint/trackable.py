@@ -66,6 +66,15 @@ class StoredTables(abc.ABC):
         """To be called after any of `checkpoint_rows` was written."""
         return  # Most rows are the tables themselves.
 
+    def changes(self, consumer: str) -> Any:
+        """See `Engine.changes`."""
+        del consumer
+        raise NotImplementedError(
+            "Deltas have the rows that the tables' own optimizers change, and these "
+            "tables have none: use a layer without `trainable_tables=True`, or a "
+            "TPUEmbedding."
+        )
+
     def tables_replaced(self) -> None:
         """To be called where tables get other values than by an update."""
         return  # Only deltas follow the tables.

@@ -13,6 +13,7 @@ from tensorflow.python.trackable.trackable_utils import escape_local_name
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
+from tpu_embedding.checkpoint.trackable import StoredTables
 from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.serving.conversion import ConvertedTable
 from tpu_embedding.serving.delta_files import (
@@ -82,18 +83,25 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             its tables are others, or the name is in use.
           NotImplementedError: If the engine of the embedding does not track changes: on
             TPUs, in several processes, on parameter servers and on the portable engine,
-            and in a Keras layer with `trainable_tables=True`.
+            and in a Keras layer with `trainable_tables=True`; or if a table grows.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
         """
         super().__init__()
         core = getattr(embedding, "core", None)
-        if not hasattr(core, "changes"):
+        if not isinstance(core, StoredTables):
             raise errors.argument_type(
                 "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"
             )
         if not isinstance(consumer, str) or not consumer:
             raise errors.argument_type("consumer", consumer, "a name")
         self._core: Any = core
+        self._changes = self._core.changes(consumer)
+        growing = [t.name for t in self._core.plan.tables if t.config.vocabulary]
+        if growing:
+            raise NotImplementedError(
+                f"Deltas have no rows of growing tables: {', '.join(growing)}. Give "
+                "the table a vocabulary of fixed size, or export the model anew."
+            )
         if consumer in self._core.delta_writers:
             raise ValueError(
                 f"The embedding has a DeltaWriter for {consumer!r}. Use that one, or "
@@ -105,7 +113,6 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._follows = self.base
         self._consumer = consumer
         self._forms = [converter(spec.storage, spec.dim) for spec in self._base.tables]
-        self._changes = self._core.changes(consumer)
         self._core.flush()
         self._changes.mark([_NOTHING] * len(self._forms))  # From here on.
         try:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint.trackable import SavesTables
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
+from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
@@ -21,6 +22,7 @@ from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.following import Follower, most_changed
 from tpu_embedding.serving.lookup import find_table, plan_of
+from tpu_embedding.serving.mapping import FOLDER, MappedPart
 from tpu_embedding.serving.quantization import STORAGES, stored_form
 from tpu_embedding.serving.report import Report
 from tpu_embedding.serving.saving import require_empty, save
@@ -51,6 +53,7 @@ def export(
     invalid_ids: str | None = None,
     most_samples: int = MAX_SAMPLES,
     deltas: bool | float = False,
+    mapped: bool = False,
 ) -> Report:
     """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
@@ -99,6 +102,10 @@ def export(
         share of the rows of a table that one delta may change, 0.125 for True; the
         table takes twice as many spare rows. Tables of up to 4,096 rows may change
         whole.
+      mapped: True keeps the tables in files, which the model maps instead of loading
+        them: it is loaded at once, processes of a machine share the memory, and tables
+        may be larger than it. `path` is then the place where the model is served;
+        `python -m tpu_embedding place` tells a model that was moved.
 
     Returns:
       The form, size and errors of each table. Print it.
@@ -125,6 +132,7 @@ def export(
             f"`most_samples` must be an int >= 1. Received: {most_samples!r}."
         )
     share = _share(deltas)
+    _check_mapped(mapped, share, os.fspath(path))
     exported = _read_source(source, feature_config, invalid_ids)
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
@@ -139,8 +147,12 @@ def export(
     follower = None
     if share is None:
         tables = [
-            stored_form(table, kept)
-            for table, kept in zip(exported.tables, storages, strict=True)
+            stored_form(
+                table, kept, mapped=_parts_maker(path, index) if mapped else None
+            )
+            for index, (table, kept) in enumerate(
+                zip(exported.tables, storages, strict=True)
+            )
         ]
     else:
         follower = _follower(exported, storages, share)
@@ -177,6 +189,30 @@ def _share(deltas: Any) -> float | None:
             f"that one delta changes, > 0 and <= 1. Received: {deltas!r}."
         )
     return float(deltas)
+
+
+def _check_mapped(mapped: Any, share: float | None, path: str) -> None:
+    if not isinstance(mapped, bool):
+        raise argument_type("mapped", mapped, "a bool")
+    if mapped and share is not None:
+        raise ValueError(
+            "`mapped` and `deltas` exclude each other: a file that is mapped does not "
+            "change. Pass one of them."
+        )
+    if mapped and "://" in path:
+        raise ValueError(
+            f"`mapped` needs a folder of this machine, and `path` is {path!r}. Export "
+            "to a local folder, copy it, and call `python -m tpu_embedding place`."
+        )
+
+
+def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]:
+    """What makes the parts of a table that is mapped, by name, shape and dtype."""
+
+    def make(name: str, shape: list[int], dtype: tf.DType) -> MappedPart:
+        return MappedPart(os.fspath(path), f"{FOLDER}/{table}.{name}", shape, dtype)
+
+    return make
 
 
 def _follower(exported: _Exported, storages: Sequence[str], share: float) -> Follower:

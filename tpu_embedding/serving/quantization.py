@@ -23,6 +23,8 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 from tpu_embedding.serving.conversion import Converted, ConvertedTable, Source
 from tpu_embedding.tables.readers import TableReader
 
+# Makes what holds a part of a table: its name, shape and dtype.
+_MakePart = Callable[[str, list[int], tf.DType], Any]
 _BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 
 
@@ -51,8 +53,8 @@ class Float32Table(WholeTable, ConvertedTable):
     storage = "float32"
     largest = None
 
-    def __init__(self, rows: int, dim: int) -> None:
-        super().__init__(_unfilled([rows, dim], tf.float32))
+    def __init__(self, rows: int, dim: int, make: _MakePart | None = None) -> None:
+        super().__init__((make or _unfilled)("table", [rows, dim], tf.float32))
 
     @classmethod
     def row_bytes(cls, dim: int) -> int:
@@ -66,6 +68,13 @@ class Float32Table(WholeTable, ConvertedTable):
         return Converted([values], values, np.zeros([len(values), 1]))
 
 
+class ChangingFloat32Table(Float32Table):
+    """One that changes while it is served; to read the variable would copy it."""
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        return tf.gather(self.table, rows)
+
+
 class _HalfTable(ConvertedTable):
     """A table of 16-bit floats."""
 
@@ -74,9 +83,9 @@ class _HalfTable(ConvertedTable):
     unit_roundoff: ClassVar[float]
     smallest: ClassVar[float]  # The distance between the numbers next to 0.
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, make: _MakePart | None = None) -> None:
         super().__init__()
-        self.table = _unfilled([rows, dim], self.kept_as)
+        self.table = (make or _unfilled)("table", [rows, dim], self.kept_as)
 
     @classmethod
     def row_bytes(cls, dim: int) -> int:
@@ -121,11 +130,12 @@ class _CodedTable(ConvertedTable):
 
     levels: ClassVar[int]
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, make: _MakePart | None = None) -> None:
         super().__init__()
         self._dim = dim
-        self.codes = _unfilled([rows, self._code_bytes(dim)], tf.uint8)
-        self.scale_offset = _unfilled([rows, 2], tf.bfloat16)
+        make = make or _unfilled
+        self.codes = make("codes", [rows, self._code_bytes(dim)], tf.uint8)
+        self.scale_offset = make("scale_offset", [rows, 2], tf.bfloat16)
 
     @classmethod
     @abc.abstractmethod
@@ -251,12 +261,13 @@ class _UnsavedVariable(UninitializedVariable):
         }
 
 
-def _unfilled(shape: list[int], dtype: tf.DType) -> Any:
+def _unfilled(name: str, shape: list[int], dtype: tf.DType) -> Any:
     """A variable whose value exists only in the files of the exported model."""
+    del name
     return _UnsavedVariable(shape=shape, dtype=dtype, trainable=False)
 
 
-_STORAGES: dict[str, Callable[[int, int], ConvertedTable]] = {
+_STORAGES: dict[str, Callable[..., ConvertedTable]] = {
     table.storage: table
     for table in (Float32Table, Bfloat16Table, Float16Table, Int8Table, Int4Table)
 }
@@ -264,7 +275,10 @@ STORAGES = tuple(_STORAGES)
 
 
 def stored_form(
-    source: Source, storage: str, spare: int | None = None
+    source: Source,
+    storage: str,
+    spare: int | None = None,
+    mapped: _MakePart | None = None,
 ) -> WholeTable | ConvertedTable:
     """The form in which a table is exported.
 
@@ -273,15 +287,19 @@ def stored_form(
       storage: One of `STORAGES`. A row so short that its codes would be larger than
         its values stays float32.
       spare: Rows beyond those of the table, for one that changes while it is served.
+      mapped: Makes the parts of a table that is mapped.
     """
     chosen: Any = _STORAGES[storage]
     dim = source.shape[1]
     if chosen.row_bytes(dim) > Float32Table.row_bytes(dim):
         chosen = Float32Table
-    variable = source.variable if spare is None else None
+    if spare is not None:
+        changing = ChangingFloat32Table if chosen is Float32Table else chosen
+        return changing(source.shape[0] + spare, dim)
+    variable = source.variable if mapped is None else None
     if chosen is Float32Table and variable is not None and _is_here(variable):
         return WholeTable(variable)
-    return chosen(source.shape[0] + (spare or 0), dim)
+    return chosen(*source.shape, mapped)
 
 
 def converter(storage: str, dim: int) -> ConvertedTable:

@@ -33,13 +33,14 @@ from tpu_embedding.checkpoint.writing import (
 )
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
 from tpu_embedding.serving.following import Follower, FollowingTable
+from tpu_embedding.serving.mapping import FOLDER, MappedPart, write_files
 from tpu_embedding.serving.report import TableReport, unchanged
 from tpu_embedding.tables.readers import TableReader
 
 _SCRATCH = ".tpu_embedding_unfinished"
 _COMPLETE = "saved_model.pb"
 # Files that a killed export may have left, beside its scratch folder.
-_INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables"}
+_INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables", FOLDER}
 _PIECES = 4  # of a part: one of them is made while those of a part are held.
 
 
@@ -98,6 +99,7 @@ def save(
     group = tables[0][0].rows.group
     readers = {source.name: table for source, table in tables}
     deltas = None if follower is None else follower.state
+    mapped = any(_is_mapped(stored) for stored, _ in conversions.values())
     module = _Module(readers, [model, *reads], functions, deltas)
     with in_all_processes(group) as rest:
         pieces = _pieces(conversions, "" if follower is None else "/stored")
@@ -106,7 +108,9 @@ def save(
             with _scratch(os.fspath(path)) as scratch:
                 saved = f"{scratch}/model"
                 _save_module(module, saved, functions)
-                if conversions:
+                if mapped:
+                    write_files(saved, pieces)
+                elif conversions:
                     _add_tables(scratch, saved, pieces, _total(conversions))
                 _publish(saved, os.fspath(path))
         else:
@@ -139,6 +143,10 @@ def _save_module(module: tf.Module, path: str, functions: Mapping[str, Any]) -> 
 _Conversions = Mapping[str, tuple[ConvertedTable, Conversion]]
 
 
+def _is_mapped(table: ConvertedTable) -> bool:
+    return any(isinstance(part, MappedPart) for part in table.parts.values())
+
+
 def _total(conversions: _Conversions) -> int:
     return sum(conversion.nbytes for _, conversion in conversions.values())
 
@@ -148,7 +156,12 @@ def _pieces(conversions: _Conversions, within: str) -> Iterator[Piece]:
     size = part_bytes(_total(conversions)) // _PIECES
     for name, (table, conversion) in conversions.items():
         place = f"tables/{escape_local_name(name)}{within}"
-        keys = {part: variable_key(place, part) for part in table.parts}
+        keys = {
+            name: part.file
+            if isinstance(part, MappedPart)
+            else variable_key(place, name)
+            for name, part in table.parts.items()
+        }
         yield from conversion.pieces(keys, size)
 
 
