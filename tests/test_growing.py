@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -329,16 +330,108 @@ def test_what_growing_tables_do_not_support() -> None:
         te.TPUEmbedding(feature(), optimizer)
 
 
-def test_growing_tables_are_not_saved_yet(tmp_path: Any) -> None:
+def test_what_files_do_not_hold_yet(tmp_path: pathlib.Path) -> None:
     embedding, _ = _embedding(te.GrowingVocabulary(10))
     embedding.build()
     for save in (
-        lambda: tf.train.Checkpoint(embedding=embedding).save(tmp_path / "tf"),
         lambda: te.checkpoint.save(embedding, tmp_path / "ours"),
         lambda: te.serving.export(embedding, tmp_path / "model"),
     ):
         with pytest.raises(NotImplementedError, match="growing tables cannot be saved"):
             save()
+
+
+def _restored(
+    path: str, vocabulary: te.GrowingVocabulary
+) -> tuple[te.TPUEmbedding, te.TableConfig]:
+    embedding, table = _embedding(vocabulary)
+    tf.train.Checkpoint(tables=embedding).read(path).assert_consumed()
+    return embedding, table
+
+
+def test_restored_into_another_budget(tmp_path: pathlib.Path) -> None:
+    small = te.GrowingVocabulary(5, eviction="lru", min_rows=4)
+    embedding, table = _embedding(small)
+    for ids in ([7], [8], [9], [7, 6], [5]):
+        _step(embedding, ids)
+    path = tf.train.Checkpoint(tables=embedding).write(str(tmp_path / "saved"))
+    values = _look_up(embedding, range(10))
+    kept = {7, 6, 5}  # The last that were updated.
+    assert kept < set(embedding.vocabularies[table].ids.tolist())
+
+    larger, table = _restored(path, te.GrowingVocabulary(20))
+    assert _look_up(larger, range(10)) == values
+    assert _step(larger, [100, 7]) == [1, 0]
+    contents = larger.vocabularies[table]
+    assert sorted(contents.rows.tolist()) == [*range(len(contents.rows))]
+
+    smaller, table = _restored(path, te.GrowingVocabulary(3, eviction="lru"))
+    expected = [v if i in kept else 0.0 for i, v in enumerate(values)]
+    assert _look_up(smaller, range(10)) == expected
+    assert set(smaller.vocabularies[table].ids.tolist()) == kept
+    assert _step(smaller, [1, 7]) == [1, 0]
+
+    with pytest.raises(ValueError, match="max_rows=3, but the table that was saved"):
+        _restored(path, te.GrowingVocabulary(3))
+    with pytest.raises(ValueError, match="only one of it and the table that was saved"):
+        _restored(path, te.GrowingVocabulary(9, unknown="shared_row"))
+
+
+def test_candidates_are_restored_into_fewer_places(tmp_path: pathlib.Path) -> None:
+    options = {"min_count": 2, "unknown": "shared_row"}
+    embedding, _ = _embedding(te.GrowingVocabulary(9, max_candidates=4, **options))
+    _step(embedding, [1, 2, 3, 4, 5])
+    path = tf.train.Checkpoint(tables=embedding).write(str(tmp_path / "saved"))
+    smaller, table = _restored(
+        path, te.GrowingVocabulary(9, max_candidates=2, **options)
+    )
+    _step(smaller, [1, 3, 4, 5])
+    assert smaller.vocabularies[table].ids.tolist() == [4, 5]
+
+
+def test_static_and_growing_tables_are_not_mixed_up(tmp_path: pathlib.Path) -> None:
+    growing, _ = _embedding(te.GrowingVocabulary(9))
+    _step(growing, [1, 2])
+    static = te.TPUEmbedding(
+        te.FeatureConfig(te.TableConfig(2, 2, name="films")), te.SGD(0.5)
+    )
+    kinds = {"grows": growing, "does not grow": static}
+    paths = {
+        kind: tf.train.Checkpoint(tables=embedding).write(str(tmp_path / kind[:4]))
+        for kind, embedding in kinds.items()
+    }
+    before = static.embedding_tables
+    for kind, other in (("grows", static), ("does not grow", growing)):
+        with pytest.raises(ValueError, match=f"'films' {kind} in .*, and its rows"):
+            tf.train.Checkpoint(tables=other).read(paths[kind])
+    with pytest.raises((KeyError, ValueError)):
+        te.checkpoint.restore(static, paths["grows"])
+    assert all(
+        np.array_equal(value.numpy(), before[table].numpy())
+        for table, value in static.embedding_tables.items()
+    )
+    assert _look_up(growing, [1, 2, 3]) == [0.5, 0.5, 0]
+
+
+def test_damaged_vocabularies_are_refused() -> None:
+    """Nothing changes."""
+    embedding, table = _embedding(te.GrowingVocabulary(9, eviction="lru"))
+    _step(embedding, [1, 2])
+    state = embedding.core.create_engine().checkpoint_variables()["films"]
+    good = state.read()
+    twice = good | {"ids": np.array([1, 1])}
+    outside = good | {"rows": np.array([0, 7])}
+    short = good | {"state": good["state"][:9]}
+    for bad, text in (
+        (twice, "an id or a row twice"),
+        (outside, "is damaged"),
+        (short, "is damaged"),
+        (good | {"parameters": np.ones([2, 3], np.float32)}, "values of shape"),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            state.write(bad)
+    assert _look_up(embedding, [1, 2, 3]) == [0.5, 0.5, 0]
+    assert embedding.vocabularies[table].ids.tolist() == [1, 2]
 
 
 def test_weights_that_are_watched_are_refused() -> None:

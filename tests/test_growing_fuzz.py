@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,8 +82,8 @@ class Twins:
     values of each id, one for those of the shared row.
     """
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
+    def __init__(self, rng: np.random.Generator, folder: pathlib.Path) -> None:
+        self.rng, self.folder = rng, folder
         self.options = draw_options(rng)
         self.paper = growing.Vocabulary(self.options)
         optimizer = te.Adagrad(0.3, initial_accumulator_value=0.25)
@@ -100,13 +101,15 @@ class Twins:
         static = te.TableConfig(
             len(start), D, lambda *_, **__: start, combiner=combiner
         )
-        self.growing, self.static = (
-            te.TPUEmbedding([te.FeatureConfig(t), te.FeatureConfig(t)], optimizer)
-            for t in (self.table, static)
-        )
+        self._optimizer = optimizer
+        self.growing, self.static = self.embed(self.table), self.embed(static)
         self.rows = self.static.core.tables()["table_0"].rows
         self.lookups: list[Lookup] = []
         self.counts = {"refused": 0, "evicted": 0}
+
+    def embed(self, table: te.TableConfig) -> te.TPUEmbedding:
+        features = [te.FeatureConfig(table), te.FeatureConfig(table)]
+        return te.TPUEmbedding(features, self._optimizer)
 
     def draw(self) -> tuple[list[int], list[Any]]:
         """Ids of a dense and a ragged feature, of which some occur more often."""
@@ -180,7 +183,20 @@ class Twins:
         )
         self.counts["evicted"] = contents.evicted
 
+    def resume(self) -> None:
+        """Goes on with another embedding, from a checkpoint of this one."""
+        path = tf.train.Checkpoint(tables=self.growing).write(
+            str(self.folder / "saved")
+        )
+        self.table = dataclasses.replace(self.table)
+        self.growing = self.embed(self.table)
+        tf.train.Checkpoint(tables=self.growing).read(path).assert_consumed()
+        self.lookups.clear()
+        self.check()
+
     def step(self) -> None:
+        if self.rng.random() < 0.05:
+            self.resume()
         action = self.rng.random()
         if action < 0.45 and len(self.lookups) < 3:
             self.look_up(training=True)
@@ -195,11 +211,11 @@ class Twins:
             self.check()
 
 
-def run(rng: np.random.Generator, steps: int) -> dict[str, int]:
+def run(rng: np.random.Generator, folder: pathlib.Path, steps: int) -> dict[str, int]:
     """Makes so many steps, of which each table has 40; what happened."""
     total = {"refused": 0, "evicted": 0}
     for _ in range(math.ceil(steps / 40)):
-        twins = Twins(rng)
+        twins = Twins(rng, folder)
         for _ in range(40):
             twins.step()
         twins.check()
@@ -211,7 +227,9 @@ def run(rng: np.random.Generator, steps: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "steps", [400, pytest.param(20_000, marks=pytest.mark.second_tier)]
 )
-def test_growing_tables_are_as_on_paper(steps: int, rng: np.random.Generator) -> None:
-    counts = run(rng, steps)
+def test_growing_tables_are_as_on_paper(
+    steps: int, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    counts = run(rng, tmp_path, steps)
     assert counts["refused"] > 0
     assert counts["evicted"] > steps / 100

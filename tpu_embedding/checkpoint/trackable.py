@@ -361,6 +361,7 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         adapter = super()._checkpoint_adapter(path)
         if self._conversion is None:
             _check_dtypes(path, {t.name: t.config.dtype for t in self.core.plan.tables})
+            _check_growth(path, self.core.plan)
             self._sync()  # The checkpoint is accepted: values are written next.
             self.core.tables_replaced()
         return adapter
@@ -411,9 +412,31 @@ def _check_dtypes(path: str, own: Mapping[str, str]) -> None:
         )
 
 
-def _stored_in(stored: Mapping[str, tf.DType], table: str) -> dict[str, tf.DType]:
+def _check_growth(path: str, plan: Plan) -> None:
+    """Refuses growing tables for static ones, and the reverse.
+
+    Raises:
+      ValueError: If the checkpoint has only the other kind of a table.
+    """
+    stored = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    for table in plan.tables:
+        grows = table.config.vocabulary is not None
+        of_kind = {True: "ids", False: "VARIABLE_VALUE"}
+        if _stored_in(stored, table.name, of_kind[not grows]) and not _stored_in(
+            stored, table.name, of_kind[grows]
+        ):
+            there = "does not grow" if grows else "grows"
+            raise ValueError(
+                f"Table {table.name!r} {there} in {path}, and its rows are not those "
+                "of this table. Restore it into an embedding of the same kind."
+            )
+
+
+def _stored_in(
+    stored: Mapping[str, tf.DType], table: str, attribute: str = "VARIABLE_VALUE"
+) -> dict[str, tf.DType]:
     """By key of the object that holds it the dtype of each table of that name."""
-    end = f"/{escape_local_name(table)}/.ATTRIBUTES/VARIABLE_VALUE"
+    end = f"/{escape_local_name(table)}/.ATTRIBUTES/{attribute}"
     # With a slash before it, as the object may be the root, which has no key.
     keys = {f"/{key}": dtype for key, dtype in stored.items()}
     return {key[: -len(end)]: d for key, d in keys.items() if key.endswith(end)}

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-import tensorflow as tf
-
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.initial import named_initializer
 from tpu_embedding.tables.rows import MutableTableRows
@@ -84,9 +82,8 @@ class UnsavedRows(Mapping[str, MutableTableRows]):
     def refuse(self) -> NoReturn:
         """Says why there are no matrices."""
         raise NotImplementedError(
-            f"Table {self._table!r} grows, and growing tables cannot be saved, "
-            "restored or exported yet. Read `embedding.vocabularies` and "
-            "`embedding.embedding_tables`, or use a static `vocabulary_size`."
+            f"Table {self._table!r} grows, and growing tables cannot be saved "
+            "by te.checkpoint or exported yet. Save them with tf.train.Checkpoint."
         )
 
     def __getitem__(self, key: str) -> MutableTableRows:
@@ -97,17 +94,3 @@ class UnsavedRows(Mapping[str, MutableTableRows]):
 
     def __len__(self) -> int:
         return 0
-
-
-class UnsavedTable(tf.__internal__.tracking.Trackable):
-    """The same in checkpoints of TensorFlow."""
-
-    def __init__(self, table: str) -> None:
-        self._rows = UnsavedRows(table)
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        self._rows.refuse()
-
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        del restored_tensors
-        self._rows.refuse()

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import Plan, TableSpec
-from tpu_embedding.tables.growing import UnsavedRows, UnsavedTable
+from tpu_embedding.tables.growing import UnsavedRows
 from tpu_embedding.tables.initial import (
     FirstValues,
     initial_rows,
@@ -209,8 +209,7 @@ def named_variables(
     """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
     for spec, table in zip(plan.tables, variables, strict=True):
         if spec.config.vocabulary is not None:
-            yield spec.name, UnsavedTable(spec.name)
-            continue
+            continue  # An object of its own has them.
         for name, variable in table.arrays.items():
             yield checkpoint_name(spec.name, name), variable
 

@@ -319,11 +319,7 @@ class HostEngine(Engine):
     def vocabularies(self) -> dict[str, VocabularyContents]:
         """See `Engine.vocabularies`."""
         (part,) = self._parts
-        return {
-            spec.name: part.vocabulary(spec.index)
-            for spec in self._plan.tables
-            if spec.config.vocabulary is not None
-        }
+        return {name: state.contents() for name, state in part.growing.items()}
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
@@ -336,6 +332,7 @@ class HostEngine(Engine):
         """See `Engine.checkpoint_variables`."""
         (part,) = self._parts
         variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
+        variables |= part.growing
         updates = self._updates()
         return variables if updates is None else {**variables, UPDATES: updates}
 

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines.base import Call, EngineOptions
+from tpu_embedding.engines.host.growing import GrowingState
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import TableVariables, create_counter
-from tpu_embedding.vocabulary import VocabularyContents
 
 
 class PartChanges:
@@ -54,6 +54,7 @@ class TablePart:
       record: The plan of the part, for ops.
       rates: The learning rates, and the count of updates.
       variables: By table.
+      growing: Growing tables by name.
     """
 
     def __init__(
@@ -85,6 +86,11 @@ class TablePart:
             self.handle = self._ops.tpu_embedding_step_queue(
                 plan=record, num_slots=len(self._slots)
             )
+        self.growing = {
+            spec.name: GrowingState(spec, self.handle, table, self.device)
+            for spec, table in zip(options.plan.tables, variables, strict=True)
+            if spec.config.vocabulary is not None
+        }
 
     def enqueue(self, batches: Sequence[tf.Tensor], call: Call) -> tf.Tensor:
         """Queues one batch of each replica, or that of one; whether updates are due."""
@@ -250,17 +256,6 @@ class TablePart:
                 )
                 for spec in self._plan.tables
             },
-        )
-
-    def vocabulary(self, table: int) -> VocabularyContents:
-        """What the vocabulary of a growing table holds."""
-        with tf.device(self.device):
-            found = self._ops.tpu_embedding_read_vocabulary(
-                queue=self.handle, table=table
-            )
-        arrays = (found.ids, found.rows, found.hits, found.last_updates)
-        return VocabularyContents(
-            *(array.numpy() for array in arrays), *found.counts.numpy().tolist()
         )
 
     def _runs(self) -> list[tf.Tensor]:

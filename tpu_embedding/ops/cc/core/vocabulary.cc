@@ -13,6 +13,14 @@ namespace {
 // millisecond.
 constexpr int64_t kRowsPerSlice = 65536;
 
+constexpr int64_t kStateSize = 11;
+
+bool AreAll(const std::vector<int64_t>& numbers, int64_t least, int64_t most) {
+  return std::all_of(numbers.begin(), numbers.end(), [=](int64_t number) {
+    return least <= number && number <= most;
+  });
+}
+
 }  // namespace
 
 Vocabulary::Vocabulary(VocabularyOptions options, uint64_t salt)
@@ -121,6 +129,98 @@ void Vocabulary::CountHits(const RowGroups& groups, int64_t begin,
                                  std::numeric_limits<uint32_t>::max());
     use.last = step_;
   }
+}
+
+VocabularySnapshot Vocabulary::Save() const {
+  VocabularySnapshot saved;
+  for (int64_t row = num_shared(); row < num_rows_; ++row) {
+    if (!Evicts() || use_of(row).last) saved.rows.push_back(row);
+  }
+  std::sort(saved.rows.begin(), saved.rows.end(),
+            [this](int64_t a, int64_t b) { return id_of(a) < id_of(b); });
+  for (const int64_t row : saved.rows) {
+    const Use use = Evicts() ? use_of(row) : Use{0, 0};
+    saved.ids.push_back(id_of(row));
+    saved.hits.push_back(use.hits);
+    saved.last_updates.push_back(use.last);
+  }
+  for (const Candidate& candidate : candidates_) {
+    saved.candidates.push_back(candidate.id);
+    saved.candidate_hits.push_back(candidate.hits);
+  }
+  saved.state = {num_rows_,
+                 step_,
+                 counts_.unknown,
+                 counts_.admitted,
+                 counts_.refused,
+                 counts_.evicted,
+                 next_candidate_,
+                 cursor_,
+                 sweeping_,
+                 threshold_,
+                 ties_};
+  return saved;
+}
+
+Error Vocabulary::Load(const VocabularySnapshot& saved) {
+  constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  const int64_t size = saved.ids.size();
+  const std::vector<int64_t>& state = saved.state;
+  const int64_t num_candidates = saved.candidates.size();
+  const auto sizes_are = [](int64_t wanted, const auto&... lists) {
+    return ((static_cast<int64_t>(lists.size()) == wanted) && ...);
+  };
+  if (!sizes_are(size, saved.rows, saved.hits, saved.last_updates) ||
+      !sizes_are(num_candidates, saved.candidate_hits) ||
+      !sizes_are(kStateSize, state) || !AreAll(state, 0, kMost) ||
+      state[0] > options_.max_rows || state[7] > state[0] ||
+      num_candidates > options_.max_candidates ||
+      state[6] > options_.max_candidates ||
+      !AreAll(saved.rows, num_shared(), state[0] - 1) ||
+      !AreAll(saved.hits, 0, kMost) ||
+      !AreAll(saved.last_updates, 0, state[1]) ||
+      !AreAll(saved.candidate_hits, 0, std::numeric_limits<int64_t>::max()) ||
+      (!Evicts() && state[0] && size + num_shared() != state[0])) {
+    return Concat("The vocabulary of table ", options_.table,
+                  " in the file is damaged, or that of another configuration.");
+  }
+  num_rows_ = state[0];
+  step_ = state[1];
+  counts_ = {state[2], state[3], state[4], state[5]};
+  next_candidate_ = state[6];
+  cursor_ = state[7];
+  sweeping_ = state[8];
+  threshold_ = state[9];
+  ties_ = state[10];
+  map_.Reserve(size);
+  ids_.Grow(num_rows_ * sizeof(int64_t));
+  if (Evicts()) uses_.Grow(num_rows_ * sizeof(Use));
+  RowSet used(num_rows_);
+  for (int64_t i = 0; i < size; ++i) {
+    const int32_t row = saved.rows[i];
+    const bool is_new = map_.Find(saved.ids[i]) < 0 && !used.Has(row);
+    if (!is_new) {
+      return Concat("The vocabulary of table ", options_.table,
+                    " in the file has an id or a row twice.");
+    }
+    used.Add(row);
+    map_.Insert(saved.ids[i], row);
+    id_of(row) = saved.ids[i];
+    if (!Evicts()) continue;
+    // Where none was counted, all are as old as can be.
+    use_of(row) = {
+        static_cast<uint32_t>(saved.hits[i]),
+        static_cast<uint32_t>(std::max<int64_t>(saved.last_updates[i], 1))};
+  }
+  for (int64_t row = num_shared(); row < num_rows_; ++row) {
+    if (!used.Has(row)) free_.push_back(row);  // Ascending, which is a heap.
+  }
+  places_.Reserve(num_candidates);
+  for (int64_t i = 0; i < num_candidates; ++i) {
+    candidates_.push_back({saved.candidates[i], saved.candidate_hits[i]});
+    if (saved.candidate_hits[i]) places_.Insert(saved.candidates[i], i);
+  }
+  return std::nullopt;
 }
 
 uint32_t Vocabulary::KeyOf(int32_t row) const {
@@ -234,7 +334,7 @@ int32_t Vocabulary::NewRow(int64_t id, int64_t hits) {
     free_.pop_back();
   }
   map_.Insert(id, row);
-  reinterpret_cast<int64_t*>(ids_.data())[row] = id;
+  id_of(row) = id;
   if (Evicts()) {
     use_of(row) = {static_cast<uint32_t>(hits), static_cast<uint32_t>(step_)};
   }

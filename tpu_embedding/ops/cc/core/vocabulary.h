@@ -75,6 +75,17 @@ struct VocabularyCounts {
   int64_t evicted = 0;
 };
 
+// Everything that a vocabulary knows, for files.
+struct VocabularySnapshot {
+  std::vector<int64_t> ids;  // ascending
+  // Of each: its row; its hits and last update, 0 where none are counted.
+  std::vector<int64_t> rows, hits, last_updates;
+  std::vector<int64_t> candidates, candidate_hits;  // 0 hits: none
+  // num_rows, updates begun; the counts; the next candidate; the sweep: cursor,
+  // whether it is on its way, threshold, ties.
+  std::vector<int64_t> state;
+};
+
 // A set of rows.
 class RowSet {
  public:
@@ -128,17 +139,10 @@ class Vocabulary {
             const Hold& hold, std::vector<int32_t>* rows,
             std::vector<Created>* created);
 
-  // Whether this row has an id now.
-  bool HasId(int64_t row) const {
-    return row >= num_shared() && (!Evicts() || use_of(row).last != 0);
-  }
-  // The id of such a row; its hits and the number of the last update that hit
-  // it, which are counted only if rows are given up.
-  const int64_t& id_of(int32_t row) const {
-    return reinterpret_cast<const int64_t*>(ids_.data())[row];
-  }
-  int64_t hits_of(int32_t row) const { return Evicts() ? use_of(row).hits : 0; }
-  int64_t last_of(int32_t row) const { return Evicts() ? use_of(row).last : 0; }
+  VocabularySnapshot Save() const;
+  // Into a new vocabulary, of the same or of other options. After an error this
+  // one cannot be used.
+  Error Load(const VocabularySnapshot& snapshot);
 
   // Counts the hits of the groups [begin, end): rows of the update that began.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end);
@@ -165,6 +169,9 @@ class Vocabulary {
   int64_t capacity() const { return options_.max_rows - num_shared(); }
   int64_t room() const { return capacity() - map_.size(); }
 
+  int64_t& id_of(int32_t row) const {
+    return reinterpret_cast<int64_t*>(ids_.data())[row];
+  }
   Use& use_of(int32_t row) const {
     return reinterpret_cast<Use*>(uses_.data())[row];
   }

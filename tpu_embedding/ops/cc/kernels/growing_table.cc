@@ -82,7 +82,9 @@ void GrowingTable::Array::Show(int64_t num_rows, Var* variable) const {
 }
 
 GrowingTable::GrowingTable(const TablePlan& plan)
-    : plan_(plan), salt_(RandomSalt()), vocabulary_(*plan.vocabulary, salt_) {
+    : plan_(plan),
+      salt_(RandomSalt()),
+      vocabulary_(std::make_unique<Vocabulary>(*plan.vocabulary, salt_)) {
   const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
                            int64_t front) {
     Array array{nullptr, dtype, width, front};
@@ -107,7 +109,7 @@ ConstTableData GrowingTable::rows() const {
 }
 
 void GrowingTable::WriteFirst(int64_t id, int64_t row) const {
-  const FirstValues& values = vocabulary_.options().first_values;
+  const FirstValues& values = vocabulary_->options().first_values;
   char* const data = parameters_.row(row);
   if (plan_.is_bfloat16) {
     values.Write(id, plan_.dim, reinterpret_cast<BFloat16*>(data));
@@ -135,8 +137,8 @@ GrowingTable::Rows GrowingTable::FindRows(
   ForEachItem(parallel_for, chunks.size(), kIdsPerChunk * kCyclesPerId,
               [&](int64_t c) {
                 const auto& [f, begin, end] = chunks[c];
-                vocabulary_.Find(batch.features[f].ids.data() + begin,
-                                 end - begin, rows[f].data() + begin);
+                vocabulary_->Find(batch.features[f].ids.data() + begin,
+                                  end - begin, rows[f].data() + begin);
               });
   return rows;
 }
@@ -169,22 +171,22 @@ void GrowingTable::NumberUnknown(std::vector<Rows*> rows,
 
 absl::Status GrowingTable::AdoptParameters(Var* parameters) {
   const auto is_ours = [&] {
-    return vocabulary_.num_rows() == parameters->tensor()->dim_size(0) &&
-           (vocabulary_.num_rows() == 0 || parameters_.Holds(*parameters));
+    return vocabulary_->num_rows() == parameters->tensor()->dim_size(0) &&
+           (vocabulary_->num_rows() == 0 || parameters_.Holds(*parameters));
   };
   {
     const tensorflow::tf_shared_lock lock(*parameters->mu());
     if (is_ours()) return absl::OkStatus();
   }
   const tensorflow::mutex_lock lock(*parameters->mu());
-  return parameters_.Adopt(vocabulary_.num_rows(), plan_.name, parameters);
+  return parameters_.Adopt(vocabulary_->num_rows(), plan_.name, parameters);
 }
 
 absl::Status GrowingTable::Find(const SharedBatch& batch, bool awaits,
                                 const Var& parameters,
                                 const ParallelFor& parallel_for, Found* found) {
   const std::shared_lock<std::shared_mutex> lock(mutex_);
-  if (vocabulary_.num_rows() && !parameters_.Holds(parameters)) {
+  if (vocabulary_->num_rows() && !parameters_.Holds(parameters)) {
     return absl::FailedPreconditionError(
         absl::StrCat("Table ", plan_.name,
                      " was assigned while a lookup began. Look up again."));
@@ -192,8 +194,8 @@ absl::Status GrowingTable::Find(const SharedBatch& batch, bool awaits,
   found->rows_ = FindRows(*batch, parallel_for);
   UnknownIds unknown;
   NumberUnknown({&found->rows_}, {batch}, &unknown);
-  Unknown missing = vocabulary_.Missing(awaits);
-  if (missing == Unknown::kShared && vocabulary_.num_rows() == 0) {
+  Unknown missing = vocabulary_->Missing(awaits);
+  if (missing == Unknown::kShared && vocabulary_->num_rows() == 0) {
     // The row that all share is not there yet.
     missing = Unknown::kInitializer;
     unknown.ids.assign(unknown.ids.size(), Vocabulary::kSharedId);
@@ -264,7 +266,8 @@ Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
       if (!batch) continue;
       for (const int f : plan_.features) {
         Buffer<int32_t> own(batch->features[f].ids.size());
-        vocabulary_.Find(batch->features[f].ids.data(), own.size(), own.data());
+        vocabulary_->Find(batch->features[f].ids.data(), own.size(),
+                          own.data());
         add(own);
       }
     }
@@ -273,13 +276,13 @@ Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
 
 absl::Status GrowingTable::CheckRoom(const SharedBatch& batch,
                                      const ParallelFor& parallel_for) {
-  if (vocabulary_.options().shares_when_full) return absl::OkStatus();
+  if (vocabulary_->options().shares_when_full) return absl::OkStatus();
   const std::unique_lock<std::shared_mutex> lock(mutex_);
   int64_t num_entries = 0;
   for (const int f : plan_.features) {
     num_entries += batch->features[f].ids.size();
   }
-  if (vocabulary_.HasRoomFor(num_entries)) return absl::OkStatus();
+  if (vocabulary_->HasRoomFor(num_entries)) return absl::OkStatus();
   return WithinMemory([&] {
     std::vector<Rows> rows;
     rows.push_back(FindRows(*batch, parallel_for));
@@ -287,7 +290,7 @@ absl::Status GrowingTable::CheckRoom(const SharedBatch& batch,
     NumberUnknown({&rows[0]}, {batch}, &unknown);
     Decision decision;
     return InvalidArgument(
-        vocabulary_.Decide(unknown, HoldFor(rows), &decision));
+        vocabulary_->Decide(unknown, HoldFor(rows), &decision));
   });
 }
 
@@ -297,7 +300,7 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
                                  const ParallelFor& parallel_for,
                                  Update* update) {
   update->lock_ = std::unique_lock<std::shared_mutex>(mutex_);
-  const int64_t num_rows = vocabulary_.num_rows();
+  const int64_t num_rows = vocabulary_->num_rows();
   TF_RETURN_IF_ERROR(CheckLength("slots", slots.size(), slots_.size()));
   TF_RETURN_IF_ERROR(parameters_.Adopt(num_rows, plan_.name, parameters));
   for (size_t k = 0; k < slots.size(); ++k) {
@@ -312,9 +315,9 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
       rows.push_back(&update->rows_.back());
     }
     NumberUnknown(rows, update->batches_, &update->unknown_);
-    TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_.Decide(
+    TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
         update->unknown_, HoldFor(update->rows_), &update->decision_)));
-    const int64_t most = vocabulary_.MostRowsAfter(update->decision_);
+    const int64_t most = vocabulary_->MostRowsAfter(update->decision_);
     const auto grow = [most](const Array& array) {
       array.memory->Grow((array.front + most) * array.row_bytes());
     };
@@ -328,8 +331,8 @@ void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
                         const ParallelFor& parallel_for, Update* update) {
   std::vector<int32_t> taken;
   std::vector<Vocabulary::Created> created;
-  vocabulary_.Take(update->unknown_, update->decision_, HoldFor(update->rows_),
-                   &taken, &created);
+  vocabulary_->Take(update->unknown_, update->decision_, HoldFor(update->rows_),
+                    &taken, &created);
   ForEachItem(parallel_for, created.size(), plan_.dim * kCyclesPerFirstValue,
               [&](int64_t i) {
                 const auto& [row, id] = created[i];
@@ -339,11 +342,11 @@ void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
                   std::fill_n(values, slots_[k].width, plan_.first_slots[k]);
                 }
               });
-  const int64_t num_rows = vocabulary_.num_rows();
+  const int64_t num_rows = vocabulary_->num_rows();
   parameters_.Show(num_rows, parameters);
   for (size_t k = 0; k < slots_.size(); ++k) slots_[k].Show(num_rows, slots[k]);
   // What has no row trains the one that is shared, or nothing.
-  const VocabularyOptions& options = vocabulary_.options();
+  const VocabularyOptions& options = vocabulary_->options();
   const int32_t instead = options.unknown == Unknown::kShared ? 0 : num_rows;
   if (!options.TrainsAdmitted()) taken.assign(taken.size(), kNoRow);
   std::replace(taken.begin(), taken.end(), kNoRow, instead);
@@ -362,6 +365,84 @@ void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
                      [&](const auto& other) { return other.lock() == batch; });
     if (known != awaited_.end()) awaited_.erase(known);
   }
+}
+
+std::vector<int64_t> GrowingTable::RowsOf(
+    const VocabularySnapshot& snapshot) const {
+  std::vector<int64_t> rows = snapshot.rows;
+  const bool shares = plan_.vocabulary->unknown == Unknown::kShared;
+  if (shares && !snapshot.state.empty() && snapshot.state[0]) rows.push_back(0);
+  return rows;
+}
+
+absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
+                                VocabularySnapshot* snapshot,
+                                std::vector<Tensor>* values) const {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  *snapshot = vocabulary_->Save();
+  const std::vector<int64_t> rows = RowsOf(*snapshot);
+  const int64_t size = rows.size();
+  for (const Variable& array : arrays) {
+    const Tensor& from = *array->tensor();
+    if (from.dims() != 2 || from.dim_size(0) != vocabulary_->num_rows()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "Table ", plan_.name, " or a slot of it is ",
+          from.shape().DebugString(), ", but its vocabulary has ",
+          vocabulary_->num_rows(), " rows. Assign values of that shape."));
+    }
+    Tensor to(from.dtype(), TensorShape({size, from.dim_size(1)}));
+    const int64_t bytes =
+        from.dim_size(1) * tensorflow::DataTypeSize(from.dtype());
+    for (int64_t i = 0; i < size; ++i) {
+      std::memcpy(static_cast<char*>(to.data()) + i * bytes,
+                  static_cast<const char*>(from.data()) + rows[i] * bytes,
+                  bytes);
+    }
+    values->push_back(std::move(to));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
+                                const std::vector<Tensor>& values,
+                                const std::vector<Var*>& arrays) {
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  std::vector<const Array*> own = {&parameters_};
+  for (const Array& slot : slots_) own.push_back(&slot);
+  TF_RETURN_IF_ERROR(CheckLength("values", values.size(), own.size()));
+  TF_RETURN_IF_ERROR(CheckLength("arrays", arrays.size(), own.size()));
+  const std::vector<int64_t> rows = RowsOf(snapshot);
+  const int64_t size = rows.size();
+  for (size_t k = 0; k < own.size(); ++k) {
+    if (values[k].dtype() == own[k]->dtype &&
+        values[k].shape() == TensorShape({size, own[k]->width})) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("Table ", plan_.name, ": the file has values of shape ",
+                     values[k].shape().DebugString(), " and dtype ",
+                     tensorflow::DataTypeString(values[k].dtype()), " for ",
+                     size, " rows of ", own[k]->width, " columns of ",
+                     tensorflow::DataTypeString(own[k]->dtype), "."));
+  }
+  return WithinMemory([&] {
+    auto loaded = std::make_unique<Vocabulary>(*plan_.vocabulary, salt_);
+    TF_RETURN_IF_ERROR(InvalidArgument(loaded->Load(snapshot)));
+    const int64_t num_rows = loaded->num_rows();
+    for (const Array* array : own) {
+      array->memory->Grow((array->front + num_rows) * array->row_bytes());
+    }
+    vocabulary_ = std::move(loaded);
+    for (size_t k = 0; k < own.size(); ++k) {
+      const int64_t bytes = own[k]->row_bytes();
+      const char* from = static_cast<const char*>(values[k].data());
+      for (int64_t i = 0; i < size; ++i) {
+        std::memcpy(own[k]->row(rows[i]), from + i * bytes, bytes);
+      }
+      own[k]->Show(num_rows, arrays[k]);
+    }
+    return absl::OkStatus();
+  });
 }
 
 void GrowingTable::Update::Drop(RowGroups* groups) const {

@@ -100,17 +100,21 @@ class GrowingTable {
             const ParallelFor& parallel_for, Update* update);
   // Of an update that has grown: see Vocabulary.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end) {
-    vocabulary_.CountHits(groups, begin, end);
+    vocabulary_->CountHits(groups, begin, end);
   }
   // While no other update is.
-  int64_t num_rows() const { return vocabulary_.num_rows(); }
+  int64_t num_rows() const { return vocabulary_->num_rows(); }
 
-  // Calls read(vocabulary) while nothing changes it.
-  template <class Read>
-  void Visit(const Read& read) const {
-    const std::shared_lock<std::shared_mutex> lock(mutex_);
-    read(vocabulary_);
-  }
+  // Reads the vocabulary, and of each of `arrays`, the parameters and slots or
+  // none, the rows of its ids, and then the shared row.
+  absl::Status Save(const std::vector<Variable>& arrays,
+                    VocabularySnapshot* snapshot,
+                    std::vector<tensorflow::Tensor>* values) const;
+  // Replaces the vocabulary, and the rows of the parameters and slots by those
+  // of `values`, as Save gives them. All or nothing.
+  absl::Status Load(const VocabularySnapshot& snapshot,
+                    const std::vector<tensorflow::Tensor>& values,
+                    const std::vector<tensorflow::Var*>& arrays);
 
  private:
   // The parameters or a slot.
@@ -138,6 +142,7 @@ class GrowingTable {
   void NumberUnknown(std::vector<Rows*> rows,
                      const std::vector<SharedBatch>& batches,
                      UnknownIds* unknown) const;
+  std::vector<int64_t> RowsOf(const VocabularySnapshot& snapshot) const;
   Vocabulary::Hold HoldFor(const std::vector<Rows>& rows);
   absl::Status Borrow(int64_t count, int64_t* first);
   void Return();
@@ -146,7 +151,7 @@ class GrowingTable {
   const TablePlan& plan_;
   const uint64_t salt_;
   mutable std::shared_mutex mutex_;
-  Vocabulary vocabulary_;
+  std::unique_ptr<Vocabulary> vocabulary_;
   Array parameters_;
   std::vector<Array> slots_;
 

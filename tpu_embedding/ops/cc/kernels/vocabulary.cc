@@ -1,14 +1,17 @@
-// TpuEmbeddingReadVocabulary: which id has which row of a growing table.
+// TpuEmbeddingSaveVocabulary, TpuEmbeddingLoadVocabulary: which id has which
+// row of a growing table.
 
 #include "core/vocabulary.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "kernels/growing_table.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -16,94 +19,158 @@
 namespace tpu_embedding {
 namespace {
 
+using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::shape_inference::InferenceContext;
 
-REGISTER_OP("TpuEmbeddingReadVocabulary")
+REGISTER_OP("TpuEmbeddingSaveVocabulary")
     .Input("queue: resource")
+    .Input("arrays: num_arrays * resource")
     .Output("ids: int64")
     .Output("rows: int64")
     .Output("hits: int64")
     .Output("last_updates: int64")
-    .Output("counts: int64")
+    .Output("candidates: int64")
+    .Output("candidate_hits: int64")
+    .Output("state: int64")
+    .Output("values: types")
+    .Attr("num_arrays: int >= 0")
+    .Attr("types: list({float, bfloat16}) >= 0")
     .Attr("table: int >= 0")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* context) {
-      for (int i = 0; i < 4; ++i) context->set_output(i, context->Vector(-1));
-      context->set_output(4, context->Vector(4));
-      return absl::OkStatus();
-    })
+    .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-Reads the vocabulary of a growing table.
+Reads a growing table at one moment.
 
-ids: ascending, those that have a row.
-rows, hits, last_updates: of each; hits and updates are 0 where none is counted.
-counts: ids that updates named without a row, admitted, refused; rows evicted.
+arrays: its variable and those of its slots, or none.
+ids ... state: the parts of a VocabularySnapshot (core/vocabulary.h).
+values: of each of the arrays the row of each id, and then the shared row, if it
+  is there.
 )doc");
 
-class ReadVocabularyOp : public tensorflow::OpKernel {
+REGISTER_OP("TpuEmbeddingLoadVocabulary")
+    .Input("queue: resource")
+    .Input("snapshot: num_parts * int64")
+    .Input("arrays: num_arrays * resource")
+    .Input("values: types")
+    .Attr("num_parts: int >= 1")
+    .Attr("num_arrays: int >= 1")
+    .Attr("types: list({float, bfloat16}) >= 1")
+    .Attr("table: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Replaces the vocabulary and the rows of a growing table, or changes nothing.
+
+snapshot: the outputs of TpuEmbeddingSaveVocabulary, in their order.
+arrays: the variables of the table and of its slots.
+values: as TpuEmbeddingSaveVocabulary gives them.
+)doc");
+
+// The parts of a snapshot in the order of the op's outputs.
+std::array<std::vector<int64_t>*, 7> PartsOf(VocabularySnapshot* snapshot) {
+  return {&snapshot->ids,        &snapshot->rows,
+          &snapshot->hits,       &snapshot->last_updates,
+          &snapshot->candidates, &snapshot->candidate_hits,
+          &snapshot->state};
+}
+
+absl::Status FindGrowingTable(const StepQueueResource& resource, int table,
+                              GrowingTable** growing) {
+  TF_RETURN_IF_ERROR(CheckIndices("table", {table}, resource.growing.size()));
+  *growing = resource.growing[table].get();
+  if (*growing) return absl::OkStatus();
+  return absl::InvalidArgumentError("A malformed graph: no growing table.");
+}
+
+absl::Status LookUpArrays(OpKernelContext* context,
+                          std::vector<Variable>* arrays) {
+  OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list("arrays", &handles));
+  for (const Tensor& handle : handles) {
+    TF_RETURN_IF_ERROR(CheckScalar("arrays", handle));
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, handle.scalar<tensorflow::ResourceHandle>()(),
+        &arrays->emplace_back()));
+  }
+  return absl::OkStatus();
+}
+
+class SaveVocabularyOp : public tensorflow::OpKernel {
  public:
-  explicit ReadVocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
+  explicit SaveVocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
   }
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
+    GrowingTable* growing = nullptr;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context,
-                   CheckIndices("table", {table_}, resource->growing.size()));
-    const GrowingTable* const table = resource->growing[table_].get();
-    OP_REQUIRES(context, table,
-                absl::InvalidArgumentError("The table does not grow."));
-    absl::Status status;
-    table->Visit([&](const Vocabulary& vocabulary) {
-      status = Write(context, vocabulary);
-    });
-    OP_REQUIRES_OK(context, status);
+    OP_REQUIRES_OK(context, FindGrowingTable(*resource, table_, &growing));
+    std::vector<Variable> arrays;
+    OP_REQUIRES_OK(context, LookUpArrays(context, &arrays));
+    const ReadLocks locks(arrays);
+    VocabularySnapshot snapshot;
+    std::vector<Tensor> values;
+    OP_REQUIRES_OK(context, growing->Save(arrays, &snapshot, &values));
+    int output = 0;
+    for (const std::vector<int64_t>* part : PartsOf(&snapshot)) {
+      const int64_t size = part->size();
+      Tensor* tensor = nullptr;
+      OP_REQUIRES_OK(context,
+                     context->allocate_output(output++, {size}, &tensor));
+      std::copy(part->begin(), part->end(), tensor->flat<int64_t>().data());
+    }
+    for (const Tensor& value : values) context->set_output(output++, value);
   }
 
  private:
-  static absl::Status Write(OpKernelContext* context,
-                            const Vocabulary& vocabulary) {
-    std::vector<int32_t> rows;
-    for (int64_t row = 0; row < vocabulary.num_rows(); ++row) {
-      if (vocabulary.HasId(row)) rows.push_back(row);
-    }
-    std::sort(rows.begin(), rows.end(), [&](int32_t a, int32_t b) {
-      return vocabulary.id_of(a) < vocabulary.id_of(b);
-    });
-    const int64_t size = rows.size();
-    const auto write = [&](int output, const auto& value_of) {
-      Tensor* tensor = nullptr;
-      TF_RETURN_IF_ERROR(context->allocate_output(output, {size}, &tensor));
-      auto values = tensor->flat<int64_t>();
-      for (int64_t i = 0; i < size; ++i) values(i) = value_of(rows[i]);
-      return absl::OkStatus();
-    };
-    TF_RETURN_IF_ERROR(
-        write(0, [&](int32_t row) { return vocabulary.id_of(row); }));
-    TF_RETURN_IF_ERROR(write(1, [](int32_t row) { return row; }));
-    TF_RETURN_IF_ERROR(
-        write(2, [&](int32_t row) { return vocabulary.hits_of(row); }));
-    TF_RETURN_IF_ERROR(
-        write(3, [&](int32_t row) { return vocabulary.last_of(row); }));
-    Tensor* counts = nullptr;
-    TF_RETURN_IF_ERROR(context->allocate_output(4, {4}, &counts));
-    const VocabularyCounts& from = vocabulary.counts();
-    const int64_t values[] = {from.unknown, from.admitted, from.refused,
-                              from.evicted};
-    std::copy(values, values + 4, counts->flat<int64_t>().data());
-    return absl::OkStatus();
+  int table_ = 0;
+};
+
+class LoadVocabularyOp : public tensorflow::OpKernel {
+ public:
+  explicit LoadVocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
   }
 
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    GrowingTable* growing = nullptr;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, FindGrowingTable(*resource, table_, &growing));
+    OpInputList parts, values;
+    OP_REQUIRES_OK(context, context->input_list("snapshot", &parts));
+    OP_REQUIRES_OK(context, context->input_list("values", &values));
+    VocabularySnapshot snapshot;
+    OP_REQUIRES_OK(context, CheckLength("snapshot", parts.size(),
+                                        PartsOf(&snapshot).size()));
+    int next = 0;
+    for (std::vector<int64_t>* part : PartsOf(&snapshot)) {
+      const auto numbers = parts[next++].flat<int64_t>();
+      part->assign(numbers.data(), numbers.data() + numbers.size());
+    }
+    std::vector<Variable> variables;
+    OP_REQUIRES_OK(context, LookUpArrays(context, &variables));
+    std::vector<tensorflow::Var*> arrays;
+    for (const Variable& variable : variables) arrays.push_back(variable.get());
+    const WriteLocks locks(arrays);
+    OP_REQUIRES_OK(
+        context,
+        growing->Load(snapshot, {values.begin(), values.end()}, arrays));
+  }
+
+ private:
   int table_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingReadVocabulary").Device(tensorflow::DEVICE_CPU),
-    ReadVocabularyOp);
+    Name("TpuEmbeddingSaveVocabulary").Device(tensorflow::DEVICE_CPU),
+    SaveVocabularyOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingLoadVocabulary").Device(tensorflow::DEVICE_CPU),
+    LoadVocabularyOp);
 
 }  // namespace
 }  // namespace tpu_embedding

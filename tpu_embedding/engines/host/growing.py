@@ -1,0 +1,148 @@
+"""The state of a growing table: read, written and saved as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.ops import library
+from tpu_embedding.tables.variables import TableVariables
+from tpu_embedding.vocabulary import GrowingVocabulary, VocabularyContents
+
+# The parts of a VocabularySnapshot, and of its `state`, as core/vocabulary.h has them.
+_OF_IDS = ("ids", "rows", "hits", "last_updates")
+_OF_CANDIDATES = ("candidates", "candidate_hits")
+_PARTS = (*_OF_IDS, *_OF_CANDIDATES, "state")
+_NUM_ROWS, _COUNTS, _EVICTED, _NEXT_CANDIDATE, _SWEEP = (
+    0,
+    slice(2, 6),
+    5,
+    6,
+    slice(7, 11),
+)
+
+_Arrays = dict[str, Any]  # NumPy arrays
+
+
+class GrowingState(tf.__internal__.tracking.Trackable):
+    """A growing table in its step queue.
+
+    TensorFlow's checkpoints have one object for the table, its slots and its ids, as
+    they are restored together.
+    """
+
+    def __init__(
+        self, spec: TableSpec, queue: tf.Tensor, variables: TableVariables, device: str
+    ) -> None:
+        """Takes the queue that has the vocabulary, and the variables with the rows."""
+        assert spec.config.vocabulary is not None
+        self._spec, self._vocabulary = spec, spec.config.vocabulary
+        self._queue, self._device = queue, device
+        self._arrays = variables.arrays
+        self._ops = library.load()
+
+    def contents(self) -> VocabularyContents:
+        """What the vocabulary holds."""
+        found = self._read([])
+        counts = found["state"][_COUNTS].tolist()
+        return VocabularyContents(*(found[name] for name in _OF_IDS), *counts)
+
+    def read(self) -> _Arrays:
+        """All parts, and by "parameters" and slot name the rows of the ids, in order.
+
+        After them comes the row that ids share, if it is there.
+        """
+        return self._read(list(self._arrays))
+
+    def _read(self, names: list[str]) -> _Arrays:
+        variables = [self._arrays[name] for name in names]
+        with tf.device(self._device):
+            found = self._ops.tpu_embedding_save_vocabulary(
+                queue=self._queue,
+                arrays=[v.handle for v in variables],
+                types=[v.dtype for v in variables],
+                table=self._spec.index,
+            )
+        values = dict(zip(names, found.values, strict=True))
+        parts = {name: getattr(found, name) for name in _PARTS}
+        return {name: value.numpy() for name, value in (parts | values).items()}
+
+    def write(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replaces everything by what `read` of a table of any budget returned.
+
+        Raises:
+          ValueError: If the ids do not fit into the table, and none may be evicted, or
+            one of both tables shares a row.
+          tf.errors.InvalidArgumentError: If values have another width or dtype.
+        """
+        fitting = _fit(state, self._spec.name, self._vocabulary)
+        with tf.device(self._device):
+            self._ops.tpu_embedding_load_vocabulary(
+                queue=self._queue,
+                snapshot=[fitting[name] for name in _PARTS],
+                arrays=[v.handle for v in self._arrays.values()],
+                values=[
+                    tf.constant(fitting[name], variable.dtype)
+                    for name, variable in self._arrays.items()
+                ],
+                table=self._spec.index,
+            )
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {name: tf.constant(value) for name, value in self.read().items()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        self.write({name: value.numpy() for name, value in restored_tensors.items()})
+
+
+def _fit(
+    state: Mapping[str, np.ndarray], table: str, vocabulary: GrowingVocabulary
+) -> _Arrays:
+    """The same state for a table of other options.
+
+    Raises:
+      ValueError: If it cannot be.
+    """
+    fitting = {name: np.array(value) for name, value in state.items()}
+    size, numbers = len(fitting["ids"]), fitting["state"]
+    shared = int(vocabulary.unknown == "shared_row" and numbers[_NUM_ROWS] > 0)
+    if len(fitting["parameters"]) != size + shared:
+        raise ValueError(
+            f"Table {table!r} has unknown={vocabulary.unknown!r}, but only one of it "
+            "and the table that was saved shares a row. Use the same `unknown`."
+        )
+    room = vocabulary.max_rows - (vocabulary.unknown == "shared_row")
+    if size > room:
+        if vocabulary.eviction is None:
+            raise ValueError(
+                f"Table {table!r} has max_rows={vocabulary.max_rows}, but the table "
+                f"that was saved has {size} ids. Raise max_rows, or set `eviction`."
+            )
+        key = "hits" if vocabulary.eviction == "lfu" else "last_updates"
+        by_age = np.lexsort((fitting["rows"], fitting[key]))
+        kept = np.sort(by_age[size - room :])
+        for name in _OF_IDS:
+            fitting[name] = fitting[name][kept]
+        kept = np.append(kept, [size] * shared).astype(np.int64)
+        for name in fitting.keys() - {*_PARTS}:
+            fitting[name] = fitting[name][kept]
+        numbers[_EVICTED] += size - room
+        logging.warning("Table %s: %d ids were given up.", table, size - room)
+    full = len(fitting["ids"]) + shared
+    if numbers[_NUM_ROWS] > (full if vocabulary.eviction is None else room + shared):
+        # Rows that were given up are left out.
+        rank = np.argsort(np.argsort(fitting["rows"]))
+        fitting["rows"] = rank + shared
+        numbers[_NUM_ROWS], numbers[_SWEEP] = full, 0
+    most = vocabulary.max_candidates or vocabulary.max_rows
+    for name in _OF_CANDIDATES:
+        ordered = np.roll(fitting[name], -numbers[_NEXT_CANDIDATE])
+        kept = ordered[-most:] if vocabulary.min_count > 1 else ordered[:0]
+        fitting[name] = kept
+    numbers[_NEXT_CANDIDATE] = 0
+    return fitting
