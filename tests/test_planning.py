@@ -242,8 +242,10 @@ def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
         )
         found = placement(whole, "2 processes, synchronous").wire_bytes
         assert found == (4 * own.size + (4 + 2 * 16 * size) * 1024) // 2
-    refused = placement(whole, "2 parameter servers").unsupported
-    assert "does not support `wire_dtype='bfloat16'`" in refused
+        # All of it travels to or from servers.
+        served = placement(whole, "2 parameter servers")
+        assert served.wire_bytes == 4 * found
+        assert served.unsupported is None
 
 
 @pytest.mark.parametrize("seed", range(1000, 1008))

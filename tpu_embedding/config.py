@@ -289,8 +289,9 @@ class DistributedOptions:
     """How the processes of a MultiWorkerMirroredStrategy share tables.
 
     Options of one process alone, in which nothing travels, have no effect. Under
-    ParameterServerStrategy, `placement` is that over the servers, and other values of
-    the rest raise NotImplementedError.
+    ParameterServerStrategy, `placement` is that over the servers, `wire_dtype` is for
+    what travels to and from them, and another `timeout_seconds` raises
+    NotImplementedError.
 
     >>> DistributedOptions(wire_dtype="bfloat16").placement
     'auto'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -53,12 +51,9 @@ def test_what_is_not_carried_is_refused_by_name() -> None:
     with JOB.strategy.scope():
         with pytest.raises(NotImplementedError, match=r"t0.*CustomOptimizer"):
             te.TPUEmbeddingV2(features(), custom)
-        for kind, (option, value) in itertools.product(
-            (te.TPUEmbedding, te.TPUEmbeddingV2),
-            (("wire_dtype", "bfloat16"), ("timeout_seconds", 9)),
-        ):
-            given = te.DistributedOptions(**{option: value})
-            with pytest.raises(NotImplementedError, match=option):
+        for kind in (te.TPUEmbedding, te.TPUEmbeddingV2):
+            given = te.DistributedOptions(timeout_seconds=9)
+            with pytest.raises(NotImplementedError, match="timeout_seconds"):
                 kind(features(), te.SGD(0.1), distributed_options=given)
         table = te.TableConfig(V, D, combiner=combiner)
         with pytest.raises(NotImplementedError, match="CustomCombiner"):

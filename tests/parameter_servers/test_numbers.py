@@ -168,6 +168,38 @@ def test_every_optimizer_and_dtype_has_the_bits_of_one_process() -> None:
         require_same(one, served)
 
 
+@pytest.mark.parametrize("placement", ["rows", "whole"])
+def test_bfloat16_on_the_wire_rounds_once(placement: str) -> None:
+    """What travels is a row of a divided table, and an activation of a whole one."""
+    options = te.DistributedOptions(placement, "bfloat16")
+    table = te.TableConfig(
+        V, D, initializer=tf.constant_initializer(START[0]), combiner="sum"
+    )
+    one, served = make(
+        te.TPUEmbedding,
+        te.FeatureConfig(table),
+        te.SGD(1.0),
+        distributed_options=options,
+    )
+    ids = tf.constant([[0, 1], [2, 2], [3, 0]])
+
+    def rounded(value: Any) -> tf.Tensor:
+        return tf.cast(tf.cast(value, tf.bfloat16), tf.float32)
+
+    rows = tf.gather(START[0].astype(np.float32), ids)
+    expected = tf.reduce_sum(rounded(rows) if placement == "rows" else rows, 1)
+    if placement == "whole":
+        expected = rounded(expected)
+    gradient = tf.fill([3, D], np.float32(1 / 3))
+    served.enqueue(ids)
+    np.testing.assert_array_equal(served.dequeue(), expected)
+    served.apply_gradients(gradient)
+    one.enqueue(ids)
+    one.dequeue()
+    one.apply_gradients(rounded(gradient))
+    require_same(one, served)
+
+
 @pytest.mark.second_tier
 def test_workers_preprocess_in_their_data_sets() -> None:
     configs = features(placements=MIXED)

@@ -90,14 +90,7 @@ class Machines:
             [self._step_bytes(place, traffic) for place in places],
             wire,
         )
-        refused = None
-        if self.options.wire_dtype != "float32":
-            refused = (
-                "ParameterServerStrategy does not support "
-                f"`wire_dtype={self.options.wire_dtype!r}` of DistributedOptions. "
-                'Leave it at "float32", or use tables of bfloat16.'
-            )
-        return dataclasses.replace(found, unsupported=refused or self._on_processes())
+        return dataclasses.replace(found, unsupported=self._on_processes())
 
     def _place(
         self,

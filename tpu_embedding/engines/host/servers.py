@@ -130,13 +130,12 @@ class ParameterServerEngine(HostEngine):
         return TablePart(options, plan_record(options, held, served=True), variables)
 
     @classmethod
-    def join(cls, options: EngineOptions) -> None:
-        """See `Engine.join`: refuses options that servers do not carry.
-
-        Raises:
-          NotImplementedError: If rows are to travel as bfloat16, or calls to wait for
-            another time.
-        """
+    def check_plan(
+        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
+    ) -> None:
+        """See `Engine.check_plan`."""
+        del topology
+        refuse_tpu_options(cls.name, plan)
         timeout = options.distributed.timeout_seconds
         if timeout != DistributedOptions().timeout_seconds:
             raise NotImplementedError(
@@ -144,21 +143,6 @@ class ParameterServerEngine(HostEngine):
                 "of DistributedOptions: no process waits for another. Pass "
                 "`task_timeout` to te.ClusterCoordinator."
             )
-        if options.distributed.wire_dtype != "float32":
-            raise NotImplementedError(
-                "ParameterServerStrategy does not support "
-                f"`wire_dtype={options.distributed.wire_dtype!r}` of "
-                "DistributedOptions: rows, activations and gradients travel as they "
-                'are. Leave it at "float32", or use tables of bfloat16.'
-            )
-
-    @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        """See `Engine.check_plan`."""
-        del topology, options
-        refuse_tpu_options(cls.name, plan)
         for table in plan.tables:
             functions = {
                 "CustomOptimizer": table.optimizer is not None
