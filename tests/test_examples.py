@@ -28,7 +28,9 @@ SPARSE_CORE = ROOT / "examples" / "03_sparsecore_on_your_laptop.py"
 SERVE = ROOT / "examples" / "04_serve.py"
 MANY_MACHINES = ROOT / "examples" / "06_many_machines.py"
 STRINGS = ROOT / "examples" / "07_strings_to_serving.py"
+ONLINE = ROOT / "examples" / "10_online.py"
 EVERYWHERE = ROOT / "examples" / "08_everywhere.py"
+RUN_BELOW = (SPARSE_CORE, SERVE, MANY_MACHINES, STRINGS, EVERYWHERE, ONLINE)
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
 
@@ -109,8 +111,7 @@ def test_example_runs(
 ):
     if example == RANKING:
         request.getfixturevalue("unbroken")  # It ran already.
-    elif example not in (SPARSE_CORE, SERVE, MANY_MACHINES, STRINGS, EVERYWHERE):
-        # The others run below.
+    elif example not in RUN_BELOW:
         run(example, "--out", tmp_path)
 
 
@@ -142,6 +143,16 @@ def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
     assert [film for film in alike if "action" not in genres[film]] == []
     served = [float(number) for number in re.findall(r"\d\.\d+", lines[2])]
     assert len(served) == 3
+
+
+@pytest.mark.second_tier
+def test_a_served_model_follows_its_trainer(tmp_path: pathlib.Path):
+    lines = run(ONLINE, "--out", tmp_path).splitlines()
+    assert re.match(r"100 deltas, \d+ kB each on average", lines[-1])
+    found = json.loads((tmp_path / "online.json").read_text())["auc"]
+    live, deltas, frozen = (np.mean(found[m]) for m in ("live", "deltas", "frozen"))
+    assert frozen < deltas < live
+    assert (tmp_path / "online.png").stat().st_size > 0
 
 
 @pytest.mark.second_tier

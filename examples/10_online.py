@@ -1,0 +1,250 @@
+"""A served model that follows its trainer: how much does freshness give?
+
+    python examples/10_online.py [--publish 200]
+
+The example trains on MovieLens-100K in the order of time. It exports a model after the
+first fifth of the ratings; a second process loads it and answers. From then on every
+rating is predicted before it is trained on, by three models: the live one, the one of
+the second process, which gets a delta after every --publish ratings, and the one that
+was exported, as it stayed. It writes online.json and online.png into --out: the AUC of
+the three over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import matplotlib as mpl
+import numpy as np
+import tensorflow as tf
+from movielens import metrics, source
+
+import tpu_embedding as te
+
+BUILD = Path(__file__).resolve().parents[1] / "build"
+DIM = 16
+BATCH = 50
+WINDOW = 5000  # Ratings of one AUC.
+MODELS = ("live", "deltas", "frozen")
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    data: Path | None
+    out: Path
+    publish: int
+    quick: bool
+
+
+def parse_options(argv: Sequence[str] | None) -> Options:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Follows a trainer by deltas.")
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with ml-100k.*; default: download them")
+    add("--out", type=Path, default=BUILD / "online", help="default: build/online")
+    add("--publish", type=int, default=200, help="ratings for each delta")
+    add("--quick", action="store_true", help="few ratings, as a test")
+    return parser.parse_args(argv, namespace=Options())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ratings:
+    """Ratings in the order of time."""
+
+    user: np.ndarray  # int64 [N]
+    item: np.ndarray  # int64 [N]
+    rating: np.ndarray  # float32 [N], 1 to 5
+
+    def __getitem__(self, part: slice) -> Ratings:
+        """Some of them."""
+        return Ratings(self.user[part], self.item[part], self.rating[part])
+
+
+def find(folder: Path | None) -> Ratings:
+    """The ratings from a folder, or downloaded."""
+    print(source.NOTICE)
+    if folder is None:
+        wheel = source.download(BUILD / "data")
+        table = source.read_wheel(wheel, "inter")
+    else:
+        table = source.read_folder(folder, "inter")
+    order = np.argsort(np.array(table["timestamp"], np.float64), kind="stable")
+    codes = [
+        np.unique(table[c], return_inverse=True)[1] for c in ("user_id", "item_id")
+    ]
+    user, item = (code.astype(np.int64)[order] for code in codes)
+    return Ratings(user, item, np.array(table["rating"], np.float32)[order])
+
+
+def score(activations: dict[str, tf.Tensor]) -> tf.Tensor:
+    """The log-odds [B] that the user likes the film; everything in it is in tables."""
+    dot = tf.reduce_sum(activations["user"] * activations["item"], axis=1)
+    return dot + activations["user_bias"][:, 0] + activations["item_bias"][:, 0]
+
+
+class Trainer:
+    """An embedding that trains on ratings."""
+
+    def __init__(self, users: int, items: int) -> None:
+        small = tf.random_normal_initializer(stddev=0.1, seed=1)
+        tables = {
+            "user": te.TableConfig(users, DIM, small, name="user"),
+            "item": te.TableConfig(items, DIM, small, name="item"),
+            "user_bias": te.TableConfig(users, 1, "zeros", name="user_bias"),
+            "item_bias": te.TableConfig(items, 1, "zeros", name="item_bias"),
+        }
+        features = {name: te.FeatureConfig(table) for name, table in tables.items()}
+        self.embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
+
+    def step(self, batch: Ratings) -> np.ndarray:
+        """Trains on a batch; what the model said of it before."""
+        features = {
+            name: tf.constant(batch.user if name.startswith("user") else batch.item)
+            for name in ("user", "item", "user_bias", "item_bias")
+        }
+        self.embedding.enqueue(features)
+        liked = tf.constant(batch.rating >= metrics.LIKED, tf.float32)
+        activations = self.embedding.dequeue()
+        with tf.GradientTape() as tape:
+            tape.watch(activations)
+            scores = score(activations)
+            loss = tf.reduce_sum(
+                tf.nn.sigmoid_cross_entropy_with_logits(labels=liked, logits=scores)
+            )
+        self.embedding.apply_gradients(tape.gradient(loss, activations))
+        return scores.numpy()
+
+    def train(self, ratings: Ratings) -> np.ndarray:
+        """Trains on ratings in their order; what the model said before each batch."""
+        starts = range(0, len(ratings.user), BATCH)
+        return np.concatenate([self.step(ratings[s : s + BATCH]) for s in starts])
+
+
+def ask(model: Any, ratings: Ratings) -> np.ndarray:
+    """The scores of a served model."""
+    answer = model.signatures["dense"](
+        user=tf.constant(ratings.user),
+        user_bias=tf.constant(ratings.user),
+        item=tf.constant(ratings.item),
+        item_bias=tf.constant(ratings.item),
+    )
+    return answer["output"].numpy()
+
+
+def serve(base: str, connection: Connection) -> None:
+    """The second process: applies deltas, and answers."""
+    model = tf.saved_model.load(base)
+    while (request := connection.recv()) is not None:
+        if isinstance(request, Ratings):
+            connection.send(ask(model, request))
+        else:
+            connection.send(te.serving.apply_delta(model, request))
+
+
+def request(connection: Connection, message: Any) -> Any:
+    """Asks the second process."""
+    connection.send(message)
+    return connection.recv()
+
+
+def run(ratings: Ratings, options: Options) -> dict[str, Any]:
+    """Trains, publishes and asks; the scores of each model, and the deltas."""
+    first = len(ratings.user) // 5
+    last = first + 4 * WINDOW if options.quick else len(ratings.user)
+    trainer = Trainer(int(ratings.user.max()) + 1, int(ratings.item.max()) + 1)
+    trainer.train(ratings[:first])
+    base = options.out / "base"
+    te.serving.export(trainer.embedding, base, score, signatures=["dense"], deltas=True)
+    writer = te.serving.DeltaWriter(trainer.embedding, base, "second process")
+    frozen = tf.saved_model.load(str(base))
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    server = context.Process(target=serve, args=(str(base), there), daemon=True)
+    server.start()
+    said: dict[str, list[np.ndarray]] = {model: [] for model in MODELS}
+    sizes = []
+    for start in range(first, last, options.publish):
+        some = ratings[start : min(start + options.publish, last)]
+        said["deltas"].append(request(here, some))
+        said["frozen"].append(ask(frozen, some))
+        said["live"].append(trainer.train(some))
+        delta = options.out / f"{writer.sequence + 1}.delta"
+        writer.export_delta(delta)
+        assert request(here, str(delta)) == writer.sequence
+        sizes.append(delta.stat().st_size)
+    # The second process now says what a new export of the trainer would.
+    te.serving.export(trainer.embedding, options.out / "last", score)
+    new = ask(tf.saved_model.load(str(options.out / "last")), some)
+    np.testing.assert_array_equal(request(here, some), new)
+    here.send(None)
+    server.join()
+    scores = {model: np.concatenate(parts) for model, parts in said.items()}
+    return {
+        "ratings": list(range(first + WINDOW, last + 1, WINDOW)),
+        "auc": {
+            model: [
+                metrics.auc(some, ratings.rating[first + k * WINDOW :][:WINDOW])
+                for k, some in enumerate(_windows(values))
+            ]
+            for model, values in scores.items()
+        },
+        "delta_bytes": sizes,
+    }
+
+
+def _windows(values: np.ndarray) -> list[np.ndarray]:
+    count = len(values) // WINDOW
+    return np.split(values[: count * WINDOW], count)
+
+
+def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
+    """The AUC of each model over the ratings."""
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # After the choice of the backend.
+
+    mpl.rcParams["svg.hashsalt"] = "online"
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    labels = ("live", "served, follows by deltas", "served, as it was exported")
+    for model, label, line in zip(MODELS, labels, ("-", "--", ":"), strict=True):
+        axes.plot(results["ratings"], results["auc"][model], line, label=label)
+    axes.set_xlabel("ratings so far")
+    axes.set_ylabel(f"AUC of the last {WINDOW:,} ratings")
+    figure.legend(loc="outside upper center", ncols=len(MODELS))
+    for path in paths:
+        figure.savefig(
+            path, dpi=120, metadata={"Date": None} if ".svg" in path.name else None
+        )
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs and draws."""
+    options = parse_options(argv)
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    results = run(find(options.data), options)
+    print("ratings  " + "".join(f"{model:>8}" for model in MODELS))
+    for number, ratings in enumerate(results["ratings"]):
+        values = "".join(f"{results['auc'][m][number]:8.3f}" for m in MODELS)
+        print(f"{ratings:7,}  {values}")
+    sizes = results["delta_bytes"]
+    print(f"{len(sizes)} deltas, {np.mean(sizes) / 1000:.0f} kB each on average")
+    (options.out / "online.json").write_text(json.dumps(results, indent=2) + "\n")
+    plot(results, [options.out / "online.png", options.out / "online.svg"])
+
+
+if __name__ == "__main__":
+    main()
