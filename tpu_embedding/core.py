@@ -22,6 +22,7 @@ from tpu_embedding.engines import (
     EmbeddingOptions,
     Engine,
     EngineOptions,
+    GrowingState,
     Prepared,
     TableArrays,
 )
@@ -40,6 +41,7 @@ from tpu_embedding.tables.rows import (
     by_checkpoint_name,
 )
 from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
+from tpu_embedding.vocabulary import VocabularyContents
 
 # The methods trace fine as they are; converting them would only cost time.
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -344,21 +346,37 @@ class Core(EngineTables):
         """Tables, slots and the number of updates by their names in checkpoints.
 
         Returns:
-          A tf.Variable where one variable is the array, else a `LogicalVariable`.
+          A tf.Variable where one variable is the array, else a `LogicalVariable`;
+          of growing tables `growing()`.
         """
         engine = self.create_engine()
-        arrays = {name: table.rows for name, table in engine.tables().items()}
+        growing = engine.growing()
+        arrays = {n: t.rows for n, t in engine.tables().items() if n not in growing}
         found: dict[str, Any] = {
             name: self._logical_variable(name, rows)
             if rows.variable is None
             else rows.variable
             for name, rows in by_checkpoint_name(arrays).items()
         }
+        found |= growing
         updates = self.checkpoint_updates()
         if updates is not None:
             copies = getattr(updates, "values", None)  # One for each replica.
             found[UPDATES] = updates if copies is None else copied_counter(copies)
         return found
+
+    def growing(self) -> dict[str, GrowingState]:
+        """See `Engine.growing`."""
+        return self.create_engine().growing()
+
+    def vocabularies(self) -> dict[Any, VocabularyContents]:
+        """By TableConfig of the user what the vocabularies of growing tables hold."""
+        found = self.growing()
+        return {
+            spec.key: found[spec.name].contents()
+            for spec in self.plan.tables
+            if spec.name in found
+        }
 
     def _logical_variable(self, name: str, rows: MutableTableRows) -> LogicalVariable:
         engine = self.create_engine()

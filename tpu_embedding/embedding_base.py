@@ -117,9 +117,7 @@ class EmbeddingBase(TrackableTables):
         >>> found.ids.tolist(), found.rows.tolist()
         ([-3, 7], [1, 0])
         """
-        found = self.core.create_engine().vocabularies()
-        specs = self.core.plan.tables
-        return {s.key: found[s.name] for s in specs if s.name in found}
+        return self.core.vocabularies()
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:

@@ -126,6 +126,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this once for each object, before it reads any value.
+        _check_growth(path, self.core.plan)
         root = _root_to_convert(path, self._stored_layouts, self._table_names)
         self._conversion = None if root is None else _Conversion(self, path, root)
         return super()._checkpoint_adapter(path)
@@ -361,7 +362,6 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         adapter = super()._checkpoint_adapter(path)
         if self._conversion is None:
             _check_dtypes(path, {t.name: t.config.dtype for t in self.core.plan.tables})
-            _check_growth(path, self.core.plan)
             self._sync()  # The checkpoint is accepted: values are written next.
             self.core.tables_replaced()
         return adapter

@@ -162,6 +162,42 @@ class RowChanges(Protocol):
         ...
 
 
+class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
+    """A growing table: its ids, rows and slots, which are read and written as one.
+
+    TensorFlow's checkpoints have one object for all of them.
+
+    Attributes:
+      parameters: The variable with its rows.
+      parts: The names of what `read` returns.
+    """
+
+    parameters: tf.Variable
+    parts: tuple[str, ...]
+
+    @abc.abstractmethod
+    def contents(self) -> VocabularyContents:
+        """What the vocabulary holds."""
+
+    @abc.abstractmethod
+    def read(self) -> dict[str, np.ndarray]:
+        """Everything at one moment.
+
+        By "parameters" and slot name the rows of the ids in ascending order, and then
+        the row that ids share, if it is there; the ids and what is known of them.
+        """
+
+    @abc.abstractmethod
+    def write(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replaces everything by what `read` of a table of any budget returned.
+
+        Raises:
+          ValueError: If the ids do not fit into the table, and none may be evicted, or
+            one of both tables shares a row.
+          tf.errors.InvalidArgumentError: If values have another width or dtype.
+        """
+
+
 class StepQueue(abc.ABC):
     """Batches in order on top of an engine: what TPUEmbedding adds to it.
 
@@ -466,8 +502,8 @@ class Engine(abc.ABC):
     def tables(self) -> dict[str, TableArrays]:
         """Each table of the plan by name: the one view of what the engine stores."""
 
-    def vocabularies(self) -> dict[str, VocabularyContents]:
-        """Those of growing tables by name."""
+    def growing(self) -> dict[str, GrowingState]:
+        """Growing tables by name."""
         return {}
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:

@@ -47,7 +47,9 @@ def convert_features(
         feature_config, invalid_ids, convert_optimizer
     )
     fallback = convert_optimizer(optimizer, "the whole embedding")
-    plan = make_plan(converted.paths, converted.features, converted.keys, fallback)
+    plan = make_plan(
+        converted.paths, converted.features, converted.keys, fallback, growing=True
+    )
     tf_configs.freeze_configs(feature_config)
     return Features(Structure(feature_config), plan, fallback)
 

@@ -14,7 +14,7 @@ from tpu_embedding.config import DistributedOptions
 from tpu_embedding.core import Core
 from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.embedding_base import per_replica
-from tpu_embedding.engines import EmbeddingOptions, Prepared
+from tpu_embedding.engines import EmbeddingOptions, GrowingState, Prepared
 from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.keras_api import keras_api
@@ -145,6 +145,7 @@ class EngineTrainedTables:
         if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):
             self.core = self._create_core(shapes if engine.stores_stacks else None)
         self._variables: dict[str, Any] = {}
+        self._growing: dict[str, GrowingState] = {}
         self._placeholder: Any = None
         self._numbers: Any = None
 
@@ -179,14 +180,29 @@ class EngineTrainedTables:
         self._variables = self.core.logical_variables()
         with tf.init_scope():
             self._numbers = _CallNumbers()
-        keras_api.set_state(layer, self._variables)
+        self._growing = self.core.growing()
+        shown = {n: v for n, v in self._variables.items() if n not in self._growing}
+        keras_api.set_state(layer, shown)
 
     def variables(self) -> dict[str, Any]:
         """Everything that is saved, by its name in checkpoints."""
         return dict(self._variables)
 
+    def parameters(self) -> dict[str, Any]:
+        """By table the variable with its rows."""
+        found = {name: state.parameters for name, state in self._growing.items()}
+        return {
+            spec.name: found.get(spec.name, self._variables[spec.name])
+            for spec in self._features.plan.tables
+        }
+
     def stored(self) -> list[Any]:
         """The up-to-date tf.Variables that store the tables, for exported graphs."""
+        if self._growing:
+            raise NotImplementedError(
+                f"The tables {', '.join(self._growing)} grow, and growing tables "
+                "cannot be exported yet. Save the model with `save` or `save_weights`."
+            )
         self.core.retrieve()
         tables = self.core.tables().values()
         return [variable for table in tables for variable in table.reader.variables]
@@ -212,7 +228,7 @@ class EngineTrainedTables:
             in_replica=self._topology.replica() is not None,
             exportable=self._may_be_exported(),
         )
-        if chosen is Mode.SERVE:
+        if chosen is Mode.SERVE and not self._growing:
             plan = self._features.plan
             return self.serve(plan, values, weights, trainable=trainable)
         watched = self.core.require_weight_gradients(weights)
@@ -225,6 +241,10 @@ class EngineTrainedTables:
             # tf.recompute_grad, and so keras.RematScope, computes gradients only of
             # variables that were read while nothing was recorded.
             tf.convert_to_tensor(self._placeholder)
+        if chosen is Mode.SERVE and trainable and not tf.executing_eagerly():
+            activations = gradient_hook.refuse_gradient(
+                self._placeholder, activations, _NO_TAPE
+            )
         return self.core.with_weight_gradients(activations, watched, values, weights)
 
     def _may_be_exported(self) -> bool:
@@ -275,6 +295,11 @@ class EngineTrainedTables:
             raise NotImplementedError(
                 "`serving_config` is for serving: under a TPU strategy such a call "
                 "belongs outside of strategy.run. Inside, call the layer without it."
+            )
+        if self._growing:
+            raise NotImplementedError(
+                f"The tables {', '.join(self._growing)} grow, and `serving_config` "
+                "does not support growing tables. Call the layer without it."
             )
         self.core.retrieve()
         own = plan is self._features.plan

@@ -78,6 +78,10 @@ class KerasTrainedTables(VariableTables):
         """See `EngineTrainedTables.variables`."""
         return dict(self._weights)
 
+    def parameters(self) -> dict[str, Any]:
+        """See `EngineTrainedTables.parameters`."""
+        return self.variables()
+
     def _arrays(self) -> dict[str, dict[str, Any]]:
         return {name: {PARAMETERS: w.value} for name, w in self._weights.items()}
 

@@ -30,8 +30,10 @@ from tpu_embedding.keras.loss_scale import (
 )
 from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.optimizers.base import check_flag
 from tpu_embedding.tables.trackable import LogicalVariable
+from tpu_embedding.vocabulary import VocabularyContents
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 _SparseCoreConfigs = (
@@ -304,10 +306,15 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
                 "tpu_embedding.keras.Embedding; or read the table before, or within "
                 "`tape.stop_recording()`, if it is not to be trained by this."
             )
-        variables = self._built.tables.variables()
-        return {
-            spec.key: variables[spec.name] for spec in self._built.features.plan.tables
-        }
+        found = self._built.tables.parameters()
+        return {s.key: found[s.name] for s in self._built.features.plan.tables}
+
+    @property
+    def vocabularies(self) -> dict[Any, VocabularyContents]:
+        """The ids of growing tables; see `TPUEmbedding.vocabularies`."""
+        if self._built.arguments.trainable_tables:
+            return {}
+        return self.core.vocabularies()
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Assigns new values to a table and keeps its slots.
@@ -622,6 +629,8 @@ def _create_tables(
 ) -> EngineTrainedTables | KerasTrainedTables:
     pipelined = arguments.pipeline_execution_with_tensor_core
     if arguments.trainable_tables:
+        reason = "`trainable_tables=True` does not support"
+        refuse_growing(features.plan.tables, reason)
         for option in ("batch_size", "loss_scale", "distributed_options"):
             value = getattr(arguments, option)
             if value is not None:

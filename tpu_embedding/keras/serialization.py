@@ -20,6 +20,7 @@ from tpu_embedding.config import (
     SparseCoreEmbeddingConfig,
     TableConfig,
 )
+from tpu_embedding.engines import GrowingState
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.optimizers import is_keras_optimizer
@@ -27,6 +28,7 @@ from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 from tpu_embedding.tf_configs import convert_optimizer
+from tpu_embedding.vocabulary import GrowingVocabulary
 
 # The rate of FrequencyEstimator, whose module does not import Keras.
 keras_api.register(updates_so_far)
@@ -173,7 +175,7 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
     if getattr(table, "placement", None) is not None:
         storage["placement"] = table.placement
     return {
-        "vocabulary_size": table.vocabulary_size,
+        "vocabulary_size": _encode_vocabulary(table.vocabulary_size),
         "dim": table.dim,
         "initializer": _encode_initializer(where, table.initializer),
         "optimizer": encode_optimizer(table.optimizer, where),
@@ -186,8 +188,16 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
     }
 
 
+def _encode_vocabulary(vocabulary: Any) -> Any:
+    """A number of rows, or the arguments of a GrowingVocabulary."""
+    grows = isinstance(vocabulary, GrowingVocabulary)
+    return dataclasses.asdict(vocabulary) if grows else vocabulary
+
+
 def _decode_table(config: Mapping[str, Any]) -> TableConfig:
     arguments = dict(config)
+    if isinstance(config["vocabulary_size"], Mapping):
+        arguments["vocabulary_size"] = GrowingVocabulary(**config["vocabulary_size"])
     arguments["initializer"] = _decode_initializer(config["initializer"])
     arguments["optimizer"] = decode_optimizer(config["optimizer"])
     if config["quantization_config"] is not None:
@@ -300,9 +310,13 @@ def decode_object(config: Any) -> Any:
 def save_state(variables: Mapping[str, Any], store: Any) -> None:
     """Writes tables and slots. HDF5 has no bfloat16, and "/" there makes a group."""
     for name, variable in variables.items():
-        value = tf.convert_to_tensor(variable)
-        rounded = value.dtype == tf.bfloat16
-        store[_key(name)] = tf.cast(value, tf.float32) if rounded else value
+        parts = {name: variable}
+        if isinstance(variable, GrowingState):
+            parts = {f"{name}/{part}": v for part, v in variable.read().items()}
+        for key, part in parts.items():
+            value = tf.convert_to_tensor(part)
+            rounded = value.dtype == tf.bfloat16
+            store[_key(key)] = tf.cast(value, tf.float32) if rounded else value
 
 
 def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
@@ -319,7 +333,13 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
       ValueError: If the file lacks a table or slot, or one has another shape.
     """
     stored = set(store.keys())
+    growing = {n: v for n, v in variables.items() if isinstance(v, GrowingState)}
+    states = {
+        name: {part: _key(f"{name}/{part}") for part in state.parts}
+        for name, state in growing.items()
+    }
     saved = {name: _key(name) for name in variables if _key(name) in stored}
+    saved |= {n: "" for n, keys in states.items() if stored.issuperset(keys.values())}
     missing = [name for name in variables if name not in {*saved, UPDATES}]
     if missing:
         raise ValueError(
@@ -327,7 +347,7 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
             f"{layer!r}. Tables are found by name: give them the names they were saved "
             "under, and the same kind of optimizer."
         )
-    values = {name: store[key] for name, key in saved.items()}
+    values = {n: store[key] for n, key in saved.items() if n not in growing}
     for name, value in values.items():
         own, other = tuple(variables[name].shape), tuple(value.shape)
         if own != other:
@@ -335,6 +355,8 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
                 f"{name} of the layer {layer!r} has shape {own}, but {other} in the "
                 "file."
             )
+    for name, state in growing.items():
+        state.write({part: store[key][()] for part, key in states[name].items()})
     for name, value in values.items():
         variables[name].assign(tf.cast(value[()], variables[name].dtype))
 

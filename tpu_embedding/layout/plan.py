@@ -129,7 +129,7 @@ def make_plan(
     if not custom:
         refuse_custom(tables)
     if not growing:
-        refuse_growing(tables, "only TPUEmbedding takes")
+        refuse_growing(tables, "only TPUEmbedding and keras.TPUEmbedding take")
     numbers = {table.config: table.index for table in tables}
     return Plan(
         tables=tuple(tables),
@@ -184,8 +184,8 @@ def refuse_growing(tables: Sequence[TableSpec], reason: str) -> None:
         if table.config.vocabulary is not None:
             raise NotImplementedError(
                 f"Table {table.name!r}: {reason} a GrowingVocabulary. Use TPUEmbedding "
-                "on the CPU of one machine with one replica, or a static "
-                "`vocabulary_size`."
+                "or keras.TPUEmbedding on the CPU of one machine with one replica, or "
+                "a static `vocabulary_size`."
             )
 
 

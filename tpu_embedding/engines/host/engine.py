@@ -15,6 +15,7 @@ from tpu_embedding.engines.base import (
     EmbeddingOptions,
     Engine,
     EngineOptions,
+    GrowingState,
     Prepared,
     RowChanges,
     StepQueue,
@@ -32,7 +33,6 @@ from tpu_embedding.layout.plan import UPDATES, Plan, refuse_growing
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
 from tpu_embedding.tables.variables import create_variables, named_variables
-from tpu_embedding.vocabulary import VocabularyContents
 
 _UPDATE = Meeting("update", "apply_gradients")
 
@@ -316,10 +316,10 @@ class HostEngine(Engine):
             for spec, table in zip(self._plan.tables, part.variables, strict=True)
         }
 
-    def vocabularies(self) -> dict[str, VocabularyContents]:
-        """See `Engine.vocabularies`."""
+    def growing(self) -> dict[str, GrowingState]:
+        """See `Engine.growing`."""
         (part,) = self._parts
-        return {name: state.contents() for name, state in part.growing.items()}
+        return dict(part.growing)
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""
@@ -332,7 +332,7 @@ class HostEngine(Engine):
         """See `Engine.checkpoint_variables`."""
         (part,) = self._parts
         variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
-        variables |= part.growing
+        variables |= self.growing()
         updates = self._updates()
         return variables if updates is None else {**variables, UPDATES: updates}
 

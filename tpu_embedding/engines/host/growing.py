@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tpu_embedding.engines.base import GrowingState
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import TableVariables
@@ -29,12 +30,8 @@ _NUM_ROWS, _COUNTS, _EVICTED, _NEXT_CANDIDATE, _SWEEP = (
 _Arrays = dict[str, Any]  # NumPy arrays
 
 
-class GrowingState(tf.__internal__.tracking.Trackable):
-    """A growing table in its step queue.
-
-    TensorFlow's checkpoints have one object for the table, its slots and its ids, as
-    they are restored together.
-    """
+class GrowingInQueue(GrowingState):
+    """A growing table, whose vocabulary is in the step queue of its part."""
 
     def __init__(
         self, spec: TableSpec, queue: tf.Tensor, variables: TableVariables, device: str
@@ -44,19 +41,18 @@ class GrowingState(tf.__internal__.tracking.Trackable):
         self._spec, self._vocabulary = spec, spec.config.vocabulary
         self._queue, self._device = queue, device
         self._arrays = variables.arrays
+        self.parameters = variables.parameters
+        self.parts = (*_PARTS, *self._arrays)
         self._ops = library.load()
 
     def contents(self) -> VocabularyContents:
-        """What the vocabulary holds."""
+        """See `GrowingState.contents`."""
         found = self._read([])
         counts = found["state"][_COUNTS].tolist()
         return VocabularyContents(*(found[name] for name in _OF_IDS), *counts)
 
     def read(self) -> _Arrays:
-        """All parts, and by "parameters" and slot name the rows of the ids, in order.
-
-        After them comes the row that ids share, if it is there.
-        """
+        """See `GrowingState.read`."""
         return self._read(list(self._arrays))
 
     def _read(self, names: list[str]) -> _Arrays:
@@ -73,13 +69,7 @@ class GrowingState(tf.__internal__.tracking.Trackable):
         return {name: value.numpy() for name, value in (parts | values).items()}
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces everything by what `read` of a table of any budget returned.
-
-        Raises:
-          ValueError: If the ids do not fit into the table, and none may be evicted, or
-            one of both tables shares a row.
-          tf.errors.InvalidArgumentError: If values have another width or dtype.
-        """
+        """See `GrowingState.write`."""
         fitting = _fit(state, self._spec.name, self._vocabulary)
         with tf.device(self._device):
             self._ops.tpu_embedding_load_vocabulary(

@@ -1,0 +1,138 @@
+"""Growing tables in the Keras layer: fit, evaluation, files."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+
+# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+
+IDS = np.array([5, -7, 2**62, 5, 11, -7, 3, 5], np.int64)
+LABELS = np.arange(8, dtype=np.float32) % 2
+
+
+def _model() -> tuple[keras.Model, Any, te.TableConfig]:
+    """One id for each example; a dense layer of ones."""
+    vocabulary = te.GrowingVocabulary(20, eviction="lru", unknown="shared_row")
+    table = te.TableConfig(vocabulary, 4, "uniform", name="films")
+    layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))
+    film = keras.Input((), dtype="int64", name="film")
+    output = keras.layers.Dense(1, kernel_initializer="ones")(
+        layer({"film": film})["film"]
+    )
+    model = keras.Model({"film": film}, output)
+    model.compile("sgd", "mse")
+    return model, layer, table
+
+
+def _fit(model: keras.Model, epochs: int = 2) -> None:
+    model.fit({"film": IDS}, LABELS, batch_size=4, epochs=epochs, verbose=0)
+
+
+def _predict(model: keras.Model, ids: Any = IDS) -> np.ndarray:
+    return model.predict({"film": np.asarray(ids, np.int64)}, verbose=0)
+
+
+def test_fit_gives_rows_and_evaluation_does_not() -> None:
+    model, layer, table = _model()
+    before = _predict(model)
+    assert layer.vocabularies[table].ids.size == 0
+    _fit(model)
+    contents = layer.vocabularies[table]
+    assert contents.ids.tolist() == sorted(set(IDS.tolist()))
+    assert contents.hits.tolist() == [4, 2, 6, 2, 2]
+    after = _predict(model)
+    assert not np.allclose(before, after)
+    loss = model.evaluate({"film": IDS}, LABELS, verbose=0)
+    assert loss < np.mean((before[:, 0] - LABELS) ** 2)
+    unknown = _predict(model, [99, 100])
+    assert unknown[0] == unknown[1]
+    assert layer.vocabularies[table].ids.size == 5
+    assert layer.embedding_tables[table].shape[1] == 4
+
+
+def test_trains_as_a_custom_loop() -> None:
+    """A model called in a function and eagerly has the same bits."""
+    found = []
+    for in_function in (True, False):
+        model, layer, table = _model()
+        step = functools.partial(_step, model)
+        train = tf.function(step) if in_function else step
+        for start in (0, 4):
+            part = slice(start, start + 4)
+            train(tf.constant(IDS[part]), tf.constant(LABELS[part]))
+        found.append(layer.embedding_tables[table].numpy())
+    assert np.array_equal(*found)
+
+
+def _step(model: keras.Model, ids: tf.Tensor, labels: tf.Tensor) -> None:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model({"film": ids})[:, 0] - labels) ** 2)
+    tape.gradient(loss, model.trainable_variables)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.weights.h5", "tensorflow"])
+def test_files_keep_ids_and_slots(name: str, tmp_path: pathlib.Path) -> None:
+    model, layer, table = _model()
+    _fit(model)
+    path = str(tmp_path / name)
+    if name.endswith(".keras"):
+        model.save(path)
+        loaded: Any = keras.models.load_model(path)
+        (own,) = (x for x in loaded.layers if isinstance(x, te.keras.TPUEmbedding))
+    else:
+        loaded, own, _ = _model()
+        if name.endswith(".h5"):
+            model.save_weights(path)
+            loaded.load_weights(path)
+        else:
+            tf.train.Checkpoint(model=model).write(path)
+            tf.train.Checkpoint(model=loaded).read(
+                path
+            ).assert_existing_objects_matched()
+    (restored,) = own.vocabularies.values()
+    for ours, theirs in zip(layer.vocabularies[table], restored, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert np.array_equal(_predict(model, [*IDS, 99]), _predict(loaded, [*IDS, 99]))
+    for each in (model, loaded):
+        each.compile("sgd", "mse")
+        _fit(each, 1)
+    assert np.array_equal(_predict(model), _predict(loaded))
+
+
+def test_static_and_growing_files_are_not_mixed_up(tmp_path: pathlib.Path) -> None:
+    model, layer, _ = _model()
+    _fit(model)
+    static = te.keras.TPUEmbedding(
+        {"film": te.FeatureConfig(te.TableConfig(6, 4, name="films"))}, te.Adagrad(0.5)
+    )
+    static.build()
+    path = str(tmp_path / "saved")
+    tf.train.Checkpoint(layer=layer).write(path)
+    with pytest.raises(ValueError, match="Table 'films' grows in"):
+        tf.train.Checkpoint(layer=static).read(path)
+
+
+def test_what_is_refused(tmp_path: pathlib.Path) -> None:
+    model, layer, table = _model()
+    _fit(model)
+    with pytest.raises(NotImplementedError, match="growing tables cannot be exported"):
+        model.export(str(tmp_path / "model"))
+    with pytest.raises(NotImplementedError, match="`serving_config` does not support"):
+        layer({"a": tf.constant([1])}, serving_config={"a": te.FeatureConfig(table)})
+    plain = tf.function(lambda ids: layer({"film": ids})["film"])
+    traced = plain.get_concrete_function(tf.TensorSpec([2], tf.int64))
+    with (
+        tf.GradientTape(),
+        pytest.raises(LookupError, match=r"no tf\.GradientTape was recording"),
+    ):
+        traced(tf.constant([5, 6], tf.int64))
