@@ -164,7 +164,7 @@ BATCHES ?= 1000
 fuzz-telemetry: $(VENV)/dev.stamp ops ## figures of te.Telemetry beside a slow count: make fuzz-telemetry BATCHES=1000
 	TPU_EMBEDDING_TELEMETRY_BATCHES=$(BATCHES) $(BIN)/pytest tests/test_telemetry.py -k fuzzed
 
-# One or more of fuzz, faults, checkpoints, steps; --quick; --seed 2.
+# One or more of fuzz, refusals, faults, checkpoints, steps; --quick; --seed 2.
 DISTRIBUTED ?=
 
 test-distributed: $(VENV)/dev.stamp $(VENV)/package.stamp ## jobs of 1 to 4 processes, an hour: make test-distributed DISTRIBUTED=faults

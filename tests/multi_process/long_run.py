@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m multi_process.long_run [PART ...] [--seed 1] [--quick]
 
-Parts: fuzz, faults, checkpoints, steps. Each prints a line per item and a table at the
-end; the exit status is 1 if an item failed.
+Parts: fuzz, refusals, faults, checkpoints, steps. Each prints a line per item and a
+table at the end; the exit status is 1 if an item failed.
 """
 
 from __future__ import annotations
@@ -171,6 +171,23 @@ def fuzz(options: Options) -> Report:
                 largest,
                 problem=problem,
             )
+    return report
+
+
+def refusals(options: Options) -> Report:
+    """2,000 steps, of which some are refused or differ in one process."""
+    number = 4 if options.quick else 40
+    report = Report("refusals", number, "seed", "processes", "steps")
+    with jobs(SIZES[1:3]) as started:
+        for index in range(number):
+            seed, size, problem = options.seed + index, SIZES[1 + index % 2], ""
+            try:
+                started[size].run("refusals.run", 50, seed, timeout=600)
+            except AssertionError as error:
+                problem = str(error)
+            report.add(seed, size, 50, problem=problem)
+            if problem:
+                break  # The processes wait for each other.
     return report
 
 
@@ -384,6 +401,7 @@ def steps(options: Options) -> Report:
 
 PARTS: dict[str, Callable[[Options], Report]] = {
     "fuzz": fuzz,
+    "refusals": refusals,
     "checkpoints": checkpoints,
     "steps": steps,
     "faults": faults,

@@ -116,6 +116,11 @@ def test_a_batch_that_was_prepared_first_is_refused_in_all_processes(two: Job) -
             assert table[:3] == [0.0, -float(number), 1.0 - number]
 
 
+def test_fuzzed_refusals_change_no_bit(two: Job, seed: int) -> None:
+    """A few of the steps of `make test-distributed DISTRIBUTED=refusals`."""
+    assert two.run("refusals.run", 150, seed) == [6, 6]
+
+
 def test_a_line_says_which_process_is_waited_for() -> None:
     with Job(2, {"TF_CPP_MIN_LOG_LEVEL": "1"}) as job:
         found = job.run("crossings.step_late", 3.5)

@@ -1,0 +1,156 @@
+"""Fuzzes refused steps, calls of one process alone and input threads, in a job.
+
+Every process draws the same random numbers, and has one replica of the reference.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from multi_process.calls import rank
+from reliability.refusals import CLASSES, SAMPLES, STEPS_PER_EPISODE, D, Episode, V
+
+
+def rows(embedding: Any) -> Any:
+    """The table; it is read by calls of all processes."""
+    return embedding.core.checkpoint_rows()["films"]["parameters"]
+
+
+ALONE: dict[str, Callable[[Any], Any]] = {
+    "flush": lambda embedding: embedding.flush(),
+    "reset": lambda embedding: embedding.reset(),
+    "read": lambda embedding: rows(embedding).numpy(),
+}
+AHEAD = 3  # Batches that a thread enqueues ahead.
+
+
+class JobEpisode(Episode):
+    """One embedding of a job, in each of its processes."""
+
+    # An error of the user's own in one process alone ends a job.
+    kinds = ("good", "good", "id", "nan", "shape", "flush")
+
+    def __init__(self, strategy: tf.distribute.Strategy, **arguments: Any) -> None:
+        self._of_job, self._rank = strategy, rank(strategy)
+        super().__init__("host", replicas=strategy.num_replicas_in_sync, **arguments)
+        self.user.embedding.core.create_engine()  # Before it no call meets another.
+
+    def _make_strategy(self) -> tf.distribute.Strategy:
+        return self._of_job
+
+    def _replica(self) -> int:
+        return self._rank
+
+    def _own(self, values: np.ndarray) -> np.ndarray:
+        return values[self._rank : self._rank + 1]
+
+    def _refused(self, kind: str, bad: int) -> None:
+        """All processes had looked up, and none has to reset."""
+        del bad
+        traced = self.graph and kind == "shape"
+        if self.name == "queue" and kind in ("nan", "shape") and not traced:
+            self.reference.flush()
+
+    def step(self, rng: np.random.Generator) -> None:
+        """A random step, as in one process, with a call alone, or from a thread."""
+        chosen = rng.random()
+        if chosen < 0.6:
+            super().step(rng)
+        elif chosen < 0.9 or self.name != "queue":
+            self._call_alone(rng)
+        else:
+            self._enqueue_ahead(rng)
+
+    def _draw(self, rng: np.random.Generator) -> tuple[Any, Any, np.ndarray]:
+        """IDs and gradients of this process, and the update of all."""
+        ids = rng.integers(0, V, [self.replicas, SAMPLES])
+        gradients = rng.integers(1, 4, [self.replicas, SAMPLES, D]).astype(np.float32)
+        update = np.zeros([V, D], np.float32)
+        np.add.at(update, ids.ravel(), gradients.reshape(-1, D))
+        return tf.constant(ids[self._rank]), tf.constant(gradients[self._rank]), update
+
+    def _check(self, found: tf.Tensor, ids: tf.Tensor, where: Any) -> None:
+        expected = self.reference.table[ids.numpy()]
+        np.testing.assert_array_equal(found, expected, err_msg=f"{self} {where}")
+        if self.name == "queue":
+            self.reference.flush()  # A dequeue applies the pending update.
+
+    def _call_alone(self, rng: np.random.Generator) -> None:
+        """One process makes another call than the others; then all go on, or reset."""
+        # Without pipelining, flush does nothing and meets nobody.
+        calls = [call for call in ALONE if self.pipelined or call != "flush"]
+        name, when = str(rng.choice(calls)), str(rng.choice(["lookup", "update"]))
+        bad, discards = int(rng.integers(self.replicas)), bool(rng.integers(2))
+        ids, gradients, update = self._draw(rng)
+        embedding: Any = self.user.embedding
+
+        def look_up() -> Any:
+            if self.name == "queue":
+                return embedding.dequeue()["film"], None
+            return self.user.look_up(ids)
+
+        def refused(call: Callable[[], Any]) -> bool:
+            """Whether the step ends here, after all processes had an error."""
+            alone = self._rank == bad
+            refusal: Any = tf.errors.FailedPreconditionError
+            with pytest.raises(refusal, match="called the embedding differently"):
+                _ = ALONE[name](embedding) if alone else call()
+            if discards:
+                embedding.reset()
+                self.reference.pending = None
+            return discards
+
+        if self.name == "queue":
+            embedding.enqueue({"film": ids})
+        if when == "lookup" and refused(look_up):
+            return
+        activations, looked_up = look_up()
+        self._check(activations, ids, (name, when, bad, discards))
+        if when == "update" and refused(lambda: self.user.update(gradients, looked_up)):
+            return
+        self.user.update(gradients, looked_up)
+        self.reference.train(update)
+
+    def _enqueue_ahead(self, rng: np.random.Generator) -> None:
+        drawn = [self._draw(rng) for _ in range(AHEAD)]
+        enqueued = threading.Semaphore(0)
+
+        def enqueue() -> None:
+            for ids, _, _ in drawn:
+                self.user.embedding.enqueue({"film": ids})
+                enqueued.release()
+
+        thread = threading.Thread(target=enqueue)
+        thread.start()
+        for ids, gradients, update in drawn:
+            enqueued.acquire()
+            activations = self.user.embedding.dequeue()["film"]
+            self._check(activations, ids, "ahead")
+            self.user.update(gradients, None)
+            self.reference.train(update)
+        thread.join()
+
+
+def run(strategy: tf.distribute.Strategy, steps: int, seed: int) -> int:
+    """Fuzzes in one process of a job; returns the number of episodes."""
+    rng = np.random.default_rng(seed)
+    episodes = -(-steps // STEPS_PER_EPISODE)
+    with mock.patch.dict(os.environ):
+        for _ in range(episodes):
+            episode = JobEpisode(
+                strategy,
+                name=str(rng.choice([*CLASSES])),
+                pipelined=bool(rng.integers(2)),
+                graph=bool(rng.integers(2)),
+            )
+            for _ in range(STEPS_PER_EPISODE):
+                episode.step(rng)
+            episode.finish()
+    return episodes
