@@ -36,7 +36,10 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
                 "test_an_op_that_has_a_kernel_keeps_it",
                 "test_each_op_has_one_kernel",
             },
-            "checkpoint/test_golden.py": {"test_files_of_36ee9cc[combiner-v6e]"},
+            "checkpoint/test_golden.py": {
+                f"test_files_of_earlier_commits[combiner-v6e-{commit}]"
+                for commit in ("36ee9cc", "e08f784")
+            },
             "sparse_core/test_custom.py": {
                 "test_a_sample_with_too_many_ids",
                 "test_minibatches_beside_a_combiner_are_refused",

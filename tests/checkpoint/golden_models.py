@@ -1,4 +1,4 @@
-"""Models whose files were written at commit 36ee9cc, and must load for good.
+"""Models whose files earlier commits wrote, and which must load for good.
 
 Run as a script at that commit, `python -m checkpoint.golden_models FOLDER` writes one
 file for each of `CASES`: a zip archive in base64 of what was saved, and of

@@ -1,4 +1,4 @@
-"""Files written at commit 36ee9cc load with the same bits.
+"""Files written at earlier commits load with the same bits.
 
 tests/golden/checkpoints/README.md says how they were made.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from checkpoint.golden_models import CASES
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "checkpoints" / "36ee9cc"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "checkpoints"
 
 # Keras asks its variables for arrays in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings(
@@ -25,9 +25,13 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.parametrize("commit", ["36ee9cc", "e08f784"])
 @pytest.mark.parametrize("name", CASES)
-def test_files_of_36ee9cc(name: str, tmp_path: pathlib.Path) -> None:
-    packed = base64.decodebytes((GOLDEN / f"{name}.zip.base64").read_bytes())
+def test_files_of_earlier_commits(
+    name: str, commit: str, tmp_path: pathlib.Path
+) -> None:
+    file = GOLDEN / commit / f"{name}.zip.base64"
+    packed = base64.decodebytes(file.read_bytes())
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         archive.extractall(tmp_path)
         expected = json.loads(archive.read("expected.json"))

@@ -104,6 +104,8 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
     "optimizer": ("optimizer", te.Adagrad(0.1), te.SGD(0.1)),
     "learning_rate": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.2)),
     "clipvalue": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.1, clipvalue=1.0)),
+    "clipnorm": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.1, clipnorm=1.0)),
+    "rounding_seed": ("seed", 1, 2),
     "max_sequence_length": ("feature", 0, 3),
     "paths": ("path", "film", "movie"),
     "pipeline_execution_with_tensor_core": ("pipelined", False, True),
@@ -122,9 +124,11 @@ def differ(strategy: Any) -> dict[str, tuple[str, str]]:
         chosen = {kind: other if last else value}
         table_name = chosen.get("name", "films")
         arguments = {"vocabulary_size": 8, "dim": 2, "name": table_name}
-        table = te.TableConfig(
-            **arguments | ({name: chosen[kind]} if kind == "table" else {})
-        )
+        if kind == "seed":  # Only bfloat16 is rounded.
+            arguments |= {"dtype": "bfloat16"}
+        if kind in ("table", "seed"):
+            arguments |= {name: chosen[kind]}
+        table = te.TableConfig(**arguments)
         feature = te.FeatureConfig(table, chosen.get("feature", 0))
         options = {name: chosen[kind]} if kind == "distributed" else {}
         with strategy.scope():
