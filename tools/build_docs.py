@@ -97,7 +97,9 @@ def summary(name: str) -> str:
     module, _, own = name.rpartition(".")
     path = ROOT.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(path.read_text()).body:
+    body = ast.parse(path.read_text()).body
+    lazy = [node for part in body if isinstance(part, ast.If) for node in part.body]
+    for node in [*body, *lazy]:
         if isinstance(node, ast.ImportFrom) and node.module:
             imported = {alias.name for alias in node.names}
             starred = "*" in imported and own in public_names(node.module)

@@ -18,18 +18,8 @@ from tpu_embedding.config import (
     SparseCoreEmbeddingConfig,
     TableConfig,
 )
-from tpu_embedding.drop_in import install, uninstall
-from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.embedding_v0 import TPUEmbeddingV0
-from tpu_embedding.embedding_v2 import TPUEmbeddingV2
-from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.optimizers import *  # noqa: F403 - their `__all__` is public.
-from tpu_embedding.parameter_server import ClusterCoordinator
-from tpu_embedding.planning import plan
-from tpu_embedding.serving.embedding import TPUEmbeddingForServing
-from tpu_embedding.serving.lookup import serving_embedding_lookup
-from tpu_embedding.telemetry import Figure, Telemetry
 from tpu_embedding.vocabulary import GrowingVocabulary, VocabularyContents
 
 if _typing.TYPE_CHECKING:
@@ -42,7 +32,33 @@ if _typing.TYPE_CHECKING:
         serving,
         testing,
     )
+    from tpu_embedding.drop_in import install, uninstall
+    from tpu_embedding.embedding import TPUEmbedding
+    from tpu_embedding.embedding_v0 import TPUEmbeddingV0
+    from tpu_embedding.embedding_v2 import TPUEmbeddingV2
+    from tpu_embedding.initializers import RowIdInitializer
+    from tpu_embedding.parameter_server import ClusterCoordinator
+    from tpu_embedding.planning import plan
+    from tpu_embedding.serving.embedding import TPUEmbeddingForServing
+    from tpu_embedding.serving.lookup import serving_embedding_lookup
+    from tpu_embedding.telemetry import Figure, Telemetry
 
+# Imported when they are first used: TensorFlow takes seconds, and a command line that
+# only prints its help does not need it.
+_MODULES = {
+    "ClusterCoordinator": "parameter_server",
+    "Figure": "telemetry",
+    "RowIdInitializer": "initializers",
+    "TPUEmbedding": "embedding",
+    "TPUEmbeddingForServing": "serving.embedding",
+    "TPUEmbeddingV0": "embedding_v0",
+    "TPUEmbeddingV2": "embedding_v2",
+    "Telemetry": "telemetry",
+    "install": "drop_in",
+    "plan": "planning",
+    "serving_embedding_lookup": "serving.lookup",
+    "uninstall": "drop_in",
+}
 _PACKAGES = [
     "checkpoint",
     "estimator",
@@ -87,9 +103,12 @@ __all__ += _optimizers.__all__
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name not in _PACKAGES:
+    if name in _PACKAGES:
+        return _importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _importlib.import_module(f"{__name__}.{name}")
+    module = _importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:

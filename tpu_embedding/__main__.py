@@ -1,76 +1,246 @@
 """The command line: `python -m tpu_embedding COMMAND ...`.
 
 A command is a row in `_COMMANDS`: a name, a line of help, and a function that adds
-arguments to a parser and sets its default `run`, which gets the arguments and returns
-the exit code.
+arguments to a parser and says which function runs it. That function gets the arguments
+and returns the exit code. Its module, and TensorFlow with it, is imported when it runs:
+the help of a command needs neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import os
 import sys
-from collections.abc import Callable, Sequence
-
-import tensorflow as tf
-
-from tpu_embedding import drop_in, parameter_server, trial
-from tpu_embedding.checkpoint import command_line as checkpoint
-from tpu_embedding.checkpoint import page
-from tpu_embedding.planning import command_line as planning
-from tpu_embedding.serving import applying, mapping
-from tpu_embedding.testing import compilation
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
+_CHECKPOINT_HELP = (
+    "a TensorFlow checkpoint or its folder, a .keras or .weights.h5 file, a .npy or "
+    ".npz file or a folder of .npy files"
+)
+
+
+def _runs(parser: argparse.ArgumentParser, module: str, function: str) -> None:
+    parser.set_defaults(run=(f"tpu_embedding.{module}", function))
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    inspect = commands.add_parser(
+        "inspect", help="list tables and slots with shapes, dtypes and norms"
+    )
+    inspect.add_argument("path", help=_CHECKPOINT_HELP)
+    _runs(inspect, "checkpoint.command_line", "inspect")
+    convert = commands.add_parser("convert", help="write a checkpoint as another kind")
+    convert.add_argument("path", help=_CHECKPOINT_HELP)
+    convert.add_argument("destination", help="the new checkpoint")
+    kinds = ("tensorflow", "sparse-core", "numpy")
+    convert.add_argument("--to", choices=kinds, default=kinds[0])
+    convert.add_argument(
+        "--like", help="for sparse-core: a checkpoint whose layout is used"
+    )
+    convert.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="give a table another name; may be repeated",
+    )
+    convert.add_argument("--no-slots", action="store_true", help="leave the slots out")
+    convert.add_argument(
+        "--new-root", help="name of the object in the new checkpoint (embedding)"
+    )
+    _runs(convert, "checkpoint.command_line", "convert")
+    for command in (inspect, convert):
+        command.add_argument("--root", help="the object that holds the tables")
+        command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_delta(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    inspect = commands.add_parser(
+        "inspect", help="check a delta, and say what it holds"
+    )
+    inspect.add_argument("path", help="a delta")
+    _runs(inspect, "serving.applying", "run_inspect")
+    apply = commands.add_parser("apply", help="write an export with deltas applied")
+    apply.add_argument("path", help="an export that takes deltas")
+    apply.add_argument("deltas", nargs="+", help="deltas, in their order")
+    apply.add_argument("--to", required=True, help="a new folder for the export")
+    _runs(apply, "serving.applying", "run_apply")
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="an export whose tables are mapped")
+    _runs(parser, "serving.mapping", "run")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help=_CHECKPOINT_HELP)
+    parser.add_argument(
+        "--output", default="report.html", help="the page (%(default)s)"
+    )
+    parser.add_argument("--root", help="the object that holds the tables")
+    _runs(parser, "checkpoint.page", "run")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        default="host",
+        metavar="PLACE",
+        help="host (the default), mirrored:N, v4:N, v6e:N or another TPU generation",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the program is a module, as for `python -m`",
+    )
+    parser.add_argument(
+        "--keras",
+        action="store_true",
+        help="the program is for Keras: its Embedding layers and optimizers work by "
+        "rows, as te.keras.Embedding and te.keras.RowSparseOptimizer",
+    )
+    parser.add_argument("script", help="a Python program for TPUs or for Keras")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    _runs(parser, "drop_in", "run")
+
+
+def _add_try(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="end each run after so many steps of `fit`; without it the script ends",
+    )
+    parser.add_argument("script", help="a Python program for Keras")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    _runs(parser, "trial", "run")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, a feature configuration or a "
+        "function without arguments that returns it, alone or with an optimizer; or a "
+        ".json or .yaml file (docs/planning.md)",
+    )
+    parser.add_argument("--batch-size", type=int, help="samples of a step, in all")
+    parser.add_argument(
+        "--sample",
+        help="MODULE:ATTRIBUTE of a data set of batches, or a .npz file with an array "
+        "of ids for each feature, or its NAME.values and NAME.row_splits, cut into "
+        "batches",
+    )
+    parser.add_argument(
+        "--sample-batches", type=int, default=16, help="how many are read (16)"
+    )
+    parser.add_argument(
+        "--topology",
+        action="append",
+        metavar="NAME",
+        help="for example v6e:2x2; may be repeated (the smallest that fits of each)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        action="append",
+        metavar="N",
+        help="a number of machines; may be repeated (2, 4 and 8)",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("auto", "rows", "whole"),
+        default="auto",
+        help="of DistributedOptions, for several machines (auto)",
+    )
+    parser.add_argument(
+        "--machine-gib", type=float, help="memory of one machine (this one's)"
+    )
+    parser.add_argument(
+        "--pipelined",
+        action="store_true",
+        help="with pipeline_execution_with_tensor_core, on SparseCores",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    _runs(parser, "planning.command_line", "run")
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "build",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION of a function of a TPUStrategy that "
+        "returns a step and the specs of its arguments (docs/tpu_check.md)",
+    )
+    parser.add_argument(
+        "--topology",
+        action="append",
+        metavar="NAME",
+        help="for example v5p:2x2x1; may be repeated (v6e:2x2)",
+    )
+    parser.add_argument(
+        "--python",
+        help="of an environment for it ($TPU_EMBEDDING_TPU_CHECK_PYTHON, or this one)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _runs(parser, "testing.compilation", "run")
+
 
 _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
-    (
-        "checkpoint",
-        "inspect and convert checkpoints",
-        checkpoint.add_arguments,
-    ),
-    (
-        "delta",
-        "inspect deltas, and apply them to an export",
-        applying.add_arguments,
-    ),
-    (
-        "place",
-        "tell an export with mapped tables where it is",
-        mapping.add_arguments,
-    ),
-    (
-        "report",
-        "draw a page of the tables of a checkpoint",
-        page.add_arguments,
-    ),
-    (
-        "run",
-        "run a program written for TPUs or for Keras, unchanged",
-        drop_in.add_arguments,
-    ),
-    (
-        "try",
-        "run a Keras program as it is and by rows, and compare",
-        trial.add_arguments,
-    ),
+    ("checkpoint", "inspect and convert checkpoints", _add_checkpoint),
+    ("delta", "inspect deltas, and apply them to an export", _add_delta),
+    ("place", "tell an export with mapped tables where it is", _add_place),
+    ("report", "draw a page of the tables of a checkpoint", _add_report),
+    ("run", "run a program written for TPUs or for Keras, unchanged", _add_run),
+    ("try", "run a Keras program as it is and by rows, and compare", _add_try),
     (
         "server",
         "run the parameter server or worker that TF_CONFIG names",
-        lambda parser: parser.set_defaults(run=lambda _: parameter_server.serve()),
+        lambda parser: _runs(parser, "parameter_server", "serve"),
     ),
-    (
-        "plan",
-        "say where tables fit: memory, limits, traffic and balance",
-        planning.add_arguments,
-    ),
-    (
-        "compile",
-        "compile a training step for a TPU that is not there",
-        compilation.add_arguments,
-    ),
+    ("plan", "say where tables fit: memory, limits, traffic and balance", _add_plan),
+    ("compile", "compile a training step for a TPU that is not there", _add_compile),
 )
+# Their log is the user's: that of a program, and of a server.
+_LOGGING = ("run", "server")
 # Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.
-_EXPECTED = (ValueError, TypeError, NotImplementedError, RuntimeError)
+_EXPECTED = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what TensorFlow writes while it loads, unless loading fails."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        stderr = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(stderr, kept.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def _message(error: Exception) -> str | None:
+    """What a user reads of an error that they can fix."""
+    if isinstance(error, KeyError):
+        return str(error.args[0]) if error.args else "KeyError"
+    if isinstance(error, _EXPECTED):
+        return str(error) or type(error).__name__
+    tf = sys.modules.get("tensorflow")
+    if tf is not None and isinstance(error, tf.errors.OpError):
+        return getattr(error, "message", None)
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,20 +253,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0, or 2 after an error, which is printed to stderr.
     """
     parser = argparse.ArgumentParser(prog="python -m tpu_embedding")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_, add_arguments in _COMMANDS:
         add_arguments(commands.add_parser(name, help=help_))
     parsed = parser.parse_args(arguments)
+    module, function = parsed.run
+    if "tensorflow" not in sys.modules and parsed.command not in _LOGGING:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with _quiet():
+        run = getattr(importlib.import_module(module), function)
     try:
-        return parsed.run(parsed)
-    except tf.errors.OpError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except KeyError as error:
-        print(f"error: {error.args[0] if error.args else 'KeyError'}", file=sys.stderr)
-    except _EXPECTED as error:
-        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
+        return run(parsed)
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
     return 2
 
 

@@ -666,45 +666,19 @@ def _install(on: str) -> None:
         create_devices(_devices(), f"--on {on}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `python -m tpu_embedding run`."""
-
-    def call(parsed: argparse.Namespace) -> int:
-        if parsed.keras and parsed.on != "host":
-            raise ValueError(
-                "run --keras trains tables where the script does. Leave --on out, or "
-                "leave --keras out for a program written for TPUs."
-            )
-        replace = install_keras if parsed.keras else lambda: _install(parsed.on)
-        program = prepare(
-            parsed.script, parsed.arguments, replace, module=parsed.module
+def run(parsed: argparse.Namespace) -> int:
+    """Runs `run`."""
+    if parsed.keras and parsed.on != "host":
+        raise ValueError(
+            "run --keras trains tables where the script does. Leave --on out, or "
+            "leave --keras out for a program written for TPUs."
         )
-        try:
-            program()
-        except Exception as error:  # As Python does for a program that fails.
-            trace = _of_program(error.__traceback__)
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
-            return 1
-        return 0
-
-    parser.add_argument(
-        "--on",
-        default="host",
-        metavar="PLACE",
-        help="host (the default), mirrored:N, v4:N, v6e:N or another TPU generation",
-    )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="the program is a module, as for `python -m`",
-    )
-    parser.add_argument(
-        "--keras",
-        action="store_true",
-        help="the program is for Keras: its Embedding layers and optimizers work by "
-        "rows, as te.keras.Embedding and te.keras.RowSparseOptimizer",
-    )
-    parser.add_argument("script", help="a Python program for TPUs or for Keras")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    parser.set_defaults(run=call)
+    replace = install_keras if parsed.keras else lambda: _install(parsed.on)
+    program = prepare(parsed.script, parsed.arguments, replace, module=parsed.module)
+    try:
+        program()
+    except Exception as error:  # As Python does for a program that fails.
+        trace = _of_program(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 1
+    return 0

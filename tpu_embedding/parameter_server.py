@@ -293,7 +293,7 @@ _TF_CONFIG = (
 )
 
 
-def serve() -> None:
+def serve(_: object) -> None:
     """Runs the parameter server or worker of TF_CONFIG; does not return.
 
     Raises:

@@ -229,19 +229,9 @@ def _watcher(base: Any, steps: int, report: Callable[..., None]) -> Any:
     return Watcher
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `python -m tpu_embedding try`."""
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        help="end each run after so many steps of `fit`; without it the script ends",
-    )
-    parser.add_argument("script", help="a Python program for Keras")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    parser.set_defaults(
-        run=lambda parsed: try_script(parsed.script, parsed.arguments, parsed.steps)
-    )
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `try`."""
+    return try_script(arguments.script, arguments.arguments, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import os
 import pathlib
 import runpy
+import subprocess
 import sys
 
 import numpy as np
@@ -205,6 +208,47 @@ def test_the_module_runs(
         runpy.run_module("tpu_embedding", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(f"{saved} (TensorFlow")
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["checkpoint", "inspect"]])
+def test_help_needs_no_tensorflow(command: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from tpu_embedding.__main__ import main\n"
+        "try:\n"
+        f"    main({[*command, '--help']})\n"
+        "finally:\n"
+        "    assert 'tensorflow' not in sys.modules\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("usage: ")
+
+
+@pytest.mark.second_tier
+def test_a_command_prints_its_own_output_only(
+    saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    command = [sys.executable, "-m", "tpu_embedding", "checkpoint", "inspect", saved]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith(f"{saved} (TensorFlow")
+
+
+def test_what_loading_wrote_is_shown_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load(_: str) -> None:
+        os.write(2, b"no library\n")
+        raise ImportError
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    with pytest.raises(ImportError):
+        main(["checkpoint", "inspect", "model"])
+    assert capfd.readouterr().err == "no library\n"
 
 
 class Terminal(io.StringIO):

@@ -24,60 +24,13 @@ from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 from tpu_embedding.text import aligned
 
-PATH_HELP = (
-    "a TensorFlow checkpoint or its folder, a .keras or .weights.h5 file, a .npy or "
-    ".npz file or a folder of .npy files"
-)
-
 _SPARSE_CORE = "sparse-core"
-_KINDS = ("tensorflow", _SPARSE_CORE, "numpy")
 _BAR_WIDTH = 30
 _SECONDS_BETWEEN = 0.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommands and their arguments."""
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_inspect, _add_convert):
-        command = add(commands)
-        command.add_argument("--root", help="the object that holds the tables")
-        command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_inspect(commands: Any) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        "inspect", help="list tables and slots with shapes, dtypes and norms"
-    )
-    command.add_argument("path", help=PATH_HELP)
-    command.set_defaults(run=_inspect)
-    return command
-
-
-def _add_convert(commands: Any) -> argparse.ArgumentParser:
-    command = commands.add_parser("convert", help="write a checkpoint as another kind")
-    command.add_argument("path", help=PATH_HELP)
-    command.add_argument("destination", help="the new checkpoint")
-    command.add_argument("--to", choices=_KINDS, default="tensorflow")
-    command.add_argument(
-        "--like", help="for sparse-core: a checkpoint whose layout is used"
-    )
-    command.add_argument(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="OLD=NEW",
-        help="give a table another name; may be repeated",
-    )
-    command.add_argument("--no-slots", action="store_true", help="leave the slots out")
-    command.add_argument(
-        "--new-root",
-        help=f"name of the object in the new checkpoint ({DEFAULT_ROOT})",
-    )
-    command.set_defaults(run=_convert)
-    return command
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> int:
+    """Runs `checkpoint inspect`."""
     checkpoint = read(arguments.path, root=arguments.root)
     arrays = _read_norms(checkpoint, TextProgress())
     if arguments.json:
@@ -95,7 +48,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def convert(arguments: argparse.Namespace) -> int:
+    """Runs `checkpoint convert`."""
     if arguments.to == "numpy" and arguments.new_root is not None:
         raise ValueError("`--new-root` is not for `--to numpy`: arrays have no object.")
     if arguments.to != _SPARSE_CORE and arguments.like is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.command_line import PATH_HELP, TextProgress, printable
+from tpu_embedding.checkpoint.command_line import TextProgress, printable
 from tpu_embedding.checkpoint.formats import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
 from tpu_embedding.tables.rows import PARAMETERS
@@ -83,17 +83,8 @@ a { color: var(--main); text-decoration: none; } a:hover { text-decoration: unde
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `report`."""
-    parser.add_argument("path", help=PATH_HELP)
-    parser.add_argument(
-        "--output", default="report.html", help="the page (%(default)s)"
-    )
-    parser.add_argument("--root", help="the object that holds the tables")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `report`."""
     checkpoint = read(arguments.path, root=arguments.root)
     _require_writable(arguments.output)
     page = page_of(checkpoint, table_reports(checkpoint, TextProgress()))

@@ -18,17 +18,8 @@ from tpu_embedding.errors import type_name
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.planning.placements import plan
 
-_CONFIG_HELP = (
-    "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, a feature configuration or a function "
-    "without arguments that returns it, alone or with an optimizer; or a .json or "
-    ".yaml file (docs/planning.md)"
-)
 # The keys of a file.
 _LISTS, _REST = ("tables", "features"), ("optimizer", "batch_size")
-_SAMPLE_HELP = (
-    "MODULE:ATTRIBUTE of a data set of batches, or a .npz file with an array of ids "
-    "for each feature, or its NAME.values and NAME.row_splits, cut into batches"
-)
 
 
 class Configuration(NamedTuple):
@@ -45,47 +36,8 @@ class Configuration(NamedTuple):
     batch_size: int | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
-    parser.add_argument("config", help=_CONFIG_HELP)
-    parser.add_argument("--batch-size", type=int, help="samples of a step, in all")
-    parser.add_argument("--sample", help=_SAMPLE_HELP)
-    parser.add_argument(
-        "--sample-batches", type=int, default=16, help="how many are read (16)"
-    )
-    parser.add_argument(
-        "--topology",
-        action="append",
-        metavar="NAME",
-        help="for example v6e:2x2; may be repeated (the smallest that fits of each)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        action="append",
-        metavar="N",
-        help="a number of machines; may be repeated (2, 4 and 8)",
-    )
-    parser.add_argument(
-        "--placement",
-        choices=("auto", "rows", "whole"),
-        default="auto",
-        help="of DistributedOptions, for several machines (auto)",
-    )
-    parser.add_argument(
-        "--machine-gib", type=float, help="memory of one machine (this one's)"
-    )
-    parser.add_argument(
-        "--pipelined",
-        action="store_true",
-        help="with pipeline_execution_with_tensor_core, on SparseCores",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `plan`."""
     config = load_configuration(arguments.config)
     batch_size = arguments.batch_size
     if batch_size is None:

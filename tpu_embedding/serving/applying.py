@@ -86,22 +86,8 @@ def apply_to_export(
     return sequence
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommands `inspect` and `apply`, and their arguments."""
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    inspect = commands.add_parser(
-        "inspect", help="check a delta, and say what it holds"
-    )
-    inspect.add_argument("path", help="a delta")
-    inspect.set_defaults(run=_inspect)
-    apply = commands.add_parser("apply", help="write an export with deltas applied")
-    apply.add_argument("path", help="an export that takes deltas")
-    apply.add_argument("deltas", nargs="+", help="deltas, in their order")
-    apply.add_argument("--to", required=True, help="a new folder for the export")
-    apply.set_defaults(run=_apply)
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Runs `delta inspect`."""
     print(_described(read_header(arguments.path)))
     return 0
 
@@ -122,7 +108,8 @@ def _described(header: Header) -> str:
     )
 
 
-def _apply(arguments: argparse.Namespace) -> int:
+def run_apply(arguments: argparse.Namespace) -> int:
+    """Runs `delta apply`."""
     sequence = apply_to_export(arguments.path, arguments.deltas, arguments.to)
     print(f"Wrote to {arguments.to}: the export after delta {sequence}")
     return 0

@@ -127,13 +127,8 @@ def _require_size(path: str, node: Any) -> None:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `place`."""
-    parser.add_argument("path", help="an export whose tables are mapped")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `place`."""
     for file in place(arguments.path):
         print(file)
     return 0

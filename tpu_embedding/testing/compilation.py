@@ -485,27 +485,8 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `python -m tpu_embedding compile`."""
-    parser.add_argument(
-        "build",
-        help="MODULE:FUNCTION or FILE.py:FUNCTION of a function of a TPUStrategy that "
-        "returns a step and the specs of its arguments (docs/tpu_check.md)",
-    )
-    parser.add_argument(
-        "--topology",
-        action="append",
-        metavar="NAME",
-        help="for example v5p:2x2x1; may be repeated (v6e:2x2)",
-    )
-    parser.add_argument(
-        "--python", help=f"of an environment for it (${PYTHON_VARIABLE}, or this one)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `compile`."""
     reports = [
         compile_step(arguments.build, topology, python=arguments.python)
         for topology in arguments.topology or ["v6e:2x2"]
