@@ -442,3 +442,51 @@ def test_weights_that_are_watched_are_refused() -> None:
         embedding.weight_gradients(
             found, {"film": tf.constant([[1]])}, {"film": tf.ones([1, 1])}
         )
+
+
+@pytest.mark.parametrize("unknown", ["zeros", "shared_row"])
+def test_frozen_tables_go_on_with_the_same_bits(unknown: str) -> None:
+    vocabulary = te.GrowingVocabulary(10, min_count=2, unknown=unknown)
+    table = te.TableConfig(vocabulary, 2, "uniform", name="films")
+    growing = te.TPUEmbedding(te.FeatureConfig(table), te.Adagrad(0.5))
+
+    def train(embedding: te.TPUEmbedding, ids: Any) -> np.ndarray:
+        embedding.enqueue(ids)
+        found = embedding.dequeue()
+        embedding.apply_gradients(tf.ones_like(found))
+        return found.numpy()
+
+    for ids in ([[7, -3, 7]], [[9, -3, 2**60]]):
+        train(growing, tf.constant(ids, tf.int64))
+    frozen = growing.freeze_vocabulary(table)
+    assert frozen.ids.tolist() == [-3, 7]
+    ids = tf.ragged.constant([[7, 5, 2**63 - 1], [], [-3, -(2**63)]], dtype=tf.int64)
+    rows = frozen.rows_of(ids)
+    assert rows.to_list() == [[1, 2, 2], [], [0, 2]]
+    static = te.TPUEmbedding(te.FeatureConfig(frozen.config), te.Adagrad(0.5))
+    for name, values in frozen.slots.items():
+        static.variables[frozen.config][name].assign(values)
+    growing.enqueue(ids, training=False)
+    static.enqueue(rows, training=False)
+    assert np.array_equal(growing.dequeue(), static.dequeue())
+    known = tf.constant([[7, -3], [-3, -3]], tf.int64)
+    for _ in range(2):
+        ours = train(growing, known)
+        assert np.array_equal(ours, train(static, frozen.rows_of(known)))
+    # Any class takes it.
+    v2 = te.TPUEmbeddingV2(te.FeatureConfig(frozen.config), te.Adagrad(0.5))
+    assert v2(frozen.rows_of(known))[0].shape == (2, 2)
+    assert te.plan(te.FeatureConfig(frozen.config), te.Adagrad(0.5), batch_size=8)
+
+
+def test_what_cannot_be_frozen() -> None:
+    embedding, table = _embedding(te.GrowingVocabulary(9, unknown="initializer"))
+    with pytest.raises(NotImplementedError, match="looks up values of its own"):
+        embedding.freeze_vocabulary(table)
+    other, _ = _embedding(te.GrowingVocabulary(9))
+    with pytest.raises(ValueError, match="Growing tables: films"):
+        other.freeze_vocabulary(table)
+    empty, table = _embedding(te.GrowingVocabulary(9))
+    frozen = empty.freeze_vocabulary(table)
+    assert frozen.rows_of(tf.constant([[4], [5]])).numpy().tolist() == [[0], [0]]
+    assert frozen.config.vocabulary_size == 1

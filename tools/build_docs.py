@@ -40,6 +40,7 @@ TASKS = {
         "FeatureConfig",
         "GrowingVocabulary",
         "VocabularyContents",
+        "FrozenTable",
         "CustomCombiner",
         "QuantizationConfig",
         "RowIdInitializer",

@@ -41,6 +41,7 @@ if _typing.TYPE_CHECKING:
     from tpu_embedding.planning import plan
     from tpu_embedding.serving.embedding import TPUEmbeddingForServing
     from tpu_embedding.serving.lookup import serving_embedding_lookup
+    from tpu_embedding.tables.growing import FrozenTable
     from tpu_embedding.telemetry import Figure, Telemetry
 
 # Imported when they are first used: TensorFlow takes seconds, and a command line that
@@ -48,6 +49,7 @@ if _typing.TYPE_CHECKING:
 _MODULES = {
     "ClusterCoordinator": "parameter_server",
     "Figure": "telemetry",
+    "FrozenTable": "tables.growing",
     "RowIdInitializer": "initializers",
     "TPUEmbedding": "embedding",
     "TPUEmbeddingForServing": "serving.embedding",
@@ -75,6 +77,7 @@ __all__ = [
     "DistributedOptions",
     "FeatureConfig",
     "Figure",
+    "FrozenTable",
     "GrowingVocabulary",
     "PartitionedCsrFormatTensor",
     "QuantizationConfig",

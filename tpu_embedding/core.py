@@ -34,6 +34,7 @@ from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout, TableLayout
 from tpu_embedding.lookup.weight_gradients import watched, with_weight_gradients
 from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tables.growing import FrozenTable, freeze
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     MutableTableRows,
@@ -377,6 +378,17 @@ class Core(EngineTables):
             for spec in self.plan.tables
             if spec.name in found
         }
+
+    def freeze_vocabulary(self, table: Any) -> FrozenTable:
+        """See `TPUEmbedding.freeze_vocabulary`."""
+        found = self.growing()
+        for spec in self.plan.tables:
+            if spec.key is table and spec.name in found:
+                return freeze(spec, found[spec.name].read())
+        raise ValueError(
+            f"`table` must be the TableConfig of a growing table. Received: {table!r}. "
+            f"Growing tables: {', '.join(found) or 'none'}."
+        )
 
     def _logical_variable(self, name: str, rows: MutableTableRows) -> LogicalVariable:
         engine = self.create_engine()

@@ -10,6 +10,7 @@ from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import EmbeddingOptions
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.nest_utils import Structure
+from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tf_configs import (
     check_batch_size,
     convert_features,
@@ -118,6 +119,18 @@ class EmbeddingBase(TrackableTables):
         ([-3, 7], [1, 0])
         """
         return self.core.vocabularies()
+
+    def freeze_vocabulary(self, table: Any) -> FrozenTable:
+        """A growing table in the form of a static one, for any engine.
+
+        Args:
+          table: The TableConfig of the growing table.
+
+        Raises:
+          ValueError: If it is none of this embedding.
+          NotImplementedError: If each id without a row looks up values of its own.
+        """
+        return self.core.freeze_vocabulary(table)
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:

@@ -32,6 +32,7 @@ from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.optimizers.base import check_flag
+from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tables.trackable import LogicalVariable
 from tpu_embedding.vocabulary import VocabularyContents
 
@@ -315,6 +316,10 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         if self._built.arguments.trainable_tables:
             return {}
         return self.core.vocabularies()
+
+    def freeze_vocabulary(self, table: Any) -> FrozenTable:
+        """See `TPUEmbedding.freeze_vocabulary`."""
+        return self.core.freeze_vocabulary(table)
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Assigns new values to a table and keeps its slots.
