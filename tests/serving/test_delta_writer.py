@@ -109,6 +109,30 @@ def assert_follows(
         np.testing.assert_array_equal(values, wanted[name])
 
 
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_tables_of_bfloat16(
+    storage: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    films = te.TableConfig(50, 5, name="films", dtype="bfloat16")
+    embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.Adagrad(0.1))
+    te.serving.export(embedding, tmp_path / "base", storage=storage, deltas=True)
+    writer = te.serving.DeltaWriter(embedding, tmp_path / "base", "all")
+    assert writer.export_delta(tmp_path / "1.delta") == {"films": 0}
+    embedding.enqueue({"film": tf.constant([7, 3, 7])})
+    activations = embedding.dequeue()["film"]
+    gradients = rng.normal(size=activations.shape).astype(np.float32)
+    embedding.apply_gradients({"film": tf.constant(gradients)})
+    assert writer.export_delta(tmp_path / "2.delta") == {"films": 2}
+    te.serving.export(embedding, tmp_path / "after", storage=storage)
+    followed: Any = tf.saved_model.load(str(tmp_path / "base"))
+    for number in (1, 2):
+        te.serving.apply_delta(followed, tmp_path / f"{number}.delta")
+    exported: Any = tf.saved_model.load(str(tmp_path / "after"))
+    ids = tf.range(50, dtype=tf.int64)
+    found, wanted = (m.signatures["dense"](film=ids) for m in (followed, exported))
+    np.testing.assert_array_equal(found["film"], wanted["film"])
+
+
 class Consumer:
     """A writer, and a model that follows it."""
 
@@ -274,6 +298,25 @@ def test_a_resumed_trainer_goes_on_from_its_marks(
     assert_follows(consumer.model, trained, tmp_path / "export", "float32")
     consumer.writer.resume(consumer.model.signatures["delta_state"]())
     assert consumer.follow() == {"films": 0, "users": 0}
+
+
+@pytest.mark.parametrize("way", ["tf.train.Checkpoint", "te.checkpoint"])
+def test_after_a_restore_without_the_writer_the_next_delta_has_all_rows(
+    way: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    trained = Trained(rng)
+    consumer = Consumer(trained, tmp_path, "float32", "all")
+    path = str(tmp_path / "checkpoint")
+    checkpoint = tf.train.Checkpoint(embedding=trained.embedding)
+    checkpoint.write(path)
+    trained.step()
+    consumer.follow()
+    if way == "te.checkpoint":
+        te.checkpoint.restore(trained.embedding, path)
+    else:
+        checkpoint.read(path)
+    assert consumer.follow() == V
+    assert_follows(consumer.model, trained, tmp_path / "export", "float32")
 
 
 def test_a_delta_that_failed_is_in_the_next_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import struct
 import subprocess
@@ -424,6 +425,45 @@ def test_no_row_is_torn_while_deltas_are_applied(
     total, torn, back = read_while_applying(tmp_path, storage, dim, deltas=40)
     assert total > 0
     assert (torn, back) == (0, 0)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(("storage", "dim"), [("float32", 512), ("int8", 64)])
+def test_no_row_is_torn_in_thousands_of_deltas(
+    storage: str, dim: int, tmp_path: pathlib.Path
+) -> None:
+    deltas = int(os.environ.get("TPU_EMBEDDING_TEST_DELTAS", "1000"))
+    total, torn, back = read_while_applying(tmp_path, storage, dim, deltas)
+    assert total > deltas
+    assert (torn, back) == (0, 0)
+
+
+def test_a_session_applies_deltas_as_servers_and_c_do(written: Any) -> None:
+    folder, before, after, path = written
+    with tf.compat.v1.Session(graph=tf.Graph()) as session:
+        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(folder / "base"))
+
+        def call(name: str, **inputs: Any) -> dict[str, np.ndarray]:
+            signature = loaded.signature_def[name]
+            outputs = {key: info.name for key, info in signature.outputs.items()}
+            feeds = {signature.inputs[key].name: v for key, v in inputs.items()}
+            return session.run(outputs, feeds)
+
+        def rows() -> dict[str, np.ndarray]:
+            ids = {"a_b_c": np.arange(40), "users": np.arange(7)}
+            return call("dense", **ids)
+
+        for number in range(2):
+            for block in blocks_of(folder / f"{number}"):
+                call("apply_delta", block=block)
+        assert_equal(rows(), before)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Delta 2 is repeated"):
+            call("apply_delta", block=blocks_of(folder / "1")[0])
+        for block in blocks_of(path):
+            assert call("delta_state")["sequence"] == 2
+            call("apply_delta", block=block)
+        assert call("delta_state")["sequence"] == 3
+        assert_equal(rows(), after)
 
 
 KILLED = """
