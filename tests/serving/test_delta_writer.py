@@ -535,7 +535,11 @@ writer.export_delta(sys.argv[2])
 @pytest.mark.parametrize("calls", [1, 5, 40])
 def test_a_killed_writer_leaves_no_delta(calls: int, tmp_path: pathlib.Path) -> None:
     places = [str(tmp_path / "base"), str(tmp_path / "1.delta"), str(calls)]
-    ended = subprocess.run([sys.executable, "-c", KILLED, *places], check=False)
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, *places],
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(te.__file__).parents[1])},
+        check=False,
+    )
     assert ended.returncode == -9
     assert not (tmp_path / "1.delta").exists()
     films = te.TableConfig(60, 6, name="films")

@@ -318,8 +318,7 @@ class HostEngine(Engine):
 
     def growing(self) -> dict[str, GrowingState]:
         """See `Engine.growing`."""
-        (part,) = self._parts
-        return dict(part.growing)
+        return {n: state for part in self._parts for n, state in part.growing.items()}
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """See `Engine.stacked_tables`: the tables themselves."""

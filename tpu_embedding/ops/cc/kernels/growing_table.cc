@@ -185,7 +185,7 @@ absl::Status GrowingTable::AdoptParameters(Var* parameters) {
 absl::Status GrowingTable::Find(const SharedBatch& batch, bool awaits,
                                 const Var& parameters,
                                 const ParallelFor& parallel_for, Found* found) {
-  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (vocabulary_->num_rows() && !parameters_.Holds(parameters)) {
     return absl::FailedPreconditionError(
         absl::StrCat("Table ", plan_.name,
@@ -277,7 +277,7 @@ Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
 absl::Status GrowingTable::CheckRoom(const SharedBatch& batch,
                                      const ParallelFor& parallel_for) {
   if (vocabulary_->options().shares_when_full) return absl::OkStatus();
-  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   int64_t num_entries = 0;
   for (const int f : plan_.features) {
     num_entries += batch->features[f].ids.size();
@@ -299,7 +299,7 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
                                  const std::vector<Var*>& slots,
                                  const ParallelFor& parallel_for,
                                  Update* update) {
-  update->lock_ = std::unique_lock<std::shared_mutex>(mutex_);
+  update->lock_ = std::unique_lock<std::mutex>(mutex_);
   const int64_t num_rows = vocabulary_->num_rows();
   TF_RETURN_IF_ERROR(CheckLength("slots", slots.size(), slots_.size()));
   TF_RETURN_IF_ERROR(parameters_.Adopt(num_rows, plan_.name, parameters));
@@ -378,7 +378,7 @@ std::vector<int64_t> GrowingTable::RowsOf(
 absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
                                 VocabularySnapshot* snapshot,
                                 std::vector<Tensor>* values) const {
-  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   *snapshot = vocabulary_->Save();
   const std::vector<int64_t> rows = RowsOf(*snapshot);
   const int64_t size = rows.size();
@@ -406,7 +406,7 @@ absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
 absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
                                 const std::vector<Tensor>& values,
                                 const std::vector<Var*>& arrays) {
-  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<const Array*> own = {&parameters_};
   for (const Array& slot : slots_) own.push_back(&slot);
   TF_RETURN_IF_ERROR(CheckLength("values", values.size(), own.size()));

@@ -15,7 +15,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <vector>
 
 #include "core/growing_memory.h"
@@ -84,7 +83,7 @@ class GrowingTable {
 
    private:
     friend class GrowingTable;
-    std::unique_lock<std::shared_mutex> lock_;
+    std::unique_lock<std::mutex> lock_;
     std::vector<SharedBatch> batches_;
     std::vector<Rows> rows_;
     UnknownIds unknown_;
@@ -150,7 +149,7 @@ class GrowingTable {
 
   const TablePlan& plan_;
   const uint64_t salt_;
-  mutable std::shared_mutex mutex_;
+  mutable std::mutex mutex_;
   std::unique_ptr<Vocabulary> vocabulary_;
   Array parameters_;
   std::vector<Array> slots_;
