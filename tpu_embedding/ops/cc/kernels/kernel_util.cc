@@ -40,6 +40,10 @@ absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
   return absl::OkStatus();
 }
 
+constexpr tensorflow::DataTypeSet kTableTypes =
+    tensorflow::ToSet(tensorflow::DT_FLOAT) |
+    tensorflow::ToSet(tensorflow::DT_BFLOAT16);
+
 // The variables behind the list `name`, which must be matrices of one of
 // `types`.
 absl::Status LookUpVariables(OpKernelContext* context, const char* name,
@@ -161,9 +165,7 @@ absl::Status ActivationShapes(
 
 absl::Status LookUpTables(OpKernelContext* context,
                           std::vector<Variable>* tables) {
-  return LookUpVariables(context, "tables",
-                         tensorflow::ToSet(tensorflow::DT_FLOAT) |
-                             tensorflow::ToSet(tensorflow::DT_BFLOAT16),
+  return LookUpVariables(context, "tables", kTableTypes,
                          "Tables must be float32 or bfloat16 matrices", tables);
 }
 
@@ -172,6 +174,13 @@ absl::Status LookUpSlots(OpKernelContext* context,
   return LookUpVariables(context, "slots",
                          tensorflow::ToSet(tensorflow::DT_FLOAT),
                          "Slots must be float32 matrices", slots);
+}
+
+absl::Status LookUpArrays(OpKernelContext* context,
+                          std::vector<Variable>* arrays) {
+  return LookUpVariables(
+      context, "arrays", kTableTypes,
+      "Tables and slots must be float32 or bfloat16 matrices", arrays);
 }
 
 TableData DataOf(Tensor* table) {

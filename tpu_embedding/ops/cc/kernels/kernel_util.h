@@ -69,6 +69,10 @@ absl::Status LookUpTables(tensorflow::OpKernelContext* context,
 absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
                          std::vector<Variable>* slots);
 
+// The variables behind the resource inputs `arrays`: a table and its slots.
+absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
+                          std::vector<Variable>* arrays);
+
 // The rows of a table that LookUpTables has checked.
 TableData DataOf(tensorflow::Tensor* table);
 ConstTableData DataOf(const tensorflow::Tensor& table);

@@ -76,38 +76,36 @@ std::array<std::vector<int64_t>*, 7> PartsOf(VocabularySnapshot* snapshot) {
           &snapshot->state};
 }
 
-absl::Status FindGrowingTable(const StepQueueResource& resource, int table,
-                              GrowingTable** growing) {
-  TF_RETURN_IF_ERROR(CheckIndices("table", {table}, resource.growing.size()));
-  *growing = resource.growing[table].get();
-  if (*growing) return absl::OkStatus();
-  return absl::InvalidArgumentError("A malformed graph: no growing table.");
-}
-
-absl::Status LookUpArrays(OpKernelContext* context,
-                          std::vector<Variable>* arrays) {
-  OpInputList handles;
-  TF_RETURN_IF_ERROR(context->input_list("arrays", &handles));
-  for (const Tensor& handle : handles) {
-    TF_RETURN_IF_ERROR(CheckScalar("arrays", handle));
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-        context, handle.scalar<tensorflow::ResourceHandle>()(),
-        &arrays->emplace_back()));
-  }
-  return absl::OkStatus();
-}
-
-class SaveVocabularyOp : public tensorflow::OpKernel {
+// An op of one growing table.
+class VocabularyOp : public tensorflow::OpKernel {
  public:
-  explicit SaveVocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
+  explicit VocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
   }
+
+ protected:
+  absl::Status Find(const StepQueueResource& resource,
+                    GrowingTable** growing) const {
+    TF_RETURN_IF_ERROR(
+        CheckIndices("table", {table_}, resource.growing.size()));
+    *growing = resource.growing[table_].get();
+    if (*growing) return absl::OkStatus();
+    return absl::InvalidArgumentError("A malformed graph: no growing table.");
+  }
+
+ private:
+  int table_ = 0;
+};
+
+class SaveVocabularyOp : public VocabularyOp {
+ public:
+  using VocabularyOp::VocabularyOp;
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
     GrowingTable* growing = nullptr;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, FindGrowingTable(*resource, table_, &growing));
+    OP_REQUIRES_OK(context, Find(*resource, &growing));
     std::vector<Variable> arrays;
     OP_REQUIRES_OK(context, LookUpArrays(context, &arrays));
     const ReadLocks locks(arrays);
@@ -124,22 +122,17 @@ class SaveVocabularyOp : public tensorflow::OpKernel {
     }
     for (const Tensor& value : values) context->set_output(output++, value);
   }
-
- private:
-  int table_ = 0;
 };
 
-class LoadVocabularyOp : public tensorflow::OpKernel {
+class LoadVocabularyOp : public VocabularyOp {
  public:
-  explicit LoadVocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
-  }
+  using VocabularyOp::VocabularyOp;
 
   void Compute(OpKernelContext* context) override {
     QueuePtr resource;
     GrowingTable* growing = nullptr;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, FindGrowingTable(*resource, table_, &growing));
+    OP_REQUIRES_OK(context, Find(*resource, &growing));
     OpInputList parts, values;
     OP_REQUIRES_OK(context, context->input_list("snapshot", &parts));
     OP_REQUIRES_OK(context, context->input_list("values", &values));
@@ -160,9 +153,6 @@ class LoadVocabularyOp : public tensorflow::OpKernel {
         context,
         growing->Load(snapshot, {values.begin(), values.end()}, arrays));
   }
-
- private:
-  int table_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(
