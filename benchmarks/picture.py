@@ -88,11 +88,10 @@ def curves(
     # Text stays text, and two runs write the same bytes.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves"}):
         figure, axes = plt.subplots(figsize=(7, 3.2))
-        for name, points in found.items():
-            axes.plot([*points], [*points.values()], marker="o", label=name)
-        points = {(x, y) for curve in found.values() for x, y in curve.items()}
-        for x, y in sorted(points):
-            axes.annotate(f"{y:,.0f}", (x, y), (6, 4), textcoords="offset points")
+        points = {}
+        for name, curve in found.items():
+            (line,) = axes.plot([*curve], [*curve.values()], marker="o", label=name)
+            points |= {(x, y): line.get_color() for x, y in curve.items()}
         axes.set(xscale="log", yscale="log", xlabel=axes_names[0])
         axes.set_ylabel(axes_names[1])
         axes.set_xticks(sorted({x for x, _ in points}), minor=False)
@@ -103,5 +102,14 @@ def curves(
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
+        below = (0.0, 0.0)  # The number drawn last: its x, and its height in points.
+        for (x, y), color in sorted(points.items()):
+            height = axes.transData.transform((x, y))[1] * 72 / figure.dpi
+            place = max(height + 4, below[1] + 11 if below[0] == x else 0)
+            offset = (8, place - height)
+            number = f"{y:,.0f}"
+            text = axes.annotate(number, (x, y), offset, textcoords="offset points")
+            text.set(color=color, bbox={"pad": 0.5, "fc": "white", "ec": "none"})
+            below = (x, place)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
