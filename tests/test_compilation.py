@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import stat
+import subprocess
 import sys
 from typing import Any
 
@@ -158,6 +159,21 @@ def test_the_package_of_the_other_python_is_used(
     compile_step("model:build", python=python(versions=versions))
     _, environment, _ = json.loads((tmp_path / "seen.json").read_text())
     assert "PYTHONPATH" not in environment
+
+
+def test_the_command_does_not_import_the_tensorflow_beside_it(python: Any) -> None:
+    """In an environment for the check that would load libtpu, without ENVIRONMENT."""
+    program = (
+        "import sys\n"
+        "sys.modules['tensorflow'] = None\n"
+        "from tpu_embedding.__main__ import main\n"
+        f"sys.exit(main(['compile', 'model:build', '--python', {python()!r}]))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("v6e:2x2: compiles")
 
 
 def test_a_report(python: Any) -> None:

@@ -91,14 +91,21 @@ def test_local_servers_that_cannot_be_started_leave_nothing(
         ({"worker": ["localhost:1"]}, ["ps", 0], "No such job in cluster: 'ps'"),
         ({"worker": ["localhost:1"]}, ["worker", "x"], "invalid literal for int"),
         (3, ["worker", 0], "`cluster` must be a dictionary"),
-        ({"ps": ["localhost:x"]}, ["ps", 0], "ps 0 cannot listen at localhost:x, "),
+        ({"ps": ["localhost:x"]}, ["ps", 0], "gives ps 0 the address 'localhost:x'"),
+        ({"ps": ["localhost"]}, ["ps", 0], "gives ps 0 the address 'localhost'"),
+        (
+            {"ps": ["localhost:1"], "worker": ["localhost:2", "localhost:65536"]},
+            ["ps", 0],
+            "gives worker 1 the address 'localhost:65536', and an address ends with",
+        ),
+        ({"ps": ["localhost:0"]}, ["ps", 0], "with a port from 1 to 65535, as in"),
         (
             {"ps": ["localhost:{taken}"]},
             ["ps", 0],
             "cannot listen at localhost:{taken}",
         ),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_the_server_command_names_what_is_wrong(
     cluster: Any,

@@ -285,12 +285,15 @@ def test_initializers_that_make_whole_tables_are_counted() -> None:
     drawn = {"host": (3.0,), "synchronous": (3.0, 3.0)}
     assert planned(normal, "rows") == {**drawn, "parameter_servers": (3.0, 0.5)}
     assert planned(normal, "whole") == {**drawn, "parameter_servers": (3.0, 0.0)}
-    zeros = tf.zeros_initializer()
-    assert planned(zeros, "rows") == {
+    # The whole table, and the rows that a process keeps of it.
+    copied = {
         "host": (1.0,),
-        "synchronous": (1.0, 1.0),
-        "parameter_servers": (1.0, 0.5),
+        "synchronous": (1.5, 1.5),
+        "parameter_servers": (1.5, 0.5),
     }
+    for zeros in (tf.zeros_initializer(), tf.zeros, "zeros", "Zeros"):
+        assert planned(zeros, "rows") == copied
+    assert planned("uniform", "rows") == planned(normal, "rows")
 
 
 def test_placements_of_tables_are_those_of_jobs() -> None:

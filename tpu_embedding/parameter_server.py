@@ -293,13 +293,27 @@ _TF_CONFIG = (
 )
 
 
+def _check_ports(cluster: Any) -> None:
+    """Refuses what gRPC takes: of a port above 65535 it keeps the lowest 16 bits."""
+    for job in cluster.jobs:
+        for index in cluster.task_indices(job):
+            address = cluster.task_address(job, index)
+            port = address.rpartition(":")[2]
+            if not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ValueError(
+                    f"The environment variable TF_CONFIG gives {job} {index} the "
+                    f"address {address!r}, and an address ends with a port from 1 to "
+                    "65535, as in 'host:2222'."
+                )
+
+
 def serve(_: object) -> None:
     """Runs the parameter server or worker of TF_CONFIG; does not return.
 
     Raises:
       RuntimeError: If the library of tpu_embedding cannot be loaded, or the server
         cannot listen at its address.
-      ValueError: If TF_CONFIG names no such task.
+      ValueError: If TF_CONFIG names no such task, or a task without a port.
     """
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     kind = index = address = None
@@ -319,6 +333,7 @@ def serve(_: object) -> None:
             'the environment variable TF_CONFIG says in its "task". Received: type '
             f"{kind!r}, index {index!r}. {_TF_CONFIG}"
         )
+    _check_ports(cluster)
     library.load()
     try:
         server = tf.distribute.Server(

@@ -28,7 +28,8 @@ _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradi
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
 _INITIALIZER_ARRAYS = 3
-_OF_ONE_ARRAY = {"Zeros", "Ones", "Constant"}  # Classes of TensorFlow and Keras.
+# Names of TensorFlow's and Keras's, functions and classes.
+_OF_ONE_ARRAY = {"zeros", "ones", "constant"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,10 @@ class Machines:
                 or (place.is_divided(table.index) and place.process == 0)
             ):
                 arrays = _initializer_arrays(config.initializer)
-                made = max(own, arrays * config.vocabulary_size * config.dim * _FLOAT)
+                whole = config.vocabulary_size * config.dim * _FLOAT
+                # The rows of a divided table are copied out of the whole one.
+                kept = own if place.is_divided(table.index) else 0
+                made = max(own, arrays * whole, (whole + kept) * (arrays > 0))
             most = max(most, held + made)
             held += own
         return most
@@ -282,4 +286,7 @@ def _initializer_arrays(initializer: Any) -> int:
     """
     if initializer is None or hasattr(initializer, "by_rows"):
         return 0
-    return 1 if type(initializer).__name__ in _OF_ONE_ARRAY else _INITIALIZER_ARRAYS
+    name = initializer
+    if not isinstance(initializer, str):
+        name = getattr(initializer, "__name__", type(initializer).__name__)
+    return 1 if name.lower() in _OF_ONE_ARRAY else _INITIALIZER_ARRAYS

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import importlib as _importlib
+import typing as _typing
+
 from tpu_embedding.testing.compilation import CompileReport, StackReport, compile_step
-from tpu_embedding.testing.local_servers import LocalServers
-from tpu_embedding.testing.strategy import SoftwareTPUStrategy
+
+if _typing.TYPE_CHECKING:
+    from tpu_embedding.testing.local_servers import LocalServers
+    from tpu_embedding.testing.strategy import SoftwareTPUStrategy
+
+# Imported when they are first used: they need TensorFlow, and that of an environment
+# for `compile_step` must not be imported without the variables that it sets.
+_MODULES = {"LocalServers": "local_servers", "SoftwareTPUStrategy": "strategy"}
 
 __all__ = [
     "CompileReport",
@@ -13,6 +22,13 @@ __all__ = [
     "StackReport",
     "compile_step",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:
