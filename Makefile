@@ -31,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow test-aarch64 fuzz fuzz-clang \
-    fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
+    fuzz-deltas fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -177,6 +177,9 @@ HISTORIES ?= 100
 
 fuzz-histories: $(VENV)/dev.stamp $(VENV)/package.stamp ## steps, saves and restores on every engine: make fuzz-histories HISTORIES=20
 	PYTHONPATH=tests $(BIN)/python -P -m everywhere.histories --histories $(HISTORIES)
+
+fuzz-deltas: $(VENV)/dev.stamp $(VENV)/package.stamp ## trainers, deltas and models that follow: make fuzz-deltas HISTORIES=1000
+	PYTHONPATH=tests $(BIN)/python -P -m reliability.following --histories $(HISTORIES)
 
 test-everywhere: $(VENV)/dev.stamp ops ## both queue classes on every engine, 1, 2 and 4 devices, pipelined or not
 	TPU_EMBEDDING_TEST_EVERY_CELL=1 $(BIN)/pytest tests/everywhere -k test_numbers

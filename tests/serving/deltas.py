@@ -11,9 +11,9 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding.serving import delta_files
-from tpu_embedding.serving.conversion import GatheredRows, Source
 from tpu_embedding.serving.delta_files import Base, DeltaRows, Header
-from tpu_embedding.serving.quantization import stored_form
+from tpu_embedding.serving.quantization import converter
+from tpu_embedding.serving.signatures import input_name
 
 NOTHING = np.zeros([0], np.int64)
 SHAPES = {"a/b.c": (40, 8), "users": (7, 3)}
@@ -25,13 +25,14 @@ class Trainer:
     Attributes:
       values: By name of the table.
       base: The export that deltas follow.
+      model: What was loaded of it.
     """
 
     def __init__(
         self,
         folder: pathlib.Path,
         rng: np.random.Generator,
-        storage: Any = "float32",
+        storage: str | Mapping[str, str] = "float32",
         shapes: Mapping[str, tuple[int, int]] = SHAPES,
         deltas: bool | float = True,
     ) -> None:
@@ -41,8 +42,8 @@ class Trainer:
             for name, shape in shapes.items()
         }
         self.export(folder, deltas=deltas)
-        model: Any = tf.saved_model.load(str(folder))
-        state = model.signatures["delta_state"]()
+        self.model: Any = tf.saved_model.load(str(folder))
+        state = self.model.signatures["delta_state"]()
         self.base = Base.from_json(state["description"].numpy())
         self.sequence, self.follows, self.run = 0, self.base.id, 5
 
@@ -51,12 +52,15 @@ class Trainer:
             te.TableConfig(*values.shape, name=name): tf.Variable(values)
             for name, values in self.values.items()
         }
+        storage = self._storage
+        if not isinstance(storage, str):
+            storage = {table: storage[table.name] for table in tables}
         te.serving.export(
             tables,
             folder,
             feature_config={t.name: te.FeatureConfig(t) for t in tables},
             signatures=["dense"],
-            storage=self._storage,
+            storage=storage,
             **options,
         )
 
@@ -74,8 +78,7 @@ class Trainer:
         """The rows of a delta, two at a time."""
         for index, spec in enumerate(self.base.tables):
             ids, values = changed[spec.name], self.values[spec.name]
-            source = Source(spec.name, GatheredRows(tf.constant(values)))
-            table: Any = stored_form(source, spec.storage, 0)
+            table = converter(spec.storage, spec.dim)
             for some in np.split(ids, range(2, len(ids), 2)):
                 if len(some):
                     parts = table.convert(values[some]).parts
@@ -99,25 +102,23 @@ class Trainer:
         self.sequence, self.follows = self.sequence + 1, self.run
         return changed
 
-    def expected(self, folder: pathlib.Path) -> dict[str, np.ndarray]:
-        """What a new export of today's tables serves."""
-        self.export(folder)
-        return served(tf.saved_model.load(str(folder)))
+    def expected(self) -> dict[str, np.ndarray]:
+        """Today's tables as they are read back, in the form of the export."""
+        return {
+            input_name(spec.name): converter(spec.storage, spec.dim)
+            .convert(self.values[spec.name])
+            .values.astype(np.float32)
+            for spec in self.base.tables
+        }
 
-
-def served(model: Any) -> dict[str, np.ndarray]:
-    """All rows of all tables."""
-    dense = model.signatures["dense"]
-    tables = {
-        name: SHAPES[path][0]
-        for path in SHAPES
-        for name in dense.structured_input_signature[1]
-        if te.serving.signatures.input_name(path) == name
-    }
-    answers = dense(
-        **{name: tf.range(rows, dtype=tf.int64) for name, rows in tables.items()}
-    )
-    return {name: answer.numpy() for name, answer in answers.items()}
+    def served(self, model: Any) -> dict[str, np.ndarray]:
+        """All rows of all tables that a model serves."""
+        ids = {
+            input_name(name): tf.range(len(values), dtype=tf.int64)
+            for name, values in self.values.items()
+        }
+        answers = model.signatures["dense"](**ids)
+        return {name: answer.numpy() for name, answer in answers.items()}
 
 
 def blocks_of(path: pathlib.Path) -> list[bytes]:

@@ -23,7 +23,7 @@ from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
 from tpu_embedding.tables.readers import StoredReader
-from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
 from tpu_embedding.vocabulary import VocabularyContents
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
@@ -147,14 +147,27 @@ class TableArrays:
 
 
 class RowChanges(Protocol):
-    """The rows of tables that changed for one consumer of deltas; eagerly."""
+    """The rows of tables that changed for one consumer of deltas; eagerly.
 
-    def mark(self, rows: Sequence[np.ndarray]) -> None:
-        """Marks rows, int64 [n] for each table, as changed."""
+    Every call is one of all processes of a job, with the same arguments, and gives
+    all of them the same.
+
+    Attributes:
+      group: The processes; None for this one alone.
+    """
+
+    group: ProcessGroup | None
+
+    def mark(self, rows: Sequence[Any]) -> None:
+        """Marks rows, arrays or tensors int64 [n] for each table, as changed."""
         ...
 
     def take(self) -> list[np.ndarray]:
         """Those that changed since the last commit, int64 [n] ascending, by table."""
+        ...
+
+    def read(self, table: int, rows: np.ndarray) -> np.ndarray:
+        """The values of rows int64 [n] of a table, float32 [n, D]."""
         ...
 
     def commit(self, *, end: bool = False) -> None:
@@ -543,8 +556,8 @@ class Engine(abc.ABC):
         del consumer
         raise NotImplementedError(
             f"The {self.name} engine does not track the rows that change, so it writes "
-            "no deltas. Train on the host engine, in one process and outside of the "
-            "scope of a TPU or parameter server strategy, or export the model anew."
+            "no deltas. Train on the host engine, outside of the scope of a TPU "
+            "strategy, or export the model anew."
         )
 
     def counts(self, num_hot_rows: int) -> Counts:

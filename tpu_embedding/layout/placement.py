@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from tpu_embedding.layout.partition import Partition, Run
 from tpu_embedding.layout.plan import Plan, TableSpec
 
@@ -49,6 +51,25 @@ class Placement:
     def count(self, table: int, vocabulary_size: int) -> int:
         """How many rows of a table this process has."""
         return len(self.rows_of(table, vocabulary_size))
+
+    def owned(self, table: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of some rows that this process has: a mask, and their numbers here.
+
+        >>> Placement(1, 2, (ALL_PROCESSES,)).owned(0, np.array([1, 4, 7]))
+        (array([ True, False,  True]), array([0, 3]))
+        """
+        if not self.is_divided(table):
+            own = np.full(len(rows), self.owners[table] == self.process)
+            return own, rows[own]
+        partition = Partition(self.num_processes)
+        own = partition.owner(rows) == self.process
+        return own, partition.local(rows[own])
+
+    def rows_at(self, table: int, local: np.ndarray) -> np.ndarray:
+        """The rows of a table that have these numbers in this process."""
+        if not self.is_divided(table):
+            return local
+        return Partition(self.num_processes).row(self.process, local)
 
 
 _WORD = 4  # Bytes of a row's number, a length, a weight.

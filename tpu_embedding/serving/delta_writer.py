@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,11 @@ from tpu_embedding import errors
 from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.checkpoint.trackable import StoredTables
-from tpu_embedding.checkpoint.writing import slice_spec
+from tpu_embedding.checkpoint.writing import (
+    in_all_processes,
+    require_alike,
+    slice_spec,
+)
 from tpu_embedding.serving.conversion import ConvertedTable
 from tpu_embedding.serving.delta_files import (
     Base,
@@ -37,6 +42,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     From its construction on, the rows that updates change are noted, a bit for each,
     and `export_delta` writes them. Several writers have marks of their own. A
     tf.train.Checkpoint that has the writer beside the embedding keeps them.
+
+    All processes of a job make the same calls, with the same arguments and paths that
+    all of them see. The first one writes.
 
     >>> import tempfile
     >>> import tensorflow as tf
@@ -82,8 +90,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
           ValueError: If the export takes no deltas, or deltas were applied to it, or
             its tables are others, or the name is in use.
           NotImplementedError: If the engine of the embedding does not track changes: on
-            TPUs, in several processes, on parameter servers and on the portable engine,
-            and in a Keras layer with `trainable_tables=True`; or if a table grows.
+            TPUs and on the portable engine, and in a Keras layer with
+            `trainable_tables=True`; or if a table grows.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
         """
         super().__init__()
@@ -107,9 +115,12 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 f"The embedding has a DeltaWriter for {consumer!r}. Use that one, or "
                 "stop it first."
             )
-        bundle, self._base = _read_base(os.fspath(base))
-        self._require_same_tables(os.fspath(base))
-        self.base, self.run, self.sequence = self._base.id, new_id(), 0
+        with in_all_processes(self._changes.group):
+            bundle, self._base = _read_base(os.fspath(base))
+            self._require_same_tables(os.fspath(base))
+        alike = {"base": self._base.id, "consumer": consumer}
+        require_alike(self._changes.group, alike)
+        self.base, self.run, self.sequence = self._base.id, self._new_run(), 0
         self._follows = self.base
         self._consumer = consumer
         self._forms = [converter(spec.storage, spec.dim) for spec in self._base.tables]
@@ -141,6 +152,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
         """
         self._require_active()
+        group = self._changes.group
+        require_alike(group, {"path": os.fspath(path)})
         self._core.flush()
         changed = self._changes.take()
         for spec, ids in zip(self._base.tables, changed, strict=True):
@@ -153,7 +166,13 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 )
         counts = tuple((len(ids), 0) for ids in changed)
         header = Header(self._base, self.run, self._follows, self.sequence + 1, counts)
-        write_delta(path, header, self._blocks(changed))
+        with in_all_processes(group) as rest:
+            blocks = self._blocks(changed)
+            rest.append(blocks)  # Other processes read their rows through this one.
+            if group is None or group.rank == 0:
+                write_delta(path, header, blocks)
+            else:
+                collections.deque(blocks, maxlen=0)
         self._changes.commit()
         self.sequence, self._follows = self.sequence + 1, self.run
         return {
@@ -176,6 +195,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         """
         self._require_active()
         base, sequence, run = (int(state[key]) for key in ("base", "sequence", "run"))
+        require_alike(self._changes.group, {"state": [base, sequence, run]})
         if base != self.base:
             raise ValueError(
                 f"The model serves the export {base}, and this DeltaWriter is of the "
@@ -207,6 +227,13 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._changes.commit(end=True)
         del self._core.delta_writers[self._consumer]
 
+    def _new_run(self) -> int:
+        """A number that this process chose, or the first one of a job."""
+        run, group = new_id(), self._changes.group
+        if group is None:
+            return run
+        return int(group.all_gather("checkpoint", str(run).encode())[0])
+
     def _require_active(self) -> None:
         if not tf.executing_eagerly():
             raise RuntimeError(
@@ -232,7 +259,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _read(self, index: int, ids: np.ndarray) -> np.ndarray:
         """Rows of the embedding, float32 [n, D]."""
         spec = self._base.tables[index]
-        values = self._core.tables()[spec.name].reader.read(tf.constant(ids)).numpy()
+        values = self._changes.read(index, ids)
         self._forms[index].require_storable(spec.name, ids, values)
         return values
 
@@ -272,13 +299,21 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         return {"state": state, **rows}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
-        base, sequence, follows = restored_tensors["state"].numpy().tolist()
+        rows = [restored_tensors[f"rows_{index}"] for index in range(len(self._forms))]
+        values = [restored_tensors["state"], *rows]
+        if tf.executing_eagerly():
+            self._restore(*values)
+        else:  # TensorFlow restores into several machines in a tf.function.
+            tf.py_function(self._restore, values, [])
+
+    def _restore(self, state: tf.Tensor, *rows: tf.Tensor) -> None:
+        base, sequence, follows = state.numpy().tolist()
         if base != self.base:
             raise ValueError(
                 f"The checkpoint has marks for the export {base}, and this DeltaWriter "
                 f"is of the export {self.base}."
             )
-        self.run = new_id()
+        self.run = self._new_run()
         if sequence < self.sequence or (
             sequence == self.sequence and follows != self._follows
         ):
@@ -286,9 +321,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             return
         self._changes.take()
         self._changes.commit()
-        self._changes.mark(
-            [restored_tensors[f"rows_{index}"] for index in range(len(self._forms))]
-        )
+        self._changes.mark(rows)
         self.sequence, self._follows = sequence, follows
 
 

@@ -140,7 +140,8 @@ def export(
         _require_different_outputs(plan)
     storages = _storages(plan, storage)
     group = exported.tables[0].rows.group
-    require_alike(group, {"path": os.fspath(path), "storage": storages})
+    alike = {"storage": storages, "deltas": share, "mapped": mapped}
+    require_alike(group, {"path": os.fspath(path), **alike})
     with in_all_processes(group):
         if group is None or group.rank == 0:
             require_empty(path)

@@ -23,12 +23,14 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
+from tpu_embedding.engines.host.changes import Held, HostChanges
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
 from tpu_embedding.engines.host.transport import Meeting, Transport
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
+from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import UPDATES, Plan, refuse_growing
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
@@ -346,11 +348,11 @@ class HostEngine(Engine):
         part.start_counting(every)
 
     def changes(self, consumer: str) -> RowChanges:
-        """See `Engine.changes`; rows of several processes are not brought together."""
-        if self._transport is not None:
-            return super().changes(consumer)
+        """See `Engine.changes`."""
         (part,) = self._parts
-        return part.changes(consumer)
+        tables, arrays = self._plan.tables, self.tables()
+        held = Held(part, Placement(0, 1, (0,) * len(tables)), range(len(tables)))
+        return HostChanges([held], [arrays[t.name].reader for t in tables], consumer)
 
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`."""

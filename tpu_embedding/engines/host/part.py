@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines.base import Call, EngineOptions
@@ -14,33 +13,6 @@ from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import TableVariables, create_counter
-
-
-class PartChanges:
-    """See `RowChanges`: those of the rows of one part."""
-
-    def __init__(self, device: str, queue: tf.Tensor, tables: int, consumer: str):
-        self._ops = library.load()
-        self._device, self._tables = device, tables
-        self._of: dict[str, Any] = {"queue": queue, "consumer": consumer}
-
-    def mark(self, rows: Sequence[np.ndarray]) -> None:
-        """See `RowChanges.mark`."""
-        with tf.device(self._device):
-            self._ops.tpu_embedding_mark_rows(rows=rows, **self._of)
-
-    def take(self) -> list[np.ndarray]:
-        """See `RowChanges.take`."""
-        with tf.device(self._device):
-            rows = self._ops.tpu_embedding_take_rows(
-                num_tables=self._tables, **self._of
-            )
-        return [table.numpy() for table in rows]
-
-    def commit(self, *, end: bool = False) -> None:
-        """See `RowChanges.commit`."""
-        with tf.device(self._device):
-            self._ops.tpu_embedding_commit_rows(end=end, **self._of)
 
 
 class TablePart:
@@ -220,11 +192,6 @@ class TablePart:
         """See `Engine.start_counting`."""
         with tf.device(self.device):
             self._ops.tpu_embedding_start_telemetry(queue=self.handle, every=every)
-
-    def changes(self, consumer: str) -> PartChanges:
-        """See `Engine.changes`."""
-        tables = len(self._plan.tables)
-        return PartChanges(self.device, self.handle, tables, consumer)
 
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`."""

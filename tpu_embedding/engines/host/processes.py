@@ -11,18 +11,24 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology, Topology
-from tpu_embedding.engines.base import EmbeddingOptions, EngineOptions, TableArrays
+from tpu_embedding.engines.base import (
+    EmbeddingOptions,
+    EngineOptions,
+    RowChanges,
+    TableArrays,
+)
 from tpu_embedding.engines.host.batches import plan_record
+from tpu_embedding.engines.host.changes import Held, ShardedChanges
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
-from tpu_embedding.layout.partition import Partition, Run
+from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.tables.initial import initial_rows
-from tpu_embedding.tables.readers import StoredReader
+from tpu_embedding.tables.readers import StoredReader, VariableReader
 from tpu_embedding.tables.rows import (
     InitialValue,
     MutableTableRows,
@@ -109,6 +115,13 @@ class ShardedEngine(HostEngine):
         self._channel.agree("update", "reset")
         super().reset()
 
+    def changes(self, consumer: str) -> RowChanges:
+        """See `Engine.changes`: a call of all processes, as are those of the result."""
+        tables = self._part.variables
+        held = Held(self._part, self._placement, range(len(tables)))
+        readers = [VariableReader(table.parameters) for table in tables]
+        return ShardedChanges(held, readers, consumer, self._channel)
+
     def counts(self, num_hot_rows: int) -> Counts:
         """See `Engine.counts`: of the rows that this process has."""
         counts = super().counts(num_hot_rows)
@@ -131,10 +144,7 @@ class ShardedEngine(HostEngine):
         counts = dataclasses.replace(
             counts, invalid_ids=None, samples=None, samples_without_ids=None
         )
-        if not self._placement.is_divided(table):
-            return counts
-        process, processes = self._placement.process, self._placement.num_processes
-        row = functools.partial(Partition(processes).row, process)
+        row = functools.partial(self._placement.rows_at, table)
         hot_rows, number = counts.hot_rows.T
         return dataclasses.replace(
             counts,

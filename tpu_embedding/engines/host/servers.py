@@ -20,11 +20,13 @@ from tpu_embedding.engines.base import (
     EmbeddingOptions,
     Engine,
     EngineOptions,
+    RowChanges,
     StepQueue,
     TableArrays,
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
 from tpu_embedding.engines.host.batches import plan_record
+from tpu_embedding.engines.host.changes import Held, ServedChanges
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
@@ -96,17 +98,16 @@ class ParameterServerEngine(HostEngine):
         self._variables = create_parts(
             plan, [places_on_servers(spec, places[0], devices) for spec in plan.tables]
         )
-        parts = [
-            self._part(options, place, device)
+        self._held = [
+            self._hold(options, place, device)
             for place, device in zip(places, devices, strict=True)
         ]
+        parts = [held.part for held in self._held]
         record = plan_record(options, places[0], served=True)
         super().__init__(options, parts, Servers(record, len(used)))
         self._steps = ServerQueue(self)
 
-    def _part(
-        self, options: EngineOptions, placement: Placement, device: str
-    ) -> TablePart:
+    def _hold(self, options: EngineOptions, placement: Placement, device: str) -> Held:
         """The tables, and rows of tables, of one server."""
         own = placement.process
         tables = [
@@ -127,7 +128,8 @@ class ParameterServerEngine(HostEngine):
         variables = [
             self._variables[t][own if placement.is_divided(t) else 0] for t in tables
         ]
-        return TablePart(options, plan_record(options, held, served=True), variables)
+        record = plan_record(options, held, served=True)
+        return Held(TablePart(options, record, variables), held, tables)
 
     @classmethod
     def check_plan(
@@ -220,6 +222,12 @@ class ParameterServerEngine(HostEngine):
         counters = [part.rates.updates for part in self._parts]
         known = [counter for counter in counters if counter is not None]
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)
+
+    def changes(self, consumer: str) -> RowChanges:
+        """See `Engine.changes`."""
+        tables = self.tables()
+        readers = [tables[spec.name].reader for spec in self._plan.tables]
+        return ServedChanges(self._held, readers, consumer, self._coordinator)
 
     def start_counting(self, every: int) -> None:
         """See `Engine.start_counting`."""

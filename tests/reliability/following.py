@@ -1,0 +1,487 @@
+"""Random histories of a trainer, its deltas, and the models that follow it.
+
+    make fuzz-deltas HISTORIES=1000
+
+A history trains, saves, goes back to checkpoints with and without marks, starts the
+trainer or a server again, and writes deltas for three consumers, which apply them at
+once or later. After each delta the model serves what the trainer had when it wrote it,
+in the form of the export. Between them come bad deltas: each is refused, and the model
+serves what it served before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import pathlib
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import tpu_embedding as te
+from tpu_embedding.serving.delta_files import MAGIC, read_header
+from tpu_embedding.serving.quantization import STORAGES, converter
+
+V = {"films": 60, "users": 9}
+D = 6
+HISTORIES_PER_TRAINER = 50
+ACTIONS = (
+    *("step", "step", "step", "publish", "publish", "apply", "apply", "bad", "bad"),
+    *("save", "restore", "new server", "new trainer"),
+)
+OPTIMIZERS = (te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1))
+Tables = dict[str, np.ndarray]
+Touched = dict[str, set[int]]
+
+
+class Trainer:
+    """An embedding of two tables that trains on random batches."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        optimizer: Any = None,
+        kind: Any = te.TPUEmbedding,
+        *,
+        pipelined: bool = False,
+    ) -> None:
+        self._rng = rng
+        films = te.TableConfig(V["films"], D, name="films")
+        users = te.TableConfig(V["users"], D, name="users", invalid_ids="drop")
+        features = {
+            "film": te.FeatureConfig(films),
+            "seen": te.FeatureConfig(films),
+            "user": te.FeatureConfig(users),
+        }
+        self.embedding = kind(features, optimizer or te.Adagrad(0.1), pipelined)
+
+    def batch(self) -> tuple[dict[str, Any], Touched]:
+        """A batch, and the rows that it touches."""
+        film = self._rng.integers(V["films"], size=3)
+        lengths = self._rng.integers(3, size=3)
+        seen = self._rng.integers(V["films"], size=lengths.sum())
+        user = self._rng.integers(-1, V["users"], size=3)
+        features = {
+            "film": tf.constant(film),
+            "seen": tf.RaggedTensor.from_row_lengths(seen, lengths),
+            "user": tf.constant(user),
+        }
+        touched = {
+            "films": {*film.tolist(), *seen.tolist()},
+            "users": {int(row) for row in user if row >= 0},
+        }
+        return features, touched
+
+    def step(self) -> Touched:
+        """Trains on a batch; the rows that changed."""
+        features, touched = self.batch()
+        if isinstance(self.embedding, te.TPUEmbeddingV2):
+            activations, looked_up = self.embedding(features)
+            self.embedding.apply_gradients(self._gradients(activations), looked_up)
+        else:
+            self.embedding.enqueue(features)
+            activations = self.embedding.dequeue()
+            self.embedding.apply_gradients(self._gradients(activations))
+        return touched
+
+    def _gradients(self, activations: Any) -> Any:
+        return {
+            name: tf.constant(self._rng.normal(size=a.shape), tf.float32)
+            for name, a in activations.items()
+        }
+
+    def tables(self, form: str) -> Tables:
+        """Today's tables as a model of that form serves them."""
+        self.embedding.core.flush()
+        return {
+            name: converter(form, D)
+            .convert(table.rows["parameters"].numpy().astype(np.float32))
+            .values.astype(np.float32)
+            for name, table in self.embedding.core.tables().items()
+        }
+
+
+def served(model: Any) -> Tables:
+    """All rows that a model serves."""
+    longest = tf.range(V["films"], dtype=tf.int64)
+    found = model.signatures["dense"](
+        film=longest, seen=longest, user=longest % V["users"]
+    )
+    np.testing.assert_array_equal(found["film"], found["seen"])
+    return {
+        "films": found["film"].numpy(),
+        "users": found["user"][: V["users"]].numpy(),
+    }
+
+
+def nothing() -> Touched:
+    """No rows."""
+    return {name: set() for name in V}
+
+
+def everything() -> Touched:
+    """All rows."""
+    return {name: set(range(rows)) for name, rows in V.items()}
+
+
+def require_same(found: Tables, wanted: Tables) -> None:
+    """Checks that all rows are equal."""
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(found[name], rows)
+
+
+class Published(NamedTuple):
+    """A delta, and the tables when it was written."""
+
+    path: pathlib.Path
+    tables: Tables
+
+
+class Consumer:
+    """A writer, and a model that follows it.
+
+    Attributes:
+      name: Its name, the form of its tables unless it is given.
+      base: Its export.
+      writer: Its DeltaWriter.
+      model: The model.
+      applied: The deltas that the model has.
+      pending: Those that follow.
+      touched: The rows by table that the next delta has; None where that is unknown.
+    """
+
+    def __init__(
+        self, trainer: Trainer, folder: pathlib.Path, form: str, name: str = ""
+    ) -> None:
+        self.name, self._form = name or form, form
+        self._folder, self._trainer = folder, trainer
+        self.base = folder / f"{self.name}-base"
+        te.serving.export(
+            trainer.embedding,
+            self.base,
+            signatures=["dense"],
+            storage=form,
+            deltas=1.0,
+        )
+        self.model: Any = tf.saved_model.load(str(self.base))
+        self._loaded = tf.train.Checkpoint(model=self.model)
+        self._first = self._loaded.write(str(folder / f"{self.name}-loaded"))
+        self._start, self._number = trainer.tables(form), 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A new writer, and a model without deltas."""
+        self.applied: list[Published] = []
+        self.pending: list[Published] = []
+        self.touched: Touched | None = nothing()
+        self.restart_server()
+        self.restart_writer()
+
+    def restart_writer(self) -> None:
+        """As a trainer that was started again has it."""
+        self.writer = te.serving.DeltaWriter(
+            self._trainer.embedding, self.base, self.name
+        )
+
+    def restart_server(self) -> None:
+        """A model that was loaded again, and has all deltas before it."""
+        self._loaded.read(self._first).assert_consumed()
+        self.pending = self.applied + self.pending
+        self.applied = []
+        self.check()
+
+    def resume(self) -> None:
+        """Goes on from what the model has; deltas that it lacks are dropped."""
+        self.writer.resume(self.model.signatures["delta_state"]())
+        self.pending, self.touched = [], None
+
+    def publish(self) -> dict[str, int]:
+        """Writes a delta; the number of its rows by table."""
+        self._number += 1
+        path = self._folder / f"{self.name}-{self._number}.delta"
+        tables = self._trainer.tables(self._form)
+        counts = self.writer.export_delta(path)
+        assert [c for c, _ in read_header(path).counts] == list(counts.values())
+        self.pending.append(Published(path, tables))
+        return counts
+
+    def apply(self) -> None:
+        """Applies the next delta."""
+        number = te.serving.apply_delta(self.model, self.pending[0].path)
+        self.applied.append(self.pending.pop(0))
+        assert number == len(self.applied)
+        self.check()
+
+    def follow(self) -> dict[str, int]:
+        """Writes and applies a delta; the number of its rows by table."""
+        counts = self.publish()
+        while self.pending:
+            self.apply()
+        return counts
+
+    def check(self) -> None:
+        """The model serves the tables of the delta applied last."""
+        wanted = self.applied[-1].tables if self.applied else self._start
+        require_same(served(self.model), wanted)
+        state = self.model.signatures["delta_state"]()
+        assert int(state["sequence"]) == len(self.applied)
+
+
+class Saved(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+      by_te: Whether te.checkpoint wrote the tables.
+      has_marks: Whether it has the writers.
+      path: Its path.
+      written: The number of the last delta of each writer.
+      touched: Of each consumer.
+      trainer: How often the trainer was started again before.
+    """
+
+    by_te: bool
+    has_marks: bool
+    path: str
+    written: list[int]
+    touched: list[Touched | None]
+    trainer: int
+
+
+class History:
+    """A trainer, three consumers, and what happened to them.
+
+    Attributes:
+      counts: How often what happened, and which bad deltas were refused.
+    """
+
+    def __init__(self, seed: int, folder: pathlib.Path) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._folder, self.counts = folder, collections.Counter[str]()
+        self._trainer = Trainer(
+            self._rng,
+            OPTIMIZERS[seed % len(OPTIMIZERS)],
+            (te.TPUEmbedding, te.TPUEmbeddingV2)[seed // len(OPTIMIZERS) % 2],
+            pipelined=bool(self._rng.integers(2)),
+        )
+        self._embedding = self._trainer.embedding
+        self._embedding.build()
+        forms = self._rng.permutation(STORAGES)[:3]
+        self._consumers = [Consumer(self._trainer, folder, str(f)) for f in forms]
+        self._start = te.checkpoint.save(self._embedding, str(folder / "start"))
+
+    def run(self, actions: int) -> None:
+        """One history, from the exports on."""
+        rng, consumers = self._rng, self._consumers
+        te.checkpoint.restore(self._embedding, self._start)
+        for consumer in consumers:
+            consumer.writer.stop()
+            consumer.begin()
+        self._saved: list[Saved] = []
+        self._trainers = 0
+        for _ in range(actions):
+            consumer = consumers[rng.integers(len(consumers))]
+            action = str(rng.choice(ACTIONS))
+            self._act(action, consumer)
+        for consumer in consumers:
+            self._publish(consumer)
+            while consumer.pending:
+                consumer.apply()
+                self.counts["applied"] += 1
+        self.counts["histories"] += 1
+
+    def _act(self, action: str, consumer: Consumer) -> None:
+        if action == "step":
+            changed = self._trainer.step()
+            for each in self._consumers:
+                if each.touched is not None:
+                    for name, rows in changed.items():
+                        each.touched[name] |= rows
+        elif action == "publish":
+            self._publish(consumer)
+        elif action == "apply" and consumer.pending:
+            consumer.apply()
+            self.counts["applied"] += 1
+        elif action == "bad":
+            self._refuse(consumer)
+        elif action == "new server":
+            consumer.restart_server()
+        elif action == "new trainer":
+            self._restart_trainer()
+        elif action == "save":
+            self._save()
+        elif action == "restore" and self._saved:
+            self._restore(self._saved[self._rng.integers(len(self._saved))])
+        else:
+            return
+        self.counts[action] += 1
+
+    def _publish(self, consumer: Consumer) -> None:
+        counts = consumer.publish()
+        if consumer.touched is not None:
+            touched = consumer.touched
+            assert counts == {name: len(rows) for name, rows in touched.items()}
+        consumer.touched = nothing()
+
+    def _checkpoint(self, how: Saved) -> tf.train.Checkpoint:
+        objects = {c.name: c.writer for c in self._consumers if how.has_marks}
+        if not how.by_te:
+            objects["embedding"] = self._embedding
+        return tf.train.Checkpoint(**objects)
+
+    def _save(self) -> None:
+        saved = Saved(
+            by_te=bool(self._rng.integers(2)),
+            has_marks=bool(self._rng.integers(2)),
+            path=str(self._folder / f"save{sum(self.counts.values())}"),
+            written=[c.writer.sequence for c in self._consumers],
+            touched=[copy.deepcopy(c.touched) for c in self._consumers],
+            trainer=self._trainers,
+        )
+        if saved.by_te:
+            te.checkpoint.save(self._embedding, f"{saved.path}-tables")
+        self._checkpoint(saved).write(saved.path)
+        self._saved.append(saved)
+
+    def _restore(self, saved: Saved) -> None:
+        if isinstance(self._embedding, te.TPUEmbedding):
+            self._embedding.reset()
+        if saved.by_te:
+            te.checkpoint.restore(self._embedding, f"{saved.path}-tables")
+        self._checkpoint(saved).read(saved.path).assert_consumed()
+        for number, consumer in enumerate(self._consumers):
+            if saved.has_marks and saved.trainer != self._trainers:
+                consumer.resume()
+                continue
+            before = consumer.writer.sequence == saved.written[number]
+            consumer.touched = everything()
+            if saved.has_marks and before:  # No delta was written since.
+                consumer.touched = copy.deepcopy(saved.touched[number])
+
+    def _restart_trainer(self) -> None:
+        """New writers, with or without a checkpoint, which ask the models."""
+        self._trainers += 1
+        for consumer in self._consumers:
+            consumer.writer.stop()
+            consumer.restart_writer()
+        with_marks = [saved for saved in self._saved if saved.has_marks]
+        if with_marks and self._rng.integers(2):
+            self._restore(with_marks[-1])
+            return
+        for consumer in self._consumers:
+            consumer.resume()
+
+    def _refuse(self, consumer: Consumer) -> None:
+        if not consumer.pending:
+            self._publish(consumer)
+        kind = str(self._rng.choice(list(BAD)))
+        content = self._bad(kind, consumer)
+        if content is None or content == consumer.pending[0].path.read_bytes():
+            return
+        path = self._folder / "bad"
+        path.write_bytes(content)
+        run = int(consumer.model.signatures["delta_state"]()["run"])
+        try:
+            te.serving.apply_delta(consumer.model, path)
+        except (tf.errors.InvalidArgumentError, tf.errors.DataLossError) as error:
+            text = error.message.lower()
+            assert any(word in text for word in BAD[kind]), (kind, text)
+        else:
+            raise AssertionError(f"A delta that was {kind} was applied.")
+        consumer.check()
+        assert int(consumer.model.signatures["delta_state"]()["run"]) == run
+        self.counts[f"refused: {kind}"] += 1
+
+    def _bad(self, kind: str, consumer: Consumer) -> bytes | None:
+        """A file that the consumer's model must refuse; None if there is none."""
+        rng = self._rng
+        content = consumer.pending[0].path.read_bytes()
+        blocks = list(te.serving.delta_blocks(consumer.pending[0].path))
+        one, two = rng.integers(1, len(blocks), size=2)  # The first one starts anew.
+        if kind == "flipped":
+            changed = bytearray(content)
+            changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
+            return bytes(changed)
+        if kind == "truncated":
+            return content[: rng.integers(len(content))]
+        if kind == "reordered":
+            blocks[one], blocks[two] = blocks[two], blocks[one]
+            return _file(blocks)
+        if kind == "without a block":
+            return _file(blocks[:one] + blocks[one + 1 :])
+        if kind == "with a block twice":
+            return _file(blocks[: one + 1] + blocks[one:-1])
+        if kind == "mixed":
+            others = [
+                block
+                for each in consumer.pending[1:] + consumer.applied
+                for block in te.serving.delta_blocks(each.path)
+            ]
+            if not others:
+                return None
+            blocks[one] = others[rng.integers(len(others))]
+            return _file(blocks)
+        if kind == "repeated":
+            known = consumer.applied
+        elif kind == "missing":
+            known = consumer.pending[1:]
+        else:
+            others = [c for c in self._consumers if c is not consumer]
+            known = [each for c in others for each in c.applied + c.pending]
+        return known[rng.integers(len(known))].path.read_bytes() if known else None
+
+
+_DAMAGE = ("damaged", "truncated", "is no delta")
+_ORDER = ("where block", "no delta has begun", "truncated")
+BAD: dict[str, tuple[str, ...]] = {
+    "flipped": _DAMAGE,
+    "truncated": _DAMAGE,
+    "reordered": _ORDER,
+    "without a block": _ORDER,
+    "with a block twice": _ORDER,
+    "mixed": (*_ORDER, "is missing", "is repeated", "must ascend", "more rows of"),
+    "repeated": ("is repeated",),
+    "missing": ("is missing",),
+    "foreign": ("is foreign",),
+}
+
+
+def _file(blocks: Sequence[bytes]) -> bytes:
+    return MAGIC + b"".join(struct.pack("<q", len(b)) + b for b in blocks)
+
+
+def run(histories: int, seed: int, actions: int = 40) -> collections.Counter[str]:
+    """Runs histories; how often what happened."""
+    counts = collections.Counter[str]()
+    while counts["histories"] < histories:
+        with tempfile.TemporaryDirectory() as folder:
+            history = History(seed, pathlib.Path(folder))
+            for _ in range(min(HISTORIES_PER_TRAINER, histories - counts["histories"])):
+                history.run(actions)
+            counts += history.counts
+        seed += 1
+        print(f"{counts['histories']} histories", flush=True)
+    return counts
+
+
+def main() -> None:
+    """Reads the arguments and runs."""
+    parser = argparse.ArgumentParser(description="Runs histories of deltas.")
+    parser.add_argument("--histories", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    counts = run(arguments.histories, arguments.seed)
+    refused = sum(n for what, n in counts.items() if what.startswith("refused"))
+    for what, number in sorted(counts.items()):
+        print(f"{what}: {number:,}")
+    print(f"{refused:,} bad deltas refused; 0 differences", flush=True)
+
+
+if __name__ == "__main__":
+    main()
