@@ -330,17 +330,6 @@ def test_what_growing_tables_do_not_support() -> None:
         te.TPUEmbedding(feature(), optimizer)
 
 
-def test_what_files_do_not_hold_yet(tmp_path: pathlib.Path) -> None:
-    embedding, _ = _embedding(te.GrowingVocabulary(10))
-    embedding.build()
-    for save in (
-        lambda: te.checkpoint.save(embedding, tmp_path / "ours"),
-        lambda: te.serving.export(embedding, tmp_path / "model"),
-    ):
-        with pytest.raises(NotImplementedError, match="growing tables cannot be saved"):
-            save()
-
-
 def _restored(
     path: str, vocabulary: te.GrowingVocabulary
 ) -> tuple[te.TPUEmbedding, te.TableConfig]:

@@ -208,7 +208,8 @@ class Core(EngineTables):
         """See `StoredTables.table_rows`; also with the weights of a CustomCombiner."""
         engine = self.create_engine()
         engine.retrieve()
-        return {name: t.rows[PARAMETERS] for name, t in engine.tables().items()}
+        growing, tables = engine.growing(), engine.tables()
+        return {n: t.rows[PARAMETERS] for n, t in tables.items() if n not in growing}
 
     @do_not_convert
     def flush(self) -> None:
@@ -367,7 +368,7 @@ class Core(EngineTables):
         return found
 
     def growing(self) -> dict[str, GrowingState]:
-        """See `Engine.growing`."""
+        """See `StoredTables.growing`."""
         return self.create_engine().growing()
 
     def vocabularies(self) -> dict[Any, VocabularyContents]:

@@ -14,6 +14,16 @@ UNKNOWNS: tuple[str, ...] = ("zeros", "initializer", "shared_row")
 _MOST_ROWS = 2**30
 _MAX_SEED = 2**63 - 1
 
+# What files have of a growing vocabulary: int64 vectors, which are the parts of a
+# VocabularySnapshot of core/vocabulary.h. Of each id; of each id that has no row yet;
+# of the whole, in which NUM_ROWS and UPDATES_BEGUN are places.
+PARTS_OF_IDS = ("ids", "rows", "hits", "last_updates")
+PARTS_OF_CANDIDATES = ("candidates", "candidate_hits")
+PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
+STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 11, 0, 1
+SWEEP = slice(7, 11)  # Of the state: which rows are about to be given up.
+SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
+
 
 @dataclasses.dataclass(frozen=True)
 class GrowingVocabulary:

@@ -165,7 +165,7 @@ def test_damaged_headers_of_arrays(
 
 
 def test_objects_that_are_not_there() -> None:
-    graph = object_graph.make_graph("embedding", {"films": "films"})
+    graph = object_graph.make_graph("embedding", {"films": "films"}, {})
     keys = {"films": [9, 2]}
     assert "embedding" in object_graph.read_objects("saved.index", graph, keys)
     for of_slot in (False, True):

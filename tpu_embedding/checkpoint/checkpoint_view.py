@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import numpy as np
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.tables.rows import PARAMETERS, TableRows
+from tpu_embedding.vocabulary import PARTS
 
 _SUFFIX = f"/{PARAMETERS}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """What a file knows of the ids of a growing table, read on request.
+
+    Attributes:
+      length: The number of numbers.
+      read: Returns them, int64 [length].
+    """
+
+    length: int
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the numbers."""
+        return 8 * self.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,11 +40,22 @@ class LogicalTable:
       name: Name of the table in the checkpoint.
       parameters: [V, D].
       slots: By name, [V, D] or [V, 1].
+      vocabulary: Of a growing table what is known of its ids, by name: "ids" ascending,
+        whose rows are those of `parameters` and `slots`, and then the row that ids
+        share, if there is one. Empty for a static table, whose row r is that of id r.
     """
 
     name: str
     parameters: TableRows
     slots: Mapping[str, TableRows]
+    vocabulary: Mapping[str, Vector] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The ids that have a row, int64, in the order of the rows."""
+        if self.vocabulary:
+            return self.vocabulary["ids"].read()
+        return np.arange(self.parameters.shape[0], dtype=np.int64)
 
     @property
     def arrays(self) -> dict[str, TableRows]:
@@ -70,10 +102,24 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         for table in self._tables.values():
             for rows in table.arrays.values():
                 rows.verify()
+            for vector in table.vocabulary.values():
+                vector.read()
+
+
+def vector_owner(name: str) -> str:
+    """The table of which `name` is what a vocabulary has in files, or "".
+
+    >>> vector_owner("films/ids"), vector_owner("films/accumulators")
+    ('films', '')
+    """
+    table, _, part = name.rpartition("/")
+    return table if part in PARTS else ""
 
 
 def group_tables(
-    matrices: Mapping[str, TableRows], tables: Collection[str] = ()
+    matrices: Mapping[str, TableRows],
+    tables: Collection[str] = (),
+    vectors: Mapping[str, Vector] | None = None,
 ) -> dict[str, LogicalTable]:
     """Tables with their slots, from matrices named `<table>` and `<table>/<slot>`.
 
@@ -85,6 +131,8 @@ def group_tables(
     Args:
       matrices: By name.
       tables: Names known to be tables.
+      vectors: By name, `<table>/ids` and others of `PARTS`; those of a table without
+        ids do not count.
     """
     holders = {name.rpartition("/")[0] for name in matrices}
 
@@ -103,7 +151,9 @@ def group_tables(
                 for other, its in owners.items()
                 if its == name
             }
-            grouped[name] = LogicalTable(name, plain[name], slots)
+            found = {p: v for p in PARTS if (v := (vectors or {}).get(f"{name}/{p}"))}
+            vocabulary = found if "ids" in found else {}
+            grouped[name] = LogicalTable(name, plain[name], slots, vocabulary)
     return grouped
 
 

@@ -77,12 +77,14 @@ def convert(arguments: argparse.Namespace) -> int:
                 f"NumPy files do not keep the number of updates, {updates}.",
                 file=sys.stderr,
             )
-        write_numpy(path, by_checkpoint_name(arrays), progress)
+        vectors = by_checkpoint_name({n: t.vocabulary for n, t in tables.items()})
+        write_numpy(path, by_checkpoint_name(arrays), vectors, progress)
     else:
         write_tensorflow(
             path,
             arrays,
             DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
+            vocabularies={n: t.vocabulary for n, t in tables.items() if t.vocabulary},
             layouts=read_layouts(arguments.like) if arguments.like else None,
             updates=updates,
             progress=progress,
@@ -126,23 +128,23 @@ def _rename_error(rename: str, tables: Iterable[str]) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class _ArrayReport:
-    """One table or slot.
+    """One table, slot or what is known of the ids of a growing table.
 
     Attributes:
       table: Name of the table.
-      array: "parameters" or the slot.
+      array: "parameters", the slot, or e.g. "ids".
       shape: Shape without padding.
       dtype: Dtype of the stored values.
       bytes: Size.
-      norm: The square root of the sum of the squares of the values.
+      norm: The square root of the sum of the squares of the values; None of integers.
     """
 
     table: str
     array: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: str
     bytes: int
-    norm: float
+    norm: float | None
 
 
 def _read_norms(
@@ -159,7 +161,7 @@ def _read_norms(
         for array, rows in table.arrays.items()
     ]
     progress.start("Reading", sum(rows.nbytes for _, _, rows in arrays))
-    reports = []
+    reports: list[_ArrayReport] = []
     for table, array, rows in arrays:
         rows.verify()
         squares = 0.0
@@ -171,7 +173,11 @@ def _read_norms(
         reports.append(
             _ArrayReport(table, array, rows.shape, rows.dtype.name, size, squares**0.5)
         )
-    return reports
+    for name, table in checkpoint.items():
+        for part, vector in table.vocabulary.items():
+            shape, size = vector.read().shape, vector.nbytes
+            reports.append(_ArrayReport(name, part, shape, "int64", size, None))
+    return sorted(reports, key=lambda report: list(checkpoint).index(report.table))
 
 
 def _json_text(value: Any) -> str:
@@ -194,7 +200,7 @@ def _json_text(value: Any) -> str:
 def _table_text(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     """Lines under a header; columns of numbers are aligned to the right."""
     numbers = [
-        all(isinstance(cell, (int, float)) for cell in column)
+        all(isinstance(cell, (int, float, type(None))) for cell in column)
         for column in zip(*lines, strict=True)
     ]
     cells = [[_cell_text(cell) for cell in line] for line in lines]
@@ -205,6 +211,8 @@ def _table_text(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 def _cell_text(cell: Any) -> str:
     if isinstance(cell, tuple):
         return " x ".join(map(str, cell))
+    if cell is None:
+        return ""
     return f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
@@ -26,8 +27,10 @@ import numpy as np
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
+    Vector,
     choose_root,
     group_tables,
+    vector_owner,
 )
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import TableRows
@@ -52,6 +55,7 @@ def read_keras(
         raise errors.not_found(path)
     holders: dict[str, dict[str, TableRows]] = {}
     updates: dict[str, int] = {}
+    vectors: dict[str, dict[str, Vector]] = {}
     weights = _Weights(path, _unpacked(path))
     for name, item in _datasets(weights):
         layer, table = _place(name, item)
@@ -60,6 +64,9 @@ def read_keras(
         elif table and len(item.shape) == 2:
             rows = _DatasetRows(item, weights, name)
             holders.setdefault(layer, {})[table] = rows
+        elif vector_owner(table) and len(item.shape) == 1:
+            numbers = functools.partial(weights.numbers, name)
+            vectors.setdefault(layer, {})[table] = Vector(item.shape[0], numbers)
     # A model may have such layers beside one whose tables are meant.
     plain = holders.pop(_PLAIN, {})
     if plain and (not holders or {*tables} & {*plain}):
@@ -71,7 +78,10 @@ def read_keras(
             "a CPU or GPU. Tables on a SparseCore are stored stacked and without a "
             "record of how: save them with get_embedding_tables() and numpy.savez."
         )
-    grouped = {layer: group_tables(rows, tables) for layer, rows in holders.items()}
+    grouped = {
+        layer: group_tables(rows, tables, vectors.get(layer))
+        for layer, rows in holders.items()
+    }
     layer = choose_root(path, root, tables, grouped)
     return LogicalCheckpoint(path, "Keras", grouped[layer], updates.get(layer))
 
@@ -99,6 +109,11 @@ class _Weights:
                 yield file
         except (OSError, RuntimeError, KeyError) as error:
             raise errors.corrupted(self.path, str(error)) from error
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A dataset of rank 1 as int64."""
+        with self.opened() as file:
+            return np.array(file[name], np.int64)
 
 
 def _unpacked(path: str) -> bytes | None:

@@ -1,8 +1,9 @@
 """NumPy tables: a `.npy` file, an `.npz` file, or a folder of `.npy` files.
 
 In a folder `<table>.npy` is a table and `<table>/<slot>.npy` one of its slots; in an
-`.npz` file the names of the arrays are `<table>` and `<table>/<slot>`. A `.npy` file
-has no checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each file.
+`.npz` file the names of the arrays are `<table>` and `<table>/<slot>`. A growing table
+also has `<table>/ids`, integers, one for each row. A `.npy` file has no checksum:
+`write_numpy` adds `checksums.json`, with the CRC-32 of each file.
 """
 
 from __future__ import annotations
@@ -13,14 +14,26 @@ import os
 import pathlib
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, group_tables
+from tpu_embedding.checkpoint.checkpoint_view import (
+    LogicalCheckpoint,
+    Vector,
+    group_tables,
+    vector_owner,
+)
 from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
 from tpu_embedding.tables.rows import SLICE_BYTES, TableRows
 
@@ -51,6 +64,7 @@ def read_numpy(
     if not os.path.exists(path):
         raise errors.not_found(path)
     matrices: dict[str, TableRows] = {}
+    vectors: dict[str, Vector] = {}
     checksums = _checksums_of(path)
     for name, where, load in _arrays(path):
         checksum = checksums.pop(where, None)
@@ -58,6 +72,11 @@ def read_numpy(
         if not isinstance(array, np.ndarray):  # Anything may lie in an archive.
             raise errors.corrupted(path, f"{name} is no array")
         floating = _is_floating(array.dtype) and array.dtype.itemsize <= _WIDEST
+        integers = np.issubdtype(array.dtype, np.signedinteger)
+        if vector_owner(name) and array.ndim == 1 and integers:
+            file = _File(where, load, checksum)
+            vectors[name] = Vector(len(array), file.numbers)
+            continue
         if checksum is not None and not (array.ndim == 2 and floating):
             raise errors.corrupted(where, "its header has changed")
         if array.ndim == 2:
@@ -67,16 +86,19 @@ def read_numpy(
                     "float16, bfloat16, float32 or float64. Convert the array first, "
                     "e.g. with `.astype('float32')`."
                 )
-            matrices[name] = _LoadedRows(array, where, load, checksum)
+            matrices[name] = _LoadedRows(array, _File(where, load, checksum))
     if checksums:
         raise errors.corrupted(next(iter(checksums)), "it is missing")
     if not matrices:
         raise errors.no_tables(path)
-    return LogicalCheckpoint(path, "NumPy", group_tables(matrices, tables))
+    return LogicalCheckpoint(path, "NumPy", group_tables(matrices, tables, vectors))
 
 
 def write_numpy(
-    path: str, matrices: Mapping[str, TableRows], progress: Progress
+    path: str,
+    matrices: Mapping[str, TableRows],
+    vectors: Mapping[str, Vector],
+    progress: Progress,
 ) -> str:
     """Writes a folder of `.npy` files, which appears when all of them are complete.
 
@@ -85,6 +107,7 @@ def write_numpy(
     Args:
       path: The folder.
       matrices: By name, `<table>` or `<table>/<slot>`.
+      vectors: Of growing tables, by name, `<table>/ids` and others.
       progress: Receives the bytes of each slice.
 
     Raises:
@@ -92,7 +115,10 @@ def write_numpy(
       ValueError: If a name cannot be the path of a file below the folder.
       OSError: If a file cannot be written; then there is no folder.
     """
-    for name in matrices:  # Names in checkpoints must not lead out of the folder.
+    for name in (
+        *matrices,
+        *vectors,
+    ):  # Names in checkpoints must not lead out of the folder.
         if not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise ValueError(
                 f"Table or slot {name!r} cannot be a file below {path}. Rename the "
@@ -105,7 +131,7 @@ def write_numpy(
         scratch = pathlib.Path(path + SCRATCH)
         shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
         try:
-            _write(scratch, matrices, progress)
+            _write(scratch, matrices, vectors, progress)
             scratch.rename(path)
         except OSError as error:  # That of a full disk names no file.
             where = error.filename or path
@@ -116,32 +142,45 @@ def write_numpy(
 
 
 def _write(
-    scratch: pathlib.Path, matrices: Mapping[str, TableRows], progress: Progress
+    scratch: pathlib.Path,
+    matrices: Mapping[str, TableRows],
+    vectors: Mapping[str, Vector],
+    progress: Progress,
 ) -> None:
-    progress.start("Writing", sum(rows.nbytes for rows in matrices.values()))
+    sizes = [part.nbytes for part in (*matrices.values(), *vectors.values())]
+    progress.start("Writing", sum(sizes))
     checksums = {}
-    for name, rows in matrices.items():
+
+    def write(
+        name: str, shape: Sequence[int], dtype: Any, parts: Iterable[np.ndarray]
+    ) -> None:
         file = scratch / (name + _FILE)
         file.parent.mkdir(parents=True, exist_ok=True)
-        dtype = rows.dtype if _is_floating(rows.dtype) else np.dtype(np.float32)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
             header,
             {
                 "descr": np.lib.format.dtype_to_descr(dtype),
                 "fortran_order": False,
-                "shape": rows.shape,
+                "shape": tuple(shape),
             },
         )
         with file.open("wb") as stream:
             stream.write(header.getvalue())
             checksum = zlib.crc32(header.getvalue())
-            for start, stop in rows.slices():
-                values = rows.read(start, stop).astype(dtype).tobytes()
+            for part in parts:
+                values = part.astype(dtype).tobytes()
                 stream.write(values)
                 checksum = zlib.crc32(values, checksum)
-                progress.advance((stop - start) * rows.row_bytes)
+                progress.advance(part.nbytes)
         checksums[name + _FILE] = checksum
+
+    for name, rows in matrices.items():
+        dtype = rows.dtype if _is_floating(rows.dtype) else np.dtype(np.float32)
+        slices = (rows.read(start, stop) for start, stop in rows.slices())
+        write(name, rows.shape, dtype, slices)
+    for name, vector in vectors.items():
+        write(name, [vector.length], np.dtype(np.int64), [vector.read()])
     (scratch / _CHECKSUMS).write_text(json.dumps(checksums, indent=2))
 
 
@@ -171,40 +210,45 @@ def _checksums(path: pathlib.Path) -> dict[str, int]:
         ) from error
 
 
-class _LoadedRows(TableRows):
-    """An array that is opened for each read, so that none of it stays in memory."""
+class _File:
+    """The file of an array, which is opened for each read."""
 
     def __init__(
-        self,
-        array: np.ndarray,
-        path: str,
-        load: Callable[[], np.ndarray],
-        checksum: int | None,
+        self, path: str, load: Callable[[], np.ndarray], checksum: int | None
     ) -> None:
-        """Takes the array's file, a function that opens it, and its CRC-32 or None."""
+        """Takes its path, a function that opens it, and its CRC-32 or None."""
+        self.path, self._load, self._checksum = path, load, checksum
+
+    def array(self) -> np.ndarray:
+        """The array; the first call reads the file and compares its CRC-32."""
+        if self._checksum is not None:
+            checksum = 0
+            with open(self.path, "rb") as stream:
+                while octets := stream.read(SLICE_BYTES):
+                    checksum = zlib.crc32(octets, checksum)
+            if checksum != self._checksum:
+                raise errors.corrupted(self.path, "its checksum differs")
+            self._checksum = None
+        return _loaded(self.path, self._load)
+
+    def numbers(self) -> np.ndarray:
+        """The array as int64, in memory."""
+        return np.array(self.array(), np.int64)
+
+
+class _LoadedRows(TableRows):
+    """A matrix in a file, of which none stays in memory."""
+
+    def __init__(self, array: np.ndarray, file: _File) -> None:
         super().__init__(array.shape, array.dtype)
-        self._path, self._load, self._checksum = path, load, checksum
+        self._file = file
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        self._check_checksum()
-        return np.array(_loaded(self._path, self._load)[start:stop])
+        return np.array(self._file.array()[start:stop])
 
     def verify(self) -> None:
-        self._check_checksum()
-        if _loaded(self._path, self._load).shape != self.shape:
-            raise errors.corrupted(self._path, "its shape has changed")
-
-    def _check_checksum(self) -> None:
-        """Reads the file and compares its CRC-32, once."""
-        if self._checksum is None:
-            return
-        checksum = 0
-        with open(self._path, "rb") as stream:
-            while octets := stream.read(SLICE_BYTES):
-                checksum = zlib.crc32(octets, checksum)
-        if checksum != self._checksum:
-            raise errors.corrupted(self._path, "its checksum differs")
-        self._checksum = None
+        if self._file.array().shape != self.shape:
+            raise errors.corrupted(self._file.path, "its shape has changed")
 
 
 def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:

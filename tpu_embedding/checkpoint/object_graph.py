@@ -42,11 +42,14 @@ class SavedObject:
       path: Names of the children that lead to it from the root, "" for the root.
       values: By name of a child that is a variable, the key of its tensor.
       slots: The slots of an optimizer.
+      parts: By name of a child that has several tensors, as growing tables have, the
+        keys of them by name.
     """
 
     path: str
     values: Mapping[str, str]
     slots: tuple[SavedSlot, ...] = ()
+    parts: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
 
 def read_objects(
@@ -83,7 +86,9 @@ def read_objects(
             path, "its object graph names objects that are not there"
         )
     keys = {number: _value_key(node) for number, node in enumerate(graph.nodes)}
-    lost = [key for key in keys.values() if key and key not in stored]
+    parts = {number: _parts(node) for number, node in enumerate(graph.nodes)}
+    found = [*keys.values(), *(key for own in parts.values() for key in own.values())]
+    lost = [key for key in found if key and key not in stored]
     if lost:
         raise errors.corrupted(path, f"it lacks {lost[0]}")
     return {
@@ -102,34 +107,50 @@ def read_objects(
                 )
                 for slot in graph.nodes[number].slot_variables
             ),
+            {
+                child.local_name: parts[child.node_id]
+                for child in graph.nodes[number].children
+                if parts[child.node_id]
+            },
         )
         for number, name in _shortest_paths(graph).items()
     }
 
 
-def variable_key(path: str, name: str) -> str:
-    """Key of a variable that is the child `name` of the object at `path`."""
+def variable_key(path: str, name: str, part: str = _ATTRIBUTE) -> str:
+    """Key of a variable that is the child `name` of the object at `path`.
+
+    Args:
+      path: Path of the object.
+      name: Name of the child.
+      part: For a child with several tensors the name of one.
+    """
     escaped = name.replace(".", "..").replace("/", ".S")
-    return f"{path}/{escaped}{_SUFFIX}" if path else escaped + _SUFFIX
+    key = f"{escaped}/.ATTRIBUTES/{part}"
+    return f"{path}/{key}" if path else key
 
 
-def make_graph(path: str, keys: Mapping[str, str]) -> bytes:
+def make_graph(
+    path: str, keys: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]
+) -> bytes:
     """The graph of a checkpoint with one object that has variables as children.
 
     Args:
       path: Path of the object, e.g. "embedding"; "" is the root.
       keys: Keys of the variables by name.
+      parts: By name of a child with several tensors their keys by name.
     """
     graph = _Graph()
     node: Any = graph.nodes.add()
     for part in path.split("/") if path else []:
         node.children.add(node_id=len(graph.nodes), local_name=part)
         node = graph.nodes.add()
-    for name, key in keys.items():
+    variables = {name: {_ATTRIBUTE: key} for name, key in keys.items()}
+    for name, own in (variables | parts).items():
         node.children.add(node_id=len(graph.nodes), local_name=name)
-        graph.nodes.add().attributes.add(
-            name=_ATTRIBUTE, full_name=name, checkpoint_key=key
-        )
+        child: Any = graph.nodes.add()
+        for attribute, key in own.items():
+            child.attributes.add(name=attribute, full_name=name, checkpoint_key=key)
     return graph.SerializeToString()
 
 
@@ -138,6 +159,12 @@ def _value_key(node: Any) -> str:
         if attribute.name == _ATTRIBUTE:
             return attribute.checkpoint_key
     return ""
+
+
+def _parts(node: Any) -> dict[str, str]:
+    """The tensors of a growing table by name; none of another object."""
+    found = {a.name: a.checkpoint_key for a in node.attributes}
+    return found if "ids" in found else {}
 
 
 def _shortest_paths(graph: _Graph) -> dict[int, str]:

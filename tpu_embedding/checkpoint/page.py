@@ -177,6 +177,10 @@ def _overview(tables: Sequence[TableReport]) -> str:
     return "\n".join(rows)
 
 
+def _row(row: int | None) -> str:
+    return "shared" if row is None else str(row)
+
+
 def _section(number: int, table: TableReport) -> str:
     dead = table.dead
     slots = [name for name in table.bytes if name != PARAMETERS]
@@ -206,14 +210,15 @@ def _section(number: int, table: TableReport) -> str:
     equal = '<p class="note">None.</p>'
     if table.equal.groups:
         listed = [
-            [count, ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")]
+            [count, ", ".join(map(_row, rows)) + (", ..." if count > len(rows) else "")]
             for count, rows in table.equal.groups
         ]
-        equal = _table(["equal rows", "rows"], listed)
+        equal = _table(["equal rows", "ids" if table.grows else "rows"], listed)
     largest = '<p class="note">None.</p>'
     if table.largest:
-        listed = [[str(row), f"{norm:.6g}"] for row, norm in table.largest]
-        largest = _table(["row", "norm"], listed, numbers=(0, 1))
+        listed = [[_row(row), f"{norm:.6g}"] for row, norm in table.largest]
+        kind = "id" if table.grows else "row"
+        largest = _table([kind, "norm"], listed, numbers=(0, 1))
     return f"""<section class="card" id="table-{number}">
 <h2>{_name(table.name)}</h2>
 <p class="note">{held}</p>

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
+from tpu_embedding.checkpoint.growing_tables import Growth
 from tpu_embedding.checkpoint.writing import Progress
+from tpu_embedding.engines.base import GrowingState
+from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
 
 
@@ -19,8 +24,13 @@ class _Copy:
     array: str
     source: TableRows
     target: MutableTableRows
+    places: np.ndarray | None = None  # By row of the target that of the source, or -1.
 
     def run(self, progress: Progress) -> None:
+        if self.places is not None:
+            self._run_by_place(self.places)
+            progress.advance(self.source.nbytes)
+            return
         common = min(self.source.shape[0], self.target.shape[0])
         dtype = self.target.dtype
         for start, stop in self.source.slices():
@@ -28,6 +38,16 @@ class _Copy:
                 values = self.source.read(start, min(stop, common))
                 self.target.write(start, values.astype(dtype, copy=False))
             progress.advance((stop - start) * self.source.row_bytes)
+
+    def _run_by_place(self, places: np.ndarray) -> None:
+        stored = self.source.numpy()
+        for start, stop in self.target.slices():
+            own = places[start:stop]
+            if (own < 0).all():
+                continue
+            values = self.target.read(start, stop)
+            values[own >= 0] = stored[own[own >= 0]]
+            self.target.write(start, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +58,14 @@ class Job:
       copies: Parameters and slots that the checkpoint has.
       resets: Slots that start at their initial value.
       lacking: Names of `resets`.
+      growing: The growing tables.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
     resets: list[MutableTableRows] = dataclasses.field(default_factory=list)
     lacking: list[str] = dataclasses.field(default_factory=list)
+    growing: list[Growth] = dataclasses.field(default_factory=list)
+    states: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def match(
@@ -52,17 +75,23 @@ class Job:
         names: Mapping[str, str],
         *,
         slots: bool,
+        growing: Mapping[str, tuple[TableSpec, GrowingState]] | None = None,
+        ids: Mapping[str, np.ndarray] | None = None,
     ) -> Job:
         """Pairs what is stored with the arrays of an embedding.
 
         Args:
           source: The checkpoint.
-          live: The arrays of each table to restore.
+          live: The arrays of each static table to restore.
           names: By table its name in the checkpoint.
           slots: False restores the tables alone.
+          growing: The growing tables to restore.
+          ids: By table the ids whose rows are restored, of a static table in the order
+            of its rows.
 
         Raises:
           KeyError: If the checkpoint lacks a table.
+          ValueError: If a table grows there, but not here, and it has no `ids`.
         """
         missing = [name for name in names.values() if name not in source]
         if missing:
@@ -71,20 +100,35 @@ class Job:
                 f"{', '.join(source) or 'none'}. If a table has another name there, "
                 "pass `rename={'name in the embedding': 'name in the checkpoint'}`."
             )
-        job = cls()
+        job, chosen = cls(), ids or {}
         for table, arrays in live.items():
             stored = source[names[table]].arrays
+            places = None
+            if table in chosen:
+                height = arrays[PARAMETERS].shape[0]
+                places = _places(source[names[table]], chosen[table], table, height)
+            elif source[names[table]].vocabulary:
+                raise ValueError(
+                    f"Table {table!r} grows in {source.path}, and its rows are not "
+                    f"those of this table. Pass `ids={{{table!r}: ...}}` with the id "
+                    "of each row."
+                )
             for name, target in arrays.items():
                 if name in stored and (slots or name == PARAMETERS):
-                    job.copies.append(_Copy(table, name, stored[name], target))
-                else:
+                    job.copies.append(_Copy(table, name, stored[name], target, places))
+                elif places is None:
                     job.resets.append(target)
                     job.lacking.append(f"{table}/{name}")
+        for table, (spec, target) in (growing or {}).items():
+            stored, own = source[names[table]], chosen.get(table)
+            job.growing.append(Growth(spec, target, stored, source.path, slots, own))
+            job.lacking.extend(job.growing[-1].lacking)
         return job
 
     @property
     def _nbytes(self) -> int:
-        return sum(copy.source.nbytes for copy in self.copies)
+        static = sum(copy.source.nbytes for copy in self.copies)
+        return static + sum(growth.nbytes for growth in self.growing)
 
     def check(self, path: str, *, resize: bool) -> None:
         """Raises ValueError unless every shape fits."""
@@ -95,7 +139,8 @@ class Job:
             if copy.array == PARAMETERS:
                 heights[copy.table] = actual[0]
                 same_dim = expected[1] == actual[1]
-                if same_dim and (resize or expected[0] == actual[0]):
+                any_size = resize or copy.places is not None
+                if same_dim and (any_size or expected[0] == actual[0]):
                     continue
                 way_out = (
                     "Pass `resize=True` to keep the rows that both have."
@@ -115,11 +160,18 @@ class Job:
                 )
 
     def verify(self, progress: Progress) -> None:
-        """Reads all values once; damaged files raise tf.errors.DataLossError."""
+        """Reads all values once; damaged files raise tf.errors.DataLossError.
+
+        Raises:
+          ValueError: If a growing table cannot hold what is stored.
+        """
         progress.start("Checking", self._nbytes)
         for copy in self.copies:
             copy.source.verify()
             progress.advance(copy.source.nbytes)
+        for growth in self.growing:
+            self.states.append(growth.state())
+            progress.advance(growth.nbytes)
 
     def run(self, progress: Progress) -> None:
         """Assigns all values.
@@ -140,6 +192,32 @@ class Job:
             ) from error
         for copy in self.copies:  # Tables of one stack share what is kept in memory.
             copy.source.release()
+        for growth, state in zip(self.growing, self.states, strict=True):
+            growth.target.write(state)
+            progress.advance(growth.nbytes)
         for target in self.resets:
             for start, stop in target.slices():
                 target.write(start, target.initial_rows(stop - start))
+
+
+def _places(
+    source: LogicalTable, ids: np.ndarray, table: str, height: int
+) -> np.ndarray:
+    """By row of a static table the row of the checkpoint with its id, or -1.
+
+    Raises:
+      ValueError: If there are more ids than rows.
+    """
+    if len(ids) > height:
+        raise ValueError(
+            f"`ids` has {len(ids)} ids of table {table!r}, which has {height} rows."
+        )
+    stored = source.ids
+    order = np.argsort(stored, kind="stable")
+    at = np.searchsorted(stored, ids, sorter=order)
+    rows = order[np.minimum(at, len(order) - 1)] if len(order) else at
+    found = stored[rows] == ids if len(order) else np.zeros(len(ids), bool)
+    places = np.full(height, -1, np.int64)
+    places[: len(ids)] = np.where(found, rows, -1)
+    logging.info("Table %s: %d of %d rows are restored.", table, found.sum(), height)
+    return places

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
+from tpu_embedding.checkpoint.growing_tables import logical_table
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.trackable import SavesTables, StoredTables
 from tpu_embedding.checkpoint.writing import (
@@ -23,7 +26,7 @@ from tpu_embedding.checkpoint.writing import (
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.rows import PARAMETERS, TableRows
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -44,7 +47,8 @@ def save(
     no more than a few slices of a table are held in memory beside the tables. The
     slices are read one after the other, then a second time: if another thread trained
     meanwhile on the host engine, this is an error and no checkpoint is left. On other
-    engines, and in several processes, do not train in another thread meanwhile.
+    engines, and in several processes, do not train in another thread meanwhile. A
+    growing table is held in memory a second time, with its ids in ascending order.
 
     All processes of a job call it with the same path, in a file system that they share.
     Each writes its part of the one checkpoint.
@@ -89,19 +93,32 @@ def save(
 
     # Before what is pending is applied: it is counted, and a later step is noticed.
     updates = updates_now()
-    tables = core.checkpoint_rows()
+    tables: dict[str, Mapping[str, TableRows]] = {**core.checkpoint_rows()}
+    states = {name: state.read() for name, state in core.growing().items()}
+    growing = {name: logical_table(name, state) for name, state in states.items()}
+    tables |= {name: table.arrays for name, table in growing.items()}
     if not slots:
         tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
+
+    def changed() -> str | None:
+        if updates_now() != updates:
+            return "The number of updates"
+        for name, state in core.growing().items():
+            if not np.array_equal(state.read()["state"], states[name]["state"]):
+                return f"Table {name!r}"
+        return None
+
     alike = {"path": os.fspath(path), "root": root, "slots": slots}
     require_alike(process_group(tables), alike)
     return write_tensorflow(
         os.fspath(path),
         tables,
         root,
+        vocabularies={name: table.vocabulary for name, table in growing.items()},
         layouts=layouts,
         updates=updates,
         progress=progress,
-        updates_now=updates_now,
+        changed=changed,
     )
 
 
@@ -114,6 +131,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     resize: bool = False,
     slots: bool = True,
+    ids: Mapping[str, Any] | None = None,
     progress: Progress = _SILENT,
 ) -> LogicalCheckpoint:
     """Reads tables and slots from a checkpoint of any kind that `read` accepts.
@@ -121,6 +139,10 @@ def restore(
     Everything is checked before anything changes: names, shapes, and the checksums
     of all values that will be read. Slots that the checkpoint lacks start at their
     initial value, with one warning.
+
+    A growing table takes all ids of the checkpoint, with what is known of them; row r
+    of a static table there is that of id r. If they are more than `max_rows`, its
+    eviction decides which are given up, and the log says how many.
 
     Args:
       embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, or a Keras model with
@@ -133,6 +155,10 @@ def restore(
       resize: Accept tables with another vocabulary: the rows that both have are
         restored with their slots, further rows of the embedding keep their values.
       slots: False restores the tables alone; the slots start at their initial value.
+      ids: By name of a table ids, int64 [n], to restore rows by their ids: a growing
+        table takes these ids only, and the others start anew when they occur. Of a
+        static table they are the ids of its first n rows; rows whose id the
+        checkpoint lacks keep their values and slots.
       progress: Receives the number of bytes read, first to check, then to assign.
 
     Returns:
@@ -140,9 +166,10 @@ def restore(
 
     Raises:
       KeyError: If the checkpoint lacks a table.
-      ValueError: If a table has another shape (the text names both), if `tables` or
-        `rename` has names that the embedding lacks, or if the processes of a job pass
-        different arguments.
+      ValueError: If a table has another shape (the text names both), if `tables`,
+        `rename` or `ids` has names that the embedding lacks, if a table grows there
+        and is static here without `ids`, if a growing table has too few rows and no
+        eviction, or if the processes of a job pass different arguments.
       TypeError: If a stored value has no floating point dtype, `embedding` is not an
         embedding, or another argument has the wrong type.
       tf.errors.NotFoundError: If no checkpoint is there.
@@ -151,16 +178,21 @@ def restore(
     core = _core_of(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")
-    live = core.checkpoint_targets()
-    names = _names(live, tables, {} if rename is None else rename)
+    live, growing = core.checkpoint_targets(), core.growing()
+    of_plan = [spec.name for spec in core.plan.tables]
+    names = _names(of_plan, tables, {} if rename is None else rename)
+    chosen = _chosen_ids(list(names), ids)
     alike = {"path": os.fspath(path), "root": root, "tables": names, "resize": resize}
-    require_alike(process_group(live), alike | {"slots": slots})
+    sums = {name: zlib.crc32(array.tobytes()) for name, array in chosen.items()}
+    require_alike(process_group(live), alike | {"slots": slots, "ids": sums})
     updates = core.checkpoint_updates()
     counted = updates is not None and tables is None
     with in_all_processes(process_group(live)):
         source = formats.read(path, root=root, tables=list(names.values()))
-        own = {name: live[name] for name in names}
-        job = Job.match(source, own, names, slots=slots)
+        own = {name: live[name] for name in names if name in live}
+        specs = {spec.name: spec for spec in core.plan.tables}
+        grow = {n: (specs[n], growing[n]) for n in names if n in growing}
+        job = Job.match(source, own, names, slots=slots, growing=grow, ids=chosen)
         job.check(source.path, resize=resize)
         job.verify(progress)
     lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
@@ -202,8 +234,38 @@ def _require(value: object, kind: type, argument: str, expected: str) -> None:
         raise argument_type(argument, value, expected)
 
 
+def _chosen_ids(
+    tables: Collection[str], ids: Mapping[str, Any] | None
+) -> dict[str, np.ndarray]:
+    """`ids` as int64 vectors.
+
+    Raises:
+      TypeError: If `ids` has the wrong type, or ids are no integers.
+      ValueError: If ids are no vector, or their table is not restored.
+    """
+    if ids is None:
+        return {}
+    _require(ids, Mapping, "ids", "a dict of ids by name of a table, or None")
+    chosen = {}
+    for name, value in ids.items():
+        if name not in tables:
+            raise ValueError(
+                f"Argument `ids` names the table {name!r}, which is not restored. "
+                f"Restored are: {', '.join(tables)}."
+            )
+        array = np.asarray(value)
+        if array.size and not np.issubdtype(array.dtype, np.signedinteger):
+            raise argument_type("ids", value, "a dict of int64 vectors")
+        if array.ndim != 1:
+            raise ValueError(
+                f"`ids[{name!r}]` must be a vector. Received: shape {array.shape}."
+            )
+        chosen[name] = array.astype(np.int64)
+    return chosen
+
+
 def _names(
-    live: Mapping[str, Mapping[str, MutableTableRows]],
+    live: Collection[str],
     tables: Collection[str] | None,
     rename: Mapping[str, str],
 ) -> dict[str, str]:

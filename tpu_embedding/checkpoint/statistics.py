@@ -39,13 +39,13 @@ class EqualRows:
 
     Attributes:
       count: The number of rows that are equal to another one.
-      groups: The largest groups, as (number of rows, the first rows).
+      groups: The largest groups, as (number of rows, the first rows); see `largest`.
       sampled: 1 if all rows were compared; else 1 of so many was, chosen by its values
         so that equal rows are chosen together, and `count` is an estimate.
     """
 
     count: int
-    groups: list[tuple[int, list[int]]]
+    groups: list[tuple[int, list[int | None]]]
     sampled: int
 
 
@@ -57,6 +57,7 @@ class TableReport:
       name: Its name.
       rows: V.
       dim: D.
+      grows: Whether it has a row for each of some ids.
       dtype: Of the parameters.
       bytes: By "parameters" and slot name the size.
       optimizers: Names of the optimizers that have such slots.
@@ -64,7 +65,8 @@ class TableReport:
       zero_rows: Rows of zeros.
       not_finite_rows: Rows with a NaN or an infinity.
       mean_norm: Of the rows that are finite; None if there are none.
-      largest: (row, norm) of the largest finite norms.
+      largest: (row, norm) of the largest finite norms. Of a growing table the id is
+        in the place of the row, and None is the row that ids share.
       dead: Rows that no gradient has changed.
       equal: Rows that are equal to another row.
     """
@@ -72,6 +74,7 @@ class TableReport:
     name: str
     rows: int
     dim: int
+    grows: bool
     dtype: str
     bytes: dict[str, int]
     optimizers: list[str]
@@ -79,7 +82,7 @@ class TableReport:
     zero_rows: int
     not_finite_rows: int
     mean_norm: float | None
-    largest: list[tuple[int, float]]
+    largest: list[tuple[int | None, float]]
     dead: DeadRows
     equal: EqualRows
 
@@ -104,10 +107,20 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
         norms.add(start, values)
         equal.add(start, values)
         dead.add(slots)
+    ids = table.ids if table.vocabulary else None
+
+    def named(row: int | None) -> int | None:
+        if ids is None or row is None:
+            return row
+        return int(ids[row]) if row < len(ids) else None
+
+    found = equal.result()
+    groups = [(count, [named(row) for row in rows]) for count, rows in found.groups]
     return TableReport(
         name=table.name,
         rows=table.parameters.shape[0],
         dim=table.parameters.shape[1],
+        grows=ids is not None,
         dtype=table.parameters.dtype.name,
         bytes={name: rows.nbytes for name, rows in table.arrays.items()},
         optimizers=[type(optimizer).__name__ for optimizer in matching],
@@ -115,9 +128,9 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
         zero_rows=norms.zeros,
         not_finite_rows=norms.not_finite,
         mean_norm=norms.mean(),
-        largest=norms.largest,
+        largest=[(named(row), norm) for row, norm in norms.largest],
         dead=dead.result(),
-        equal=equal.result(),
+        equal=dataclasses.replace(found, groups=groups),
     )
 
 
@@ -204,7 +217,7 @@ class _Equal:
         _, starts, counts = np.unique(hashes, return_index=True, return_counts=True)
         several = counts > 1
         starts, counts = starts[several], counts[several]
-        groups = []
+        groups: list[tuple[int, list[int | None]]] = []
         for i in np.argsort(-counts, kind="stable")[:_NUM_ROWS]:
             first = rows[starts[i] : starts[i] + min(int(counts[i]), 5)]
             groups.append((int(counts[i]), [int(row) for row in first]))

@@ -19,6 +19,7 @@ from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
+    Vector,
     choose_root,
     group_tables,
 )
@@ -206,7 +207,7 @@ def read_tensorflow(
             record = parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
             holders[path] = unstack(prefix, matrices, record)
         else:
-            holders[path] = group_tables(matrices, tables)
+            holders[path] = group_tables(matrices, tables, _vectors(bundle, node))
     mixed = [
         path
         for path in holders
@@ -241,8 +242,22 @@ def _matrices(
         if slot.variable in names:
             name = _OPTIMIZER_SLOTS.get(slot.name, slot.name)
             keys[f"{names[slot.variable]}/{name}"] = slot.key
+    for table, parts in node.parts.items():
+        keys |= {f"{table}/{part}": key for part, key in parts.items()}
     return {
         name: _BundleRows(bundle, key)
         for name, key in keys.items()
         if len(bundle.shapes[key]) == 2 and bundle.dtypes[key].is_floating
+    }
+
+
+def _vectors(bundle: Bundle, node: SavedObject) -> dict[str, Vector]:
+    """What is stored of the ids of growing tables."""
+    return {
+        f"{table}/{part}": Vector(
+            bundle.shapes[key][0], functools.partial(bundle.restore, key)
+        )
+        for table, parts in node.parts.items()
+        for part, key in parts.items()
+        if len(bundle.shapes[key]) == 1 and bundle.dtypes[key] == tf.int64
     }

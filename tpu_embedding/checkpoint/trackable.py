@@ -21,7 +21,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 )
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
-from tpu_embedding.engines.base import Engine
+from tpu_embedding.engines.base import Engine, GrowingState
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.nest_utils import Structure
@@ -42,9 +42,13 @@ class StoredTables(abc.ABC):
     structure: Structure
     check_numerics: bool = False
 
+    def growing(self) -> dict[str, GrowingState]:
+        """Growing tables by name."""
+        return {}
+
     @abc.abstractmethod
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """For each table "parameters" and slots, as matrices of rows.
+        """For each static table "parameters" and slots, as matrices of rows.
 
         Their values may be old; changes nothing, but makes the tables.
         """
@@ -126,8 +130,8 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this once for each object, before it reads any value.
-        _check_growth(path, self.core.plan)
         root = _root_to_convert(path, self._stored_layouts, self._table_names)
+        _check_growth(path, self.core.plan, converts=root is not None)
         self._conversion = None if root is None else _Conversion(self, path, root)
         return super()._checkpoint_adapter(path)
 
@@ -300,7 +304,8 @@ class EngineTables(StoredTables):
                     "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
                     "saves them too."
                 )
-        return {name: dict(table.rows) for name, table in engine.tables().items()}
+        growing, tables = engine.growing(), engine.tables()
+        return {n: dict(t.rows) for n, t in tables.items() if n not in growing}
 
     def load_checkpoint_rows(self) -> None:
         """See `StoredTables.load_checkpoint_rows`."""
@@ -412,8 +417,13 @@ def _check_dtypes(path: str, own: Mapping[str, str]) -> None:
         )
 
 
-def _check_growth(path: str, plan: Plan) -> None:
+def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
     """Refuses growing tables for static ones, and the reverse.
+
+    Args:
+      path: The checkpoint's prefix.
+      plan: The tables.
+      converts: Whether the checkpoint has them in another layout.
 
     Raises:
       ValueError: If the checkpoint has only the other kind of a table.
@@ -422,13 +432,15 @@ def _check_growth(path: str, plan: Plan) -> None:
     for table in plan.tables:
         grows = table.config.vocabulary is not None
         of_kind = {True: "ids", False: "VARIABLE_VALUE"}
-        if _stored_in(stored, table.name, of_kind[not grows]) and not _stored_in(
-            stored, table.name, of_kind[grows]
+        other = _stored_in(stored, table.name, of_kind[not grows])
+        if (grows and converts) or (
+            other and not _stored_in(stored, table.name, of_kind[grows])
         ):
             there = "does not grow" if grows else "grows"
             raise ValueError(
                 f"Table {table.name!r} {there} in {path}, and its rows are not those "
-                "of this table. Restore it into an embedding of the same kind."
+                "of this table. Use tpu_embedding.checkpoint.restore(embedding, path"
+                f"{'' if grows else ', ids=...'}), which finds rows by their ids."
             )
 
 

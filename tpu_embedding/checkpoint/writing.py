@@ -23,6 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import Vector
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.layout.plan import UPDATES
@@ -31,6 +32,7 @@ from tpu_embedding.tables.rows import (
     ProcessGroup,
     TableRows,
     by_checkpoint_name,
+    checkpoint_name,
 )
 
 try:
@@ -133,10 +135,11 @@ def write_tensorflow(
     tables: Mapping[str, Mapping[str, TableRows]],
     root: str,
     *,
+    vocabularies: Mapping[str, Mapping[str, Vector]],
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
     progress: Progress,
-    updates_now: Callable[[], int | None] | None = None,
+    changed: Callable[[], str | None] | None = None,
 ) -> str:
     """Writes one object with tables and slots as a checkpoint.
 
@@ -144,12 +147,13 @@ def write_tensorflow(
       path: The prefix of the new checkpoint.
       tables: By name the parameters, called "parameters", and the slots.
       root: Name of the object that holds the tables, e.g. "embedding".
+      vocabularies: By name of a growing table what is known of its ids.
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
-      updates_now: Reads the number of updates again, where another thread may write
-        to the tables: after the last row was written, this number and all rows are
-        read a second time. Not for tables of several processes.
+      changed: Where another thread may write to the tables: what was updated since
+        they were read, or None. After the last row was written, it is called, and all
+        rows are read a second time. Not for tables of several processes.
 
     Returns:
       `path`.
@@ -159,6 +163,7 @@ def write_tensorflow(
       tf.errors.AbortedError: If a table or the number of updates changed meanwhile;
         then there is no checkpoint.
       ValueError: If the path ends in a slash, or a table has no rows or columns.
+      NotImplementedError: If a growing table shall be cut as for SparseCores.
     """
     if not os.path.basename(path):
         raise ValueError(
@@ -166,25 +171,45 @@ def write_tensorflow(
             f"not be empty or end in a slash. Received: {path!r}. Pass e.g. "
             "'folder/model'."
         )
+    if layouts is not None and vocabularies:
+        raise NotImplementedError(
+            f"The table {next(iter(vocabularies))!r} grows, and tables on SparseCores "
+            "do not. Make a static table of it with freeze_vocabulary, or leave "
+            "`layouts` or `--to sparse-core` out."
+        )
+    static = {name: own for name, own in tables.items() if name not in vocabularies}
     if layouts is None:
-        matrices, values = by_checkpoint_name(tables), {}
+        matrices, values = by_checkpoint_name(static), {}
     else:
-        matrices, values = stack(tables, layouts)
-    total = 0
+        matrices, values = stack(static, layouts)
     for name, rows in matrices.items():
         if 0 in rows.shape:
             raise ValueError(
                 f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
                 "least one row and one column: leave it out of what is converted."
             )
-        total += rows.nbytes
     if updates is not None:
         values[UPDATES] = tf.constant(updates, tf.int64)
     keys = {name: variable_key(root, name) for name in (*matrices, *values)}
-    small = {keys[name]: value for name, value in values.items()}
-    small[GRAPH_KEY] = tf.constant(make_graph(root, keys))
+    small: dict[str, Any] = {keys[name]: value for name, value in values.items()}
+    growing = {name: (tables[name], own) for name, own in vocabularies.items()}
+    of_growing = {
+        name: {part: variable_key(root, name, part) for part in (*own, *vectors)}
+        for name, (own, vectors) in growing.items()
+    }
+    small[GRAPH_KEY] = tf.constant(make_graph(root, keys, of_growing))
+    for name, (own, vectors) in growing.items():
+        place = of_growing[name]
+        small |= {place[part]: vector.read() for part, vector in vectors.items()}
+        for array, rows in own.items():
+            if rows.shape[0]:
+                within = checkpoint_name(name, array)
+                matrices[within], keys[within] = rows, place[array]
+            else:  # There is no slice of it.
+                small[place[array]] = np.zeros(rows.shape, rows.dtype)
+    total = sum(rows.nbytes for rows in matrices.values())
     group = process_group(tables)
-    seen = _Seen(updates, updates_now) if updates_now and group is None else None
+    seen = _Seen(changed) if changed and group is None else None
     pieces = _own_pieces(matrices, keys, group)
     if seen is not None:
         pieces = seen.note(pieces)
@@ -196,17 +221,17 @@ def write_tensorflow(
                 lock.enter_context(one_writer(path))
                 _begin(path, scratch)
         progress.start("Writing", total)
-        parts = ""
+        written = ""
         try:
             with in_all_processes(group) as rest:
                 rest.append(pieces)  # Other processes read their rows through this one.
                 prefix = scratch if group is None else f"{scratch}/{group.rank}"
-                parts = "\n".join(write_parts(prefix, pieces, total, progress))
+                written = "\n".join(write_parts(prefix, pieces, total, progress))
                 if seen is not None:
                     seen.check(_own_pieces(matrices, keys, group))
-            everyone = [parts.encode()]
+            everyone = [written.encode()]
             if group is not None:
-                everyone = group.all_gather("checkpoint", parts.encode())
+                everyone = group.all_gather("checkpoint", written.encode())
             with in_all_processes(group):
                 if is_first:
                     tf.raw_ops.SaveV2(
@@ -215,8 +240,8 @@ def write_tensorflow(
                         shape_and_slices=[""] * len(small),
                         tensors=list(small.values()),
                     )
-                    written = b"\n".join(filter(None, everyone)).decode().split("\n")
-                    merge([*written, f"{scratch}/values"], path)
+                    parts = b"\n".join(everyone).decode().split("\n")
+                    merge([*filter(None, parts), f"{scratch}/values"], path)
         finally:
             if is_first:
                 _remove(scratch)
@@ -332,10 +357,8 @@ class _Seen:
     one between the two readings.
     """
 
-    def __init__(
-        self, updates: int | None, updates_now: Callable[[], int | None]
-    ) -> None:
-        self._updates, self._updates_now = updates, updates_now
+    def __init__(self, changed: Callable[[], str | None]) -> None:
+        self._changed = changed
         self._sums: list[int] = []
 
     def note(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -348,13 +371,13 @@ class _Seen:
         """Compares a second reading.
 
         Raises:
-          tf.errors.AbortedError: If a piece or the number of updates is another one.
+          tf.errors.AbortedError: If a piece is another one, or anything was updated.
         """
         for piece, before in zip(pieces, self._sums, strict=True):
             if _checksum(piece) != before:
                 raise errors.changed_while_saved(piece.key)
-        if self._updates_now() != self._updates:
-            raise errors.changed_while_saved("The number of updates")
+        if (what := self._changed()) is not None:
+            raise errors.changed_while_saved(what)
 
 
 def _checksum(piece: Piece) -> int:

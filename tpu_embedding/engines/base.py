@@ -201,6 +201,14 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
         """
 
     @abc.abstractmethod
+    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What `write` makes of a state, without a change of the table.
+
+        Raises:
+          ValueError: As `write`.
+        """
+
+    @abc.abstractmethod
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces everything by what `read` of a table of any budget returned.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,7 @@ import tensorflow as tf
 from tpu_embedding.config import TableConfig
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.initial import named_initializer
-from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.rows import PARAMETERS
 
 # By class of an initializer of Keras or TensorFlow the kind of first values and the
 # options that are its two numbers.
@@ -57,6 +57,109 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
         "Ones, RandomUniform, RandomNormal and TruncatedNormal; the seed is that of "
         "the GrowingVocabulary."
     )
+
+
+def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
+    """What the rows of ids start as, by TensorFlow's ops.
+
+    The bits are those of core/first_values.h, from which updates take them: the same
+    float64 arithmetic in the same order.
+
+    Args:
+      spec: A growing table.
+      ids: int64 [n].
+
+    Returns:
+      [n, dim] of the table's dtype.
+    """
+    kind, *numbers = first_values(spec)
+    first, second = (float(np.float32(number)) for number in numbers)
+    dim, dtype = spec.config.dim, tf.as_dtype(spec.config.dtype)
+    if kind == "constant":
+        return tf.fill([tf.size(ids), dim], tf.cast(tf.cast(first, tf.float32), dtype))
+    assert spec.config.vocabulary is not None
+    seed = _mixed(tf.constant(spec.config.vocabulary.seed, tf.int64))
+    rows = _mixed(tf.bitwise.bitwise_xor(seed, ids))
+    steps = np.arange(dim, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    bits = _mixed(rows[:, tf.newaxis] + steps.view(np.int64))
+    uniform = (tf.cast(_shifted(bits, 11), tf.float64) + 0.5) * 2.0**-53
+    if kind == "uniform":
+        values = first + (second - first) * uniform
+    else:
+        if kind == "truncated_normal":
+            uniform = 0.022750131948179195 + 0.9544997361036416 * uniform
+        # The maximum keeps TensorFlow from joining these constants with others.
+        values = first + second * _normal_quantile(tf.maximum(uniform, 0.0))
+    return tf.cast(tf.cast(values, tf.float32), dtype)
+
+
+def _mixed(words: tf.Tensor) -> tf.Tensor:
+    """As MixBits of core/id_map.h."""
+    factor = np.uint64(0xD6E8FEB86659FD93).view(np.int64)
+    for _ in range(2):
+        words = tf.bitwise.bitwise_xor(words, _shifted(words, 32)) * factor
+    return tf.bitwise.bitwise_xor(words, _shifted(words, 32))
+
+
+def _shifted(words: tf.Tensor, count: int) -> tf.Tensor:
+    """Shifted to the right as numbers without a sign."""
+    bits = tf.bitcast(words, tf.uint64)
+    moved = tf.bitwise.right_shift(bits, tf.constant(count, tf.uint64))
+    return tf.bitcast(moved, tf.int64)
+
+
+# Of NormalQuantile in core/first_values.cc: numerator and denominator in the middle,
+# where a tail begins, and far out.
+_MIDDLE = (
+    (59.109374720, 159.29113202, 50.434271938, 3.3871327179),
+    (67.187563600, 78.757757664, 17.895169469, 1.0),
+)
+_TAIL = (
+    (0.17023821103, 1.3067284816, 2.7568153900, 1.4234372777),
+    (0.12021132975, 0.73700164250, 1.0),
+)
+_FAR_TAIL = (
+    (0.017337203997, 0.42868294337, 3.0812263860, 6.6579051150),
+    (0.012258202635, 0.24197894225, 1.0),
+)
+
+
+def _normal_quantile(p: tf.Tensor) -> tf.Tensor:
+    q = p - 0.5
+    square = 0.180625 - q * q
+    above, below = (_polynomial(square, terms) for terms in _MIDDLE)
+    middle = q * above / below
+    root = tf.sqrt(-_log(tf.where(q < 0.0, p, 1.0 - p)))
+    tails = []
+    for terms, begin in ((_TAIL, 1.6), (_FAR_TAIL, 5.0)):
+        above, below = (_polynomial(root - begin, own) for own in terms)
+        tails.append(above / below)
+    tail = tf.where(root <= 5.0, *tails)
+    tail = tf.where(q < 0.0, -tail, tail)
+    return tf.where(tf.abs(q) <= 0.425, middle, tail)
+
+
+def _polynomial(x: tf.Tensor, terms: Sequence[float]) -> tf.Tensor:
+    """Of the coefficients `terms`, the highest first."""
+    value: Any = terms[0]
+    for term in terms[1:]:
+        value = value * x + term
+    return value
+
+
+def _log(x: tf.Tensor) -> tf.Tensor:
+    """As Log in core/first_values.cc, of x in (0, 1)."""
+    bits = tf.bitcast(x, tf.int64)
+    exponent = _shifted(bits, 52) - 1022
+    kept = tf.bitwise.bitwise_and(bits, tf.constant(2**52 - 1, tf.int64))
+    half = tf.constant(0x3FE << 52, tf.int64)
+    mantissa = tf.bitcast(tf.bitwise.bitwise_or(kept, half), tf.float64)
+    small = mantissa < 0.7071067811865476
+    mantissa = tf.where(small, mantissa * 2.0, mantissa)
+    exponent -= tf.cast(small, tf.int64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    total = _polynomial(s * s, [0.0, *(1.0 / k for k in range(17, 0, -2))])
+    return 2.0 * s * total + tf.cast(exponent, tf.float64) * 0.6931471805599453
 
 
 def first_slots(spec: TableSpec) -> list[float]:
@@ -148,26 +251,3 @@ def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
 
 def _slot_names(spec: TableSpec) -> list[str]:
     return [slot.name for slot in spec.optimizer.slots] if spec.optimizer else []
-
-
-class UnsavedRows(Mapping[str, MutableTableRows]):
-    """Stands for the matrices of a growing table, which no file can hold yet."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-
-    def refuse(self) -> NoReturn:
-        """Says why there are no matrices."""
-        raise NotImplementedError(
-            f"Table {self._table!r} grows, and growing tables cannot be saved "
-            "by te.checkpoint or exported yet. Save them with tf.train.Checkpoint."
-        )
-
-    def __getitem__(self, key: str) -> MutableTableRows:
-        self.refuse()
-
-    def __iter__(self) -> Iterator[str]:
-        self.refuse()
-
-    def __len__(self) -> int:
-        return 0

@@ -117,6 +117,17 @@ class TableRows(abc.ABC):
         return self.read(0, self.shape[0])
 
 
+class ArrayRows(TableRows):
+    """A matrix in memory."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        super().__init__(values.shape, values.dtype)
+        self._values = values
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._values[start:stop]
+
+
 InitialValue = float | Callable[[tuple[int, int]], Any] | None
 
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import Plan, TableSpec
-from tpu_embedding.tables.growing import UnsavedRows
 from tpu_embedding.tables.initial import (
     FirstValues,
     initial_rows,
@@ -93,9 +92,12 @@ class VariableRows(MutableTableRows):
 def variable_rows(
     spec: TableSpec, arrays: Mapping[str, Any]
 ) -> Mapping[str, MutableTableRows]:
-    """The rows of a table and its slots, whose variables have the names of `arrays`."""
+    """The rows of a table and its slots, whose variables have the names of `arrays`.
+
+    None of a growing table, whose rows are nothing without their ids: `GrowingState`.
+    """
     if spec.config.vocabulary is not None:
-        return UnsavedRows(spec.name)
+        return {}
     slots = spec.optimizer.slots if spec.optimizer else ()
     starts = {slot.name: initial_rows(slot) for slot in slots}
     return {name: VariableRows(v, starts.get(name)) for name, v in arrays.items()}

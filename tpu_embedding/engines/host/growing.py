@@ -13,19 +13,18 @@ from tpu_embedding.engines.base import GrowingState
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import TableVariables
-from tpu_embedding.vocabulary import GrowingVocabulary, VocabularyContents
-
-# The parts of a VocabularySnapshot, and of its `state`, as core/vocabulary.h has them.
-_OF_IDS = ("ids", "rows", "hits", "last_updates")
-_OF_CANDIDATES = ("candidates", "candidate_hits")
-_PARTS = (*_OF_IDS, *_OF_CANDIDATES, "state")
-_NUM_ROWS, _COUNTS, _EVICTED, _NEXT_CANDIDATE, _SWEEP = (
-    0,
-    slice(2, 6),
-    5,
-    6,
-    slice(7, 11),
+from tpu_embedding.vocabulary import (
+    NUM_ROWS,
+    PARTS,
+    PARTS_OF_CANDIDATES,
+    PARTS_OF_IDS,
+    SWEEP,
+    GrowingVocabulary,
+    VocabularyContents,
 )
+
+# Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
+_COUNTS, _EVICTED, _NEXT_CANDIDATE = slice(2, 6), 5, 6
 
 _Arrays = dict[str, Any]  # NumPy arrays
 
@@ -42,14 +41,14 @@ class GrowingInQueue(GrowingState):
         self._queue, self._device = queue, device
         self._arrays = variables.arrays
         self.parameters = variables.parameters
-        self.parts = (*_PARTS, *self._arrays)
+        self.parts = (*PARTS, *self._arrays)
         self._ops = library.load()
 
     def contents(self) -> VocabularyContents:
         """See `GrowingState.contents`."""
         found = self._read([])
         counts = found["state"][_COUNTS].tolist()
-        return VocabularyContents(*(found[name] for name in _OF_IDS), *counts)
+        return VocabularyContents(*(found[name] for name in PARTS_OF_IDS), *counts)
 
     def read(self) -> _Arrays:
         """See `GrowingState.read`."""
@@ -65,16 +64,20 @@ class GrowingInQueue(GrowingState):
                 table=self._spec.index,
             )
         values = dict(zip(names, found.values, strict=True))
-        parts = {name: getattr(found, name) for name in _PARTS}
+        parts = {name: getattr(found, name) for name in PARTS}
         return {name: value.numpy() for name, value in (parts | values).items()}
+
+    def fit(self, state: Mapping[str, np.ndarray]) -> _Arrays:
+        """See `GrowingState.fit`."""
+        return _fit(state, self._spec.name, self._vocabulary)
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """See `GrowingState.write`."""
-        fitting = _fit(state, self._spec.name, self._vocabulary)
+        fitting = self.fit(state)
         with tf.device(self._device):
             self._ops.tpu_embedding_load_vocabulary(
                 queue=self._queue,
-                snapshot=[fitting[name] for name in _PARTS],
+                snapshot=[fitting[name] for name in PARTS],
                 arrays=[v.handle for v in self._arrays.values()],
                 values=[
                     tf.constant(fitting[name], variable.dtype)
@@ -100,7 +103,7 @@ def _fit(
     """
     fitting = {name: np.array(value) for name, value in state.items()}
     size, numbers = len(fitting["ids"]), fitting["state"]
-    shared = int(vocabulary.unknown == "shared_row" and numbers[_NUM_ROWS] > 0)
+    shared = int(vocabulary.unknown == "shared_row" and numbers[NUM_ROWS] > 0)
     if len(fitting["parameters"]) != size + shared:
         raise ValueError(
             f"Table {table!r} has unknown={vocabulary.unknown!r}, but only one of it "
@@ -116,21 +119,21 @@ def _fit(
         key = "hits" if vocabulary.eviction == "lfu" else "last_updates"
         by_age = np.lexsort((fitting["rows"], fitting[key]))
         kept = np.sort(by_age[size - room :])
-        for name in _OF_IDS:
+        for name in PARTS_OF_IDS:
             fitting[name] = fitting[name][kept]
         kept = np.append(kept, [size] * shared).astype(np.int64)
-        for name in fitting.keys() - {*_PARTS}:
+        for name in fitting.keys() - {*PARTS}:
             fitting[name] = fitting[name][kept]
         numbers[_EVICTED] += size - room
         logging.warning("Table %s: %d ids were given up.", table, size - room)
     full = len(fitting["ids"]) + shared
-    if numbers[_NUM_ROWS] > (full if vocabulary.eviction is None else room + shared):
+    if numbers[NUM_ROWS] > (full if vocabulary.eviction is None else room + shared):
         # Rows that were given up are left out.
         rank = np.argsort(np.argsort(fitting["rows"]))
         fitting["rows"] = rank + shared
-        numbers[_NUM_ROWS], numbers[_SWEEP] = full, 0
+        numbers[NUM_ROWS], numbers[SWEEP] = full, 0
     most = vocabulary.max_candidates or vocabulary.max_rows
-    for name in _OF_CANDIDATES:
+    for name in PARTS_OF_CANDIDATES:
         ordered = np.roll(fitting[name], -numbers[_NEXT_CANDIDATE])
         kept = ordered[-most:] if vocabulary.min_count > 1 else ordered[:0]
         fitting[name] = kept

@@ -1,0 +1,166 @@
+"""Growing tables in files: what is saved of them, and what is restored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, Vector
+from tpu_embedding.engines.base import GrowingState
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.tables.growing import first_rows, first_slots
+from tpu_embedding.tables.rows import PARAMETERS, ArrayRows
+from tpu_embedding.vocabulary import (
+    NUM_ROWS,
+    PARTS,
+    PARTS_OF_IDS,
+    SHARED_ID,
+    STATE_SIZE,
+    SWEEP,
+    UPDATES_BEGUN,
+)
+
+
+def logical_table(name: str, state: Mapping[str, np.ndarray]) -> LogicalTable:
+    """What `GrowingState.read` returned, as a table of a checkpoint."""
+    rows = {part: ArrayRows(v) for part, v in state.items() if part not in PARTS}
+    parameters = rows.pop(PARAMETERS)
+    vectors = {part: _in_memory(state[part]) for part in PARTS}
+    return LogicalTable(name, parameters, rows, vectors)
+
+
+def _in_memory(values: np.ndarray) -> Vector:
+    return Vector(len(values), lambda: values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """The restore of one growing table.
+
+    Attributes:
+      spec: The table.
+      target: Its ids, rows and slots.
+      source: What the checkpoint has of it: a growing table, or a static one, whose
+        row r is that of id r.
+      path: The checkpoint.
+      slots: Whether slots are restored.
+      ids: The ids to restore, int64 [n]; None for all.
+    """
+
+    spec: TableSpec
+    target: GrowingState
+    source: LogicalTable
+    path: str
+    slots: bool
+    ids: np.ndarray | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is read."""
+        return sum(self.source.arrays[name].nbytes for name in self._stored)
+
+    @property
+    def lacking(self) -> list[str]:
+        """Slots that start at their initial values."""
+        names = [name for name in self.target.parts if name not in PARTS]
+        return [f"{self.spec.name}/{n}" for n in names if n not in self._stored]
+
+    @property
+    def _stored(self) -> list[str]:
+        wanted = [PARAMETERS, *(self.source.slots if self.slots else ())]
+        return [name for name in wanted if name in self.target.parts]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What the table will be: everything is read and checked.
+
+        Raises:
+          ValueError: If the table does not fit, or what is stored contradicts itself.
+          tf.errors.DataLossError: If a file is truncated or damaged.
+        """
+        found = {name: v.read() for name, v in self.source.vocabulary.items()}
+        ids = self.source.ids
+        size, stored = len(ids), self.source.parameters.shape[0]
+        of_ids = {len(v) for name, v in found.items() if name in PARTS_OF_IDS}
+        if not 0 <= stored - size <= 1 or of_ids > {size}:
+            raise self._refused(f"has {size} ids, but {stored} rows")
+        order = np.argsort(ids, kind="stable")
+        if (np.diff(ids[order]) == 0).any():
+            raise self._refused("has an id twice")
+        shares, grew = stored > size, "state" in found
+        chosen = order if self.ids is None else order[np.isin(ids[order], self.ids)]
+        if len(chosen) < size:
+            logging.warning(
+                "Table %s: %d of %d ids of %s were left out.",
+                *(self.spec.name, size - len(chosen), size, self.path),
+            )
+        state = {name: np.zeros(len(chosen), np.int64) for name in PARTS_OF_IDS}
+        empty = np.zeros(0, np.int64)
+        state |= {name: found.get(name, empty) for name in PARTS if name not in state}
+        state |= {name: found[name][chosen] for name in PARTS_OF_IDS if name in found}
+        state["ids"] = ids[chosen]
+        index = np.append(chosen, [size] * shares).astype(np.int64)
+        state |= {name: rows[index] for name, rows in self._arrays(stored).items()}
+        vocabulary = self.spec.config.vocabulary
+        assert vocabulary is not None
+        if vocabulary.unknown == "shared_row" and not grew and not shares and len(ids):
+            shares = True
+            state |= {n: np.concatenate([state[n], r]) for n, r in self._shared_row()}
+        if not grew or len(chosen) < size:  # Numbered anew, without gaps.
+            known = state["rows"] if "rows" in found else np.arange(size)[chosen]
+            state["rows"] = np.argsort(np.argsort(known)) + int(shares)
+            numbers = np.resize(found.get("state", [0]), STATE_SIZE).astype(np.int64)
+            numbers[NUM_ROWS], numbers[SWEEP] = len(chosen) + int(shares), 0
+            last = state["last_updates"].max(initial=0)
+            numbers[UPDATES_BEGUN] = max(numbers[UPDATES_BEGUN], last)
+            state["state"] = numbers
+        return self.target.fit(state)
+
+    def _arrays(self, height: int) -> dict[str, np.ndarray]:
+        """The stored rows of the table and its slots, or initial values of a slot."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, start, width in self._of_target():
+            shape = (height, width)
+            rows = self.source.arrays[name] if name in self._stored else None
+            if rows is None:
+                arrays[name] = np.full(shape, start, np.float32)
+                continue
+            if rows.shape != shape:
+                what = "the table" if name == PARAMETERS else name
+                raise self._refused(
+                    f"has {what} of shape {errors.shape_text(rows.shape)}, and this "
+                    f"needs {errors.shape_text(shape)}"
+                )
+            dtype: Any = np.float32
+            if name == PARAMETERS:
+                dtype = tf.as_dtype(self.spec.config.dtype).as_numpy_dtype
+            arrays[name] = rows.numpy().astype(dtype, copy=False)
+            rows.release()
+        return arrays
+
+    def _of_target(self) -> list[tuple[str, float, int]]:
+        """(name, initial value, width) of the table and its slots."""
+        dim, optimizer = self.spec.config.dim, self.spec.optimizer
+        slots = optimizer.slots if optimizer else ()
+        starts = first_slots(self.spec)
+        widths = [1 if slot.per_row else dim for slot in slots]
+        names = [slot.name for slot in slots]
+        return [(PARAMETERS, 0.0, dim), *zip(names, starts, widths, strict=True)]
+
+    def _shared_row(self) -> list[tuple[str, np.ndarray]]:
+        """What the shared row starts as, [1, width] of the table and its slots."""
+        first = first_rows(self.spec, tf.constant([SHARED_ID], tf.int64)).numpy()
+        slots = self._of_target()[1:]
+        rows = [(n, np.full((1, width), v, np.float32)) for n, v, width in slots]
+        return [(PARAMETERS, first), *rows]
+
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(
+            f"Table {self.source.name} of {self.path} {reason}. It cannot be restored "
+            f"into the growing table {self.spec.name}."
+        )
