@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from serving import exported
 
 import tpu_embedding as te
 
@@ -122,11 +123,32 @@ def test_static_and_growing_files_are_not_mixed_up(tmp_path: pathlib.Path) -> No
         tf.train.Checkpoint(layer=static).read(path)
 
 
+def test_exported_models_have_ids(tmp_path: pathlib.Path) -> None:
+    """Those of the moment, by ops of TensorFlow; training goes on."""
+    model, layer, _ = _model()
+    asked = np.array([*IDS, 99, -(2**63)], np.int64)
+    for number in range(2):
+        _fit(model, 1)
+        path = tmp_path / str(number)
+        model.export(str(path), verbose=False)
+        loaded: Any = tf.saved_model.load(str(path))
+        expected = _predict(model, asked)
+        served = loaded.serve({"film": tf.constant(asked)})
+        np.testing.assert_allclose(served, expected, rtol=1e-6)
+        graph = exported.graph_of(path).graph_def
+        ops = {n.op for f in graph.library.function for n in f.node_def}
+        assert not [op for op in ops if op.startswith("TpuEmbedding")]
+    te.serving.export(layer, tmp_path / "layer", signatures=["dense"])
+    of_layer: Any = tf.saved_model.load(str(tmp_path / "layer"))
+    found = of_layer.signatures["dense"](film=tf.constant(asked))["film"]
+    assert np.array_equal(found, layer({"film": tf.constant(asked)})["film"])
+
+
 def test_what_is_refused(tmp_path: pathlib.Path) -> None:
     model, layer, table = _model()
     _fit(model)
-    with pytest.raises(NotImplementedError, match="growing tables cannot be exported"):
-        model.export(str(tmp_path / "model"))
+    with pytest.raises(NotImplementedError, match=r"only `model.export` and"):
+        tf.saved_model.save(model, str(tmp_path / "model"))
     with pytest.raises(NotImplementedError, match="`serving_config` does not support"):
         layer({"a": tf.constant([1])}, serving_config={"a": te.FeatureConfig(table)})
     plain = tf.function(lambda ids: layer({"film": ids})["film"])

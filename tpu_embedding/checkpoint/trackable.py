@@ -92,18 +92,27 @@ class VariableTables(StoredTables):
         plan: Plan,
         structure: Structure,
         variables: Callable[[], Mapping[str, Mapping[str, Any]]],
+        growing: Callable[[], dict[str, GrowingState]] = dict,
         *,
         check_numerics: bool = False,
     ) -> None:
         """Takes `variables`, which makes and returns them by table and array name."""
         self.plan, self.structure = plan, structure
         self.check_numerics = check_numerics
-        self._variables = variables
+        self._variables, self._growing = variables, growing
+
+    def growing(self) -> dict[str, GrowingState]:
+        """See `StoredTables.growing`."""
+        return self._growing()
 
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
         """See `StoredTables.checkpoint_targets`."""
         made = self._variables()
-        return {s.name: dict(variable_rows(s, made[s.name])) for s in self.plan.tables}
+        return {
+            s.name: dict(variable_rows(s, made[s.name]))
+            for s in self.plan.tables
+            if s.config.vocabulary is None
+        }
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):

@@ -24,6 +24,8 @@ from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
+from tpu_embedding.serving.growing_tables import RestoredGrowingTable
+from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.variables import create_counter, create_state
 from tpu_embedding.tf_configs import convert_sparse_core
 
@@ -146,6 +148,7 @@ class EngineTrainedTables:
             self.core = self._create_core(shapes if engine.stores_stacks else None)
         self._variables: dict[str, Any] = {}
         self._growing: dict[str, GrowingState] = {}
+        self._exported: dict[str, RestoredGrowingTable] = {}
         self._placeholder: Any = None
         self._numbers: Any = None
 
@@ -197,15 +200,47 @@ class EngineTrainedTables:
         }
 
     def stored(self) -> list[Any]:
-        """The up-to-date tf.Variables that store the tables, for exported graphs."""
-        if self._growing:
+        """What stores the up-to-date tables, for exported graphs.
+
+        tf.Variables, and a tf.Module for each growing table.
+
+        Raises:
+          NotImplementedError: If a table grows, but by `model.export`.
+        """
+        if self._growing and not gradient_hook.is_export():
             raise NotImplementedError(
-                f"The tables {', '.join(self._growing)} grow, and growing tables "
-                "cannot be exported yet. Save the model with `save` or `save_weights`."
+                f"The tables {', '.join(self._growing)} grow: only `model.export` and "
+                "tpu_embedding.serving.export(layer, ...) make a SavedModel of them."
             )
         self.core.retrieve()
-        tables = self.core.tables().values()
-        return [variable for table in tables for variable in table.reader.variables]
+        tables = self.core.tables()
+        static = [table for n, table in tables.items() if n not in self._growing]
+        variables = [v for table in static for v in table.reader.variables]
+        return [*variables, *(table.served for table in self._exported.values())]
+
+    def _readers(self) -> dict[int, TableReader]:
+        """Tables by index, as TensorFlow's ops read them; growing ones as they are now.
+
+        Raises:
+          NotImplementedError: If a table grows, but by `model.export`.
+        """
+        tables = self.core.tables()
+        specs = self._features.plan.tables
+        readers = {spec.index: tables[spec.name].reader for spec in specs}
+        if self._growing and not gradient_hook.is_export():
+            raise NotImplementedError(
+                f"The tables {', '.join(self._growing)} grow, and `serving_config` "
+                "does not support growing tables. Call the layer without it."
+            )
+        with tf.init_scope():
+            for spec in specs:
+                if spec.name in self._growing:
+                    if spec.name not in self._exported:
+                        self._exported[spec.name] = RestoredGrowingTable.alone(spec)
+                    table = self._exported[spec.name]
+                    table.write(self._growing[spec.name].read())
+                    readers[spec.index] = table.served
+        return readers
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
@@ -228,7 +263,8 @@ class EngineTrainedTables:
             in_replica=self._topology.replica() is not None,
             exportable=self._may_be_exported(),
         )
-        if chosen is Mode.SERVE and not self._growing:
+        may_serve = not self._growing or gradient_hook.is_export()
+        if chosen is Mode.SERVE and may_serve:
             plan = self._features.plan
             return self.serve(plan, values, weights, trainable=trainable)
         watched = self.core.require_weight_gradients(weights)
@@ -296,19 +332,14 @@ class EngineTrainedTables:
                 "`serving_config` is for serving: under a TPU strategy such a call "
                 "belongs outside of strategy.run. Inside, call the layer without it."
             )
-        if self._growing:
-            raise NotImplementedError(
-                f"The tables {', '.join(self._growing)} grow, and `serving_config` "
-                "does not support growing tables. Call the layer without it."
-            )
         self.core.retrieve()
+        readers = self._readers()
         own = plan is self._features.plan
         # Outside of replicas, Keras also traces models with a replica's batch size.
         checked = own and self._topology.replica() is not None
-        tables = self.core.tables().values()
         lookup = FeatureLookup(
             plan,
-            dict(enumerate(table.reader for table in tables)),
+            readers,
             check_numerics=self._check_numerics,
             batch_size=self._batch_size if checked else None,
             any_batch_size=not own,

@@ -65,6 +65,11 @@ def is_evaluation() -> bool:
     return bool(_running_models("test_step", "predict_step"))
 
 
+def is_export() -> bool:
+    """Whether `model.export` of Keras traces or saves a model."""
+    return bool(_running_models("export"))
+
+
 def models_in_training() -> list[Any]:
     """Returns the models whose training step is running, innermost first."""
     return _running_models("train_step")

@@ -440,7 +440,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
             *(keras_api.value_of(weight) for weight in self.weights),
             *self._built.tables.stored(),
         ]
-        weights = [value for value in values if isinstance(value, tf.Variable)]
+        kinds = (tf.Variable, tf.Module)
+        weights = [value for value in values if isinstance(value, kinds)]
         return {
             **{n: c for n, c in children.items() if not isinstance(c, LogicalVariable)},
             **{f"_weight_{i}": weight for i, weight in enumerate(weights)},

@@ -41,10 +41,13 @@ class Source:
     Attributes:
       name: Name of the table, for messages.
       rows: Values of the table.
+      ids: Of a growing table the id of each row, int64 [V - 1]; the last row is what
+        other ids look up.
     """
 
     name: str
     rows: TableRows
+    ids: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from tpu_embedding import distribution
 from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
+from tpu_embedding.engines import GrowingState
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
+from tpu_embedding.serving.growing_tables import RestoredGrowingTable
 from tpu_embedding.serving.lookup import (
     FeatureLookup,
     features_at,
@@ -33,6 +35,7 @@ class _Tables:
 
     variables: list[TableVariables]
     lookup: FeatureLookup
+    growing: dict[str, RestoredGrowingTable]
 
 
 class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
@@ -91,8 +94,10 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             )
         converted = convert_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
-        self._plan = plan_of(converted, convert_optimizer(optimizer))
-        self.core = VariableTables(self._plan, self._structure, self._arrays)
+        self._plan = plan_of(converted, convert_optimizer(optimizer), growing=True)
+        self.core = VariableTables(
+            self._plan, self._structure, self._arrays, self._growing
+        )
         self._tables: _Tables | None = None
         freeze_configs(feature_config)
 
@@ -105,13 +110,18 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             variables = create_variables(self._plan, "/device:CPU:0")
             for name, variable in named_variables(self._plan, variables):
                 self._track_trackable(variable, name)
-            readers = {
+            readers: dict[int, Any] = {
                 index: VariableReader(table.parameters)
                 for index, table in enumerate(variables)
             }
-            self._tables = _Tables(
-                variables, FeatureLookup(self._plan, readers, any_batch_size=True)
-            )
+            growing = {}
+            for spec in self._plan.tables:
+                if spec.config.vocabulary is not None:
+                    state = RestoredGrowingTable(spec, variables[spec.index])
+                    growing[spec.name], readers[spec.index] = state, state.served
+                    self._track_trackable(state, spec.name)
+            lookup = FeatureLookup(self._plan, readers, any_batch_size=True)
+            self._tables = _Tables(variables, lookup, growing)
 
     def __call__(self, features: Any, weights: Any = None) -> Any:
         """See `embedding_lookup`."""
@@ -140,7 +150,11 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
 
     @property
     def embedding_tables(self) -> dict[Any, tf.Variable]:
-        """The table variables [vocabulary_size, dim], by the TableConfig passed."""
+        """The table variables [vocabulary_size, dim], by the TableConfig passed.
+
+        Of a growing table with n ids [n + 1, dim]: in the order of ids, and then the
+        row of ids that have none.
+        """
         return {key: table["parameters"] for key, table in self.variables.items()}
 
     @property
@@ -152,6 +166,19 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     def _arrays(self) -> dict[str, dict[str, tf.Variable]]:
         tables = zip(self._plan.tables, self._built().variables, strict=True)
         return {spec.name: table.arrays for spec, table in tables}
+
+    def _growing(self) -> dict[str, GrowingState]:
+        return dict(self._built().growing)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "checkpoint":
+            return children
+        # A model has what its graphs read of a growing table.
+        return {
+            name: child.served if isinstance(child, RestoredGrowingTable) else child
+            for name, child in children.items()
+        }
 
     def _built(self) -> _Tables:
         self.build()

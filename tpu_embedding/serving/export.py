@@ -21,6 +21,7 @@ from tpu_embedding.serving.conversion import GatheredRows, Source
 from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.following import Follower, most_changed
+from tpu_embedding.serving.growing_tables import exported_table, source_of
 from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.mapping import FOLDER, MappedPart
 from tpu_embedding.serving.quantization import STORAGES, stored_form
@@ -58,8 +59,9 @@ def export(
     """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
     The SavedModel loads wherever TensorFlow does, in Python or C, without this package.
-    It uses the combiners and the policy for invalid ids of training. The first
-    signature is also named "serving_default".
+    It uses the combiners and the policy for invalid ids of training, and an id without
+    a row in a growing table looks up what it does there. The first signature is also
+    named "serving_default".
 
     All processes of a job call it with the same arguments. The first one writes, and
     all return the report.
@@ -113,6 +115,7 @@ def export(
     Raises:
       TypeError: If `source` or the model's result is of the wrong type.
       ValueError: If an argument is not as above.
+      NotImplementedError: With `deltas`, if a table grows.
       tf.errors.InvalidArgumentError: If a table has values that the storage cannot
         hold.
     """
@@ -147,14 +150,14 @@ def export(
             require_empty(path)
     follower = None
     if share is None:
-        tables = [
-            stored_form(
-                table, kept, mapped=_parts_maker(path, index) if mapped else None
-            )
-            for index, (table, kept) in enumerate(
-                zip(exported.tables, storages, strict=True)
-            )
-        ]
+        tables = []
+        for spec, table, kept in zip(
+            plan.tables, exported.tables, storages, strict=True
+        ):
+            make = _parts_maker(path, spec.index) if mapped else None
+            form: Any = stored_form(table, kept, mapped=make)
+            grows = table.ids is not None
+            tables.append(exported_table(spec, table, form) if grows else form)
     else:
         follower = _follower(exported, storages, share)
         tables = follower.tables
@@ -219,6 +222,11 @@ def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]
 def _follower(exported: _Exported, storages: Sequence[str], share: float) -> Follower:
     stored, specs = [], []
     for source, storage in zip(exported.tables, storages, strict=True):
+        if source.ids is not None:
+            raise NotImplementedError(
+                f"Table {source.name!r} grows, and `deltas` carry no ids. Export the "
+                "model anew, or give the table a vocabulary of fixed size."
+            )
         rows, dim = source.shape
         most = most_changed(rows, share)
         table: Any = stored_form(source, storage, 2 * most)
@@ -258,10 +266,15 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
             )
         core = source.core
         if isinstance(source, SavesTables):
-            rows = core.table_rows()
-            tables = [Source(spec.name, rows[spec.name]) for spec in core.plan.tables]
+            rows, growing = core.table_rows(), core.growing()
+            tables = [
+                source_of(spec, growing[spec.name].read())
+                if spec.name in growing
+                else Source(spec.name, rows[spec.name])
+                for spec in core.plan.tables
+            ]
         else:
-            tables = _gathered(core.plan, source.embedding_tables)
+            tables = _gathered(core.plan, source.embedding_tables, core.growing())
         return _Exported(core.plan, core.structure, tables, core.check_numerics)
     if not isinstance(source, Mapping):
         raise TypeError(
@@ -294,10 +307,15 @@ def _require_different_outputs(plan: Plan) -> None:
         taken[name] = spec.path
 
 
-def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
+def _gathered(
+    plan: Plan, tables: Mapping[Any, Any], growing: Mapping[str, Any] | None = None
+) -> list[Source]:
     paths = [plan.features[spec.features[0]].path for spec in plan.tables]
+    states = growing or {}
     return [
-        Source(spec.name, GatheredRows(find_table(spec, tables, path)))
+        source_of(spec, states[spec.name].read())
+        if spec.name in states
+        else Source(spec.name, GatheredRows(find_table(spec, tables, path)))
         for spec, path in zip(plan.tables, paths, strict=True)
     ]
 

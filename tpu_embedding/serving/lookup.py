@@ -75,10 +75,17 @@ def serving_embedding_lookup(
     return look_up_structure(lookup, specs, inputs, weights)
 
 
-def plan_of(converted: ConvertedFeatures, optimizer: Any = None) -> Plan:
-    """The plan of an converted configuration."""
+def plan_of(
+    converted: ConvertedFeatures, optimizer: Any = None, *, growing: bool = False
+) -> Plan:
+    """The plan of a converted configuration."""
     return make_plan(
-        converted.paths, converted.features, converted.keys, optimizer, custom=True
+        converted.paths,
+        converted.features,
+        converted.keys,
+        optimizer,
+        custom=True,
+        growing=growing,
     )
 
 

@@ -36,7 +36,7 @@ class WholeTable(TableReader, tf.Module):
         self.table = table
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        return tf.gather(self._values(), rows)
+        return tf.cast(tf.gather(self._values(), rows), tf.float32)
 
     def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return self._values(), rows

@@ -33,6 +33,7 @@ from tpu_embedding.checkpoint.writing import (
 )
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
 from tpu_embedding.serving.following import Follower, FollowingTable
+from tpu_embedding.serving.growing_tables import ServedGrowingTable
 from tpu_embedding.serving.mapping import FOLDER, MappedPart, write_files
 from tpu_embedding.serving.report import TableReport, unchanged
 from tpu_embedding.tables.readers import TableReader
@@ -93,16 +94,19 @@ def save(
     """
     conversions = {}
     for source, table in tables:
-        stored = table.stored if isinstance(table, FollowingTable) else table
+        holds = isinstance(table, (FollowingTable, ServedGrowingTable))
+        stored = table.stored if holds else table
+        place = f"tables/{escape_local_name(source.name)}{'/stored' if holds else ''}"
         if isinstance(stored, ConvertedTable):
-            conversions[source.name] = (stored, Conversion(source, stored))
+            conversion = Conversion(source, stored)
+            conversions[source.name] = (stored, conversion, place)
     group = tables[0][0].rows.group
     readers = {source.name: table for source, table in tables}
     deltas = None if follower is None else follower.state
-    mapped = any(_is_mapped(stored) for stored, _ in conversions.values())
+    mapped = any(_is_mapped(stored) for stored, *_ in conversions.values())
     module = _Module(readers, [model, *reads], functions, deltas)
     with in_all_processes(group) as rest:
-        pieces = _pieces(conversions, "" if follower is None else "/stored")
+        pieces = _pieces(conversions)
         rest.append(pieces)  # Other processes read their rows through this one.
         if group is None or group.rank == 0:
             with _scratch(os.fspath(path)) as scratch:
@@ -140,7 +144,8 @@ def _save_module(module: tf.Module, path: str, functions: Mapping[str, Any]) -> 
         ) from error
 
 
-_Conversions = Mapping[str, tuple[ConvertedTable, Conversion]]
+# By name of the table its form, what converts it and its object in the model.
+_Conversions = Mapping[str, tuple[ConvertedTable, Conversion, str]]
 
 
 def _is_mapped(table: ConvertedTable) -> bool:
@@ -148,14 +153,13 @@ def _is_mapped(table: ConvertedTable) -> bool:
 
 
 def _total(conversions: _Conversions) -> int:
-    return sum(conversion.nbytes for _, conversion in conversions.values())
+    return sum(conversion.nbytes for _, conversion, _ in conversions.values())
 
 
-def _pieces(conversions: _Conversions, within: str) -> Iterator[Piece]:
+def _pieces(conversions: _Conversions) -> Iterator[Piece]:
     """The rows of all tables as they are stored, a piece at a time."""
     size = part_bytes(_total(conversions)) // _PIECES
-    for name, (table, conversion) in conversions.items():
-        place = f"tables/{escape_local_name(name)}{within}"
+    for table, conversion, place in conversions.values():
         keys = {
             name: part.file
             if isinstance(part, MappedPart)
@@ -235,6 +239,11 @@ class _Module(tf.Module):
         own = {id(v) for module in modules for v in _variables(module)}
         self.variables_read = [v for v in read if id(v) not in own]
         handles = {id(variable.handle) for variable in read}
+        handles |= {
+            id(table.row_of.table.resource_handle)
+            for table in tables.values()
+            if isinstance(table, ServedGrowingTable)
+        }
         captured = [tensor for graph in graphs for tensor, _ in graph.captures]
         if any(t.dtype == tf.resource and id(t) not in handles for t in captured):
             self.users = list(_trackables(users))
