@@ -13,7 +13,6 @@ the three over time.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -29,7 +28,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import matplotlib as mpl
 import numpy as np
 import tensorflow as tf
-from movielens import metrics, source
+from movielens import metrics, stream
+from movielens.stream import Ratings
 
 import tpu_embedding as te
 
@@ -58,35 +58,6 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--publish", type=int, default=200, help="ratings for each delta")
     add("--quick", action="store_true", help="few ratings, as a test")
     return parser.parse_args(argv, namespace=Options())
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ratings:
-    """Ratings in the order of time."""
-
-    user: np.ndarray  # int64 [N]
-    item: np.ndarray  # int64 [N]
-    rating: np.ndarray  # float32 [N], 1 to 5
-
-    def __getitem__(self, part: slice) -> Ratings:
-        """Some of them."""
-        return Ratings(self.user[part], self.item[part], self.rating[part])
-
-
-def find(folder: Path | None) -> Ratings:
-    """The ratings from a folder, or downloaded."""
-    print(source.NOTICE)
-    if folder is None:
-        wheel = source.download(BUILD / "data")
-        table = source.read_wheel(wheel, "inter")
-    else:
-        table = source.read_folder(folder, "inter")
-    order = np.argsort(np.array(table["timestamp"], np.float64), kind="stable")
-    codes = [
-        np.unique(table[c], return_inverse=True)[1] for c in ("user_id", "item_id")
-    ]
-    user, item = (code.astype(np.int64)[order] for code in codes)
-    return Ratings(user, item, np.array(table["rating"], np.float32)[order])
 
 
 def score(activations: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -235,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    results = run(find(options.data), options)
+    ratings = stream.find(options.data, BUILD / "data").numbered()
+    results = run(ratings, options)
     print("ratings  " + "".join(f"{model:>8}" for model in MODELS))
     for number, ratings in enumerate(results["ratings"]):
         values = "".join(f"{results['auc'][m][number]:8.3f}" for m in MODELS)

@@ -28,9 +28,12 @@ SPARSE_CORE = ROOT / "examples" / "03_sparsecore_on_your_laptop.py"
 SERVE = ROOT / "examples" / "04_serve.py"
 MANY_MACHINES = ROOT / "examples" / "06_many_machines.py"
 STRINGS = ROOT / "examples" / "07_strings_to_serving.py"
+GROWING = ROOT / "examples" / "09_growing.py"
 ONLINE = ROOT / "examples" / "10_online.py"
 EVERYWHERE = ROOT / "examples" / "08_everywhere.py"
-RUN_BELOW = (SPARSE_CORE, SERVE, MANY_MACHINES, STRINGS, EVERYWHERE, ONLINE)
+RUN_BELOW = (
+    *(SPARSE_CORE, SERVE, MANY_MACHINES, STRINGS, EVERYWHERE, GROWING, ONLINE),
+)
 TIMEOUT = 300.0  # Seconds; many times what a run takes.
 
 
@@ -143,6 +146,20 @@ def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
     assert [film for film in alike if "action" not in genres[film]] == []
     served = [float(number) for number in re.findall(r"\d\.\d+", lines[2])]
     assert len(served) == 3
+
+
+@pytest.mark.second_tier
+def test_tables_grow_and_forget(tmp_path: pathlib.Path):
+    run(GROWING, "--users", "150", "--out", tmp_path)
+    found = json.loads((tmp_path / "growing.json").read_text())
+    for rows, admitted, evicted in zip(
+        found["rows"], found["admitted"], found["given up"], strict=True
+    ):
+        assert rows == admitted - evicted <= 150 + 1000
+    assert found["given up"][-1] > 0
+    growing, hashed = (np.mean(found["auc"][m]) for m in ("growing", "hashed"))
+    assert growing > hashed
+    assert (tmp_path / "growing.png").stat().st_size > 0
 
 
 @pytest.mark.second_tier

@@ -1,0 +1,200 @@
+"""Tables that grow and forget: ratings are trained on as they come.
+
+    python examples/09_growing.py [--users 200] [--films 1000]
+
+The example reads MovieLens-100K in the order of time, and nobody tells the model which
+users and films there are. Tables of te.GrowingVocabulary give them rows as they come,
+and give up users that were not seen for long, and films that were seen least. Beside
+them stand tables of fixed size, as much memory, in which an id has the row of its hash.
+Every rating is predicted before it is trained on. The example writes growing.json and
+growing.png into --out: rows, what was admitted and given up, and the AUC of both models
+over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import matplotlib as mpl
+import numpy as np
+import tensorflow as tf
+from movielens import metrics, stream
+from movielens.stream import Ratings
+
+import tpu_embedding as te
+
+BUILD = Path(__file__).resolve().parents[1] / "build"
+DIM = 17  # The last column is the bias.
+BATCH = 50
+WINDOW = 5000  # Ratings of one AUC.
+MODELS = ("growing", "hashed")
+ROW_BYTES = 4 * DIM * 2  # With Adagrad's slot.
+ID_BYTES = 56  # Of a growing table for each row: the map, the id, hits and last update.
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    data: Path | None
+    out: Path
+    users: int
+    films: int
+    quick: bool
+
+
+def parse_options(argv: Sequence[str] | None) -> Options:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Trains tables that grow and forget.")
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with ml-100k.*; default: download them")
+    add("--out", type=Path, default=BUILD / "growing", help="default: build/growing")
+    add("--users", type=int, default=200, help="rows for users")
+    add("--films", type=int, default=1000, help="rows for films")
+    add("--quick", action="store_true", help="few ratings, as a test")
+    return parser.parse_args(argv, namespace=Options())
+
+
+def score(activations: dict[str, tf.Tensor]) -> tf.Tensor:
+    """The log-odds [B] that the user likes the film; everything in it is in tables."""
+    user, item = activations["user"], activations["item"]
+    dot = tf.reduce_sum(user[:, :-1] * item[:, :-1], axis=1)
+    return dot + user[:, -1] + item[:, -1]
+
+
+class Model:
+    """Two tables that train on ratings."""
+
+    def __init__(self, users: Any, films: Any) -> None:
+        """Takes what stands in the place of `vocabulary_size`."""
+        small = tf.keras.initializers.RandomNormal(stddev=0.1)
+        self.tables = {
+            name: te.TableConfig(vocabulary, DIM, small, name=name)
+            for name, vocabulary in (("user", users), ("item", films))
+        }
+        features = {name: te.FeatureConfig(t) for name, t in self.tables.items()}
+        self.embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
+
+    def ids(self, table: str, strings: np.ndarray) -> tf.Tensor:
+        """Numbers of ids that are strings: any int64, or the row of a hash."""
+        size = self.tables[table].vocabulary_size
+        buckets = size if isinstance(size, int) else 2**63 - 1
+        return tf.strings.to_hash_bucket_fast(strings, buckets)
+
+    def train(self, batch: Ratings) -> np.ndarray:
+        """Trains on a batch; what the model said of it before."""
+        self.embedding.enqueue(
+            {"user": self.ids("user", batch.user), "item": self.ids("item", batch.item)}
+        )
+        liked = tf.constant(batch.rating >= metrics.LIKED, tf.float32)
+        activations = self.embedding.dequeue()
+        with tf.GradientTape() as tape:
+            tape.watch(activations)
+            scores = score(activations)
+            loss = tf.reduce_sum(
+                tf.nn.sigmoid_cross_entropy_with_logits(labels=liked, logits=scores)
+            )
+        self.embedding.apply_gradients(tape.gradient(loss, activations))
+        return scores.numpy()
+
+    def counts(self) -> dict[str, int]:
+        """Of growing tables: rows that have an id, and ids since the beginning."""
+        found = self.embedding.vocabularies.values()
+        return {
+            "rows": sum(len(table.ids) for table in found),
+            "admitted": sum(table.admitted for table in found),
+            "given up": sum(table.evicted for table in found),
+        }
+
+
+def run(ratings: Ratings, options: Options) -> dict[str, Any]:
+    """Trains both models; their AUC and counts over the ratings."""
+    last = 3 * WINDOW if options.quick else len(ratings.rating)
+    budgets = (options.users, options.films)
+    same_memory = [rows * (ROW_BYTES + ID_BYTES) // ROW_BYTES for rows in budgets]
+    users = te.GrowingVocabulary(options.users, eviction="lru", min_rows=BATCH)
+    films = te.GrowingVocabulary(options.films, eviction="lfu")
+    models = {"growing": Model(users, films), "hashed": Model(*same_memory)}
+    results: dict[str, Any] = {"ratings": [], "auc": {name: [] for name in MODELS}}
+    said: dict[str, list[np.ndarray]] = {name: [] for name in MODELS}
+    for start in range(0, last - last % WINDOW, BATCH):
+        batch = ratings[start : start + BATCH]
+        for name, model in models.items():
+            said[name].append(model.train(batch))
+        done = start + BATCH
+        if done % WINDOW:
+            continue
+        results["ratings"].append(done)
+        labels = ratings.rating[done - WINDOW : done]
+        for name in MODELS:
+            auc = metrics.auc(np.concatenate(said[name]), labels)
+            results["auc"][name].append(auc)
+            said[name].clear()
+        for what, count in models["growing"].counts().items():
+            results.setdefault(what, []).append(count)
+    seen = [np.unique(ids[:last]).size for ids in (ratings.user, ratings.item)]
+    return {**results, "ids": sum(seen), "hashed rows": sum(same_memory)}
+
+
+def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
+    """Rows and their changes, and the AUC of both models, over the ratings."""
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # After the choice of the backend.
+
+    mpl.rcParams["svg.hashsalt"] = "growing"
+    figure, (above, below) = plt.subplots(
+        2, figsize=(7, 5), layout="constrained", sharex=True
+    )
+    for what, line in (("admitted", "--"), ("given up", ":"), ("rows", "-")):
+        above.plot(results["ratings"], results[what], line, label=what)
+    above.set_ylabel("ids of users and films")
+    above.legend()
+    for name, line in zip(MODELS, ("-", "--"), strict=True):
+        label = {"growing": "tables that grow", "hashed": "hashed, as much memory"}
+        below.plot(results["ratings"], results["auc"][name], line, label=label[name])
+    below.set_xlabel("ratings so far")
+    below.set_ylabel(f"AUC of the last {WINDOW:,}")
+    below.legend()
+    for path in paths:
+        figure.savefig(
+            path, dpi=120, metadata={"Date": None} if ".svg" in path.name else None
+        )
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs and draws."""
+    options = parse_options(argv)
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    results = run(stream.find(options.data, BUILD / "data"), options)
+    print("ratings    rows  admitted  given up  AUC growing  AUC hashed")
+    for number, ratings in enumerate(results["ratings"]):
+        rows, admitted, evicted = (
+            results[what][number] for what in ("rows", "admitted", "given up")
+        )
+        growing, hashed = (results["auc"][name][number] for name in MODELS)
+        print(
+            f"{ratings:7,}  {rows:6,}  {admitted:8,}  {evicted:8,}  {growing:11.3f}"
+            f"  {hashed:10.3f}"
+        )
+    mean = {name: np.mean(results["auc"][name]) for name in MODELS}
+    print(
+        f"{results['ids']:,} ids. Mean AUC: {mean['growing']:.3f} with "
+        f"{options.users + options.films:,} rows that grow, {mean['hashed']:.3f} with "
+        f"{results['hashed rows']:,} rows of hashes."
+    )
+    (options.out / "growing.json").write_text(json.dumps(results, indent=2) + "\n")
+    plot(results, [options.out / "growing.png", options.out / "growing.svg"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The ratings of MovieLens-100K as a stream, in the order of time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from movielens import source
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ratings:
+    """Ratings in the order of time."""
+
+    user: np.ndarray  # [N], the ids of the files, which are strings
+    item: np.ndarray  # [N]
+    rating: np.ndarray  # float32 [N], 1 to 5
+
+    def __getitem__(self, part: slice) -> Ratings:
+        """Some of them."""
+        return Ratings(self.user[part], self.item[part], self.rating[part])
+
+    def numbered(self) -> Ratings:
+        """The same with numbers from 0 on, int64, as ids."""
+        user, item = (
+            np.unique(ids, return_inverse=True)[1].astype(np.int64)
+            for ids in (self.user, self.item)
+        )
+        return Ratings(user, item, self.rating)
+
+
+def find(folder: Path | None, cache: Path) -> Ratings:
+    """The ratings from a folder with ml-100k.*, or downloaded into the cache."""
+    print(source.NOTICE)
+    if folder is None:
+        table = source.read_wheel(source.download(cache), "inter")
+    else:
+        table = source.read_folder(folder, "inter")
+    order = np.argsort(np.array(table["timestamp"], np.float64), kind="stable")
+    user, item = (np.array(table[c])[order] for c in ("user_id", "item_id"))
+    return Ratings(user, item, np.array(table["rating"], np.float32)[order])
