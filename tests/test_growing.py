@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
@@ -478,3 +479,20 @@ def test_what_cannot_be_frozen() -> None:
     frozen = empty.freeze_vocabulary(table)
     assert frozen.rows_of(tf.constant([[4], [5]])).numpy().tolist() == [[0], [0]]
     assert frozen.config.vocabulary_size == 1
+
+
+def test_one_vocabulary_stands_for_a_table_of_its_own() -> None:
+    """Tables with one vocabulary share no rows, and may have other budgets."""
+    vocabulary = te.GrowingVocabulary(3)
+    tables = [
+        te.TableConfig(vocabulary, 2, "ones", name=name) for name in ("films", "users")
+    ]
+    config = [te.FeatureConfig(table) for table in tables]
+    embedding = te.TPUEmbedding(config, te.SGD(0.5))
+    embedding.enqueue([tf.constant([1, 2, 3]), tf.constant([-4, 5])])
+    embedding.apply_gradients([tf.ones_like(a) for a in embedding.dequeue()])
+    found = [embedding.vocabularies[table].ids.tolist() for table in tables]
+    assert found == [[1, 2, 3], [-4, 5]]
+    wider = dataclasses.replace(tables[0], vocabulary_size=te.GrowingVocabulary(9))
+    with pytest.raises(ValueError, match="films"):
+        te.TPUEmbedding([config[0], te.FeatureConfig(wider)], te.SGD(0.5))

@@ -216,3 +216,34 @@ def test_the_class_for_serving_without_a_checkpoint(tmp_path: pathlib.Path) -> N
                 )
             },
         )
+
+
+def test_sessions_and_several_models(tmp_path: pathlib.Path) -> None:
+    """In a graph of TensorFlow 1, as its C API loads a model; each has its own ids."""
+    asked = np.array([7, 8, LEAST, LEAST + 1, LEAST + 2], np.int64)
+    expected, loaded = [], []
+    for number, ids in enumerate(([7, LEAST], [8, LEAST + 1])):
+        embedding = _embedding()
+        _train(embedding, ids)
+        path = str(tmp_path / str(number))
+        te.serving.export(embedding, path, signatures=["dense"])
+        batch = {"film": tf.constant(asked), "user": tf.range(5)}
+        embedding.enqueue(batch, training=False)
+        expected.append(embedding.dequeue()["film"].numpy())
+        loaded.append(tf.saved_model.load(path))
+    for number, model in enumerate(loaded):
+        found = model.signatures["dense"](
+            film=tf.constant(asked), user=tf.range(5, dtype=tf.int64)
+        )
+        assert np.array_equal(found["film"], expected[number])
+    for number in range(2):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            path = str(tmp_path / str(number))
+            model = tf.compat.v1.saved_model.load(session, ["serve"], path)
+            signature = model.signature_def["dense"]
+            feeds = {
+                signature.inputs["film"].name: asked,
+                signature.inputs["user"].name: np.arange(5),
+            }
+            found = session.run(signature.outputs["film"].name, feeds)
+            assert np.array_equal(found, expected[number])

@@ -86,9 +86,12 @@ class Growth:
         found = {name: v.read() for name, v in self.source.vocabulary.items()}
         ids = self.source.ids
         size, stored = len(ids), self.source.parameters.shape[0]
-        of_ids = {len(v) for name, v in found.items() if name in PARTS_OF_IDS}
-        if not 0 <= stored - size <= 1 or of_ids > {size}:
+        if not 0 <= stored - size <= 1:
             raise self._refused(f"has {size} ids, but {stored} rows")
+        for name, vector in found.items():
+            expected = {**dict.fromkeys(PARTS_OF_IDS, size), "state": STATE_SIZE}
+            if len(vector) != expected.get(name, len(vector)):
+                raise self._refused(f"has {len(vector)} numbers in {name!r}")
         order = np.argsort(ids, kind="stable")
         if (np.diff(ids[order]) == 0).any():
             raise self._refused("has an id twice")
@@ -111,10 +114,10 @@ class Growth:
         if vocabulary.unknown == "shared_row" and not grew and not shares and len(ids):
             shares = True
             state |= {n: np.concatenate([state[n], r]) for n, r in self._shared_row()}
-        if not grew or len(chosen) < size:  # Numbered anew, without gaps.
-            known = state["rows"] if "rows" in found else np.arange(size)[chosen]
+        if not grew or len(chosen) < size:  # Rows are numbered anew, without gaps.
+            known = state["rows"] if "rows" in found else chosen
             state["rows"] = np.argsort(np.argsort(known)) + int(shares)
-            numbers = np.resize(found.get("state", [0]), STATE_SIZE).astype(np.int64)
+            numbers = found.get("state", np.zeros(STATE_SIZE, np.int64)).copy()
             numbers[NUM_ROWS], numbers[SWEEP] = len(chosen) + int(shares), 0
             last = state["last_updates"].max(initial=0)
             numbers[UPDATES_BEGUN] = max(numbers[UPDATES_BEGUN], last)
