@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,14 +186,34 @@ class Twins:
 
     def resume(self) -> None:
         """Goes on with another embedding, from a checkpoint of this one."""
-        path = tf.train.Checkpoint(tables=self.growing).write(
-            str(self.folder / "saved")
-        )
+        path = str(self.folder / "resumed" / "saved")
+        if self.rng.random() < 0.5:
+            te.checkpoint.save(self.growing, path, root="tables")
+        else:
+            tf.train.Checkpoint(tables=self.growing).write(path)
         self.table = dataclasses.replace(self.table)
         self.growing = self.embed(self.table)
-        tf.train.Checkpoint(tables=self.growing).read(path).assert_consumed()
+        if self.rng.random() < 0.5:
+            te.checkpoint.restore(self.growing, path)
+        else:
+            tf.train.Checkpoint(tables=self.growing).read(path).assert_consumed()
+        self.serve(path)
+        shutil.rmtree(self.folder / "resumed")
         self.lookups.clear()
         self.check()
+
+    def serve(self, path: str) -> None:
+        """Compares what TensorFlow's ops look up in a checkpoint."""
+        features = [te.FeatureConfig(dataclasses.replace(self.table))] * 2
+        serving = te.TPUEmbeddingForServing(features, None)
+        tf.train.Checkpoint(tables=serving).read(path).expect_partial()
+        batch = self.inputs([*POOL, 123])
+        expected, _ = self.growing.core.look_up(batch, training=False)
+        for found, own in zip(serving(batch), expected, strict=True):
+            np.testing.assert_allclose(found, own, rtol=1e-6, atol=1e-6)
+        (table,) = serving.embedding_tables.values()
+        rows = self.growing.core.growing()["table_0"].read()["parameters"]
+        assert np.array_equal(table[: len(rows)], rows)
 
     def step(self) -> None:
         if self.rng.random() < 0.05:
