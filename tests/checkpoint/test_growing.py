@@ -130,6 +130,8 @@ def test_read(trained: te.TPUEmbedding, tmp_path: pathlib.Path) -> None:
     assert table.vocabulary["last_updates"].read().tolist() == [2, 3, 3, 2]
     assert tables["users"].ids.tolist() == [*range(6)]
     tables.verify()
+    with pytest.raises(NotImplementedError, match="'films' grows, and tables on Sp"):
+        te.checkpoint.save(trained, tmp_path / "stacked", layouts=[])
 
 
 def test_a_save_notices_training(

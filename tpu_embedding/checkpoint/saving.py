@@ -76,6 +76,7 @@ def save(
         saved.
       ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
         processes of a job pass different arguments.
+      NotImplementedError: With `layouts`, if a table grows.
     """
     core = _core_of(embedding)
     if not isinstance(slots, bool):
@@ -152,7 +153,7 @@ def restore(
       tables: Names of the embedding's tables to restore; None restores all tables.
       rename: For tables that have another name in the checkpoint: that name, by the
         name in the embedding.
-      resize: Accept tables with another vocabulary: the rows that both have are
+      resize: Accept static tables with another vocabulary: the rows that both have are
         restored with their slots, further rows of the embedding keep their values.
       slots: False restores the tables alone; the slots start at their initial value.
       ids: By name of a table ids, int64 [n], to restore rows by their ids: a growing
