@@ -47,8 +47,8 @@ def save(
     no more than a few slices of a table are held in memory beside the tables. The
     slices are read one after the other, then a second time: if another thread trained
     meanwhile on the host engine, this is an error and no checkpoint is left. On other
-    engines, and in several processes, do not train in another thread meanwhile. A
-    growing table is held in memory a second time, with its ids in ascending order.
+    engines, and in several processes, do not train in another thread meanwhile. Of a
+    growing table up to two more copies are held in memory.
 
     All processes of a job call it with the same path, in a file system that they share.
     Each writes its part of the one checkpoint.
