@@ -21,6 +21,7 @@ PARTS_OF_IDS = ("ids", "rows", "hits", "last_updates")
 PARTS_OF_CANDIDATES = ("candidates", "candidate_hits")
 PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
 STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 11, 0, 1
+COUNTS = slice(2, 6)  # Of the state: unknown, admitted, refused and evicted.
 SWEEP = slice(7, 11)  # Of the state: which rows are about to be given up.
 SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
 

@@ -17,8 +17,10 @@ from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.rows import PARAMETERS, ArrayRows
 from tpu_embedding.tables.variables import TableVariables, create_state, variable_name
 from tpu_embedding.vocabulary import (
+    COUNTS,
     NUM_ROWS,
     PARTS,
+    PARTS_OF_IDS,
     SHARED_ID,
     STATE_SIZE,
     VocabularyContents,
@@ -39,7 +41,7 @@ class RowOfIds(tf.Module):
         self.table: Any = tf.lookup.experimental.DenseHashTable(
             tf.int64, tf.int32, -1, _EMPTY, _DELETED
         )
-        self.apart = tf.Variable([-1, -1], trainable=False, dtype=tf.int32)
+        self.apart = create_state("apart", tf.constant([-1, -1]))
 
     def assign(self, ids: np.ndarray) -> None:
         """Makes `ids`, int64 [n], those of the rows 0 to n - 1, and forgets others."""
@@ -157,9 +159,9 @@ class RestoredGrowingTable(GrowingState):
 
     def contents(self) -> VocabularyContents:
         """See `GrowingState.contents`."""
-        known = self._known
-        vectors = [known[n] for n in ("ids", "rows", "hits", "last_updates")]
-        return VocabularyContents(*vectors, *known["state"][2:6].tolist())
+        ids, rows, hits, last_updates = (self._known[n] for n in PARTS_OF_IDS)
+        counts: list[int] = self._known["state"][COUNTS].tolist()
+        return VocabularyContents(ids, rows, hits, last_updates, *counts)
 
     def read(self) -> dict[str, np.ndarray]:
         """See `GrowingState.read`."""

@@ -14,6 +14,7 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.variables import TableVariables
 from tpu_embedding.vocabulary import (
+    COUNTS,
     NUM_ROWS,
     PARTS,
     PARTS_OF_CANDIDATES,
@@ -24,7 +25,7 @@ from tpu_embedding.vocabulary import (
 )
 
 # Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
-_COUNTS, _EVICTED, _NEXT_CANDIDATE = slice(2, 6), 5, 6
+_EVICTED, _NEXT_CANDIDATE = 5, 6
 
 _Arrays = dict[str, Any]  # NumPy arrays
 
@@ -47,7 +48,7 @@ class GrowingInQueue(GrowingState):
     def contents(self) -> VocabularyContents:
         """See `GrowingState.contents`."""
         found = self._read([])
-        counts = found["state"][_COUNTS].tolist()
+        counts = found["state"][COUNTS].tolist()
         return VocabularyContents(*(found[name] for name in PARTS_OF_IDS), *counts)
 
     def read(self) -> _Arrays:
