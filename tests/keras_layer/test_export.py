@@ -36,6 +36,12 @@ def assert_stock(folder: pathlib.Path) -> None:
     assert all(hasattr(tf.raw_ops, op) for op in ops)  # Made when TensorFlow was.
 
 
+def assert_one_table(folder: pathlib.Path) -> None:
+    """That the folder has the table of `trained` once, and no slots of its shape."""
+    stored = tf.train.list_variables(str(folder / "variables" / "variables"))
+    assert [shape for _, shape in stored].count([9, 2]) == 1
+
+
 @pytest.fixture(scope="module")
 def trained() -> keras.Model:
     """Of one dense feature, which every way to export can describe."""
@@ -77,9 +83,7 @@ def test_export_straight_from_training(trained: keras.Model, tmp_path: pathlib.P
     expected = trained({"ids": IDS})
     trained.export(tmp_path / "export", verbose=False)
     assert_stock(tmp_path / "export")
-    stored = tf.train.list_variables(str(tmp_path / "export/variables/variables"))
-    # Neither slots nor a second copy.
-    assert [shape for _, shape in stored].count([9, 2]) == 1
+    assert_one_table(tmp_path / "export")
     loaded = tf.saved_model.load(tmp_path / "export")
     served = loaded.serve({"ids": IDS})
     np.testing.assert_allclose(served, expected, rtol=1e-6)
@@ -91,6 +95,7 @@ def test_saved_model_of_tensorflow(trained: keras.Model, tmp_path: pathlib.Path)
     expected = trained({"ids": IDS})
     tf.saved_model.save(trained, tmp_path / "export")
     assert_stock(tmp_path / "export")
+    assert_one_table(tmp_path / "export")
     loaded = tf.saved_model.load(tmp_path / "export")
     (served,) = loaded.signatures["serving_default"](IDS).values()
     np.testing.assert_allclose(served, expected, rtol=1e-6)
@@ -110,6 +115,7 @@ def test_a_function_of_the_user(trained: keras.Model, tmp_path: pathlib.Path):
     expected = module.serve(IDS)  # Traced before the save.
     tf.saved_model.save(module, tmp_path / "export")
     assert_stock(tmp_path / "export")
+    assert_one_table(tmp_path / "export")
     loaded = tf.saved_model.load(tmp_path / "export")
     served = loaded.serve(IDS)
     np.testing.assert_allclose(served, expected, rtol=1e-6)

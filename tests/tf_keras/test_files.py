@@ -85,18 +85,30 @@ def test_weights(name: str, tmp_path: pathlib.Path, seed: int):
 def test_exports_hold_tensorflows_ops_only(tmp_path: pathlib.Path, seed: int):
     ((features, _),) = models.batches(seed, 1)
     del features["liked"]  # `export` takes no sparse input.
-    layer = TPUEmbedding({k: models.feature_config()[k] for k in features}, "sgd")
-    inputs = {name: models.inputs()[name] for name in features}
-    outputs = layer(inputs)
-    model = tf_keras.Model(inputs, outputs["seen"])
+    features["seen"] = features["seen"].to_tensor(1)
+    layer = TPUEmbedding({k: models.feature_config()[k] for k in features}, "adam")
+    inputs = {
+        "seen": tf_keras.Input((None,), dtype="int64", name="seen"),
+        "user": models.inputs()["user"],
+    }
+    model = tf_keras.Model(inputs, layer(inputs)["seen"])
+    model.compile("sgd", "mse")
+    model.fit(features, np.zeros((models.BATCH, 3)), verbose=0)
     model.export(tmp_path / "export")
     tf.saved_model.save(model, tmp_path / "model")
     served = tf.saved_model.load(tmp_path / "model").signatures["serving_default"]
     assert served.structured_outputs
-    for name in ("model", "export"):
+    model.save(tmp_path / "training")
+    for name, slots in (("model", 0), ("export", 0), ("training", 2)):
         graph = (tmp_path / name / "saved_model.pb").read_bytes()
         assert b"ResourceGather" in graph
         assert b"TpuEmbedding" not in graph.replace(b"TPUEmbedding", b"")
+        # Each table once; its slots only where training goes on.
+        stored = tf.train.list_variables(str(tmp_path / name / "variables/variables"))
+        assert [shape for _, shape in stored].count([11, 3]) == 1 + slots
+        loaded = tf.saved_model.load(tmp_path / name).signatures["serving_default"]
+        (served,) = loaded(**features).values()
+        np.testing.assert_allclose(served, model(features), rtol=1e-6)
 
 
 def test_checkpoints(tmp_path: pathlib.Path, seed: int):

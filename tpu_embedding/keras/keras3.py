@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import Symbol
-from tpu_embedding.tables.trackable import LogicalVariable
+from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing, Unsaved
 
 Model = keras.Model
 Callback = keras.callbacks.Callback
@@ -198,11 +197,16 @@ def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
     ]
 
 
+def saves_training() -> bool:
+    """See `keras2.saves_training`."""
+    return False  # Keras 3 goes on from `.keras` files.
+
+
 def _weight_name(name: str) -> str:
     return name.replace("/", "_")  # Keras does not accept it.
 
 
-class _TableWeight(keras.Variable):
+class _TableWeight(SavesNothing, keras.Variable):
     """A view of a table or slot in the same memory.
 
     An exported model saves nothing of it: the model has the variables that its graphs
@@ -224,45 +228,10 @@ class _TableWeight(keras.Variable):
         self._initialize(initializer(self.shape, dtype=self.dtype))
 
     def _initialize(self, value: Any) -> None:
-        self._value = _Unsaved(value) if isinstance(value, LogicalVariable) else value
+        self._value = Unsaved(value) if isinstance(value, LogicalVariable) else value
 
     @property
     def _should_act_as_resource_variable(self) -> bool:
-        if isinstance(self._value, _Unsaved):
+        if isinstance(self._value, Unsaved):
             raise AttributeError  # TensorFlow checks whether the attribute exists.
         return True
-
-    def _write_object_proto(self, proto: Any, options: Any) -> None:
-        del options
-        proto.user_object.identifier = self._object_identifier
-        proto.user_object.version.producer = 1
-        proto.user_object.version.min_consumer = 1
-
-    def _serialize_to_tensors(self) -> dict[str, Any]:
-        return {}
-
-    def _restore_from_tensors(self, restored_tensors: Any) -> None:
-        del restored_tensors  # Always empty.
-
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list[Any]:
-        del args, kwargs
-        return []
-
-
-class _Unsaved(tf.__internal__.tracking.Trackable):
-    """A LogicalVariable of which exported models save nothing.
-
-    Keras 3.16 tracks the values of weights there, and earlier ones the weights.
-    """
-
-    def __init__(self, variable: LogicalVariable) -> None:
-        self._variable = variable
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._variable, name)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._variable.__array__(dtype, copy)
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        return self._variable.__tf_tensor__(dtype, name)

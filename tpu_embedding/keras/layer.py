@@ -33,7 +33,7 @@ from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.optimizers.base import check_flag
 from tpu_embedding.tables.growing import FrozenTable
-from tpu_embedding.tables.trackable import LogicalVariable
+from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing
 from tpu_embedding.vocabulary import VocabularyContents
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
@@ -435,17 +435,18 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         children = super()._trackable_children(save_type, **kwargs)
         if save_type == "checkpoint":
             return children  # Tables and slots; the views for Keras are not attributes.
-        # Exported graphs also refer to the placeholder variable.
-        values = [
-            *(keras_api.value_of(weight) for weight in self.weights),
-            *self._built.tables.stored(),
-        ]
-        kinds = (tf.Variable, tf.Module)
-        weights = [value for value in values if isinstance(value, kinds)]
-        return {
+        # Exported graphs refer to tables and to the placeholder variable, not to slots.
+        stored = self._built.tables.stored()
+        slots: set[int] = set()
+        if not keras_api.saves_training():
+            slots.update(map(id, self._built.tables.variables().values()))
+            slots.difference_update(map(id, stored))
+        kept = [*stored, *map(keras_api.value_of, self.weights)]
+        found = {
             **{n: c for n, c in children.items() if not isinstance(c, LogicalVariable)},
-            **{f"_weight_{i}": weight for i, weight in enumerate(weights)},
+            **{f"_weight_{i}": v for i, v in enumerate(kept) if _is_saved(v)},
         }
+        return {name: child for name, child in found.items() if id(child) not in slots}
 
     @property
     def _table_names(self) -> list[str]:
@@ -555,6 +556,11 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         if not self._has_tables:
             with keras_api.name_scope(self):
                 self.build()
+
+
+def _is_saved(value: Any) -> bool:
+    kinds = (tf.Variable, tf.Module)  # A growing table is a module.
+    return isinstance(value, kinds) and not isinstance(value, SavesNothing)
 
 
 def _with_integer_ids(values: Sequence[Any]) -> list[Any]:

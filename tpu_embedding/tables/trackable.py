@@ -151,6 +151,45 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         self.assign(restored_tensors[_KEY])
 
 
+class SavesNothing:
+    """Comes before a variable class among the bases of views of saved variables."""
+
+    def _write_object_proto(self: Any, proto: Any, options: Any) -> None:
+        del options
+        proto.user_object.identifier = self._object_identifier
+        proto.user_object.version.producer = 1
+        proto.user_object.version.min_consumer = 1
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {}
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> None:
+        del restored_tensors  # Always empty.
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list[Any]:
+        del args, kwargs
+        return []
+
+
+class Unsaved(tf.__internal__.tracking.Trackable):
+    """A LogicalVariable of which exported models save nothing.
+
+    Keras 3.16 tracks the values of weights there, and earlier ones the weights.
+    """
+
+    def __init__(self, variable: LogicalVariable) -> None:
+        self._variable = variable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variable, name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._variable.__array__(dtype, copy)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return self._variable.__tf_tensor__(dtype, name)
+
+
 def copied_counter(copies: Sequence[Any]) -> LogicalVariable:
     """The number of updates, of which there are several copies."""
     return _CopiedCounter(copies)
