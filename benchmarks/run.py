@@ -25,6 +25,7 @@ OURS_BESIDE = {  # Other forms of ours, by peer.
     "keras_fit": "layer_fit",
     "tensorflow_tpu_host_ops": "tpu_embedding_v2",
     "jax_tpu_embedding": "tpu_embedding_v2",
+    "tpu_embedding_packed": "tpu_embedding_ragged",
 }
 PEERS = (
     "memory_copy",
@@ -35,6 +36,7 @@ PEERS = (
     "tensorflow_nn",
     "keras_fit",
     "tpu_embedding_bfloat16",
+    "tpu_embedding_packed",
 )
 # Slots of a table's own width, by optimizer.
 SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2, "ftrl": 2, "rowwise_adagrad": 0}

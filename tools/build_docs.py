@@ -52,6 +52,8 @@ TASKS = {
         "TPUEmbeddingV0",
         "TPUEmbeddingForServing",
         "serving_embedding_lookup",
+        "pack",
+        "PackedFeatures",
         "PartitionedCsrFormatTensor",
     ),
     "Optimizers": (),

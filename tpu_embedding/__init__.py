@@ -37,6 +37,7 @@ if _typing.TYPE_CHECKING:
     from tpu_embedding.embedding_v0 import TPUEmbeddingV0
     from tpu_embedding.embedding_v2 import TPUEmbeddingV2
     from tpu_embedding.initializers import RowIdInitializer
+    from tpu_embedding.packing import PackedFeatures, pack
     from tpu_embedding.parameter_server import ClusterCoordinator
     from tpu_embedding.planning import plan
     from tpu_embedding.serving.embedding import TPUEmbeddingForServing
@@ -50,6 +51,7 @@ _MODULES = {
     "ClusterCoordinator": "parameter_server",
     "Figure": "telemetry",
     "FrozenTable": "tables.growing",
+    "PackedFeatures": "packing",
     "RowIdInitializer": "initializers",
     "TPUEmbedding": "embedding",
     "TPUEmbeddingForServing": "serving.embedding",
@@ -57,6 +59,7 @@ _MODULES = {
     "TPUEmbeddingV2": "embedding_v2",
     "Telemetry": "telemetry",
     "install": "drop_in",
+    "pack": "packing",
     "plan": "planning",
     "serving_embedding_lookup": "serving.lookup",
     "uninstall": "drop_in",
@@ -79,6 +82,7 @@ __all__ = [
     "Figure",
     "FrozenTable",
     "GrowingVocabulary",
+    "PackedFeatures",
     "PartitionedCsrFormatTensor",
     "QuantizationConfig",
     "RowIdInitializer",
@@ -95,6 +99,7 @@ __all__ = [
     "install",
     "interop",
     "keras",
+    "pack",
     "plan",
     "planning",
     "serving",

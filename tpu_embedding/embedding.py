@@ -19,6 +19,7 @@ from tpu_embedding.embedding_base import (
 from tpu_embedding.engines import Call, EmbeddingOptions, Engine, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import Shape
+from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tf_configs import (
     ConstructorArguments,
     check_batch_size,
@@ -197,7 +198,7 @@ class TPUEmbedding(EmbeddingBase):
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix. Outside of strategy.run, distributed values or one value
-            for all replicas.
+            for all replicas. Or what `te.pack` made of them, of one replica.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without. `weight_gradients`
             returns their gradients.
@@ -231,16 +232,17 @@ class TPUEmbedding(EmbeddingBase):
             with self.core.refusing("enqueue"):
                 if training:
                     self.core.require_optimizers("enqueue(training=True)")
-                values = self._structure.flatten("features", features)
+                values, flat_weights = flatten_batch(self._structure, features, weights)
                 if device is not None:
-                    self._refuse_distributed(values, weights)
+                    self._refuse_distributed(values, flat_weights)
                 topology.require_arguments(self.core.plan.paths, values)
                 topology.require_on_host(self.core.plan.paths, values)
                 if not self.core.engine_class.differentiates_weights:
-                    flat_weights = self._structure.flatten_weights(weights)
                     self.core.require_weight_gradients(flat_weights)
                 cores = 1 if place is None else self._cores_per_replica()
-                batches = topology.on_host(self._read, values, weights, replica, cores)
+                batches = topology.on_host(
+                    self._read, values, flat_weights, replica, cores
+                )
                 if not tf.executing_eagerly():
                     self._remember_static_shapes(batches)
                 engine = self.core.engine or self.core.engine_for(batches[0], cores)
@@ -354,8 +356,7 @@ class TPUEmbedding(EmbeddingBase):
             )
         flat = self._structure.flatten("gradients", gradients)
         checked = self.core.check_gradients(flat)
-        values = self._structure.flatten("features", features)
-        flat_weights = self._structure.flatten_weights(weights)
+        values, flat_weights = flatten_batch(self._structure, features, weights)
         given = [w for w in flat_weights if w is not None]
         # Of sparse and ragged weights the values are differentiated.
         sources = [w if isinstance(w, tf.Tensor) else w.values for w in given]
@@ -409,11 +410,11 @@ class TPUEmbedding(EmbeddingBase):
 
         topology.with_all_replicas(enqueue, prepared[0].value)
 
-    def _refuse_distributed(self, features: Sequence[Any], weights: Any) -> None:
+    def _refuse_distributed(
+        self, features: Sequence[Any], weights: Sequence[Any]
+    ) -> None:
         """Refuses values of several replicas beside the device of one."""
-        given = {"feature": features}
-        if weights is not None:
-            given["weights of feature"] = self._structure.flatten("weights", weights)
+        given = {"feature": features, "weights of feature": weights}
         for what, values in given.items():
             for path, value in zip(self.core.plan.paths, values, strict=True):
                 if _is_distributed(value):
@@ -477,23 +478,24 @@ class TPUEmbedding(EmbeddingBase):
         return 1 if tpu is None else tpu.cores_per_replica
 
     def _read(
-        self, features: Sequence[Any], weights: Any, replica: int | None, cores: int = 1
+        self,
+        features: Sequence[Any],
+        weights: Sequence[Any],
+        replica: int | None,
+        cores: int = 1,
     ) -> list[list[IdBatch]]:
         """The batches of `replica` or of all, checked as far as static shapes go.
 
         Where there are several `cores` it is the batch of one of them.
         """
-        flat_weights: list[Any] = [None] * len(features)
-        if weights is not None:
-            flat_weights = self._structure.flatten("weights", weights)
         if not self.core.topology.is_distributed:
-            return [self.core.read_replica(features, flat_weights, cores)]
+            return [self.core.read_replica(features, weights, cores)]
         values = self.core.topology.split(features)
-        flat_weights = self.core.topology.split(flat_weights)
+        of_values = self.core.topology.split(weights)
         # A replica that calls for itself has been given its own part only.
         wanted = range(len(values) if replica is None else 1)
         read = self.core.read_replica
-        return [read(values[r], flat_weights[r], cores) for r in wanted]
+        return [read(values[r], of_values[r], cores) for r in wanted]
 
 
 def _is_distributed(value: Any) -> bool:

@@ -16,6 +16,7 @@ from tpu_embedding.engines.cpu_base import refuse_layouts
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import Structure
+from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.initial import slot_values, table_values
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.rows import (
@@ -147,7 +148,7 @@ class TPUEmbeddingV0(RestoresLayouts):
           features: In the structure of `feature_config`, int32 or int64 (or whole
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
-            in any mix.
+            in any mix; or what `te.pack` gave.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without.
 
@@ -162,13 +163,12 @@ class TPUEmbeddingV0(RestoresLayouts):
         """
         self.build()
         specs = self._plan.features
-        values = self._structure.flatten("features", features)
+        values, flat = flatten_batch(self._structure, features, weights)
         readers = {
             spec.index: VariableReader(self._variables[spec.name][PARAMETERS])
             for spec in self._plan.tables
         }
         lookup = FeatureLookup(self._plan, readers, check_numerics=self.check_numerics)
-        flat = self._structure.flatten_weights(weights)
         if self._topology.program() is None:
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host

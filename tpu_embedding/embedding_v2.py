@@ -24,6 +24,7 @@ from tpu_embedding.layout.partitioning import (
 )
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.weight_gradients import watched
+from tpu_embedding.packing import flatten_batch
 from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import convert_sparse_core
 
@@ -145,7 +146,7 @@ class TPUEmbeddingV2(EmbeddingBase):
           features: In the structure of `feature_config`, int32 or int64 (or whole
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
-            in any mix; or what `preprocess_features` gave.
+            in any mix; or what `te.pack` or `preprocess_features` gave.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without. On CPUs a
             tf.GradientTape finds their gradient through the activations.
@@ -168,9 +169,9 @@ class TPUEmbeddingV2(EmbeddingBase):
         core = self.core
         with core.output_shapes.forgets_refused(), tf.name_scope("embedding_lookup"):
             with self.core.refusing("lookup"):
-                flat_weights = self._structure.flatten_weights(weights)
+                values, flat_weights = flatten_batch(self._structure, features, weights)
                 watched_features = self.core.require_weight_gradients(flat_weights)
-                batch = self._read_features(features, weights)
+                batch = self._read_features(values, flat_weights)
                 engine = self.core.engine_for(batch)
             call = Call(replica=replica, shapes=core.static_shapes_of(batch))
             activations, preserved = engine.lookup_tensors(batch, call)
@@ -179,7 +180,7 @@ class TPUEmbeddingV2(EmbeddingBase):
                     # The portable engine's activations have gradients already.
                     [tf.stop_gradient(activation) for activation in activations],
                     watched_features,
-                    self._structure.flatten("features", features),
+                    values,
                     flat_weights,
                 )
         return self._structure.pack(activations), preserved.tables
@@ -442,25 +443,26 @@ class TPUEmbeddingV2(EmbeddingBase):
         assert layout is not None  # This class always has one.
         return layout
 
-    def _read_features(self, features: Any, weights: Any) -> list[IdBatch]:
-        values = self._structure.flatten("features", features)
-        flat_weights = self._structure.flatten_weights(weights)
+    def _read_features(
+        self, values: Sequence[Any], weights: Sequence[Any]
+    ) -> list[IdBatch]:
         core = self.core
         core.check_inputs(values)
-        return core.topology.on_host(core.read_replica, values, flat_weights)
+        return core.topology.on_host(core.read_replica, values, weights)
 
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
     ) -> tuple[PreprocessedFeatures, list[Any] | None]:
         """The batch as plain tensors, and in a graph its static output shapes."""
-        if watched(self._structure.flatten_weights(weights)):
+        values, flat_weights = flatten_batch(self._structure, features, weights)
+        if watched(flat_weights):
             raise NotImplementedError(
                 "A preprocessed batch has no gradients of weights, and a "
                 "tf.GradientTape watches a value that they depend on. Pass features "
                 "and weights to embedding_lookup, or tf.stop_gradient(weights)."
             )
         with self.core.output_shapes.forgets_refused():
-            batch = self._read_features(features, weights)
+            batch = self._read_features(values, flat_weights)
             engine = self.core.engine_for(batch)
             replica = self.core.topology.replica()
             call = Call(replica=replica, training=False, device=place)

@@ -28,9 +28,9 @@ class Structure:
         Raises:
           TypeError: If the keys of a dict cannot be sorted.
         """
-        leaves = [leaf for _, leaf in flatten_with_paths(nested)]
-        self._nested = tf.nest.pack_sequence_as(nested, leaves)
-        self._num_leaves = len(leaves)
+        found = list(flatten_with_paths(nested))
+        self._nested = tf.nest.pack_sequence_as(nested, [leaf for _, leaf in found])
+        self.paths = tuple(path for path, _ in found)
 
     def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
         """The leaves of `value`, in the order of tf.nest: dicts by sorted key.
@@ -54,7 +54,7 @@ class Structure:
     def flatten_weights(self, weights: Any) -> list:
         """As `flatten`; None in place of the whole structure is None for each leaf."""
         if weights is None:
-            return [None] * self._num_leaves
+            return [None] * len(self.paths)
         return self.flatten("weights", weights)
 
     def flatten_shapes(self, what: str, shapes: Any) -> list:
@@ -74,13 +74,13 @@ class Structure:
             leaves = self.flatten(what, shapes, container_leaves=True)
         except (TypeError, ValueError) as error:
             leaves = list(_shapes_in(shapes))
-            if len(leaves) == self._num_leaves:
+            if len(leaves) == len(self.paths):
                 return leaves
             if not leaves or isinstance(error, ValueError):
                 raise
             raise ValueError(
                 f"`{what}` has {len(leaves)} shapes where there are "
-                f"{self._num_leaves} features. Give one for each feature."
+                f"{len(self.paths)} features. Give one for each feature."
             ) from error
         # A leaf may be a container of one shape, as a single feature's [[16]] is.
         within = [list(_shapes_in(leaf)) for leaf in leaves]

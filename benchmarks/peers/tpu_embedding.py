@@ -15,7 +15,7 @@ from tpu_embedding.ops import library
 
 RULE = "each touched row once, gradients summed first"
 
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "sgd": te.SGD(0.01),
     "adagrad": te.Adagrad(0.01),
     "adam": te.Adam(0.01),
@@ -24,18 +24,22 @@ _OPTIMIZERS = {
 }
 
 
-def prepare(
-    scenario: Scenario, optimizer: str, dtype: str = "float32", ids: str = "int32"
-) -> dict[str, Callable[[], float]]:
-    """Makes the tables, stored as `dtype`, and traces the steps for `ids`."""
-    library.load()  # Without it the portable engine would be measured.
-    features = [
+def features(scenario: Scenario, dtype: str = "float32") -> list[te.FeatureConfig]:
+    """A feature with a table of its own for each of the scenario."""
+    return [
         te.FeatureConfig(
             te.TableConfig(rows, scenario.dim, combiner="sum", dtype=dtype)
         )
         for rows in scenario.rows
     ]
-    embedding = te.TPUEmbedding(features, _OPTIMIZERS[optimizer])
+
+
+def prepare(
+    scenario: Scenario, optimizer: str, dtype: str = "float32", ids: str = "int32"
+) -> dict[str, Callable[[], float]]:
+    """Makes the tables, stored as `dtype`, and traces the steps for `ids`."""
+    library.load()  # Without it the portable engine would be measured.
+    embedding = te.TPUEmbedding(features(scenario, dtype), OPTIMIZERS[optimizer])
     embedding.build()
     gradients = feed.gradients(scenario)
     batches = scenario.batches(4)

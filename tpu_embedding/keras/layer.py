@@ -32,6 +32,7 @@ from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.optimizers.base import check_flag
+from tpu_embedding.packing import PackedFeatures, flatten_batch
 from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing
 from tpu_embedding.vocabulary import VocabularyContents
@@ -244,7 +245,7 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
           features: In the structure of `feature_config` (or of `serving_config`)
             tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64 (or whole
             numbers of a floating point dtype). On CPUs an id may be a scalar, whose
-            activation is [dim].
+            activation is [dim]. Or what `te.pack` gave, except in a functional model.
           weights: None, or the same structure with floating point weights, each in
             the layout of its feature, or None for features without weights. On CPUs a
             tf.GradientTape finds their gradient, as of any input.
@@ -459,10 +460,15 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         if serving_config is not None:
             wanted = self._convert_serving(serving_config)
         structure = wanted.structure
-        values = structure.flatten("features", features)
+        if isinstance(features, PackedFeatures) and self._keeps_axes():
+            raise NotImplementedError(
+                "In the place of the layer of TFRS this layer keeps the axes of dense "
+                "ids on a CPU, and a packed batch has none. Pass the features "
+                "themselves, or use tpu_embedding.keras.TPUEmbedding by its name."
+            )
+        values, flat_weights = flatten_batch(structure, features, weights)
         if keras_api.is_tracing_shapes():
             values = _with_integer_ids(values)
-        flat_weights = structure.flatten_weights(weights)
         given = values
         alone = [
             self._stands_alone(spec.config, _rank_of(value))
@@ -505,8 +511,10 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         if rank is None or rank == 1:
             return False
         declared = config.output_shape is not None or config.max_sequence_length
-        keeps = self._keeps_dense_axes and distribution.current().tpu is None
-        return rank == 0 or (keeps and not declared)
+        return rank == 0 or (self._keeps_axes() and not declared)
+
+    def _keeps_axes(self) -> bool:
+        return self._keeps_dense_axes and distribution.current().tpu is None
 
     @tf.autograph.experimental.do_not_convert
     def _infer(
@@ -521,10 +529,11 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         if serving_config is not None:
             wanted = self._convert_serving(serving_config)
         structure = wanted.structure
-        ids = [keras_api.symbol(v) for v in structure.flatten("features", features)]
+        values, flat_weights = flatten_batch(structure, features, weights)
+        ids = [keras_api.symbol(value) for value in values]
         of_weights = [
             None if weight is None else keras_api.symbol(weight)
-            for weight in structure.flatten_weights(weights)
+            for weight in flat_weights
         ]
         alone = [
             self._stands_alone(spec.config, symbol.dense_rank)
