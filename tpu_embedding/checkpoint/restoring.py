@@ -59,6 +59,7 @@ class Job:
       resets: Slots that start at their initial value.
       lacking: Names of `resets`.
       growing: The growing tables.
+      states: What they will be; made by `verify`.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
@@ -192,8 +193,8 @@ class Job:
             ) from error
         for copy in self.copies:  # Tables of one stack share what is kept in memory.
             copy.source.release()
-        for growth, state in zip(self.growing, self.states, strict=True):
-            growth.target.write(state)
+        for growth in self.growing:
+            growth.target.write(self.states.pop(0))
             progress.advance(growth.nbytes)
         for target in self.resets:
             for start, stop in target.slices():

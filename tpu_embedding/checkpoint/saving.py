@@ -27,6 +27,7 @@ from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import PARAMETERS, TableRows
+from tpu_embedding.vocabulary import UPDATES_BEGUN
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -105,7 +106,7 @@ def save(
         if updates_now() != updates:
             return "The number of updates"
         for name, state in core.growing().items():
-            if not np.array_equal(state.read()["state"], states[name]["state"]):
+            if state.updates_begun() != states[name]["state"][UPDATES_BEGUN]:
                 return f"Table {name!r}"
         return None
 

@@ -24,7 +24,7 @@ from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
-from tpu_embedding.vocabulary import VocabularyContents
+from tpu_embedding.vocabulary import UPDATES_BEGUN, VocabularyContents
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
@@ -199,6 +199,10 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
         By "parameters" and slot name the rows of the ids in ascending order, and then
         the row that ids share, if it is there; the ids and what is known of them.
         """
+
+    def updates_begun(self) -> int:
+        """The number of updates so far; cheaper than `read` where it can be."""
+        return int(self.read()["state"][UPDATES_BEGUN])
 
     @abc.abstractmethod
     def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from tpu_embedding.vocabulary import (
     PARTS_OF_CANDIDATES,
     PARTS_OF_IDS,
     SWEEP,
+    UPDATES_BEGUN,
     GrowingVocabulary,
     VocabularyContents,
 )
@@ -54,6 +55,10 @@ class GrowingInQueue(GrowingState):
     def read(self) -> _Arrays:
         """See `GrowingState.read`."""
         return self._read(list(self._arrays))
+
+    def updates_begun(self) -> int:
+        """See `GrowingState.updates_begun`."""
+        return int(self._read([])["state"][UPDATES_BEGUN])
 
     def _read(self, names: list[str]) -> _Arrays:
         variables = [self._arrays[name] for name in names]
@@ -102,7 +107,8 @@ def _fit(
     Raises:
       ValueError: If it cannot be.
     """
-    fitting = {name: np.array(value) for name, value in state.items()}
+    fitting = {name: np.asarray(value) for name, value in state.items()}
+    fitting["state"] = fitting["state"].copy()
     size, numbers = len(fitting["ids"]), fitting["state"]
     shared = int(vocabulary.unknown == "shared_row" and numbers[NUM_ROWS] > 0)
     if len(fitting["parameters"]) != size + shared:
