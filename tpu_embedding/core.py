@@ -185,7 +185,6 @@ class Core(EngineTables):
 
     @property
     def layouts(self) -> tuple[TableLayout, ...]:
-        """See `EngineTables.layouts`."""
         if not self.engine_class.stores_stacks:
             return ()
         layout = self.lay_out()
@@ -326,12 +325,10 @@ class Core(EngineTables):
         return self.create_engine().changes(consumer)
 
     def tables_replaced(self) -> None:
-        """See `StoredTables.tables_replaced`."""
         for writer in self.delta_writers.values():
             writer.mark_all_rows()
 
     def load_checkpoint_rows(self) -> None:
-        """See `StoredTables.load_checkpoint_rows`."""
         super().load_checkpoint_rows()
         self.tables_replaced()
 

@@ -106,7 +106,6 @@ class VariableTables(StoredTables):
         return self._growing()
 
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `StoredTables.checkpoint_targets`."""
         made = self._variables()
         return {
             s.name: dict(variable_rows(s, made[s.name]))
@@ -294,16 +293,13 @@ class EngineTables(StoredTables):
         return engine.checkpoint_variables()
 
     def checkpoint_updates(self) -> Any:
-        """See `StoredTables.checkpoint_updates`."""
         return self.create_engine().checkpoint_variables().get(UPDATES)
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `StoredTables.checkpoint_rows`."""
         self.create_engine().retrieve()
         return self.checkpoint_targets()
 
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `StoredTables.checkpoint_targets`."""
         engine = self.create_engine()
         for table in self.plan.tables:
             combiner = table.config.custom_combiner
@@ -317,7 +313,6 @@ class EngineTables(StoredTables):
         return {n: dict(t.rows) for n, t in tables.items() if n not in growing}
 
     def load_checkpoint_rows(self) -> None:
-        """See `StoredTables.load_checkpoint_rows`."""
         self.create_engine().load()
 
 

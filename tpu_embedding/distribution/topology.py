@@ -263,7 +263,6 @@ class ProcessTopology(Topology):
 
     @property
     def all_replicas(self) -> int:
-        """See `Topology.all_replicas`."""
         return self.num_replicas * len(self.processes)
 
 
@@ -279,7 +278,6 @@ class TPUTopology(Topology):
 
     @property
     def tpu(self) -> TPUSystem:
-        """See `Topology.tpu`."""
         return self.system
 
     def replica(self) -> int | None:
@@ -289,20 +287,16 @@ class TPUTopology(Topology):
         return None if context is None else self.system.replica(context)
 
     def can_meet(self) -> bool:
-        """See `Topology.can_meet`."""
         return False
 
     def program(self) -> Any:
-        """See `Topology.program`."""
         return self.system.program()
 
     def has_feature(self, feature: str) -> bool:
-        """See `Topology.has_feature`."""
         kind = tpu_generations.embedding_hardware(feature)
         return self.system.generation.embedding == kind
 
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """See `Topology.on_host`."""
         if self.replica() is None:
             with tf.device(self.device):
                 return function(*arguments)
@@ -336,7 +330,6 @@ class TPUTopology(Topology):
         )
 
     def require_arguments(self, paths: Sequence[str], values: Sequence[Any]) -> None:
-        """See `Topology.require_arguments`."""
         program = self.program()
         if program is None:
             return
@@ -355,7 +348,6 @@ class TPUTopology(Topology):
                 )
 
     def require_on_host(self, paths: Sequence[str], values: Sequence[Any]) -> None:
-        """See `Topology.require_on_host`."""
         for index, tensor in self._tensors(values):
             for device in devices_of(tensor):
                 if self.system.holds(device):

@@ -184,7 +184,6 @@ class SoftwareTPUSystem(TPUSystem):
 
     @classmethod
     def of(cls, strategy: Any) -> SoftwareTPUSystem:
-        """See `TPUSystem.of`."""
         extended = strategy.extended
         return cls(
             generation=extended.tpu_hardware,
@@ -196,12 +195,10 @@ class SoftwareTPUSystem(TPUSystem):
 
     @property
     def programs_can_fail(self) -> bool:
-        """See `TPUSystem.programs_can_fail`."""
         return True
 
     @property
     def system(self) -> str:
-        """See `TPUSystem.system`."""
         return self.hosts[0]
 
     def holds(self, device: str) -> bool:
@@ -209,12 +206,10 @@ class SoftwareTPUSystem(TPUSystem):
         return find(device, self.all_devices) not in (None, *self.hosts)
 
     def host_of(self, device: str) -> str:
-        """See `TPUSystem.host_of`."""
         del device
         return self.hosts[0]
 
     def host_of_program(self, replica: int) -> str:
-        """See `TPUSystem.host_of_program`."""
         return self.devices[replica][0]
 
     def replica(self, context: tf.distribute.ReplicaContext) -> int:
@@ -222,29 +217,23 @@ class SoftwareTPUSystem(TPUSystem):
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
     def program(self) -> Any:
-        """See `TPUSystem.program`."""
         # The replica context of the software TPU knows its program.
         return getattr(tf.distribute.get_replica_context(), "program", None)
 
     def on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """See `TPUSystem.on_host`."""
         return function(*arguments)
 
     def call_on_host(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """See `TPUSystem.call_on_host`."""
         return function(*arguments)
 
     def of_replica(self, parts: Sequence[tf.Tensor], replica: int) -> tf.Tensor:
-        """See `TPUSystem.of_replica`."""
         return parts[replica]
 
     def barrier(self, tensors: Sequence[Any], total: Callable[..., Any]) -> list[Any]:
-        """See `TPUSystem.barrier`."""
         with tf.control_dependencies(tensors):
             return [total(tf.zeros([], tf.int32))]
 
     def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
-        """See `TPUSystem.after`."""
         with tf.control_dependencies(before):
             return tf.identity(value)
 

@@ -24,7 +24,6 @@ class SimulatedQuantization(TableReader):
     config: QuantizationConfig
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `TableReader.read`."""
         quantize = tf.grad_pass_through(lambda x: _quantize(x, self.config))
         return quantize(self.reader.read(rows))
 

@@ -57,7 +57,6 @@ class FollowingTable(TableReader, tf.Module):
         self._dim, self._sequence = spec.dim, sequence
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `TableReader.read`."""
 
         def look(values: tf.Tensor, commits: tf.Tensor) -> list[tf.Tensor]:
             del values, commits

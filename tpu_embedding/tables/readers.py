@@ -45,12 +45,10 @@ class VariableReader(StoredReader):
     table: Any
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `TableReader.read`."""
         return tf.cast(tf.gather(self.table, rows), tf.float32)
 
     @property
     def variables(self) -> Sequence[Any]:
-        """See `StoredReader.variables`."""
         return (self.table,)
 
 
@@ -70,7 +68,6 @@ class PartsReader(StoredReader):
     columns: int
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `StoredReader.read`."""
         found = tf.compat.v1.nn.embedding_lookup(
             list(self.parts), self.row_of(rows), partition_strategy="div"
         )
@@ -78,5 +75,4 @@ class PartsReader(StoredReader):
 
     @property
     def variables(self) -> Sequence[tf.Variable]:
-        """See `StoredReader.variables`."""
         return self.parts

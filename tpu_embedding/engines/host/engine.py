@@ -101,7 +101,6 @@ class HostEngine(Engine):
     def check_plan(
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
-        """See `Engine.check_plan`."""
         refuse_tpu_options(cls.name, plan)
         if options.pipelined or topology.num_replicas > 1:
             reason = "pipelining and several replicas do not support"
@@ -152,7 +151,6 @@ class HostEngine(Engine):
     def lookup(
         self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """See `Engine.lookup`."""
         if self._transport is None:
             (part,) = self._parts
             found = part.look_up([prepared.value], call, self._shapes(call))
@@ -242,7 +240,6 @@ class HostEngine(Engine):
         gradients: Sequence[tf.Tensor | None],
         call: Call,
     ) -> None:
-        """See `Engine.update`."""
         if looked_up.tensors is not None:
             gradients = self._batches.stacks.by_sample(gradients)
         if self._transport is None:
@@ -307,7 +304,6 @@ class HostEngine(Engine):
         return self._transport is not None and self._transport.is_owner
 
     def queue(self) -> StepQueue:
-        """See `Engine.queue`."""
         return self._queue
 
     def tables(self) -> dict[str, TableArrays]:
@@ -319,7 +315,6 @@ class HostEngine(Engine):
         }
 
     def growing(self) -> dict[str, GrowingState]:
-        """See `Engine.growing`."""
         return {n: state for part in self._parts for n, state in part.growing.items()}
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
@@ -330,7 +325,6 @@ class HostEngine(Engine):
         )
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`."""
         (part,) = self._parts
         variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
         variables |= self.growing()
@@ -343,7 +337,6 @@ class HostEngine(Engine):
         return part.rates.updates
 
     def start_counting(self, every: int) -> None:
-        """See `Engine.start_counting`."""
         (part,) = self._parts
         part.start_counting(every)
 
@@ -355,16 +348,13 @@ class HostEngine(Engine):
         return HostChanges([held], [arrays[t.name].reader for t in tables], consumer)
 
     def counts(self, num_hot_rows: int) -> Counts:
-        """See `Engine.counts`."""
         (part,) = self._parts
         return part.counts(num_hot_rows)
 
     def flush(self) -> None:
-        """See `Engine.flush`."""
         if self.pipelined:
             self._parts[0].apply_all()
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
         for part in self._parts:
             part.reset()

@@ -47,13 +47,11 @@ class GrowingInQueue(GrowingState):
         self._ops = library.load()
 
     def contents(self) -> VocabularyContents:
-        """See `GrowingState.contents`."""
         found = self._read([])
         counts = found["state"][COUNTS].tolist()
         return VocabularyContents(*(found[name] for name in PARTS_OF_IDS), *counts)
 
     def read(self) -> _Arrays:
-        """See `GrowingState.read`."""
         return self._read(list(self._arrays))
 
     def updates_begun(self) -> int:
@@ -78,7 +76,6 @@ class GrowingInQueue(GrowingState):
         return _fit(state, self._spec.name, self._vocabulary)
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `GrowingState.write`."""
         fitting = self.fit(state)
         with tf.device(self._device):
             self._ops.tpu_embedding_load_vocabulary(

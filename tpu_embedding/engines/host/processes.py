@@ -76,7 +76,6 @@ class ShardedEngine(HostEngine):
     def check_plan(
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
-        """See `Engine.check_plan`."""
         super().check_plan(plan, topology, options)
         for table in plan.tables:
             optimizer = table.optimizer
@@ -94,7 +93,6 @@ class ShardedEngine(HostEngine):
 
     @classmethod
     def join(cls, options: EngineOptions) -> Channel:
-        """See `Engine.join`."""
         description = _description(options, _placement(options))
         timeout_seconds = options.distributed.timeout_seconds
         return connect(options.topology, description, timeout_seconds)
@@ -187,7 +185,6 @@ class ShardedEngine(HostEngine):
         )
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`."""
         raise NotImplementedError(
             "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
             "Use `embedding_tables`, which gathers them, or a checkpoint."

@@ -41,7 +41,6 @@ class HostEngineQueue(StepQueue):
             part.apply(apply_now)
 
     def dequeue(self, call: Call) -> list[tf.Tensor]:
-        """See `StepQueue.dequeue`."""
         engine, (part,) = self._engine, self._engine._parts
         found = engine.look_up_queued(call)
         if engine.pipelined:
@@ -51,7 +50,6 @@ class HostEngineQueue(StepQueue):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """See `StepQueue.apply_gradients`."""
         engine, (part,) = self._engine, self._engine._parts
         if engine._transport is not None:
             engine.send_gradients(None, gradients)
@@ -74,7 +72,6 @@ class ServerQueue(StepQueue):
         self._of_graphs = weakref.WeakKeyDictionary()
 
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
-        """See `StepQueue.enqueue`."""
         queued, training = self._steps().queued, call.training
         if len(queued) >= QUEUE_CAPACITY:
             raise _wrong_order(
@@ -90,7 +87,6 @@ class ServerQueue(StepQueue):
                 self._engine.flush()
 
     def dequeue(self, call: Call) -> list[tf.Tensor]:
-        """See `StepQueue.dequeue`."""
         steps = self._steps()
         if not steps.queued:
             raise _wrong_order(
@@ -115,7 +111,6 @@ class ServerQueue(StepQueue):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """See `StepQueue.apply_gradients`."""
         del call
         steps = self._steps()
         if steps.owed is None or not steps.was_training:

@@ -135,7 +135,6 @@ class ParameterServerEngine(HostEngine):
     def check_plan(
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
-        """See `Engine.check_plan`."""
         del topology
         refuse_tpu_options(cls.name, plan)
         timeout = options.distributed.timeout_seconds
@@ -172,11 +171,9 @@ class ParameterServerEngine(HostEngine):
         return super().lay_out(plan, topology, config, output_shapes)
 
     def queue(self) -> StepQueue:
-        """See `Engine.queue`."""
         return self._steps
 
     def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`."""
         found = {}
         for spec, parts in zip(self._plan.tables, self._variables, strict=True):
             arrays = (
@@ -230,7 +227,6 @@ class ParameterServerEngine(HostEngine):
         return ServedChanges(self._held, readers, consumer, self._coordinator)
 
     def start_counting(self, every: int) -> None:
-        """See `Engine.start_counting`."""
         Engine.start_counting(self, every)
 
     def flush(self) -> None:
@@ -248,7 +244,6 @@ class ParameterServerEngine(HostEngine):
             part.apply_all()
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
         self._steps.reset()
         super().reset()
 

@@ -84,7 +84,6 @@ class PortableEngine(Engine, StepQueue):
     def check_plan(
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
-        """See `Engine.check_plan`."""
         refuse_tpu_options(cls.name, plan)
         number = topology.num_replicas
         lacking = [f"{number} replicas"] if number > 1 else []
@@ -104,7 +103,6 @@ class PortableEngine(Engine, StepQueue):
             yield
 
     def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`."""
         tables = {}
         for spec, variables in zip(self._plan.tables, self._variables, strict=True):
             table = arrays_of_variables(spec, variables)
@@ -118,7 +116,6 @@ class PortableEngine(Engine, StepQueue):
         return self._stacks.stacked([table.parameters for table in self._variables])
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`."""
         variables: dict[str, Any] = dict(named_variables(self._plan, self._variables))
         for table in self._plan.tables:
             for name, variable in self._combiners.variables(table.index).items():
@@ -146,7 +143,6 @@ class PortableEngine(Engine, StepQueue):
             return [Prepared(self._combiners.checked(build_entries(inputs)))]
 
     def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
-        """See `Engine.to_tensors`."""
         if prepared.tensors is not None:
             return prepared.tensors
         layout, entries = self._stacks.layout, prepared.value
@@ -157,7 +153,6 @@ class PortableEngine(Engine, StepQueue):
     def lookup(
         self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """See `Engine.lookup`."""
         batch = prepared.tensors
         with self._turn():
             if batch is None:
@@ -176,7 +171,6 @@ class PortableEngine(Engine, StepQueue):
         gradients: Sequence[tf.Tensor | None],
         call: Call,
     ) -> None:
-        """See `Engine.update`."""
         del call
         with self._turn():
             if looked_up.tensors is not None:
@@ -194,17 +188,14 @@ class PortableEngine(Engine, StepQueue):
                 self._update(entries, gradients, {}, ticket)
 
     def queue(self) -> StepQueue:
-        """See `Engine.queue`."""
         return self
 
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
-        """See `StepQueue.enqueue`."""
         (batch,) = batches
         with self._turn():
             self._ring.put(pack(tf.nest.flatten(batch.value)), training=call.training)
 
     def dequeue(self, call: Call) -> list[tf.Tensor]:
-        """See `StepQueue.dequeue`."""
 
         def check(batch: tf.Tensor) -> list[Any]:
             shapes = call.shapes or ()
@@ -219,7 +210,6 @@ class PortableEngine(Engine, StepQueue):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """See `StepQueue.apply_gradients`."""
         del call
         with self._turn():
             entries = self._unpack(self._ring.owed())
@@ -230,7 +220,6 @@ class PortableEngine(Engine, StepQueue):
         """See `Engine.flush`: nothing is pending."""
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
         with self._turn():
             self._ring.reset()
             self._resets.assign_add(1)

@@ -113,7 +113,6 @@ class SparseCoreEngine(Engine):
     def check_plan(
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
-        """See `Engine.check_plan`."""
         del options
         assert topology.tpu is not None
         if topology.tpu.cores_per_replica > 1:
@@ -133,7 +132,6 @@ class SparseCoreEngine(Engine):
         config: SparseCoreEmbeddingConfig,
         output_shapes: OutputShapes,
     ) -> Layout:
-        """See `Engine.lay_out`."""
         options = _stacking_options(topology, config)
         assert topology.tpu is not None
         layout = make_layout(plan, output_shapes.full(), options)
@@ -166,7 +164,6 @@ class SparseCoreEngine(Engine):
         return saved
 
     def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`."""
         found = {
             index: table for stack in self._stacks for index, table in stack.tables()
         }
@@ -297,7 +294,6 @@ class SparseCoreEngine(Engine):
         gradients: Sequence[tf.Tensor | None],
         call: Call,
     ) -> None:
-        """See `Engine.update`."""
         del call
         self.apply(looked_up, gradients)
 
@@ -351,12 +347,10 @@ class SparseCoreEngine(Engine):
         return self._queue
 
     def flush(self) -> None:
-        """See `Engine.flush`."""
         if self._pending is not None:
             self._in_replicas(self._flush)
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
         if self._queue is not None:
             self._queue.reset()
         if self._pending is not None:

@@ -79,7 +79,6 @@ class SparseCoreQueue(StepQueue):
         self._last: tuple[Any, Prepared] | None = None
 
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
-        """See `StepQueue.enqueue`."""
         tensors = [_queued(batch) for batch in batches]
         replica, training = call.replica, call.training
         if call.device is not None:
@@ -128,7 +127,6 @@ class SparseCoreQueue(StepQueue):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """See `StepQueue.apply_gradients`."""
         replica = _index(call)
         last, self._last = self._last, None
         if last is not None and last[0] is tf.compat.v1.get_default_graph():

@@ -105,7 +105,6 @@ class TPUV2V4Engine(Engine):
     def check_plan(
         cls, plan: Plan, topology: Topology, options: EmbeddingOptions
     ) -> None:
-        """See `Engine.check_plan`."""
         del options
         assert topology.tpu is not None
         for table in plan.tables:
@@ -205,12 +204,10 @@ class TPUV2V4Engine(Engine):
         gradients: Sequence[tf.Tensor | None],
         call: Call,
     ) -> None:
-        """See `Engine.update`."""
         call = dataclasses.replace(call, name=looked_up.value.take())
         self._queue.apply_gradients(gradients, call)
 
     def queue(self) -> StepQueue:
-        """See `Engine.queue`."""
         return self._queue
 
     def tables(self) -> dict[str, TableArrays]:
@@ -230,11 +227,9 @@ class TPUV2V4Engine(Engine):
         }
 
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`."""
         return _refuse_values()
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`."""
         arrays = {name: table.arrays for name, table in self._tables.items()}
         objects: dict[str, Any] = {**by_checkpoint_name(arrays)}
         if self._rates.updates is not None:
@@ -242,7 +237,6 @@ class TPUV2V4Engine(Engine):
         return objects
 
     def load(self) -> None:
-        """See `Engine.load`."""
         self._still_there()
         config = self._config
         for table in self._tables.values():
@@ -250,7 +244,6 @@ class TPUV2V4Engine(Engine):
             config = b""
 
     def retrieve(self) -> None:
-        """See `Engine.retrieve`."""
         self._still_there()
         config = self._config
         for table in self._tables.values():
@@ -273,7 +266,6 @@ class TPUV2V4Engine(Engine):
         self._tables[smallest.name].retrieve(self._config)
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
         raise NotImplementedError(
             "TPU v2 to v4 cannot discard queued batches: no op of TensorFlow empties "
             "the queues. Only initializing the TPU system does, which also ends all "

@@ -75,7 +75,6 @@ class TPUQueue(StepQueue):
         self._last = weakref.WeakKeyDictionary()
 
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
-        """See `StepQueue.enqueue`."""
         if call.device is not None:
             (batch,) = batches
             self._enqueue_on(call.device, batch, call)
@@ -112,7 +111,6 @@ class TPUQueue(StepQueue):
                 _tag(self._put(part, device, self._mode(call.training)), call.name)
 
     def dequeue(self, call: Call) -> list[tf.Tensor]:
-        """See `StepQueue.dequeue`."""
         # The program runs on the cores of its replica, configured for one shape.
         with tf.control_dependencies(self._still_there()):
             activations = tf.raw_ops.RecvTPUEmbeddingActivations(
@@ -129,7 +127,6 @@ class TPUQueue(StepQueue):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """See `StepQueue.apply_gradients`."""
         checks, inputs = [], []
         for spec, shape, dim, gradient in zip(
             self._plan.features,
