@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import Engine, EngineOptions, choose
 from tpu_embedding.inputs import IdBatch, to_id_batch
@@ -45,18 +45,15 @@ def make_engine(
         device="/device:CPU:0",
     )
     engine_class = choose(topology, plan)
-    return engine_class(
-        EngineOptions(
-            plan=plan,
-            topology=topology,
-            output_shapes=shapes,
-            pipelined=False,
-            check_numerics=True,
-            layout=engine_class.lay_out(
-                plan, topology, SparseCoreEmbeddingConfig(), shapes
-            ),
-        )
+    options = EngineOptions(
+        plan=plan,
+        topology=topology,
+        output_shapes=shapes,
+        pipelined=False,
+        check_numerics=True,
     )
+    layout = engine_class.lay_out(options)
+    return engine_class(dataclasses.replace(options, layout=layout))
 
 
 def outcome(call: Call) -> Any:

@@ -140,15 +140,19 @@ def error_functions(sources: Mapping[str, str]) -> list[str]:
 
 
 def engine_methods(source: str) -> list[str]:
-    """Public methods of the abstract classes in engines/base.py."""
-    return [
-        f"{node.name}.{method.name}"
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef)
-        if any("ABC" in ast.unparse(base) for base in node.bases)
-        for method in node.body
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-    ]
+    """Public methods of the abstract classes in engines/base.py, and of subclasses."""
+    abstract, found = {"abc.ABC"}, []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and abstract & set(
+            map(ast.unparse, node.bases)
+        ):
+            abstract.add(node.name)
+            found += [
+                f"{node.name}.{method.name}"
+                for method in node.body
+                if isinstance(method, ast.FunctionDef) and method.name[0] != "_"
+            ]
+    return found
 
 
 def lines_of_ops(root: pathlib.Path, pattern: str) -> int:

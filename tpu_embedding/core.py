@@ -7,6 +7,7 @@ Keras, serving, checkpoints and telemetry reach the tables.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from tpu_embedding.engines import (
     Prepared,
     TableArrays,
 )
-from tpu_embedding.engines.base import Membership, RowChanges
+from tpu_embedding.engines.base import RowChanges, TableStore
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
@@ -71,7 +72,7 @@ class Core(EngineTables):
         *,
         topology: Topology | None = None,
         hands_out_stacks: bool = False,
-        on_created: Callable[[Engine], None] | None = None,
+        on_created: Callable[[TableStore], None] | None = None,
         made_by: str,
     ) -> None:
         """Tables are made by the first call that needs them.
@@ -100,22 +101,27 @@ class Core(EngineTables):
             )
         self.plan, self.structure = plan, structure
         self._hands_out_stacks = hands_out_stacks
-        self._on_created, self._made_by = on_created, made_by
+        self._on_created = on_created
         self.topology = topology or distribution.current()
         self.engine_class = engines.choose(self.topology, plan)
-        self.engine_class.check_plan(plan, self.topology, options)
         self.output_shapes = OutputShapes(plan.features)
         self.options = options
         self.check_numerics = options.check_numerics
-        self._layout: Layout | None = None
+        self._engine_options = EngineOptions(
+            **vars(options),
+            plan=plan,
+            topology=self.topology,
+            output_shapes=self.output_shapes,
+            made_by=made_by,
+        )
+        self._membership = self.engine_class.check(self._engine_options)
+        self._complete(membership=self._membership)
         if self.can_create_engine():
             self.lay_out()  # Raises its errors early.
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self.engine: Engine | None = None
         self.telemetry: Any = None  # The te.Telemetry that counts.
         self.delta_writers: dict[str, Any] = {}  # Of te.serving, by consumer.
-        self._membership: Membership | None = None
-        self._membership = self.engine_class.join(self._engine_options())
 
     def lay_out(self) -> Layout | None:
         """The stacks, where the engine stores them or the class hands them out.
@@ -124,14 +130,12 @@ class Core(EngineTables):
           ValueError: If the engine needs output shapes that are not known yet.
         """
         wanted = self.engine_class.stores_stacks or self._hands_out_stacks
-        if self._layout is None and wanted:
-            self._layout = self.engine_class.lay_out(
-                self.plan,
-                self.topology,
-                self.options.sparse_core,
-                self.output_shapes,
-            )
-        return self._layout
+        if self._engine_options.layout is None and wanted:
+            self._complete(layout=self.engine_class.lay_out(self._engine_options))
+        return self._engine_options.layout
+
+    def _complete(self, **decided: Any) -> None:
+        self._engine_options = dataclasses.replace(self._engine_options, **decided)
 
     @contextlib.contextmanager
     def refusing(self, phase: str) -> Iterator[None]:
@@ -147,24 +151,13 @@ class Core(EngineTables):
                 self._membership.refuse(phase, error)
             raise
 
-    def _engine_options(self) -> EngineOptions:
-        return EngineOptions(
-            **vars(self.options),
-            plan=self.plan,
-            topology=self.topology,
-            output_shapes=self.output_shapes,
-            layout=self._layout,
-            membership=self._membership,
-            made_by=self._made_by,
-        )
-
     def create_engine(self) -> Engine:
         """Makes the tables and slots, unless they are there."""
         if self.engine is not None:
             return self.engine
         with tf.init_scope():
             self.lay_out()
-            self.engine = self.engine_class(self._engine_options())
+            self.engine = self.engine_class(self._engine_options)
             if self._on_created is not None:
                 self._on_created(self.engine)
         return self.engine
@@ -316,12 +309,12 @@ class Core(EngineTables):
                 activations, features, (self.plan, readers), values, weights
             )
 
-    def start_counting(self, every: int) -> None:
-        """See `Engine.start_counting`."""
-        self.create_engine().start_counting(every)
+    def start_counting(self, every: int) -> Callable[[int], Counts]:
+        """See `TableStore.start_counting`."""
+        return self.create_engine().start_counting(every)
 
     def changes(self, consumer: str) -> RowChanges:
-        """See `Engine.changes`."""
+        """See `TableStore.changes`."""
         return self.create_engine().changes(consumer)
 
     def tables_replaced(self) -> None:
@@ -332,13 +325,9 @@ class Core(EngineTables):
         super().load_checkpoint_rows()
         self.tables_replaced()
 
-    def counts(self, num_hot_rows: int) -> Counts:
-        """See `Engine.counts`."""
-        return self.create_engine().counts(num_hot_rows)
-
     @property
     def knows_invalid_ids(self) -> bool:
-        """Whether `counts` has the invalid ids of a batch."""
+        """Whether the counts have the invalid ids of a batch."""
         return not self._hands_out_stacks  # A stack has valid entries only.
 
     def logical_variables(self) -> dict[str, Any]:
@@ -348,8 +337,7 @@ class Core(EngineTables):
           A tf.Variable where one variable is the array, else a `LogicalVariable`;
           of growing tables `growing()`.
         """
-        engine = self.create_engine()
-        growing = engine.growing()
+        engine, growing = self.create_engine(), self.growing()
         arrays = {n: t.rows for n, t in engine.tables().items() if n not in growing}
         found: dict[str, Any] = {
             name: self._logical_variable(name, rows)
@@ -365,8 +353,9 @@ class Core(EngineTables):
         return found
 
     def growing(self) -> dict[str, GrowingState]:
-        """See `StoredTables.growing`."""
-        return self.create_engine().growing()
+        """The growing tables by name."""
+        tables = self.create_engine().tables()
+        return {n: t.growing for n, t in tables.items() if t.growing is not None}
 
     def vocabularies(self) -> dict[Any, VocabularyContents]:
         """By TableConfig of the user what the vocabularies of growing tables hold."""
@@ -404,7 +393,7 @@ class Core(EngineTables):
         return LogicalVariable(name, rows.shape, rows.dtype, read, write)
 
     def tables(self) -> dict[str, TableArrays]:
-        """Each table by name with its slots; see `Engine.tables`."""
+        """Each table by name with its slots; see `TableStore.tables`."""
         return self.create_engine().tables()
 
     def look_up(

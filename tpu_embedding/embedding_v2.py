@@ -15,7 +15,7 @@ from tpu_embedding.embedding_base import (
     EmbeddingBase,
     do_not_convert,
 )
-from tpu_embedding.engines import Call, EmbeddingOptions
+from tpu_embedding.engines import Call, EmbeddingOptions, Prepared
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.partitioning import (
@@ -173,8 +173,10 @@ class TPUEmbeddingV2(EmbeddingBase):
                 watched_features = self.core.require_weight_gradients(flat_weights)
                 batch = self._read_features(values, flat_weights)
                 engine = self.core.engine_for(batch)
-            call = Call(replica=replica, shapes=core.static_shapes_of(batch))
-            activations, preserved = engine.lookup_tensors(batch, call)
+                shapes = core.static_shapes_of(batch)
+                call = Call(replica=replica, shapes=shapes, tensors=True)
+            (prepared,) = engine.prepare([batch], call)
+            activations, looked_up = engine.lookup(prepared, call)
             if watched_features:
                 activations = self.core.with_weight_gradients(
                     # The portable engine's activations have gradients already.
@@ -183,7 +185,7 @@ class TPUEmbeddingV2(EmbeddingBase):
                     values,
                     flat_weights,
                 )
-        return self._structure.pack(activations), preserved.tables
+        return self._structure.pack(activations), _tensors(looked_up).tables
 
     @do_not_convert
     def preprocess_features(
@@ -268,8 +270,7 @@ class TPUEmbeddingV2(EmbeddingBase):
                 batch = engine.from_tensors(given, looked_up=False)
             call = Call(replica=replica, shapes=static_shapes)
             activations, looked_up = engine.lookup(batch, call)
-            preserved = engine.to_tensors(looked_up).tables
-        return self._structure.pack(activations), preserved
+        return self._structure.pack(activations), _tensors(looked_up).tables
 
     def _check_batch(self, batch: Any) -> PreprocessedFeatures:
         """Refuses what is no preprocessed batch of this embedding."""
@@ -422,9 +423,15 @@ class TPUEmbeddingV2(EmbeddingBase):
         On SparseCores the part of each device; on the host engine the tables of the
         stack themselves.
         """
-        engine = self.core.create_engine()
+        tables = self.core.create_engine().tables()
         self.flush()
-        return engine.stacked_tables()
+        names, found = [table.name for table in self.core.plan.tables], {}
+        for stack in self._stacks.stacks:
+            own = [tables[names[index]].variables() for index in stack.tables]
+            # The tables of a stack may be in the same variables.
+            once = {id(variable): variable for each in own for variable in each}
+            found[stack.name] = tuple(once.values())
+        return found
 
     @property
     def embedding_layouts(self) -> dict[str, Any]:
@@ -465,9 +472,14 @@ class TPUEmbeddingV2(EmbeddingBase):
             batch = self._read_features(values, flat_weights)
             engine = self.core.engine_for(batch)
             replica = self.core.topology.replica()
-            call = Call(replica=replica, training=False, device=place)
+            call = Call(replica=replica, training=False, device=place, tensors=True)
             (prepared,) = engine.prepare([batch], call)
-            return engine.to_tensors(prepared), self.core.static_shapes_of(batch)
+            return _tensors(prepared), self.core.static_shapes_of(batch)
+
+
+def _tensors(batch: Prepared) -> PreprocessedFeatures:
+    assert batch.tensors is not None  # The call has asked for them.
+    return batch.tensors
 
 
 @dataclasses.dataclass(frozen=True)

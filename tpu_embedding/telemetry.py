@@ -93,7 +93,7 @@ class Telemetry:
             )
         self._every, self._hottest = min(every, _LARGEST), min(hottest, _LARGEST)
         with tf.init_scope():
-            self._core.start_counting(self._every)
+            self._read_counts = self._core.start_counting(self._every)
         self._core.telemetry = self
         self._written: Counts | None = None
 
@@ -170,7 +170,7 @@ class Telemetry:
 
     def _counts(self) -> Counts:
         self._require_counting()
-        return self._core.counts(self._hottest)
+        return self._read_counts(self._hottest)
 
     def _require_counting(self) -> None:
         if not tf.executing_eagerly():

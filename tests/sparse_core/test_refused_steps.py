@@ -186,7 +186,7 @@ def test_a_refused_evaluation_in_a_function_leaves_what_is_pending(
     enqueue(each([1, 2]), True)
     strategy.run(train)
     assert embedding.core.engine is not None
-    parts = embedding.core.engine.stacked_tables()["a"]  # Without what is pending.
+    parts = embedding.core.engine.tables()["a"].variables()  # Without what is pending.
     for _ in range(40):  # In any order of its ops.
         with pytest.raises(tf.errors.InvalidArgumentError, match="has id 99"):
             enqueue(each([1, 99]), False)

@@ -21,7 +21,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 )
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
-from tpu_embedding.engines.base import Engine, GrowingState
+from tpu_embedding.engines.base import Engine, GrowingState, TableStore
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.nest_utils import Structure
@@ -71,7 +71,7 @@ class StoredTables(abc.ABC):
         return  # Most rows are the tables themselves.
 
     def changes(self, consumer: str) -> Any:
-        """See `Engine.changes`."""
+        """See `TableStore.changes`."""
         del consumer
         raise NotImplementedError(
             "Deltas have the rows that the tables' own optimizers change, and these "
@@ -336,7 +336,7 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         """Raises TypeError: the strategy that holds the tables cannot be copied."""
         raise errors.deep_copy(type(self).__name__)
 
-    def _track_state(self, engine: Engine) -> None:
+    def _track_state(self, engine: TableStore) -> None:
         """Makes the variables of the engine children of this object."""
         for name, part in engine.checkpoint_variables().items():
             self._track_trackable(part, name)

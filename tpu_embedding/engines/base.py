@@ -1,4 +1,4 @@
-"""The step protocol of all engines: prepare, lookup, update, and a queue on top."""
+"""The protocol of all engines: their steps, their tables, and what comes before."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
+from tpu_embedding.tables.growing import GrowingState
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
-from tpu_embedding.vocabulary import UPDATES_BEGUN, VocabularyContents
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
@@ -74,14 +74,14 @@ class EngineOptions(EmbeddingOptions):
       topology: Replicas and devices.
       output_shapes: The declared shape of each feature's output.
       layout: The stacks that `Engine.lay_out` returned, or None without stacks.
-      membership: What `Engine.join` returned.
+      membership: What `Engine.check` returned.
       made_by: The name of the class that makes the engine.
     """
 
     plan: Plan
     topology: Topology
     output_shapes: OutputShapes
-    layout: Layout | None
+    layout: Layout | None = None
     membership: Membership | None = None
     made_by: str = ""
 
@@ -98,6 +98,8 @@ class Call:
         being traced; None: what is known of all batches.
       device: The TPU core whose batch it is, if the caller named one: its name or its
         ordinal on the only host.
+      tensors: Whether the batch is also wanted as plain tensors, from which the update
+        will be made: what TPUEmbeddingV2 hands to the user.
     """
 
     replica: int | None
@@ -105,17 +107,19 @@ class Call:
     name: str | None = None
     shapes: Sequence[Shape] | None = None
     device: str | tf.Tensor | None = None
+    tensors: bool = False
 
 
 class Prepared(NamedTuple):
     """One replica's batch on its way through an engine.
 
-    Classes pass it on, also through tf.function; only engines look inside.
-    `Engine.to_tensors` and `Engine.from_tensors` convert it to and from plain tensors.
+    Classes pass it on, also through tf.function; only engines look inside `value`.
 
     Attributes:
       value: The engine's own form of the batch; None if only `tensors` is set.
-      tensors: The batch as plain tensors, where it has been converted.
+      tensors: The batch as plain tensors, where the call asked for them or the user
+        passed them. After a lookup its `tables` include what the update of a
+        CustomCombiner needs.
     """
 
     value: Any = None
@@ -127,8 +131,8 @@ class TableArrays:
     """One table of an engine and its slots, in full form: unsharded, without padding.
 
     Checkpoints, serving, the Keras layer and `TPUEmbedding.variables` are made of
-    this view. Reading a value needs `Engine.retrieve` before, writing needs
-    `Engine.load` after.
+    this view. Reading a value needs `TableStore.retrieve` before, writing
+    needs `TableStore.load` after.
 
     Attributes:
       rows: By "parameters" and slot name the matrix, read and written by rows.
@@ -138,12 +142,18 @@ class TableArrays:
         tensors of the current values; also the weights of a CustomCombiner. Raises
         RuntimeError where the tables are in the TPU's memory.
       shards: Returns (device, rows there) for each part of the parameters.
+      variables: Returns the variables that store the parameters, or the stack with
+        them, in order of the rows. Raises RuntimeError where the tables are in the
+        TPU's memory, and NotImplementedError where other processes have parts.
+      growing: All of a growing table as one; None if it does not grow.
     """
 
     rows: Mapping[str, MutableTableRows]
     reader: StoredReader
     values: Callable[[], Mapping[str, Any]]
     shards: Callable[[], list[tuple[str, tf.Tensor]]]
+    variables: Callable[[], Sequence[tf.Variable]]
+    growing: GrowingState | None = None
 
 
 class RowChanges(Protocol):
@@ -175,54 +185,6 @@ class RowChanges(Protocol):
         ...
 
 
-class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
-    """A growing table: its ids, rows and slots, which are read and written as one.
-
-    TensorFlow's checkpoints have one object for all of them.
-
-    Attributes:
-      parameters: The variable with its rows.
-      parts: The names of what `read` returns.
-    """
-
-    parameters: tf.Variable
-    parts: tuple[str, ...]
-
-    @abc.abstractmethod
-    def contents(self) -> VocabularyContents:
-        """What the vocabulary holds."""
-
-    @abc.abstractmethod
-    def read(self) -> dict[str, np.ndarray]:
-        """Everything at one moment.
-
-        By "parameters" and slot name the rows of the ids in ascending order, and then
-        the row that ids share, if it is there; the ids and what is known of them.
-        """
-
-    def updates_begun(self) -> int:
-        """The number of updates so far; cheaper than `read` where it can be."""
-        return int(self.read()["state"][UPDATES_BEGUN])
-
-    @abc.abstractmethod
-    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What `write` makes of a state, without a change of the table.
-
-        Raises:
-          ValueError: As `write`.
-        """
-
-    @abc.abstractmethod
-    def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces everything by what `read` of a table of any budget returned.
-
-        Raises:
-          ValueError: If the ids do not fit into the table, and none may be evicted, or
-            one of both tables shares a row.
-          tf.errors.InvalidArgumentError: If values have another width or dtype.
-        """
-
-
 class StepQueue(abc.ABC):
     """Batches in order on top of an engine: what TPUEmbedding adds to it.
 
@@ -240,12 +202,12 @@ class StepQueue(abc.ABC):
         the pending update; a refused one leaves it pending.
 
         Args:
-          batches: What `Engine.prepare` returned for this call.
+          batches: What `Steps.prepare` returned for this call.
           call: Its `device`, `replica`, or all replicas have sent the batches.
 
         Raises:
           ValueError: If the TPU has no such device.
-          tf.errors.InvalidArgumentError: If `Engine.prepare` refused a batch.
+          tf.errors.InvalidArgumentError: If `Steps.prepare` refused a batch.
           tf.errors.FailedPreconditionError: If the queue is full.
         """
 
@@ -267,15 +229,15 @@ class StepQueue(abc.ABC):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """Updates with the gradients that the replica owes; see `Engine.update`.
+        """Updates with the gradients that the replica owes; see `Steps.update`.
 
         Raises:
           tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
         """
 
 
-class Engine(abc.ABC):
-    """Holds the tables; prepares batches, looks them up and updates the tables.
+class Steps(abc.ABC):
+    """What an engine does with batches: it prepares them, looks up and updates.
 
     Lists of features are flat and in plan order. All methods may be called eagerly
     or while tracing a tf.function. One training step of a replica is
@@ -300,91 +262,18 @@ class Engine(abc.ABC):
     pending update out of the count.
     """
 
-    name: ClassVar[str]
-    # True: the tables are stored as stacks; checkpoints hold stacks and their layout.
-    stores_stacks: ClassVar[bool] = False
-    takes_profiles: ClassVar[bool] = False
-    table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
-    # True: inside strategy.run the features must be arguments of the program.
-    needs_arguments: ClassVar[bool] = False
-    # True: all output shapes must be known before the engine is created.
-    needs_shapes: ClassVar[bool] = False
-    # True: the tables can be read in every graph, for the gradients of weights.
-    differentiates_weights: ClassVar[bool] = False
-    # True: what `lookup` returns for `update` is tensors, which a function may return.
-    passes_tensors: ClassVar[bool] = False
-    # True: tables may have a GrowingVocabulary.
-    grows: ClassVar[bool] = False
-    # The engine that stands in where a table has a function of the user's, or None.
-    for_custom: ClassVar[str | None] = None
+    _options: EngineOptions
+    _plan: Plan
 
-    def __init__(self, options: EngineOptions) -> None:
-        """Subclasses create the variables; to be called in an eager context."""
-        self._options = options
-        self._plan = options.plan
-        self._device = options.topology.device
-
-    @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        """Refuses what this engine lacks: options, also of tables, and replicas.
-
-        Raises:
-          NotImplementedError: If something of that is asked for.
-        """
-        del plan, topology, options
-
-    @classmethod
-    def lay_out(
-        cls,
-        plan: Plan,
-        topology: Topology,
-        config: SparseCoreEmbeddingConfig,
-        output_shapes: OutputShapes,
-    ) -> Layout:
-        """Stacks the tables of a plan that `check_plan` has let pass.
-
-        Called only if the engine stores stacks or the class hands them out. Stacks of
-        whole tables are those of the configuration alone.
-
-        Args:
-          plan: The tables and features.
-          topology: Replicas and devices.
-          config: How to stack.
-          output_shapes: What is declared of each feature's output.
-
-        Raises:
-          NotImplementedError: If a table has an option that the engine lacks.
-          ValueError: If the tables cannot be stacked, or the engine needs a shape that
-            is not known.
-        """
-        del topology, output_shapes
-        return lay_out_whole(plan, config)
-
-    @classmethod
-    def join(cls, options: EngineOptions) -> Membership | None:
-        """Connects to the other processes of a job, when the embedding is constructed.
-
-        Args:
-          options: The options of the engine that will be created.
-
-        Returns:
-          The connection, for `EngineOptions.membership`; None for one process.
-
-        Raises:
-          ValueError: If the processes are configured differently; in all of them.
-        """
-        del options
-        return None
-
+    @abc.abstractmethod
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
         """Checks batches and brings them into the form that lookups need.
 
         On one machine it touches no state, so that it may run ahead in tf.data. Errors
-        in values are raised here or by the call that takes the result.
+        in values are raised here or by the call that takes the result; with
+        `call.tensors` here, but over several processes by the lookup, in all of them.
 
         Args:
           batches: One batch, or outside of strategy.run that of each replica; in each
@@ -397,8 +286,6 @@ class Engine(abc.ABC):
         Raises:
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
-        del call
-        return [Prepared(list(batch)) for batch in batches]  # The queue prepares.
 
     @abc.abstractmethod
     def lookup(
@@ -423,22 +310,6 @@ class Engine(abc.ABC):
             must come first.
         """
 
-    def lookup_tensors(
-        self, batch: Sequence[IdBatch], call: Call
-    ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
-        """Prepares a batch and looks it up for training.
-
-        Returns:
-          The activations, and the batch as `to_tensors` has it after a lookup.
-
-        Raises:
-          The errors of `prepare` and `lookup`.
-        """
-        (prepared,) = self.prepare([batch], dataclasses.replace(call, training=False))
-        own = self.from_tensors(self.to_tensors(prepared), looked_up=False)
-        activations, looked_up = self.lookup(own, call)
-        return activations, self.to_tensors(looked_up)
-
     @abc.abstractmethod
     def update(
         self,
@@ -460,25 +331,13 @@ class Engine(abc.ABC):
             to a step that was given up.
         """
 
-    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
-        """The batch as plain tensors: what TPUEmbeddingV2 hands to the user.
-
-        After `lookup` its `tables` include what the update of a CustomCombiner needs.
-
-        Raises:
-          tf.errors.InvalidArgumentError: If `prepare` refused the batch.
-        """
-        if prepared.tensors is None:
-            raise NotImplementedError(f"The {self.name} engine has no plain tensors.")
-        return prepared.tensors
-
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
         """The batch of plain tensors, which may hold anything: they come from the user.
 
         Args:
-          features: What `to_tensors` returned. For `update` its `output_shapes` may be
+          features: Tensors of `Prepared`. For `update` its `output_shapes` may be
             empty; the `sample_count` of each table says how many samples it has.
           looked_up: Whether it must come from a lookup, which adds to the tables what
             its update needs.
@@ -486,8 +345,8 @@ class Engine(abc.ABC):
         Raises:
           TypeError: If its tables are no mapping.
           ValueError: If they are not of this engine.
-          tf.errors.InvalidArgumentError: If they are not as `to_tensors` made them,
-            here or by the call that takes the result.
+          tf.errors.InvalidArgumentError: If the engine did not make them so, here or by
+            the call that takes the result.
         """
         tables: Any = features.tables
         assert self._options.layout is not None
@@ -519,21 +378,26 @@ class Engine(abc.ABC):
         own = {stack.name: tables[stack.name] for stack in stacks}
         return Prepared(None, features._replace(tables=own))
 
+    @abc.abstractmethod
     def queue(self) -> StepQueue:
-        """The queue of TPUEmbedding, created with the engine."""
-        raise NotImplementedError(f"The {self.name} engine has no queue.")
+        """The queue of TPUEmbedding."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Discards queued batches, owed gradients and the pending update.
+
+        The tables stay. A discarded pending update is taken out of the count.
+        """
+
+
+class TableStore(abc.ABC):
+    """The tables of an engine: what checkpoints, serving and reading need."""
+
+    name: ClassVar[str]
 
     @abc.abstractmethod
     def tables(self) -> dict[str, TableArrays]:
         """Each table of the plan by name: the one view of what the engine stores."""
-
-    def growing(self) -> dict[str, GrowingState]:
-        """Growing tables by name."""
-        return {}
-
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """By name of the stack the variables that store it, in order of its rows."""
-        raise NotImplementedError(f"The {self.name} engine has no stacks.")
 
     @abc.abstractmethod
     def checkpoint_variables(self) -> dict[str, Any]:
@@ -542,11 +406,15 @@ class Engine(abc.ABC):
         `UPDATES` is the number of updates already applied, where anything asks for it.
         """
 
-    def start_counting(self, every: int) -> None:
+    def start_counting(self, every: int) -> Callable[[int], Counts]:
         """Forgets counts, and counts the next update applied and every n-th after it.
 
         Args:
           every: n; 0 counts nothing.
+
+        Returns:
+          What has been counted since, from the number of the hottest rows that are
+          wanted; to be called eagerly.
 
         Raises:
           NotImplementedError: If the engine cannot count.
@@ -572,9 +440,9 @@ class Engine(abc.ABC):
             "strategy, or export the model anew."
         )
 
-    def counts(self, num_hot_rows: int) -> Counts:
-        """What was counted since `start_counting`; eagerly."""
-        raise NotImplementedError(f"The {self.name} engine has no telemetry.")
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Applies the pending update, if there is one."""
 
     def retrieve(self) -> None:
         """Updates the rows of `tables` and `checkpoint_variables` from the tables."""
@@ -584,16 +452,65 @@ class Engine(abc.ABC):
         """Updates the tables from their rows or `checkpoint_variables`."""
         return  # Most engines store the rows themselves.
 
-    @abc.abstractmethod
-    def reset(self) -> None:
-        """Discards queued batches, owed gradients and the pending update.
 
-        The tables stay. A discarded pending update is taken out of the count.
+class Engine(Steps, TableStore):
+    """Holds the tables, and runs the steps on them; in the classes what it can."""
+
+    # True: the tables are stored as stacks; checkpoints hold stacks and their layout.
+    stores_stacks: ClassVar[bool] = False
+    takes_profiles: ClassVar[bool] = False
+    table_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    # True: inside strategy.run the features must be arguments of the program.
+    needs_arguments: ClassVar[bool] = False
+    # True: all output shapes must be known before the engine is created.
+    needs_shapes: ClassVar[bool] = False
+    # True: the tables can be read in every graph, for the gradients of weights.
+    differentiates_weights: ClassVar[bool] = False
+    # True: what `lookup` returns for `update` is tensors, which a function may return.
+    passes_tensors: ClassVar[bool] = False
+    # True: tables may have a GrowingVocabulary.
+    grows: ClassVar[bool] = False
+    # The engine that stands in where a table has a function of the user's, or None.
+    for_custom: ClassVar[str | None] = None
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Subclasses create the variables; to be called in an eager context."""
+        self._options = options
+        self._plan = options.plan
+        self._device = options.topology.device
+
+    @classmethod
+    def check(cls, options: EngineOptions) -> Membership | None:
+        """Decides whether an embedding can be made, when it is constructed.
+
+        Args:
+          options: What the engine will be made of, without stacks.
+
+        Returns:
+          The connection to the other processes of a job, for
+          `EngineOptions.membership`; None for one process.
+
+        Raises:
+          NotImplementedError: If the engine lacks an option, also of tables, or the
+            number of replicas.
+          ValueError: If the processes are configured differently; in all of them.
         """
+        del options
+        return None
 
-    @abc.abstractmethod
-    def flush(self) -> None:
-        """Applies the pending update, if there is one."""
+    @classmethod
+    def lay_out(cls, options: EngineOptions) -> Layout:
+        """Stacks the tables of a plan that `check` has let pass.
+
+        Called only if the engine stores stacks or the class hands them out. Stacks of
+        whole tables are those of `options.sparse_core` alone.
+
+        Raises:
+          NotImplementedError: If a table has an option that the engine lacks.
+          ValueError: If the tables cannot be stacked, or the engine needs a shape that
+            is not known.
+        """
+        return lay_out_whole(options.plan, options.sparse_core)
 
 
 class TracedTicket:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -15,11 +14,14 @@ from tpu_embedding.layout.csr import (
 )
 from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.layout.stacking import Layout, full_shape
+from tpu_embedding.tables.growing import GrowingState
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.variables import TableVariables, variable_rows
 
 
-def arrays_of_variables(spec: TableSpec, table: TableVariables) -> TableArrays:
+def arrays_of_variables(
+    spec: TableSpec, table: TableVariables, growing: GrowingState | None = None
+) -> TableArrays:
     """A table of which each array is one variable, and the table one part."""
     parameters = table.parameters
     return TableArrays(
@@ -27,6 +29,8 @@ def arrays_of_variables(spec: TableSpec, table: TableVariables) -> TableArrays:
         reader=VariableReader(parameters),
         values=lambda: table.arrays,
         shards=lambda: [(parameters.device, parameters.read_value())],
+        variables=lambda: [parameters],
+        growing=growing,
     )
 
 
@@ -71,13 +75,6 @@ class StackedBatches:
         """The stacks, where the class hands them out."""
         assert self._layout is not None
         return self._layout
-
-    def stacked(self, tables: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-        """By name of the stack what `tables` has for each of its tables."""
-        return {
-            stack.name: tuple(tables[index] for index in stack.tables)
-            for stack in self.layout.stacks
-        }
 
     def by_sample(
         self, gradients: Sequence[tf.Tensor | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.initial import named_initializer
 from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.vocabulary import UPDATES_BEGUN, VocabularyContents
 
 # By class of an initializer of Keras or TensorFlow the kind of first values and the
 # options that are its two numbers.
@@ -24,6 +26,54 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "TruncatedNormal": ("truncated_normal", ("mean", "stddev")),
 }
 _CONSTANTS = {"Zeros": 0.0, "Ones": 1.0}
+
+
+class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
+    """A growing table: its ids, rows and slots, which are read and written as one.
+
+    TensorFlow's checkpoints have one object for all of them.
+
+    Attributes:
+      parameters: The variable with its rows.
+      parts: The names of what `read` returns.
+    """
+
+    parameters: tf.Variable
+    parts: tuple[str, ...]
+
+    @abc.abstractmethod
+    def contents(self) -> VocabularyContents:
+        """What the vocabulary holds."""
+
+    @abc.abstractmethod
+    def read(self) -> dict[str, np.ndarray]:
+        """Everything at one moment.
+
+        By "parameters" and slot name the rows of the ids in ascending order, and then
+        the row that ids share, if it is there; the ids and what is known of them.
+        """
+
+    def updates_begun(self) -> int:
+        """The number of updates so far; cheaper than `read` where it can be."""
+        return int(self.read()["state"][UPDATES_BEGUN])
+
+    @abc.abstractmethod
+    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What `write` makes of a state, without a change of the table.
+
+        Raises:
+          ValueError: As `write`.
+        """
+
+    @abc.abstractmethod
+    def write(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replaces everything by what `read` of a table of any budget returned.
+
+        Raises:
+          ValueError: If the ids do not fit into the table, and none may be evicted, or
+            one of both tables shares a row.
+          tf.errors.InvalidArgumentError: If values have another width or dtype.
+        """
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:

@@ -61,10 +61,10 @@ class HostBatches:
             )
 
     def to_tensors(self, batch: tf.Tensor, *, raises: bool) -> PreprocessedFeatures:
-        """See `Engine.to_tensors`.
+        """A batch that `prepare` returned as plain tensors.
 
         Args:
-          batch: What `prepare` returned.
+          batch: The batch.
           raises: Whether a refused batch raises its error here, or has a `refusal`.
         """
         with tf.device(self.device):
@@ -85,7 +85,7 @@ class HostBatches:
             return packed if raises else packed._replace(refusal=result.refusal)
 
     def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
-        """See `Engine.from_tensors`: errors in values are raised by what takes it."""
+        """See `Steps.from_tensors`: errors in values are raised by what takes it."""
         stacks = [features.tables[s.name] for s in self.stacks.layout.stacks]
         with tf.device(self.device):
             shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
@@ -104,7 +104,7 @@ class HostBatches:
             )
 
     def activation_shapes(self, shapes: Sequence[Shape] | None) -> list[tf.TensorShape]:
-        """For each feature what is known of its activations; see `Engine.lookup`."""
+        """For each feature what is known of its activations; see `Steps.lookup`."""
         known = self._output_shapes.activations(shapes)
         return [
             tf.TensorShape((*shape, dim))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tpu_embedding.config import DTYPES
-from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
     Call,
-    EmbeddingOptions,
     Engine,
     EngineOptions,
-    GrowingState,
+    Membership,
     Prepared,
     RowChanges,
     StepQueue,
@@ -31,7 +28,7 @@ from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import Placement
-from tpu_embedding.layout.plan import UPDATES, Plan, refuse_growing
+from tpu_embedding.layout.plan import UPDATES, refuse_growing
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
 from tpu_embedding.tables.variables import create_variables, named_variables
@@ -98,24 +95,31 @@ class HostEngine(Engine):
         self._queue: StepQueue = HostEngineQueue(self)
 
     @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        refuse_tpu_options(cls.name, plan)
-        if options.pipelined or topology.num_replicas > 1:
+    def check(cls, options: EngineOptions) -> Membership | None:
+        refuse_tpu_options(cls.name, options.plan)
+        tables = options.plan.tables
+        if options.pipelined or options.topology.num_replicas > 1:
             reason = "pipelining and several replicas do not support"
-            refuse_growing(plan.tables, reason)
-        for table in plan.tables:
+            refuse_growing(tables, reason)
+        for table in tables:
             if table.config.vocabulary is not None:
                 first_values(table)
                 first_slots(table)
+        return None
 
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
-        """See `Engine.prepare`: errors in values are raised by what takes it."""
-        prepare, training = self._batches.prepare, call.training
-        return [Prepared(prepare(batch, training=training)) for batch in batches]
+        """See `Steps.prepare`: errors in values are raised by what takes it."""
+        prepare, training = self._batches.prepare, call.training and not call.tensors
+        prepared = [Prepared(prepare(batch, training=training)) for batch in batches]
+        return [self._with_tensors(p) for p in prepared] if call.tensors else prepared
+
+    def _with_tensors(self, prepared: Prepared) -> Prepared:
+        """Over processes a refusal waits for the lookup."""
+        raises = not self._is_owner
+        tensors = self._batches.to_tensors(prepared.value, raises=raises)
+        return prepared._replace(tensors=tensors)
 
     def route(self, batch: tf.Tensor, meeting: Meeting, *, training: bool) -> Routed:
         """Tells the owners what a prepared batch needs of them.
@@ -223,17 +227,6 @@ class HostEngine(Engine):
     def _shapes(self, call: Call) -> list[tf.TensorShape]:
         return self._batches.activation_shapes(call.shapes)
 
-    def lookup_tensors(
-        self, batch: Sequence[IdBatch], call: Call
-    ) -> tuple[list[tf.Tensor], PreprocessedFeatures]:
-        """See `Engine.lookup_tensors`; a refused batch is so in all processes."""
-        if self._transport is None:
-            return super().lookup_tensors(batch, call)
-        call = dataclasses.replace(call, training=False)
-        (prepared,) = self.prepare([batch], call)
-        activations, _ = self.lookup(prepared, call)
-        return activations, self.to_tensors(prepared)
-
     def update(
         self,
         looked_up: Prepared,
@@ -284,16 +277,10 @@ class HostEngine(Engine):
             batches = [routed.parts[k]] if routed else []
             part.apply(part.receive_gradients(batches, messages, rates, pushes))
 
-    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
-        """See `Engine.to_tensors`; over processes a refusal waits for the lookup."""
-        if prepared.tensors is not None:
-            return prepared.tensors
-        return self._batches.to_tensors(prepared.value, raises=not self._is_owner)
-
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """See `Engine.from_tensors`: errors in values are raised by what takes it."""
+        """See `Steps.from_tensors`: errors in values are raised by what takes it."""
         tensors = super().from_tensors(features, looked_up=looked_up).tensors
         assert tensors is not None
         return Prepared(self._batches.from_tensors(tensors), tensors)
@@ -307,27 +294,17 @@ class HostEngine(Engine):
         return self._queue
 
     def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`; each array is one variable, the table one part."""
+        """See `TableStore.tables`; each array is one variable, the table one part."""
         (part,) = self._parts
         return {
-            spec.name: arrays_of_variables(spec, table)
+            spec.name: arrays_of_variables(spec, table, part.growing.get(spec.name))
             for spec, table in zip(self._plan.tables, part.variables, strict=True)
         }
-
-    def growing(self) -> dict[str, GrowingState]:
-        return {n: state for part in self._parts for n, state in part.growing.items()}
-
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`: the tables themselves."""
-        (part,) = self._parts
-        return self._batches.stacks.stacked(
-            [table.parameters for table in part.variables]
-        )
 
     def checkpoint_variables(self) -> dict[str, Any]:
         (part,) = self._parts
         variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
-        variables |= self.growing()
+        variables |= part.growing
         updates = self._updates()
         return variables if updates is None else {**variables, UPDATES: updates}
 
@@ -336,20 +313,15 @@ class HostEngine(Engine):
         (part,) = self._parts
         return part.rates.updates
 
-    def start_counting(self, every: int) -> None:
+    def start_counting(self, every: int) -> Callable[[int], Counts]:
         (part,) = self._parts
-        part.start_counting(every)
+        return part.start_counting(every)
 
     def changes(self, consumer: str) -> RowChanges:
-        """See `Engine.changes`."""
         (part,) = self._parts
         tables, arrays = self._plan.tables, self.tables()
         held = Held(part, Placement(0, 1, (0,) * len(tables)), range(len(tables)))
         return HostChanges([held], [arrays[t.name].reader for t in tables], consumer)
-
-    def counts(self, num_hot_rows: int) -> Counts:
-        (part,) = self._parts
-        return part.counts(num_hot_rows)
 
     def flush(self) -> None:
         if self.pipelined:

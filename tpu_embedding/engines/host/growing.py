@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding.engines.base import GrowingState
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
+from tpu_embedding.tables.growing import GrowingState
 from tpu_embedding.tables.variables import TableVariables
 from tpu_embedding.vocabulary import (
     COUNTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -188,13 +188,13 @@ class TablePart:
         with tf.device(self.device):
             self._ops.tpu_embedding_reset(queue=self.handle, counters=self._counters)
 
-    def start_counting(self, every: int) -> None:
-        """See `Engine.start_counting`."""
+    def start_counting(self, every: int) -> Callable[[int], Counts]:
+        """See `TableStore.start_counting`."""
         with tf.device(self.device):
             self._ops.tpu_embedding_start_telemetry(queue=self.handle, every=every)
+        return self._counts
 
-    def counts(self, num_hot_rows: int) -> Counts:
-        """See `Engine.counts`."""
+    def _counts(self, num_hot_rows: int) -> Counts:
         with tf.device(self.device):
             found = self._ops.tpu_embedding_read_telemetry(
                 queue=self.handle,

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.distribution import ProcessTopology, Topology
-from tpu_embedding.engines.base import (
-    EmbeddingOptions,
-    EngineOptions,
-    RowChanges,
-    TableArrays,
-)
+from tpu_embedding.distribution import ProcessTopology
+from tpu_embedding.engines.base import EngineOptions, RowChanges, TableArrays
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.changes import Held, ShardedChanges
 from tpu_embedding.engines.host.engine import HostEngine
@@ -26,7 +21,7 @@ from tpu_embedding.engines.process_group import Channel, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
-from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
+from tpu_embedding.layout.plan import UPDATES, TableSpec
 from tpu_embedding.tables.initial import initial_rows
 from tpu_embedding.tables.readers import StoredReader, VariableReader
 from tpu_embedding.tables.rows import (
@@ -73,11 +68,9 @@ class ShardedEngine(HostEngine):
         super().__init__(options, [self._part], Processes(record, self._channel))
 
     @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        super().check_plan(plan, topology, options)
-        for table in plan.tables:
+    def check(cls, options: EngineOptions) -> Channel:
+        super().check(options)
+        for table in options.plan.tables:
             optimizer = table.optimizer
             unsupported = None
             if optimizer is not None and optimizer.is_custom:
@@ -90,9 +83,6 @@ class ShardedEngine(HostEngine):
                     "under MultiWorkerMirroredStrategy over several processes. Use one "
                     "of the named optimizers and combiners, or one process."
                 )
-
-    @classmethod
-    def join(cls, options: EngineOptions) -> Channel:
         description = _description(options, _placement(options))
         timeout_seconds = options.distributed.timeout_seconds
         return connect(options.topology, description, timeout_seconds)
@@ -103,36 +93,37 @@ class ShardedEngine(HostEngine):
         return self._channel
 
     def flush(self) -> None:
-        """See `Engine.flush`; with pipelining a call of all processes."""
+        """See `TableStore.flush`; with pipelining a call of all processes."""
         if self.pipelined:
             self._channel.agree("update", "flush")
         super().flush()
 
     def reset(self) -> None:
-        """See `Engine.reset`: a call of all processes."""
+        """See `Steps.reset`: a call of all processes."""
         self._channel.agree("update", "reset")
         super().reset()
 
     def changes(self, consumer: str) -> RowChanges:
-        """See `Engine.changes`: a call of all processes, as are those of the result."""
+        """See `TableStore.changes`: a call of all processes, also in the result."""
         tables = self._part.variables
         held = Held(self._part, self._placement, range(len(tables)))
         readers = [VariableReader(table.parameters) for table in tables]
         return ShardedChanges(held, readers, consumer, self._channel)
 
-    def counts(self, num_hot_rows: int) -> Counts:
-        """See `Engine.counts`: of the rows that this process has."""
-        counts = super().counts(num_hot_rows)
-        return dataclasses.replace(
-            counts,
-            tables={
+    def start_counting(self, every: int) -> Callable[[int], Counts]:
+        """See `TableStore.start_counting`: of the rows that this process has."""
+        read = super().start_counting(every)
+
+        def placed(num_hot_rows: int) -> Counts:
+            counts, sent = read(num_hot_rows), self._channel.statistics()
+            tables = {
                 spec.name: self._placed(spec.index, counts.tables[spec.name])
                 for spec in self._plan.tables
-            },
-            bytes_sent={
-                phase: sent for phase, (_, sent) in self._channel.statistics().items()
-            },
-        )
+            }
+            bytes_sent = {phase: number for phase, (_, number) in sent.items()}
+            return dataclasses.replace(counts, tables=tables, bytes_sent=bytes_sent)
+
+        return placed
 
     def _placed(self, table: int, counts: TableCounts) -> TableCounts:
         """Counts of the rows of this process, by their numbers in the whole table.
@@ -151,7 +142,7 @@ class ShardedEngine(HostEngine):
         )
 
     def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`; reading rows is a call of all processes."""
+        """See `TableStore.tables`; reading rows is a call of all processes."""
         return {
             spec.name: self._arrays(spec, table)
             for spec, table in zip(self._plan.tables, self._part.variables, strict=True)
@@ -182,16 +173,11 @@ class ShardedEngine(HostEngine):
             reader=_ShardedReader(),
             values=values,
             shards=lambda: [(parameters.device, parameters.read_value()[:count])],
-        )
-
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        raise NotImplementedError(
-            "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
-            "Use `embedding_tables`, which gathers them, or a checkpoint."
+            variables=_refuse_variables,
         )
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`: whole tables, gathered when saved."""
+        """See `TableStore.checkpoint_variables`: whole tables, gathered when saved."""
         found: dict[str, Any] = {}
         for name, table in self.tables().items():
             for array, rows in table.rows.items():
@@ -278,6 +264,13 @@ class _ShardedReader(StoredReader):
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         raise _not_whole()
+
+
+def _refuse_variables() -> Any:
+    raise NotImplementedError(
+        "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
+        "Use `embedding_tables`, which gathers them, or a checkpoint."
+    )
 
 
 def _not_whole() -> NotImplementedError:

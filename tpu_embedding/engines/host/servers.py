@@ -8,16 +8,15 @@ are kept there: a batch exists within one function, so a lost worker leaves noth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
-from tpu_embedding.distribution import ServerTopology, Topology
+from tpu_embedding.config import DistributedOptions
+from tpu_embedding.distribution import ServerTopology
 from tpu_embedding.engines.base import (
-    EmbeddingOptions,
     Engine,
     EngineOptions,
     RowChanges,
@@ -31,7 +30,7 @@ from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
 from tpu_embedding.engines.host.transport import Servers
-from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
     ALL_PROCESSES,
@@ -40,7 +39,7 @@ from tpu_embedding.layout.placement import (
     place_on_servers,
     rows_of_plan,
 )
-from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
+from tpu_embedding.layout.plan import UPDATES, TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
@@ -132,11 +131,8 @@ class ParameterServerEngine(HostEngine):
         return Held(TablePart(options, record, variables), held, tables)
 
     @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        del topology
-        refuse_tpu_options(cls.name, plan)
+    def check(cls, options: EngineOptions) -> None:
+        refuse_tpu_options(cls.name, options.plan)
         timeout = options.distributed.timeout_seconds
         if timeout != DistributedOptions().timeout_seconds:
             raise NotImplementedError(
@@ -144,7 +140,7 @@ class ParameterServerEngine(HostEngine):
                 "of DistributedOptions: no process waits for another. Pass "
                 "`task_timeout` to te.ClusterCoordinator."
             )
-        for table in plan.tables:
+        for table in options.plan.tables:
             functions = {
                 "CustomOptimizer": table.optimizer is not None
                 and table.optimizer.is_custom,
@@ -159,16 +155,11 @@ class ParameterServerEngine(HostEngine):
                     )
 
     @classmethod
-    def lay_out(
-        cls,
-        plan: Plan,
-        topology: Topology,
-        config: SparseCoreEmbeddingConfig,
-        output_shapes: OutputShapes,
-    ) -> Layout:
+    def lay_out(cls, options: EngineOptions) -> Layout:
         """See `Engine.lay_out`: tables on different servers cannot be one stack."""
+        config = options.sparse_core
         config = dataclasses.replace(config, disable_table_stacking=True)
-        return super().lay_out(plan, topology, config, output_shapes)
+        return super().lay_out(dataclasses.replace(options, sparse_core=config))
 
     def queue(self) -> StepQueue:
         return self._steps
@@ -188,15 +179,8 @@ class ParameterServerEngine(HostEngine):
             found[spec.name] = dataclasses.replace(arrays, rows=rows)
         return found
 
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`: for each table its part on each server."""
-        return {
-            spec.name: tuple(part.parameters for part in parts)
-            for spec, parts in zip(self._plan.tables, self._variables, strict=True)
-        }
-
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`: divided tables are joined when saved."""
+        """See `TableStore.checkpoint_variables`: saving joins divided tables."""
         found: dict[str, Any] = {}
         tables = self.tables()
         for spec, parts in zip(self._plan.tables, self._variables, strict=True):
@@ -221,16 +205,15 @@ class ParameterServerEngine(HostEngine):
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)
 
     def changes(self, consumer: str) -> RowChanges:
-        """See `Engine.changes`."""
         tables = self.tables()
         readers = [tables[spec.name].reader for spec in self._plan.tables]
         return ServedChanges(self._held, readers, consumer, self._coordinator)
 
-    def start_counting(self, every: int) -> None:
-        Engine.start_counting(self, every)
+    def start_counting(self, every: int) -> Callable[[int], Counts]:
+        return Engine.start_counting(self, every)
 
     def flush(self) -> None:
-        """See `Engine.flush`.
+        """See `TableStore.flush`.
 
         Also applies an update whose worker was lost after its server had taken it.
         """
@@ -292,6 +275,7 @@ def _divided_arrays(spec: TableSpec, parts: Sequence[TableVariables]) -> TableAr
         reader=PartsReader(parameters, row_of, spec.config.dim),
         values=lambda: {n: tf.constant(r.numpy()) for n, r in rows.items()},
         shards=lambda: [(p.device, p.read_value()) for p in parameters],
+        variables=lambda: parameters,
     )
 
 

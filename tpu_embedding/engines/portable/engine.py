@@ -12,10 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.config import DTYPES
-from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import (
     Call,
-    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -34,9 +32,8 @@ from tpu_embedding.engines.portable.stacks import read_stack, write_stack
 from tpu_embedding.engines.portable.tables import row_sums, update_table
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import Shape
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.lookup.combine import look_up, reader_of, sum_segments
 from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
@@ -81,11 +78,9 @@ class PortableEngine(Engine, StepQueue):
             self._resets = create_state("resets", tf.zeros([], tf.int64))
 
     @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        refuse_tpu_options(cls.name, plan)
-        number = topology.num_replicas
+    def check(cls, options: EngineOptions) -> None:
+        refuse_tpu_options(cls.name, options.plan)
+        number = options.topology.num_replicas
         lacking = [f"{number} replicas"] if number > 1 else []
         if options.pipelined:
             lacking.append("`pipeline_execution_with_tensor_core=True`")
@@ -111,10 +106,6 @@ class PortableEngine(Engine, StepQueue):
             tables[spec.name] = dataclasses.replace(table, values=values)
         return tables
 
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`: the tables themselves."""
-        return self._stacks.stacked([table.parameters for table in self._variables])
-
     def checkpoint_variables(self) -> dict[str, Any]:
         variables: dict[str, Any] = dict(named_variables(self._plan, self._variables))
         for table in self._plan.tables:
@@ -126,8 +117,7 @@ class PortableEngine(Engine, StepQueue):
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
-        """See `Engine.prepare`; a batch is a list of Entries."""
-        del call
+        """See `Steps.prepare`; a batch is a list of Entries."""
         (batch,) = batches
         with tf.device(self._host):
             inputs = [
@@ -140,15 +130,13 @@ class PortableEngine(Engine, StepQueue):
                 )
                 for spec, feature in zip(self._plan.features, batch, strict=True)
             ]
-            return [Prepared(self._combiners.checked(build_entries(inputs)))]
-
-    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
-        if prepared.tensors is not None:
-            return prepared.tensors
-        layout, entries = self._stacks.layout, prepared.value
-        with tf.device(self._host):
+            entries = self._combiners.checked(build_entries(inputs))
+            if not call.tensors:
+                return [Prepared(entries)]
+            layout = self._stacks.layout
             stacks = [write_stack(layout, stack, entries) for stack in layout.stacks]
-            return self._stacks.pack(stacks, [entry.shape for entry in entries])
+            shapes = [entry.shape for entry in entries]
+            return [Prepared(entries, self._stacks.pack(stacks, shapes))]
 
     def lookup(
         self, prepared: Prepared, call: Call
@@ -217,7 +205,7 @@ class PortableEngine(Engine, StepQueue):
                 self._ring.settle()
 
     def flush(self) -> None:
-        """See `Engine.flush`: nothing is pending."""
+        """See `TableStore.flush`: nothing is pending."""
 
     def reset(self) -> None:
         with self._turn():

@@ -15,7 +15,6 @@ from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUTopology, outside_of_replicas
 from tpu_embedding.engines.base import (
     Call,
-    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -39,14 +38,13 @@ from tpu_embedding.layout.csr import (
     BufferSizes,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
     PartitionedTable,
     check_optimizers,
     make_partitioning,
     stacking_options,
 )
-from tpu_embedding.layout.plan import UPDATES, FeatureSpec, Plan
+from tpu_embedding.layout.plan import UPDATES, FeatureSpec
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.tables.rows import checkpoint_name
@@ -110,10 +108,8 @@ class SparseCoreEngine(Engine):
         self._reset = tf.function(self._discard_pending, autograph=False)
 
     @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        del options
+    def check(cls, options: EngineOptions) -> None:
+        plan, topology = options.plan, options.topology
         assert topology.tpu is not None
         if topology.tpu.cores_per_replica > 1:
             raise NotImplementedError(
@@ -125,17 +121,12 @@ class SparseCoreEngine(Engine):
         ops.check_combiners(plan)
 
     @classmethod
-    def lay_out(
-        cls,
-        plan: Plan,
-        topology: Topology,
-        config: SparseCoreEmbeddingConfig,
-        output_shapes: OutputShapes,
-    ) -> Layout:
-        options = _stacking_options(topology, config)
+    def lay_out(cls, options: EngineOptions) -> Layout:
+        plan, topology, config = options.plan, options.topology, options.sparse_core
+        stacking = _stacking_options(topology, config)
         assert topology.tpu is not None
-        layout = make_layout(plan, output_shapes.full(), options)
-        partitioning = make_partitioning(plan, layout, options, config)
+        layout = make_layout(plan, options.output_shapes.full(), stacking)
+        partitioning = make_partitioning(plan, layout, stacking, config)
         limits.raise_first(
             limits.sparse_core_excesses(
                 plan, layout, partitioning, topology.tpu.generation
@@ -143,14 +134,8 @@ class SparseCoreEngine(Engine):
         )
         return layout
 
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """See `Engine.stacked_tables`: one variable for each device."""
-        return {
-            stack.stack.name: tuple(stack.parameters.values) for stack in self._stacks
-        }
-
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `Engine.checkpoint_variables`: the names and values of TensorFlow's."""
+        """See `TableStore.checkpoint_variables`: names and values of TensorFlow's."""
         saved: dict[str, Any] = {}
         for stack in self._stacks:
             for array, variable in stack.arrays.items():
@@ -172,7 +157,7 @@ class SparseCoreEngine(Engine):
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
-        """See `Engine.prepare`: that of each replica on the replica's host."""
+        """See `Steps.prepare`: that of each replica on the replica's host."""
         if len(batches) > 1:
             return self._prepare_all(batches)
         (batch,), device, topology = batches, call.device, self._topology
@@ -218,7 +203,7 @@ class SparseCoreEngine(Engine):
     def lookup(
         self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """See `Engine.lookup`; all shapes are declared."""
+        """See `Steps.lookup`; all shapes are declared."""
         del call  # Each replica is a program; nothing awaits an update.
         batch = prepared.tensors
         assert batch is not None
@@ -340,7 +325,7 @@ class SparseCoreEngine(Engine):
         return self._assign_together(changes, [*tf.nest.flatten(inputs), *after])
 
     def queue(self) -> StepQueue:
-        """See `Engine.queue`; created when it is first asked for."""
+        """See `Steps.queue`; created when it is first asked for."""
         if self._queue is None:
             specs = host_to_device.batch_specs(self._partitioning)
             self._queue = SparseCoreQueue(self, self._topology, specs)

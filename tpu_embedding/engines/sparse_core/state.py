@@ -134,6 +134,7 @@ class StackState:
                     reader=reader,
                     values=functools.partial(self._values, rows),
                     shards=functools.partial(self._shards, layout),
+                    variables=lambda: self.parameters.values,
                 ),
             )
 

@@ -43,7 +43,7 @@ class QueuedEngine(Protocol):
         *,
         flushed: bool,
     ) -> list[Any]:
-        """`Engine.update` after other tensors; returns control inputs.
+        """`Steps.update` after other tensors; returns control inputs.
 
         Args:
           looked_up: As there.

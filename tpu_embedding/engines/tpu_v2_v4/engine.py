@@ -15,10 +15,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from tpu_embedding.distribution import Topology, TPUSystem
+from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.engines.base import (
     Call,
-    EmbeddingOptions,
     Engine,
     EngineOptions,
     Prepared,
@@ -30,9 +29,10 @@ from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import TPUQueue, core_shape
 from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
+from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.plan import UPDATES, Plan, require_options
+from tpu_embedding.layout.plan import UPDATES, require_options
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 
@@ -102,10 +102,8 @@ class TPUV2V4Engine(Engine):
             self.retrieve()
 
     @classmethod
-    def check_plan(
-        cls, plan: Plan, topology: Topology, options: EmbeddingOptions
-    ) -> None:
-        del options
+    def check(cls, options: EngineOptions) -> None:
+        plan, topology = options.plan, options.topology
         assert topology.tpu is not None
         for table in plan.tables:
             if table.optimizer is None:
@@ -135,14 +133,16 @@ class TPUV2V4Engine(Engine):
         devices = sum(len(cores) for cores in tpu.devices)
         limits.raise_first(limits.whole_table_excesses(plan, tpu.generation, devices))
 
-    def to_tensors(self, prepared: Prepared) -> PreprocessedFeatures:
-        """See `Engine.to_tensors`: what the enqueue op takes; after `lookup` a marker.
+    def prepare(
+        self, batches: Sequence[Sequence[IdBatch]], call: Call
+    ) -> list[Prepared]:
+        """See `Steps.prepare`: plain tensors are what the enqueue op takes."""
+        if not call.tensors:
+            return [Prepared(list(batch)) for batch in batches]  # The queue does it.
+        return [Prepared(None, self._tensors_of(batch)) for batch in batches]
 
-        The marker is the number of the lookup.
-        """
-        if prepared.tensors is not None:
-            return prepared.tensors
-        inputs = self._options.topology.on_host(self._queue.inputs, prepared.value)
+    def _tensors_of(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
+        inputs = self._options.topology.on_host(self._queue.inputs, list(batch))
         return PreprocessedFeatures(
             tables={},
             output_shapes=tuple(tf.constant(shape, tf.int64) for shape in self._shapes),
@@ -154,7 +154,7 @@ class TPUV2V4Engine(Engine):
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """See `Engine.from_tensors`: `lookup` adds a marker.
+        """See `Steps.from_tensors`: `lookup` adds a marker, its number.
 
         Raises:
           tf.errors.FailedPreconditionError: If gradients come in another program than
@@ -187,7 +187,7 @@ class TPUV2V4Engine(Engine):
     def lookup(
         self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """See `Engine.lookup`: enqueues the batch and dequeues it at once."""
+        """See `Steps.lookup`: enqueues the batch and dequeues it at once."""
         program = self._options.topology.program()
         ticket = self._tickets.begin(program, training=call.training)
         # Under its name the batch is an evaluation batch if no gradients follow.
@@ -211,7 +211,7 @@ class TPUV2V4Engine(Engine):
         return self._queue
 
     def tables(self) -> dict[str, TableArrays]:
-        """See `Engine.tables`; current only after `retrieve`."""
+        """See `TableStore.tables`; current only after `retrieve`."""
         return {
             spec.name: TableArrays(
                 rows={name: array.rows() for name, array in table.arrays.items()},
@@ -220,14 +220,12 @@ class TPUV2V4Engine(Engine):
                 ),
                 values=functools.partial(_values_while_saving, table),
                 shards=_refuse_values,
+                variables=_refuse_values,
             )
             for spec, table in zip(
                 self._plan.tables, self._tables.values(), strict=True
             )
         }
-
-    def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        return _refuse_values()
 
     def checkpoint_variables(self) -> dict[str, Any]:
         arrays = {name: table.arrays for name, table in self._tables.items()}
@@ -251,7 +249,7 @@ class TPUV2V4Engine(Engine):
             config = b""
 
     def flush(self) -> None:
-        """See `Engine.flush`: to retrieve any table applies the update of all."""
+        """See `TableStore.flush`: to retrieve any table applies the update of all."""
         if not self._options.pipelined:
             return
         if self._options.topology.program() is not None:
