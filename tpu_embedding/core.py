@@ -31,8 +31,9 @@ from tpu_embedding.engines.base import RowChanges, TableStore
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import Layout, TableLayout
+from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.weight_gradients import watched, with_weight_gradients
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tables.growing import FrozenTable, freeze

@@ -34,6 +34,20 @@ def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
     return _TruncatedNormal(1.0 / math.sqrt(dim))
 
 
+def named_initializer(table: str, name: str) -> Any:
+    """The initializer of Keras of that name.
+
+    Raises:
+      ValueError: If there is none.
+    """
+    try:
+        return tf.keras.initializers.get(name)
+    except ValueError as error:
+        raise ValueError(
+            f"Table {table}: Keras has no initializer called {name!r}."
+        ) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class _TruncatedNormal:
     """The numbers of tf.random.truncated_normal, of which any rows can be made alone.

@@ -17,7 +17,7 @@ from tpu_embedding.checkpoint.tensorflow_format import (
     read_first_layouts,
     read_tensorflow,
 )
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.partition import TableLayout
 
 _INDEX = ".index"
 _Reader = Callable[[str, str | None, Collection[str]], LogicalCheckpoint]

@@ -24,8 +24,8 @@ from tpu_embedding.checkpoint.writing import (
     write_tensorflow,
 )
 from tpu_embedding.errors import argument_type
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import PARAMETERS, TableRows
 from tpu_embedding.vocabulary import UPDATES_BEGUN
 

@@ -35,8 +35,8 @@ from tpu_embedding.checkpoint.sparse_core_format import (
     unstack,
 )
 from tpu_embedding.checkpoint.writing import slice_spec
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import TableRows
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"

@@ -22,8 +22,8 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.engines.base import Engine, GrowingState, TableStore
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
 from tpu_embedding.tables.variables import variable_rows

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.optimizers import takes_step
+from tpu_embedding.optimizers.base import takes_step
 
 
 @dataclasses.dataclass(frozen=True)

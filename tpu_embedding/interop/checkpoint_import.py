@@ -208,7 +208,7 @@ class _Wanted:
     key: str
     config: TableConfig
     pattern: str
-    sources: tuple[SlotSource, ...]
+    sources: tuple[v1.SlotSource, ...]
 
 
 class _NameMap:
@@ -243,9 +243,9 @@ def _pattern(key: str, spec: Any) -> str:
     return re.escape(key)
 
 
-def _sources(config: TableConfig, spec: Any) -> tuple[SlotSource, ...]:
+def _sources(config: TableConfig, spec: Any) -> tuple[v1.SlotSource, ...]:
     own = config.optimization_parameters
-    return slot_sources(spec.optimization_parameters if own is None else own)
+    return v1.slot_sources(spec.optimization_parameters if own is None else own)
 
 
 def _read_table(
@@ -330,56 +330,3 @@ def _warn_of_missing(table: str, slots: set[str]) -> None:
             table,
             slot,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotSource:
-    """One slot.
-
-    Attributes:
-      name: As this library and the TPU call it.
-      spellings: Names of the slot below the table's name in a checkpoint: of TPU runs
-        first, then of CPU runs if they differ.
-    """
-
-    name: str
-    spellings: tuple[str, ...]
-
-
-_SLOTS: dict[type, tuple[SlotSource, ...]] = {
-    v1.StochasticGradientDescentParameters: (),
-    v1.AdagradParameters: (SlotSource("accumulators", ("Adagrad",)),),
-    v1.AdagradMomentumParameters: (
-        SlotSource("accumulators", ("AdagradMomentum/Accumulator",)),
-        SlotSource("momenta", ("AdagradMomentum/Momentum",)),
-    ),
-    v1.AdamParameters: (
-        SlotSource("momenta", ("Adam/m", "Adam")),
-        SlotSource("velocities", ("Adam/v", "Adam_1")),
-    ),
-    v1.FtrlParameters: (
-        SlotSource("accumulators", ("Ftrl",)),
-        SlotSource("linears", ("Ftrl_1",)),
-    ),
-    v1.MomentumParameters: (SlotSource("momenta", ("Momentum",)),),
-    v1.RMSPropParameters: (
-        SlotSource("ms", ("RMSProp/ms", "RMSProp")),
-        SlotSource("mom", ("RMSProp/mom", "RMSProp_1")),
-    ),
-    v1.ProximalAdagradParameters: (SlotSource("accumulators", ("ProximalAdagrad",)),),
-    v1.ProximalYogiParameters: (
-        SlotSource("v", ("ProximalYogi",)),
-        SlotSource("m", ("ProximalYogi_1",)),
-    ),
-    v1.FrequencyEstimatorParameters: (
-        SlotSource("last_hit_step", ("FrequencyEstimator",)),
-    ),
-}
-
-
-def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
-    """The slots of one of the *Parameters; none for None."""
-    if parameters is None:
-        return ()
-    v1.check_parameters(parameters)
-    return _SLOTS[type(parameters)]

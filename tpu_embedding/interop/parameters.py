@@ -356,3 +356,56 @@ def check_parameters(value: object) -> None:
             f"Argument `optimization_parameters` must be one of {', '.join(names)}. "
             f"Received: {value!r} of type {errors.type_name(value)}."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSource:
+    """One slot.
+
+    Attributes:
+      name: As this library and the TPU call it.
+      spellings: Names of the slot below the table's name in a checkpoint: of TPU runs
+        first, then of CPU runs if they differ.
+    """
+
+    name: str
+    spellings: tuple[str, ...]
+
+
+_SLOTS: dict[type, tuple[SlotSource, ...]] = {
+    StochasticGradientDescentParameters: (),
+    AdagradParameters: (SlotSource("accumulators", ("Adagrad",)),),
+    AdagradMomentumParameters: (
+        SlotSource("accumulators", ("AdagradMomentum/Accumulator",)),
+        SlotSource("momenta", ("AdagradMomentum/Momentum",)),
+    ),
+    AdamParameters: (
+        SlotSource("momenta", ("Adam/m", "Adam")),
+        SlotSource("velocities", ("Adam/v", "Adam_1")),
+    ),
+    FtrlParameters: (
+        SlotSource("accumulators", ("Ftrl",)),
+        SlotSource("linears", ("Ftrl_1",)),
+    ),
+    MomentumParameters: (SlotSource("momenta", ("Momentum",)),),
+    RMSPropParameters: (
+        SlotSource("ms", ("RMSProp/ms", "RMSProp")),
+        SlotSource("mom", ("RMSProp/mom", "RMSProp_1")),
+    ),
+    ProximalAdagradParameters: (SlotSource("accumulators", ("ProximalAdagrad",)),),
+    ProximalYogiParameters: (
+        SlotSource("v", ("ProximalYogi",)),
+        SlotSource("m", ("ProximalYogi_1",)),
+    ),
+    FrequencyEstimatorParameters: (
+        SlotSource("last_hit_step", ("FrequencyEstimator",)),
+    ),
+}
+
+
+def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
+    """The slots of one of the *Parameters; none for None."""
+    if parameters is None:
+        return ()
+    check_parameters(parameters)
+    return _SLOTS[type(parameters)]

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.optimizers import Optimizer
-from tpu_embedding.optimizers.base import ENGINES
+from tpu_embedding.optimizers.base import ENGINES, Optimizer
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.

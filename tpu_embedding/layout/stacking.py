@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.partition import Partition
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, stacking_kind
 
 # TensorFlow's limits. A stack stays below each of them.
@@ -62,52 +62,6 @@ class StackingOptions:
     def num_shards(self) -> int:
         """SparseCores of all devices."""
         return self.num_devices * self.sparse_cores_per_device
-
-
-@dataclasses.dataclass(frozen=True)
-class TableLayout:
-    """The place of one table; the fields of TensorFlow's SparseCoreTableLayout.
-
-    Attributes:
-      table_name: The table.
-      stacked_table_name: Its stack.
-      num_sparse_cores: SparseCores of all devices, which is the number of shards.
-      num_partitions: Devices.
-      total_rows_per_sparse_core_shard: Rows of the whole stack in one shard.
-      unsharded_shape: (V, D).
-      unsharded_padded_shape: (V, D) with padding.
-      sparse_core_shard_row_offset: Rows of other tables before it in each shard.
-      sparse_core_shard_rotation: Shard of id 0.
-      per_sparse_core_batch_size: Samples of the table on one SparseCore.
-      num_features: Features that look the table up.
-    """
-
-    table_name: str
-    stacked_table_name: str
-    num_sparse_cores: int
-    num_partitions: int
-    total_rows_per_sparse_core_shard: int
-    unsharded_shape: Shape
-    unsharded_padded_shape: Shape
-    sparse_core_shard_row_offset: int
-    sparse_core_shard_rotation: int
-    per_sparse_core_batch_size: int = 0
-    num_features: int = 0
-
-    @property
-    def partition(self) -> Partition:
-        # The shards of the rows.
-        return Partition(
-            self.num_sparse_cores,
-            rotation=self.sparse_core_shard_rotation,
-            offset=self.sparse_core_shard_row_offset,
-        )
-
-    @property
-    def end(self) -> int:
-        # First row of each shard after the rows of the table.
-        rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
-        return self.sparse_core_shard_row_offset + rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.config import TableConfig
+from tpu_embedding.initializers import named_initializer
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.tables.initial import named_initializer
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.vocabulary import UPDATES_BEGUN, VocabularyContents
 

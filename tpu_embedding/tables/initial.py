@@ -11,9 +11,9 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.initializers import ReadRows, default_initializer
+from tpu_embedding.initializers import ReadRows, default_initializer, named_initializer
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.optimizers import Slot
+from tpu_embedding.optimizers.base import Slot
 from tpu_embedding.tables.rows import InitialValue, checkpoint_name
 
 # What an initializer that takes `shard_info` is told of its part of a table.
@@ -150,20 +150,6 @@ def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
 def _of_growing(name: str, width: int, dtype: tf.DType) -> FirstValues:
     """No rows yet, whose first values come with them."""
     return FirstValues(name, (0, width), _Constant(0.0), dtype, grows=True)
-
-
-def named_initializer(table: str, name: str) -> Any:
-    """The initializer of Keras of that name.
-
-    Raises:
-      ValueError: If there is none.
-    """
-    try:
-        return tf.keras.initializers.get(name)
-    except ValueError as error:
-        raise ValueError(
-            f"Table {table}: Keras has no initializer called {name!r}."
-        ) from error
 
 
 def combiner_values(name: str, combiner: CustomCombiner) -> FirstValues:

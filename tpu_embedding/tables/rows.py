@@ -14,8 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from tpu_embedding.layout.partition import Partition, Run
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.partition import Partition, Run, TableLayout
 
 PARAMETERS = "parameters"  # Name of the table itself, beside its slots.
 SLICE_BYTES = 4 << 20  # Bytes of a matrix that are held in memory at a time.

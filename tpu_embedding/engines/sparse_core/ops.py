@@ -16,7 +16,7 @@ from tpu_embedding.layout.csr import (
 )
 from tpu_embedding.layout.partitioning import PartitionedTable, Partitioning
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.optimizers.base import Optimizer
 
 Batch = PartitionedCsrFormatTensor | CombinedCsrFormatTensor
 MINIBATCHES = "num_minibatches_per_physical_sparse_core"

@@ -17,7 +17,7 @@ from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import Plan, TableSpec
-from tpu_embedding.optimizers import Optimizer
+from tpu_embedding.optimizers.base import Optimizer
 
 # The modules create their classes when they are imported, unknown to type checkers.
 _Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]

@@ -8,7 +8,7 @@ from tpu_embedding.distribution import outside_of_replicas
 from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.engines.tpu_v2_v4.configuration import dynamic_rates
 from tpu_embedding.layout.plan import Plan
-from tpu_embedding.optimizers import takes_step
+from tpu_embedding.optimizers.base import takes_step
 
 
 class ProgramRates:
