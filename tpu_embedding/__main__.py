@@ -244,14 +244,7 @@ def _message(error: Exception) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-      arguments: Those of the command line, or None for this process's.
-
-    Returns:
-      The exit code: 0, or 2 after an error, which is printed to stderr.
-    """
+    """Runs one command; the exit code is 2 after an error, printed to stderr."""
     parser = argparse.ArgumentParser(prog="python -m tpu_embedding")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_, add_arguments in _COMMANDS:

@@ -118,10 +118,6 @@ def convert_combiner(combiner: Any) -> Any:
 
     TensorFlow's class is recognized by its attribute `combiner_computation`, because
     this module does not import TensorFlow.
-
-    Raises:
-      ValueError: If `combiner` is neither in `COMBINERS` nor a CustomCombiner.
-      NotImplementedError: If it is a PositionalWeightedCombiner of TensorFlow 2.22.
     """
     if isinstance(combiner, CustomCombiner):
         return combiner

@@ -87,10 +87,6 @@ class Core(EngineTables):
             that store none.
           on_created: Called with the engine that was created.
           made_by: The name of the class of the user's object.
-
-        Raises:
-          NotImplementedError: If the engine cannot serve the plan.
-          ValueError: If another process of the job is configured differently.
         """
         if not isinstance(options.check_numerics, bool):
             raise errors.argument_type(
@@ -125,11 +121,7 @@ class Core(EngineTables):
         self.delta_writers: dict[str, Any] = {}  # Of te.serving, by consumer.
 
     def lay_out(self) -> Layout | None:
-        """The stacks, where the engine stores them or the class hands them out.
-
-        Raises:
-          ValueError: If the engine needs output shapes that are not known yet.
-        """
+        """The stacks, where the engine stores them or the class hands them out."""
         wanted = self.engine_class.stores_stacks or self._hands_out_stacks
         if self._engine_options.layout is None and wanted:
             self._complete(layout=self.engine_class.lay_out(self._engine_options))
@@ -140,11 +132,7 @@ class Core(EngineTables):
 
     @contextlib.contextmanager
     def refusing(self, phase: str) -> Iterator[None]:
-        """Tells other processes what this one raises before it meets them.
-
-        Args:
-          phase: The first one in which the call would meet them.
-        """
+        """Tells other processes what this one raises before they meet in `phase`."""
         try:
             yield
         except Exception as error:
@@ -256,15 +244,7 @@ class Core(EngineTables):
         return batches
 
     def require_weight_gradients(self, weights: Sequence[Any]) -> list[int]:
-        """The features whose weights a tf.GradientTape watches.
-
-        Args:
-          weights: For each feature its weights or None.
-
-        Raises:
-          NotImplementedError: If there are any, and the engine or a CustomCombiner has
-            no gradients for them.
-        """
+        """The features whose weights a tf.GradientTape watches, where it may."""
         features = watched(weights)
         for i in features:
             spec = self.plan.features[i]
@@ -292,14 +272,7 @@ class Core(EngineTables):
         values: Sequence[Any],
         weights: Sequence[Any],
     ) -> list[tf.Tensor]:
-        """The activations; their gradient also reaches watched weights.
-
-        Args:
-          activations: For each feature its activations.
-          features: What `require_weight_gradients(weights)` returned.
-          values: For each feature its ids.
-          weights: For each feature its weights or None.
-        """
+        """The activations; their gradient also reaches the weights of `features`."""
         if not features:
             return list(activations)
         engine = self.create_engine()
@@ -334,9 +307,7 @@ class Core(EngineTables):
     def logical_variables(self) -> dict[str, Any]:
         """Tables, slots and the number of updates by their names in checkpoints.
 
-        Returns:
-          A tf.Variable where one variable is the array, else a `LogicalVariable`;
-          of growing tables `growing()`.
+        A tf.Variable where one variable is the array, else a `LogicalVariable`.
         """
         engine, growing = self.create_engine(), self.growing()
         arrays = {n: t.rows for n, t in engine.tables().items() if n not in growing}
@@ -417,14 +388,6 @@ class Core(EngineTables):
         Returns:
           The activations, float32 [output shape..., dim] for each feature, and what
           `update` takes, once.
-
-        Raises:
-          TypeError: If ids or weights are of the wrong dtype.
-          ValueError: If a kind of input, a rank or a static shape does not fit.
-          RuntimeError: If called outside of strategy.run with several replicas.
-          NotImplementedError: On TPU v2 to v4, if gradients of an earlier lookup of
-            this step may still come.
-          tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
         """
         engine = self.create_engine()
         replica = self.require_replica("The lookup")
@@ -443,19 +406,7 @@ class Core(EngineTables):
             return engine.lookup(prepared, call)
 
     def update(self, looked_up: Prepared, gradients: Sequence[Any]) -> None:
-        """Updates the tables with the gradients of one `look_up`.
-
-        Args:
-          looked_up: What that lookup returned.
-          gradients: For each feature a tf.Tensor of the shape of its activation, or
-            None, which counts as zeros.
-
-        Raises:
-          ValueError: If a gradient is no tf.Tensor or has the wrong static shape.
-          RuntimeError: If a table has no optimizer, or outside of strategy.run where
-            there are several replicas.
-          tf.errors.FailedPreconditionError: If `looked_up` was used before.
-        """
+        """Updates with the gradients of one `look_up`; None counts as zeros."""
         engine, replica = self.in_replica("apply_gradients")
         with self.refusing("update"):
             self.require_optimizers("apply_gradients")
@@ -463,12 +414,7 @@ class Core(EngineTables):
         engine.update(looked_up, checked, Call(replica=replica))
 
     def check_inputs(self, values: Sequence[Any]) -> None:
-        """Checks where the features of a lookup come from, before all else.
-
-        Raises:
-          ValueError: If the engine cannot take a feature from there.
-          RuntimeError: If it cannot take any from where the call is.
-        """
+        """Refuses features that the engine cannot take from where the call is."""
         if self.engine_class.needs_arguments:
             self.topology.require_arguments(self.plan.paths, values)
 

@@ -506,14 +506,8 @@ def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> 
     """Whether a script imports tf_keras or TFRS, itself or through what it imports.
 
     Also whether it names a class that only tf_keras has. Reads the script, the modules
-    beside it, and the requirements of the packages that they import; runs nothing.
-
-    Args:
-      script: Its path.
-      folder: Where its modules are; None: beside it.
-
-    Raises:
-      SyntaxError, ValueError: If the script is not Python.
+    in `folder` or beside it, and the requirements of the packages that they import;
+    runs nothing.
     """
     folder = folder or script.resolve().parent
     seen, waiting = set[pathlib.Path](), [script]
@@ -588,10 +582,6 @@ def prepare(
       arguments: Of the program.
       replace: Replaces names, once it is known which Keras the program needs.
       module: Whether `target` is a module.
-
-    Raises:
-      FileNotFoundError: If there is no such program.
-      ValueError: If it is a notebook.
     """
     path = _path_of_module(target) if module else _path_of_script(target)
     folder = pathlib.Path.cwd() if module else path.resolve().parent

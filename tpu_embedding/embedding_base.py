@@ -145,11 +145,7 @@ class EmbeddingBase(TrackableTables):
 
 
 def per_replica(batch_size: int | None, where: Topology) -> int | None:
-    """A global batch size as that of each replica.
-
-    Raises:
-      ValueError: If it is no int >= 1, or the number of replicas does not divide it.
-    """
+    """A global batch size as that of each replica."""
     check_batch_size("batch_size", batch_size)
     if batch_size is None:
         return None

@@ -45,18 +45,7 @@ def argument_int(argument: str, value: object, smallest: int) -> ValueError:
 def check_returned(
     function: object, value: Any, wanted: Any, table: str | None = None
 ) -> None:
-    """Checks the tensor that a user's function returned.
-
-    Args:
-      function: The function.
-      value: The value that it returned.
-      wanted: (shape, dtype) that it must return.
-      table: Name of the function's table, if known.
-
-    Raises:
-      TypeError: If `value` is not a tensor, or has another dtype.
-      ValueError: If its shape differs or is unknown.
-    """
+    """Refuses what a user's function returned without the `wanted` shape and dtype."""
     where = f"{function!r}" if table is None else f"Table {table!r}: {function!r}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     wanted_shape, wanted_dtype = tuple(wanted[0]), _dtype_name(wanted[1])

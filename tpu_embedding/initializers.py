@@ -19,27 +19,16 @@ ReadRows = Callable[[int, int], tf.Tensor]
 
 
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
-    """Returns the initializer of tables that have none of their own.
+    """The initializer of tables that have none of their own.
 
-    Truncated normal (redrawn beyond two standard deviations) with mean 0 and
-    standard deviation 1 / sqrt(dim), so that a row has length about 1.
-
-    Args:
-      dim: Number of columns of the table.
-
-    Returns:
-      A callable of (shape, dtype=tf.float32) that returns a tensor of that shape. It
-      also has `by_rows`, as `RowIdInitializer` has.
+    Truncated normal (redrawn beyond two standard deviations) with mean 0 and standard
+    deviation 1 / sqrt(dim), so that a row has length about 1.
     """
     return _TruncatedNormal(1.0 / math.sqrt(dim))
 
 
 def named_initializer(table: str, name: str) -> Any:
-    """The initializer of Keras of that name.
-
-    Raises:
-      ValueError: If there is none.
-    """
+    """The initializer of Keras of that name."""
     try:
         return tf.keras.initializers.get(name)
     except ValueError as error:

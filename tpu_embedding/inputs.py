@@ -87,14 +87,8 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
       path: The feature's place in the structure, for messages.
       value: A tf.Tensor of rank >= 1, a tf.SparseTensor of rank >= 2 or a
         tf.RaggedTensor of rank 2, of dtype int32, int64 or floating point. Floating
-        point ids must be whole numbers.
+        point ids must be whole numbers that fit int64; a graph checks it when it runs.
       weights: None, or of the same class and layout, of a floating point dtype.
-
-    Raises:
-      ValueError: If the class or rank of either is not allowed.
-      TypeError: If the dtype of either is not allowed.
-      tf.errors.InvalidArgumentError: If a floating point id is no whole number or
-        does not fit int64; in a graph when it runs.
     """
     kind = kind_of(value)
     if kind is None:

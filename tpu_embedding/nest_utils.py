@@ -23,11 +23,7 @@ class Structure:
     """
 
     def __init__(self, nested: Any) -> None:
-        """Copies the containers of `nested`, which the user may change later.
-
-        Raises:
-          TypeError: If the keys of a dict cannot be sorted.
-        """
+        """Copies the containers of `nested`, which the user may change later."""
         found = list(flatten_with_paths(nested))
         self._nested = tf.nest.pack_sequence_as(nested, [leaf for _, leaf in found])
         self.paths = tuple(path for path, _ in found)
@@ -35,14 +31,8 @@ class Structure:
     def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
         """The leaves of `value`, in the order of tf.nest: dicts by sorted key.
 
-        Args:
-          what: The name of the argument, for messages.
-          value: Must have this structure. A composite tensor is one leaf.
-          container_leaves: Whether leaves may be lists, tuples or dicts themselves.
-
-        Raises:
-          TypeError: If a container is of another type.
-          ValueError: If a container has another size or other keys.
+        A composite tensor is one leaf. With `container_leaves` lists, tuples and dicts
+        may be leaves, too.
         """
         leaves = []
         for path, expected, leaf in _walk(what, "", self._nested, value):
@@ -60,15 +50,9 @@ class Structure:
     def flatten_shapes(self, what: str, shapes: Any) -> list:
         """The shapes of all leaves, in the order of `flatten`.
 
-        Args:
-          what: The name of the argument, for messages.
-          shapes: This structure, or any other nesting with as many shapes, which are
-            then taken in the order of tf.nest. A shape is a tf.TensorShape, or a list
-            or tuple of int and None.
-
-        Raises:
-          TypeError, ValueError: If there are more or fewer shapes than leaves; as
-            `flatten`.
+        They come in this structure, or in any other nesting with as many shapes, which
+        are then taken in the order of tf.nest. A shape is a tf.TensorShape, or a list
+        or tuple of int and None.
         """
         try:
             leaves = self.flatten(what, shapes, container_leaves=True)
@@ -95,11 +79,7 @@ class Structure:
 
 
 def flatten_with_paths(nested: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (path, leaf) in the order of tf.nest.
-
-    Raises:
-      TypeError: If the keys of a dict cannot be sorted.
-    """
+    """Yields (path, leaf) in the order of tf.nest."""
     if _kind(nested) is object:
         yield path or SINGLE_LEAF_PATH, nested
         return

@@ -228,13 +228,8 @@ def _write_rows(tag: str, table: TableCounts, step: int, note: str) -> None:
 def _write(tag: str, plugin: str, value: Any, step: int, description: str) -> None:
     """Writes a summary as tf.summary does, which needs TensorBoard to be installed.
 
-    Args:
-      tag: Its name.
-      plugin: The part of TensorBoard that shows it.
-      value: A number; for "histograms" [buckets, 3], left, right and count; for "text"
-        Markdown.
-      step: The step.
-      description: Shown beside it, Markdown.
+    `plugin` shows a number; "histograms" [buckets, 3], left, right and count; "text"
+    Markdown.
     """
     metadata = tf.compat.v1.SummaryMetadata(summary_description=description)
     metadata.plugin_data.plugin_name = plugin

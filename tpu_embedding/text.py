@@ -6,16 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(lines: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Lines whose cells stand below each other.
+    """Lines whose cells stand below each other, to the right except those of `left`.
 
     >>> print(aligned([["name", "size"], ["a", "5"], ["long", "100"]]))
     name  size
     a        5
     long   100
-
-    Args:
-      lines: The cells of each line.
-      left: Indices of the columns that are aligned to the left.
     """
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -70,12 +70,7 @@ class ConstructorArguments:
     def in_order(self, older: Sequence[Any]) -> ConstructorArguments:
         """Accepts the TF 2.3 argument order, detected by an int as second argument.
 
-        Args:
-          older: Positional arguments beyond the third.
-
-        Raises:
-          TypeError: If there are too many, or one is of the wrong type.
-          ValueError: If the batch size is not an int >= 1.
+        `older` has the positional arguments beyond the third.
         """
         arguments, extra = self, tuple(older)
         if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
@@ -117,11 +112,7 @@ def check_batch_size(argument: str, size: Any) -> None:
 
 
 def convert_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:
-    """Converts TensorFlow's SparseCoreEmbeddingConfig; None gives the defaults.
-
-    Raises:
-      TypeError: If it is of another class.
-    """
+    """Converts TensorFlow's SparseCoreEmbeddingConfig; None gives the defaults."""
     if config is None:
         return SparseCoreEmbeddingConfig()
     if isinstance(config, SparseCoreEmbeddingConfig):
@@ -136,15 +127,7 @@ def convert_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:
 def convert_optimizer(
     optimizer: Any, where: str = "the whole embedding"
 ) -> optimizers.Optimizer | None:
-    """Converts TensorFlow's optimizer.
-
-    Args:
-      optimizer: An optimizer of TensorFlow or of this package, or None.
-      where: Where the optimizer was given, for the error.
-
-    Raises:
-      ValueError: If it is of another class.
-    """
+    """Converts TensorFlow's optimizer; errors say `where` it was given."""
     if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
         return optimizer
     if type(optimizer) is _tf.CustomOptimizer:
@@ -194,12 +177,6 @@ def convert_features(
       invalid_ids: The policy for TensorFlow's tables, which have none; None
         means "error". A table of this package keeps its own policy.
       convert: Converts the optimizer of a table.
-
-    Raises:
-      ValueError: If it holds no feature or an object that is not a feature, or an
-        option is wrong; the message names the path. If `invalid_ids` would have no
-        effect.
-      NotImplementedError: If it holds an option that is not supported.
     """
     if invalid_ids is not None:
         check_invalid_ids(invalid_ids)

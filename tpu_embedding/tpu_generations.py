@@ -75,11 +75,6 @@ class Generation:
 
         >>> GENERATIONS["v6e"].partition_bytes(256, 256, num_sparse_cores=8)
         10738
-
-        Args:
-          max_ids: Most ids.
-          max_unique_ids: Most distinct ids.
-          num_sparse_cores: SparseCores of all devices that share a table.
         """
         ids, unique = (
             -(-count // self.id_multiple) * self.id_multiple
@@ -91,13 +86,11 @@ class Generation:
     def max_unique_ids(self, num_sparse_cores: int, max_ids: int | None = None) -> int:
         """The largest limit of distinct ids of a partition that compiles.
 
+        Without `max_ids` the limit of ids is that of distinct ones.
+
         >>> v6e = generation("v6e")
         >>> v6e.max_unique_ids(8), v6e.max_unique_ids(8, max_ids=99456)
         (7176, 6976)
-
-        Args:
-          num_sparse_cores: SparseCores of all devices that share a table.
-          max_ids: The limit of ids; None: as many as distinct ones.
         """
         return self._most(
             lambda unique: self.partition_bytes(
@@ -118,10 +111,6 @@ class Generation:
 
         >>> GENERATIONS["v6e"].max_ids(8, max_unique_ids=7000)
         85920
-
-        Args:
-          num_sparse_cores: SparseCores of all devices that share a table.
-          max_unique_ids: The limit of distinct ids.
         """
         return self._most(
             lambda ids: self.partition_bytes(ids, max_unique_ids, num_sparse_cores)
@@ -227,16 +216,10 @@ GENERATIONS: dict[str, Generation] = {
 
 
 def generation(name: str) -> Generation:
-    """Returns the generation called `name`.
+    """The generation called `name`, a key of `GENERATIONS`.
 
     >>> generation("v5p").sparse_cores_per_device
     4
-
-    Args:
-      name: A key of `GENERATIONS`.
-
-    Raises:
-      ValueError: If the name is unknown.
     """
     found = GENERATIONS.get(name)
     if found is None:
@@ -249,18 +232,11 @@ _TOPOLOGY = re.compile(r"(?:tpu)?(v?\d+[a-z]*):(\d+(?:x\d+)*)")
 
 
 def topology(name: str) -> tuple[Generation, int]:
-    """Returns the generation of a topology and the number of its devices.
+    """The generation and the number of devices of a topology as libtpu names it.
 
     >>> generation, devices = topology("tpu7x:2x2x1")
     >>> generation.name, devices
     ('7x', 8)
-
-    Args:
-      name: As libtpu names it: a generation and the chips of each axis, e.g. "v6e:2x2".
-
-    Raises:
-      ValueError: If the name has another form, an unknown generation, or more chips
-        than its largest topology.
     """
     match = _TOPOLOGY.fullmatch(name)
     chips = math.prod(int(axis) for axis in match[2].split("x")) if match else 0
@@ -282,13 +258,6 @@ def require_power_of_two(name: str, devices: int) -> None:
     """Refuses a topology whose SparseCores the compiler has no programs for.
 
     >>> require_power_of_two("v6e:2x4", 8)
-
-    Args:
-      name: Of the topology.
-      devices: Its devices.
-
-    Raises:
-      NotImplementedError: If the number of devices is no power of two.
     """
     if devices & (devices - 1):
         raise NotImplementedError(
@@ -326,15 +295,12 @@ def embedding_feature(generation: Generation) -> str:
 
 
 def reported(feature: str, sparse_cores_per_device: int) -> Generation:
-    """Returns the generation that a TPU system reports.
+    """The generation that a TPU system reports.
+
+    TensorFlow's `num_embedding_devices_per_chip` is per device, despite its name.
 
     >>> reported("V2", 4).sparse_cores_per_device
     4
-
-    Args:
-      feature: The value of tf.tpu.experimental.HardwareFeature.EmbeddingFeature.
-      sparse_cores_per_device: HardwareFeature.num_embedding_devices_per_chip, which
-        is per device, despite its name.
     """
     embedding = _REPORTED[feature]
     # The system does not tell its name: the limits are the widest that it may have.

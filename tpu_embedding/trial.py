@@ -52,12 +52,7 @@ class Run:
 
 
 def compare(plain: Run, rows: Run) -> str:
-    """Returns the table, and what was replaced or not and why.
-
-    Args:
-      plain: The script as it is.
-      rows: The script by rows.
-    """
+    """The table of both runs, and what was replaced or not and why."""
     lines = [f"{'':28}{'as it is':>14}{'by rows':>14}"]
 
     def line(name: str, values: Sequence[Any], unit: str = "") -> None:
@@ -89,19 +84,9 @@ def compare(plain: Run, rows: Run) -> str:
 
 
 def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
-    """Runs a script in both ways and prints the comparison.
+    """Runs a script in both ways and prints the comparison; 1 if it failed.
 
-    Args:
-      script: Its path.
-      arguments: Of the script.
-      steps: After which a run ends, or 0: when the script ends.
-
-    Returns:
-      The exit code: 0, or 1 if the script failed.
-
-    Raises:
-      FileNotFoundError: If there is no such script.
-      ValueError: If `steps` is negative.
+    After `steps` a run ends; 0: when the script ends.
     """
     if steps < 0:
         raise ValueError(f"--steps must not be negative. Received: {steps}.")

@@ -21,17 +21,10 @@ _RAISED = (Exception, SystemExit)
 
 
 def find(target: str) -> Any:
-    """Imports a module or a file and returns the attribute.
+    """Imports a module or a file and returns the attribute; both may be dotted.
 
     The folder of the file, or for modules the current folder, stays the first of
     `sys.path`, for imports within functions. What the code prints goes to stderr.
-
-    Args:
-      target: The module may be dotted, and so may the attribute.
-
-    Raises:
-      ValueError: If the target has another form, the import fails, or the module has
-        no such attribute.
     """
     where, _, attribute = target.rpartition(":")
     if not where or not attribute:
@@ -58,11 +51,7 @@ def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def iterate(name: str, values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the values of an iterable of the user.
-
-    Raises:
-      ValueError: As `call`, or if `values` are not iterable.
-    """
+    """Yields the values of an iterable of the user."""
     with _errors(f"{name} failed"):
         iterator = iter(values)
     end = object()
@@ -87,11 +76,7 @@ def description(error: BaseException) -> str:
 
 
 def last_line(frames: Iterable[Any]) -> str:
-    """The file and line of the last frame that is the user's code, or "".
-
-    Args:
-      frames: Of a traceback, or of tf.Operation.traceback, the latest last.
-    """
+    """The file and line of the last frame that is the user's code, or ""."""
     own = [f for f in frames if not f.filename.startswith(_NOT_OF_THE_USER)]
     return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 

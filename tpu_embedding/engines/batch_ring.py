@@ -94,9 +94,8 @@ class BatchRing:
     def __init__(self, *, in_order: bool = False) -> None:
         """Makes an empty ring, on the device that is current.
 
-        Args:
-          in_order: Whether the calls of one graph wait for each other. A call that
-            waits for the mutex while another fails would hide that call's error.
+        With `in_order` the calls of one graph wait for each other. A call that waits
+        for the mutex while another fails would hide that call's error.
         """
         # By graph the name of the op that ended the call before.
         self._ended: weakref.WeakKeyDictionary[Any, str] | None = (
@@ -121,11 +120,7 @@ class BatchRing:
         return self._call(lambda counts: ([], _check_room(counts)))
 
     def put(self, batch: tf.Tensor, *, training: bool) -> list[Any]:
-        """Adds a batch at the end; returns control inputs.
-
-        Raises:
-          tf.errors.FailedPreconditionError: If the ring is full.
-        """
+        """Adds a batch at the end, unless the ring is full; returns control inputs."""
 
         def change(counts: _Counts) -> _Change:
             with tf.control_dependencies(_check_room(counts)):
@@ -146,15 +141,8 @@ class BatchRing:
     ) -> list[tf.Tensor]:
         """Takes the oldest batch; one for training then owes its gradients.
 
-        Args:
-          check: Makes control inputs, which fail if the batch must stay.
-
-        Returns:
-          Whether the batch is for training, and the batch.
-
-        Raises:
-          tf.errors.FailedPreconditionError: If there is none, or the step before
-            still owes gradients.
+        The control inputs that `check` makes fail if the batch must stay. Returns
+        whether the batch is for training, and the batch.
         """
 
         def change(counts: _Counts) -> _Change:
@@ -179,11 +167,7 @@ class BatchRing:
         return self._call(change)
 
     def owed(self) -> tf.Tensor:
-        """The batch that owes its gradients.
-
-        Raises:
-          tf.errors.FailedPreconditionError: If there is none.
-        """
+        """The batch that owes its gradients."""
 
         def change(counts: _Counts) -> _Change:
             code = tf.where(self._batch(counts.taken)[0], 2, 3)
@@ -218,11 +202,7 @@ class BatchRing:
         return self._call(change)
 
     def _call(self, change: Callable[[_Counts], _Change]) -> list[Any]:
-        """Calls `change` while the mutex is held.
-
-        Returns:
-          The tensors that it returns, or a control input if there are none.
-        """
+        """Calls `change` while the mutex is held; no tensors become a control input."""
         # A list, so that the frames of an error do not keep the mutex locked.
         with tf.control_dependencies(self._call_before()):
             locks = [tf.raw_ops.MutexLock(mutex=self.handles[1])]

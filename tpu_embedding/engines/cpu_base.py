@@ -35,21 +35,13 @@ def arrays_of_variables(
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:
-    """Refuses what describes how a TPU stores a table, and options that are lacking.
-
-    Raises:
-      NotImplementedError: If a table or its optimizer has one.
-    """
+    """Refuses what describes how a TPU stores a table, and options that are lacking."""
     refuse_layouts(engine.replace("_", " "), plan)
     require_options(plan, engine)
 
 
 def refuse_layouts(engine: str, plan: Plan) -> None:
-    """Refuses tables with a layout.
-
-    Raises:
-      NotImplementedError: If a table has one.
-    """
+    """Refuses tables with a layout."""
     for table in plan.tables:
         layout = table.config.layout
         if layout is not None:
@@ -90,9 +82,8 @@ class StackedBatches:
     ) -> PreprocessedFeatures:
         """The record of one batch.
 
-        Args:
-          stacks: For each stack row_pointers, sample ids, token ids, gains.
-          shapes: For each feature its output shape, int64 [k].
+        For each stack row_pointers, sample ids, token ids and gains; for each feature
+        its output shape, int64 [k].
         """
         samples = [tf.cast(tf.reduce_prod(shape), tf.int32) for shape in shapes]
         return PreprocessedFeatures(

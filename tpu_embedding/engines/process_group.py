@@ -127,11 +127,7 @@ class Channel:
         return found
 
     def agree(self, phase: str, call: str) -> None:
-        """Waits until all processes are in the same call.
-
-        Raises:
-          tf.errors.FailedPreconditionError: If the calls differ.
-        """
+        """Waits until all processes are in a call; fails in all if it differs."""
         with tf.device(self._device):
             nothing = [tf.zeros([0], tf.uint8)] * self.size
         self.exchange(phase, nothing, "", call)
@@ -178,15 +174,8 @@ def connect(
 ) -> Channel:
     """Makes the channel of one embedding, once its configuration is alike everywhere.
 
-    To be called in all processes in the same order.
-
-    Args:
-      topology: The topology of the embedding.
-      description: By name what must be alike in all processes; of what JSON can hold.
-      timeout_seconds: How long a process waits for the others in a later call.
-
-    Raises:
-      ValueError: If processes differ; it names what and who.
+    To be called in all processes in the same order. `description` has by name what must
+    be alike, of what JSON can hold.
     """
     job = _JOBS.get(topology.strategy)
     if job is None:

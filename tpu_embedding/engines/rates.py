@@ -89,22 +89,13 @@ class Rates:
 
 
 def evaluate_rate(rate: Callable[..., Any], updates: tf.Variable | None) -> tf.Tensor:
-    """A callable learning rate after so many updates, a float32 scalar.
-
-    Raises:
-      TypeError: If it returns no number.
-      ValueError: If it returns one of another shape.
-    """
+    """A callable learning rate after so many updates, a float32 scalar."""
     arguments = [updates] if takes_step(rate) else []
     return _scalar("learning_rate", rate, rate(*arguments))
 
 
 def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:
-    """What a callable argument returned, as float32 of any shape.
-
-    Raises:
-      TypeError: If it is no number.
-    """
+    """What a callable argument returned, as float32 of any shape."""
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:

@@ -20,16 +20,8 @@ def round_rows(
 ) -> tf.Tensor:
     """Rounds each value to one of the two nearest bfloat16 (docs/semantics.md).
 
-    The bits are those of ops/cc/core/bfloat16.h.
-
-    Args:
-      values: float32 [n, D].
-      rows: int64 [n], the index of each row in its table.
-      seed: The table's rounding seed.
-      number: int64 scalar, the number of updates before this one.
-
-    Returns:
-      bfloat16 [n, D].
+    The bits are those of ops/cc/core/bfloat16.h. Values are float32 [n, D], rows int64
+    [n] of the table; `number` is that of the updates before this one.
     """
     bits = tf.cast(tf.bitcast(values, tf.uint32), tf.int64)
     size = bits & 0x7FFFFFFF

@@ -107,11 +107,7 @@ def build_parsing_serving_input_receiver_fn(
 
 
 def receive(serving_input_receiver_fn: Callable[[], Any]) -> ServingInputReceiver:
-    """Calls the function and checks the returned ServingInputReceiver.
-
-    Raises:
-      TypeError: If it has no features and tensors that are fed.
-    """
+    """Calls the function and checks the returned ServingInputReceiver."""
     receiver = serving_input_receiver_fn()
     if not all(hasattr(receiver, name) for name in ("features", "receiver_tensors")):
         raise TypeError(
@@ -123,12 +119,7 @@ def receive(serving_input_receiver_fn: Callable[[], Any]) -> ServingInputReceive
 
 
 def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
-    """The SignatureDefs of a model, by name; one of them is the default.
-
-    Raises:
-      TypeError: If an output is of another class.
-      ValueError: If none of several outputs is called "serving_default".
-    """
+    """The SignatureDefs of a model, by name; one of them is the default."""
     inputs = _named(receiver.receiver_tensors)
     outputs: dict[str, Any] = dict(spec.export_outputs or {DEFAULT_SIGNATURE: None})
     if outputs.get(DEFAULT_SIGNATURE, 1) is None:
@@ -155,12 +146,7 @@ def write(
 ) -> None:
     """Writes the default graph with the values of a checkpoint.
 
-    Args:
-      folder: A new one.
-      graph: An `estimator_graph.Graph`.
-      checkpoint: The prefix.
-      signature_defs: By name.
-      options: (session config, whether to write text).
+    `options` are the session's config, and whether to write text.
     """
     scaffold, (config, as_text) = graph.scaffold(), options
     saver = scaffold.saver or _v1.get_collection(_v1.GraphKeys.SAVERS)[0]

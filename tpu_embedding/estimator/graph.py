@@ -137,11 +137,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: Mode) -> tuple[Any, Any]:
 def build(
     model_fn: Callable[..., Any], mode: Mode, features: Any, labels: Any
 ) -> Graph:
-    """Calls the model_fn, with activations in place of ids if `mode.on_tpu`.
-
-    Raises:
-      ValueError: If the model_fn takes or returns something else.
-    """
+    """Calls the model_fn, with activations in place of ids if `mode.on_tpu`."""
     if mode.embedding_spec is None or not mode.on_tpu:
         spec = _call_model_fn(model_fn, mode, features, labels)
         return _with_saver(Graph(spec, None, {}), mode.config)

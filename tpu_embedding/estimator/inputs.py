@@ -54,18 +54,7 @@ def split_inputs(
     configs: Mapping[str, FeatureConfig],
     combiners: Mapping[str, str | None],
 ) -> EmbeddingInputs:
-    """Takes the ids and weights of embeddings out of a batch's features.
-
-    Args:
-      features: What the input_fn gave.
-      configs: The features that are embeddings.
-      combiners: By table.
-
-    Raises:
-      ValueError: If a feature or weight is missing or of a kind that a TPU does not
-        take.
-      TypeError: If the features are no dict.
-    """
+    """Takes the ids and weights of embeddings out of a batch's features."""
     if not isinstance(features, Mapping):
         raise errors.argument_type("features", features, "a dict")
     others = dict(features)

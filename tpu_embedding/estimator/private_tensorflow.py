@@ -33,11 +33,7 @@ _USED = {
 
 
 def require(used: Mapping[str, tuple[str, ...]]) -> None:
-    """Checks that this TensorFlow has the names of `used`, given by module.
-
-    Raises:
-      ImportError: It lists the missing names.
-    """
+    """Checks that this TensorFlow has the names of `used`, given by module."""
     absent = []
     for module, names in used.items():
         try:
@@ -93,10 +89,8 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
     """Makes TensorFlow believe that one TPU core's computation is being built.
 
     Embedding columns then take their activations from the features, and
-    CrossShardOptimizer sums over this one core.
-
-    Yields:
-      What columns record in the default graph, by their get_embedding_var_name.
+    CrossShardOptimizer sums over this one core. Yields what columns record in the
+    default graph, by their get_embedding_var_name.
     """
     recorded: dict[str, RecordedVariable] = {}
     record = _tpu_columns._record_variable_scope_and_name

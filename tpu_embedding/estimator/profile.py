@@ -326,13 +326,10 @@ def _statistics(counts: dict[str, Any], num_shards: int) -> TableStatistics:
 def observe_batch(
     profiler: EmbeddingProfiler, batch: Mapping[str, Any], lengths: Mapping[str, int]
 ) -> None:
-    """Takes the features of one step.
+    """Takes the features of one step, SparseTensorValues [rows, n] or ids [rows].
 
-    Args:
-      profiler: What takes them.
-      batch: For each feature a SparseTensorValue [rows, n], or ids [rows].
-      lengths: For each feature its rows for each example: the positions of a sequence,
-        or 0 for a feature that is none.
+    `lengths` has for each feature its rows for each example: the positions of a
+    sequence, or 0 for a feature that is none.
     """
     for feature, value in batch.items():
         ids, rows, count = value, np.arange(len(value)), len(value)

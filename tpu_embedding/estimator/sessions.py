@@ -22,15 +22,7 @@ GLOBAL_STEP = "global_step"
 def train(
     graph: Graph, model_dir: str, config: RunConfig, hooks: Sequence[Any], saving: Any
 ) -> None:
-    """Runs training steps until a hook or the end of the input stops them.
-
-    Args:
-      graph: In the default graph.
-      model_dir: Where checkpoints and summaries go.
-      config: How often.
-      hooks: With the one that stops.
-      saving: CheckpointSaverListeners.
-    """
+    """Runs training steps until a hook or the end of the input stops them."""
     check_restored(graph, latest_checkpoint(model_dir))
     spec, scaffold = graph.spec, graph.scaffold()
     hooks = [
@@ -87,11 +79,7 @@ def evaluate(
 
 
 def chosen(predictions: Any, keys: Any) -> Any:
-    """The predictions selected by `keys`; None selects all.
-
-    Raises:
-      ValueError: If they name none.
-    """
+    """The predictions selected by `keys`; None selects all."""
     if keys is None:
         return predictions
     names = [keys] if isinstance(keys, str) else list(keys)
@@ -239,12 +227,7 @@ def event_folder(model_dir: str, name: str | None) -> str:
 
 
 def latest_checkpoint(folder: str) -> str | None:
-    """The prefix of the latest checkpoint, or None where none was written.
-
-    Raises:
-      tf.errors.DataLossError: If what names it cannot be read.
-      tf.errors.NotFoundError: If the one that is named is not there.
-    """
+    """The prefix of the latest checkpoint, or None where none was written."""
     # TensorFlow's function returns None for both, and training would start over.
     state = tf.train.get_checkpoint_state(folder)
     if state is None:
@@ -273,15 +256,8 @@ def latest_checkpoint(folder: str) -> str | None:
 def check_restored(graph: Graph, checkpoint: str | None) -> None:
     """Refuses a checkpoint without the tables and slots, or with other shapes.
 
-    Args:
-      graph: If another Saver than the trainer's names its variables, all is taken.
-      checkpoint: The prefix of what will be restored, or None.
-
-    Raises:
-      tf.errors.DataLossError: If it cannot be read.
-      tf.errors.NotFoundError: If a table or slot is not in it.
-      tf.errors.InvalidArgumentError: If a variable has another shape there, which
-        TensorFlow would give to the one here.
+    TensorFlow would give a variable of another shape to the one here. If another Saver
+    than the trainer's names the variables of the graph, all is taken.
     """
     if checkpoint is None or not graph.own_saver:
         return

@@ -141,11 +141,7 @@ class TPUEstimatorSpec:
 
 
 def check_hooks(hooks: Any) -> tuple[Any, ...]:
-    """The hooks as a tuple.
-
-    Raises:
-      TypeError: If one is no SessionRunHook.
-    """
+    """The hooks as a tuple."""
     hooks = tuple(hooks or ())
     for hook in hooks:
         if not isinstance(hook, _v1.train.SessionRunHook):

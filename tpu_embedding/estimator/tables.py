@@ -129,8 +129,7 @@ class EmbeddingTables:
     ) -> dict[str, tf.Variable]:
         """Tables and slots by their names in checkpoints of the removed software.
 
-        Args:
-          recorded: What columns recorded while the model_fn was called.
+        `recorded` is what columns recorded while the model_fn was called.
         """
         names = self._names(recorded)
         named = {}
@@ -278,10 +277,9 @@ class PendingUpdate:
     def __init__(self, update: Callable[..., tf.Tensor], arguments: Any) -> None:
         """Adds the ops to the default graph.
 
-        Args:
-          update: Applies one update; called while a tf.function is traced.
-          arguments: Its arguments for this step, nested; None stays None. They must
-            depend on this step's lookups.
+        `update` applies one update; it is called while a tf.function is traced. Its
+        arguments for this step, nested, must depend on this step's lookups; None stays
+        None.
         """
         flat = tf.nest.flatten(arguments)
         tensors = [tensor for tensor in flat if tensor is not None]

@@ -27,11 +27,7 @@ _GLOBAL_STEP = "global_step"
 
 
 def open_estimator_checkpoint(path: str | os.PathLike[str]) -> Bundle:
-    """Opens a prefix, or the latest checkpoint of a folder.
-
-    Raises:
-      ValueError: If there is none, or it cannot be read.
-    """
+    """Opens a prefix, or the latest checkpoint of a folder."""
     prefix = tf.train.latest_checkpoint(path) or os.fspath(path)
     if not tf.io.gfile.exists(prefix + ".index"):
         raise ValueError(

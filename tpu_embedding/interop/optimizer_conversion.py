@@ -109,18 +109,7 @@ _CARRIED: dict[type, _Carried] = {
 def to_optimizer(
     where: str, parameters: v1.OptimizationParameters, clipping_limit: float | None
 ) -> optimizers.Optimizer:
-    """The optimizer of the same rule.
-
-    Args:
-      where: Whose parameters they are, for messages.
-      parameters: One of the *Parameters.
-      clipping_limit: The `clipping_limit` of the spec, or None.
-
-    Raises:
-      TypeError: If an argument that TensorFlow 1 never checked is of the wrong type.
-      ValueError: If one has no meaning, or `clipping_limit` does not go with the
-        parameters.
-    """
+    """The optimizer of the same rule; errors name `where` its parameters are."""
     make, renamed = _CARRIED[type(parameters)]
     arguments: dict[str, Any] = {name: getattr(parameters, name) for name in _COMMON}
     arguments |= {ours: getattr(parameters, theirs) for ours, theirs in renamed.items()}

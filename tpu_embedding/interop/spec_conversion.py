@@ -227,11 +227,6 @@ def to_tpu_embedding(
 
     Weights are a second argument of enqueue there, and no feature: see
     `AdaptedSpec.weights`.
-
-    Raises:
-      The errors of `adapt`.
-      NotImplementedError: If the spec has columns without a TPU table, a gradient
-        multiplier or a folder for profiles.
     """
     rule = "error" if invalid_ids is None else invalid_ids
     adapted = adapt(spec, global_step, invalid_ids=rule)

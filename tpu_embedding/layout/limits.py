@@ -66,17 +66,11 @@ def program_bytes(
     pipelined: bool = False,
     padded: bool = False,
 ) -> int:
-    """Returns what the program of a step needs on one device beside its arguments.
+    """What the program of a step needs on one device beside its arguments.
 
     As programs that libtpu 0.0.30 compiled (docs/tpu_check.md): their code, the
-    activations, and, where an update is pending, the batch once more.
-
-    Args:
-      partitioning: The limits of each stack.
-      stack: The stack.
-      pipelined: Whether an update is pending between steps.
-      padded: Count activations as ops outside of SparseCores may store them: in some
-        programs with padding, in others without.
+    activations, and, where an update is pending, the batch once more. Ops outside of
+    SparseCores may store activations `padded`: in some programs, in others not.
     """
     activations = _activation_bytes(stack)
     pending = _batch_bytes(partitioning, stack) + activations
@@ -108,16 +102,7 @@ def sparse_core_excesses(
     pipelined: bool = False,
     padded: bool = False,
 ) -> list[Excess]:
-    """Returns the limits of SparseCores that a plan exceeds.
-
-    Args:
-      plan: The tables.
-      layout: Their stacks.
-      partitioning: The limits of each stack.
-      generation: The TPU.
-      pipelined: Whether an update is pending between steps.
-      padded: As for `program_bytes`.
-    """
+    """The limits of SparseCores that a plan exceeds."""
     found: list[Excess] = []
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
         names = tuple(plan.tables[index].name for index in stack.tables)
@@ -158,15 +143,10 @@ def stored_row_bytes(columns: int) -> int:
 def whole_table_excesses(
     plan: Plan, generation: Generation, num_devices: int, *, step_bytes: int = 0
 ) -> list[Excess]:
-    """Returns the limits that tables exceed whose rows are divided without stacks.
+    """The limits that tables exceed whose rows are divided without stacks.
 
     How TPU v2 to v4 pad their tables is not known, so that a plan may still not fit.
-
-    Args:
-      plan: The tables.
-      generation: The TPU.
-      num_devices: Devices that share the rows; 1 for tables that each has whole.
-      step_bytes: What a step needs beside the tables, where that is known.
+    With one device each has the tables whole; a step needs `step_bytes` beside them.
     """
     used = [
         (
@@ -193,13 +173,9 @@ def device_excess(
     num_devices: int,
     device: tuple[str, int],
 ) -> list[Excess]:
-    """Returns the excess of a device over its memory, if there is one.
+    """The excess of a device over its memory, if there is one.
 
-    Args:
-      names: Names of the tables.
-      used: (name, bytes) of each array in its memory.
-      num_devices: Devices that have as much.
-      device: (name, bytes) of the device; 0 bytes if not known.
+    `used` has (name, bytes) of each array there; a `device` of 0 bytes is not known.
     """
     total, (place, limit) = sum(size for _, size in used), device
     if not limit or total <= limit:
@@ -258,15 +234,11 @@ def _partition_excess(
     compiled: int | None,
     place: tuple[Generation, int],
 ) -> Iterable[Excess]:
-    """Yields the excess of a partition over the memory of a SparseCore.
+    """The excess of a partition over the memory of a SparseCore.
 
-    Args:
-      stack: The stack.
-      names: Names of its tables.
-      asked: The limits of ids and distinct ids that the preprocessor holds.
-      compiled: The limit, of ids and of distinct ids, that libtpu compiles for a
-        CustomOptimizer or CustomCombiner; None for other tables.
-      place: The TPU, and SparseCores of all its devices.
+    `asked` has the limits of ids and distinct ids that the preprocessor holds,
+    `compiled` those that libtpu compiles for a CustomOptimizer or CustomCombiner, or
+    None.
     """
     generation, cores = place
     ids, unique = (max(number, compiled or 0) for number in asked)

@@ -26,16 +26,7 @@ class Declared:
 
 
 def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
-    """Returns the output shape of an input of `shape`; see docs/semantics.md.
-
-    Args:
-      path: Path of the feature in the structure.
-      feature: Configuration of the feature.
-      shape: Shape of the input; (rows, None) for ragged input.
-
-    Raises:
-      ValueError: If the feature is a sequence and the input does not have rank 2.
-    """
+    """The output shape of an input (docs/semantics.md); (rows, None) if ragged."""
     length = feature.max_sequence_length
     if length and len(shape) != 2:
         raise ValueError(
@@ -67,13 +58,8 @@ class OutputShapes:
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
         """Declares the input shapes passed to build(), all or none.
 
-        Args:
-          shapes: For each feature (batch, ..., last). As in TensorFlow, that of a
-            sequence may also be (batch, max_sequence_length, last).
-          source: Source of the shapes, for error messages.
-
-        Raises:
-          ValueError: If a shape contradicts a declared one.
+        A shape is (batch, ..., last). As in TensorFlow, that of a sequence may also be
+        (batch, max_sequence_length, last).
         """
         declared = []
         for spec, given in zip(self._features, shapes, strict=True):
@@ -99,13 +85,10 @@ class OutputShapes:
 
     @contextlib.contextmanager
     def completed_by(self, shapes: Sequence[Shape], cores: int = 1) -> Iterator[None]:
-        """Fills unknown axes from the shapes of the first batch.
+        """Fills unknown axes from shapes of the first batch, (rows, None) if ragged.
 
-        Restores them if the body of the context raises.
-
-        Args:
-          shapes: Shape of each input, (rows, None) if ragged.
-          cores: Number of such inputs in the batch of a replica.
+        Restores them if the body of the context raises. A replica has an input for each
+        core.
         """
         before = list(self._declared)
         for spec, shape in zip(self._features, shapes, strict=True):
@@ -172,11 +155,7 @@ class OutputShapes:
         return [self.activation(spec.index) for spec in self._features]
 
     def full(self) -> list[tuple[int, ...]]:
-        """The shape of each feature, which TPUs must know before the first batch.
-
-        Raises:
-          ValueError: If one is not fully known.
-        """
+        """The shape of each feature, which TPUs must know before the first batch."""
         shapes = []
         for spec in self._features:
             shape = self.activation(spec.index)
@@ -197,17 +176,8 @@ class OutputShapes:
     ) -> None:
         """Checks the static shape of one input; ops check the unknown axes.
 
-        The first one that passes fixes the rank of the output.
-
-        Args:
-          feature: Index of the feature.
-          shape: Shape of the input.
-          ragged: Whether its rows fill the output shape.
-          cores: Number of such inputs in the batch of a replica.
-
-        Raises:
-          ValueError: If it contradicts the declared shape or the rank of the first
-            batch.
+        The first one that passes fixes the rank of the output. The rows of a `ragged`
+        input fill the output shape. A replica has an input for each core.
         """
         spec = self._features[feature]
         incoming = from_input(spec.path, spec.config, shape)

@@ -137,13 +137,9 @@ def stacking_options(
     config: SparseCoreEmbeddingConfig,
     **multiples: int,
 ) -> StackingOptions:
-    """Returns the options for stacking the tables of SparseCores.
+    """The options for stacking the tables of SparseCores.
 
-    Args:
-      num_devices: Devices that share the tables.
-      sparse_cores_per_device: SparseCores of each device.
-      config: The user's configuration.
-      **multiples: `width_multiple` and `row_multiple`, where the hardware is known.
+    `multiples` are `width_multiple` and `row_multiple`, where the hardware is known.
     """
     return StackingOptions(
         num_devices=num_devices,
@@ -161,18 +157,9 @@ def make_partitioning(
     options: StackingOptions,
     config: SparseCoreEmbeddingConfig,
 ) -> Partitioning:
-    """Returns what the preprocessor needs for the batches of a plan.
+    """What the preprocessor needs for the batches of a plan.
 
-    Args:
-      plan: The tables and features.
-      layout: The stacks of `plan`, with the output shape of each feature.
-      options: The options that `layout` was made with.
-      config: The limits.
-
-    Raises:
-      NotImplementedError: If minibatching is requested beside a CustomCombiner.
-      ValueError: If a limit names an unknown stack or exceeds what a TPU compiles, or
-        the SparseCores of a device do not divide the samples of a feature.
+    `layout` has the output shape of each feature, and was made with `options`.
     """
     for table in plan.tables:
         if config.minibatching and table.config.custom_combiner is not None:
@@ -259,12 +246,7 @@ def _partition_limits(
 
 
 def check_optimizers(plan: Plan) -> None:
-    """Checks that SparseCore ops support the optimizer of each table.
-
-    Raises:
-      ValueError: If a table has no optimizer.
-      NotImplementedError: If no op supports an optimizer or one of its options.
-    """
+    """Checks that SparseCore ops support the optimizer of each table."""
     for table in plan.tables:
         optimizer = table.optimizer
         if optimizer is None:

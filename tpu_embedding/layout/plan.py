@@ -102,11 +102,6 @@ def make_plan(
       optimizer: For tables that have none; may be None.
       custom: Whether the caller supports CustomOptimizer and CustomCombiner.
       growing: Whether the caller supports a GrowingVocabulary.
-
-    Raises:
-      NotImplementedError: If a table has one that the caller does not support.
-      ValueError: If two tables have the same name, an optimizer does not support the
-        table's dim, or a table has more rows than int32 can number.
     """
     users: dict[TableConfig, list[int]] = {}  # Features of each table.
     for index, feature in enumerate(features):
@@ -155,15 +150,7 @@ def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
 
 
 def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> None:
-    """Raises NotImplementedError if a table has a function of the user's.
-
-    Args:
-      tables: Of a plan.
-      optimizers: CustomOptimizers too.
-
-    Raises:
-      NotImplementedError: If a table has one.
-    """
+    """Refuses tables with a function of the user's, also CustomOptimizers if asked."""
     for table in tables:
         if optimizers and table.optimizer is not None and table.optimizer.is_custom:
             raise NotImplementedError(
@@ -189,16 +176,7 @@ def refuse_growing(tables: Sequence[TableSpec], reason: str) -> None:
 
 
 def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
-    """Refuses tables that are stored as something else.
-
-    Args:
-      plan: The tables.
-      allowed: Names of dtypes.
-      what: Who stores them, for the message.
-
-    Raises:
-      NotImplementedError: It names table, dtype and the way out.
-    """
+    """Refuses tables of other dtypes than `what` stores."""
     for table in plan.tables:
         if table.config.dtype not in allowed:
             dtype = table.config.dtype
@@ -211,15 +189,7 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
 
 
 def require_options(plan: Plan, engine: str) -> None:
-    """Refuses options of optimizers that an engine lacks.
-
-    Args:
-      plan: The tables.
-      engine: The engine, one of `ENGINES` of optimizers/base.py.
-
-    Raises:
-      NotImplementedError: It names table, option and the engines that have it.
-    """
+    """Refuses options of optimizers that an engine, one of `ENGINES`, lacks."""
     for table in plan.tables:
         for option in table.optimizer.options if table.optimizer else ():
             value = getattr(table.optimizer, option.name)

@@ -154,17 +154,10 @@ def full_shape(spec: FeatureSpec) -> Shape | None:
 def make_layout(
     plan: Plan, output_shapes: Sequence[Shape | None], options: StackingOptions
 ) -> Layout:
-    """Stacks the tables of a plan.
+    """Stacks the tables of a plan; a table's own `layout` is kept.
 
-    Args:
-      plan: The tables and features. A table's own `layout` is kept.
-      output_shapes: For each feature the shape of its activations per replica,
-        without the embedding axis; None counts as no samples.
-      options: Hardware and limits.
-
-    Raises:
-      ValueError: If a table's layout or load does not fit, or two stacks have the same
-        name.
+    For each feature `output_shapes` has the shape of its activations per replica,
+    without the embedding axis; None counts as no samples.
     """
     _check_loads([s.name for s in plan.tables], options)
     samples = tuple(0 if s is None else math.prod(s) for s in output_shapes)

@@ -49,15 +49,7 @@ _SEGMENT_OPS = {
 
 
 def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
-    """The activation of one feature, in as few ops as possible.
-
-    Args:
-      selection: The rows to look up.
-      reader: The table.
-
-    Returns:
-      float32 [*selection.axes, D].
-    """
+    """The activation of one feature, float32 [*axes, D], in as few ops as possible."""
     if selection.weights is not None:
         return look_up(reader, selection.entries())
     if selection.one_each:
@@ -75,16 +67,7 @@ def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
 def look_up(
     reader: TableReader, entries: Entries, add: Callable[..., tf.Tensor] = _add_in_order
 ) -> tf.Tensor:
-    """Sums the rows of each sample, each row times its gain.
-
-    Args:
-      reader: The table.
-      entries: The rows to look up.
-      add: `sum_segments`, or a function with its arguments.
-
-    Returns:
-      float32 [*entries.shape, D].
-    """
+    """Sums the rows of each sample, each row times its gain: float32 [*shape, D]."""
     values = reader.read(entries.rows) * entries.gains[:, tf.newaxis]
     sums = add(values, entries.samples, entries.num_samples)
     return _shaped(sums, entries.shape)
@@ -93,16 +76,7 @@ def look_up(
 def sum_segments(
     values: tf.Tensor, segments: tf.Tensor, num_segments: tf.Tensor
 ) -> tf.Tensor:
-    """Adds the values of each segment, those of a long one by blocks.
-
-    Args:
-      values: float32 [n, D].
-      segments: int64 [n], the segment of each value.
-      num_segments: int64 scalar.
-
-    Returns:
-      float32 [num_segments, D].
-    """
+    """Adds the values, float32 [n, D], of each segment, of a long one by blocks."""
     return tf.cond(
         _has_long_segment(segments, num_segments),
         lambda: _add_by_blocks(values, segments, num_segments),
@@ -169,14 +143,7 @@ class Padded:
 def pad(
     selection: Selection, shape: tuple[int | None, ...], most: int | None
 ) -> Padded:
-    """Pads the entries of a feature.
-
-    Args:
-      selection: The rows to look up.
-      shape: The static output shape, without the embedding axis.
-      most: The largest number of entries of a sample, or None: the largest number in
-        this batch.
-    """
+    """Pads the entries of a feature to `most` for a sample, by default the most."""
     axes = tf.stack(selection.axes)
     if selection.one_each and selection.weights is None:
         rows = tf.reshape(tf.cast(selection.rows, tf.int32), axes)
@@ -203,15 +170,7 @@ def pad(
 
 
 def combine_padded(padded: Padded, reader: TableReader) -> tf.Tensor:
-    """The activation of one feature in a TPU program.
-
-    Args:
-      padded: The rows to look up.
-      reader: The table.
-
-    Returns:
-      float32 [*output shape, D].
-    """
+    """The activation of one feature in a TPU program, float32 [*output shape, D]."""
     if padded.gains is None:
         return reader.read(padded.rows)
     is_entry = padded.rows >= 0

@@ -123,12 +123,7 @@ def select(
 ) -> list[Selection]:
     """Checks the features of one replica and selects the rows that they look up.
 
-    Args:
-      inputs: The features.
-      on_failure: Makes ops that run before an error is raised.
-
-    Raises:
-      tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+    `on_failure` makes ops that run before an error is raised.
     """
     if tf.executing_eagerly():
         drafts = [_draft(feature) for feature in with_sizes(inputs)]

@@ -49,17 +49,7 @@ class FeatureLookup:
         values: Sequence[Any],
         weights: Sequence[Any],
     ) -> list[tf.Tensor]:
-        """The activation of each feature.
-
-        Args:
-          specs: Features of the plan.
-          values: The ids of each feature.
-          weights: The weights of each feature, or None.
-
-        Raises:
-          TypeError, ValueError, tf.errors.InvalidArgumentError: If an input does not
-            fit the feature, as in `serving_embedding_lookup`.
-        """
+        """The activations; errors are those of `serving_embedding_lookup`."""
         activations = []
         for chosen in self._choose(specs, values, weights):
             activation = combine(chosen.selection, self._reader(chosen.spec))
@@ -82,16 +72,8 @@ class FeatureLookup:
         """As a call, in a TPU program, which cannot fail and has fixed shapes.
 
         The number of entries of a sample is that of the static shape of a feature. If
-        it is unknown, as for ragged features, it is the largest in the batch.
-
-        Args:
-          specs: Features of the plan.
-          values: The ids of each feature.
-          weights: The weights of each feature, or None.
-          on_host: Calls a function so that its ops run on the TPU's host.
-
-        Raises:
-          The errors of a call, on the host.
+        it is unknown, as for ragged features, it is the largest in the batch. `on_host`
+        calls a function so that its ops run on the TPU's host.
         """
 
         def padded() -> list[Any]:

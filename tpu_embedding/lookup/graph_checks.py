@@ -156,14 +156,9 @@ def _require_now(checks: Sequence[Check | Bound], on_failure: Change) -> None:
 def all_hold(
     checks: Sequence[Check | Bound], masks: Sequence[tf.Tensor] = ()
 ) -> tf.Tensor:
-    """Whether all checks hold and all masks are true, in as few ops as possible.
+    """Whether all checks hold and all bool vectors are true, in as few ops as possible.
 
-    Args:
-      checks: Checks of a graph. There must be at least one check or mask.
-      masks: Bool vectors.
-
-    Returns:
-      A bool scalar.
+    There must be at least one of them.
     """
     bounds = [check for check in checks if isinstance(check, Bound)]
     oks = [check.ok for check in checks if isinstance(check, Check)]

@@ -97,12 +97,7 @@ def with_sizes(
     features: Sequence[FeatureInput],
     unless: Callable[[FeatureInput], bool] = lambda _: False,
 ) -> list[FeatureInput]:
-    """Sets `max_rows` and `num_indices`, for all features of a call in few ops.
-
-    Args:
-      features: All features of one call.
-      unless: Tells which features do not need them.
-    """
+    """Sets `max_rows` and `num_indices`, for all features of a call in few ops."""
 
     def claims(feature: FeatureInput) -> bool:
         return feature.claims and not unless(feature)

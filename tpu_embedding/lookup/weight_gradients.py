@@ -39,14 +39,8 @@ def with_weight_gradients(
     """The same activations; their gradient also reaches the weights of `features`.
 
     The gradients are those of TensorFlow's ops, of a second lookup of these features.
-    It reads the rows now, so later updates do not change the gradients.
-
-    Args:
-      activations: Of each feature.
-      features: Indices of the features.
-      lookup: The plan, and the reader of each table by index.
-      values: The ids of each feature.
-      weights: The weights of each feature, or None.
+    It reads the rows now, so later updates do not change the gradients. `lookup` is the
+    plan, and the reader of each table by index.
     """
     plan, readers = lookup
     specs = [plan.features[i] for i in features]

@@ -95,12 +95,10 @@ def built_for(path: pathlib.Path) -> str | None:
 
 
 def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
-    """Returns why the library at `path` must not be loaded, or None if it may be.
+    """Why the library at `path` must not be loaded, or None if it may be.
 
-    Args:
-      path: where the library should be.
-      tensorflow_version: the version of the TensorFlow that would load it. Only the
-        major and minor numbers count: the binary interface follows them.
+    Only the major and minor numbers of TensorFlow count: the binary interface follows
+    them.
     """
     if not path.is_file():
         others = sorted(path.parent.glob(f"{path.stem}.tf*.so"))

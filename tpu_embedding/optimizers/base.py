@@ -320,16 +320,8 @@ def apply_rule(
 ) -> tuple[Any, ...]:
     """Updates touched rows: clip the gradient, decay, apply the rule, clip weights.
 
-    Args:
-      optimizer: The optimizer whose rule and options to apply.
-      ops: The array functions to use.
-      gradient: float32 [n, D], summed over all entries of each row.
-      row: float32 [n, D], the touched rows.
-      slots: As `Optimizer.update` takes them.
-      rate: float32 scalar, the learning rate of this step.
-
-    Returns:
-      The new row, then the new slots, of the same shapes.
+    The gradient of each row is summed over all entries. Takes and returns what
+    `Optimizer.update` does.
     """
     if optimizer.clipnorm is not None:
         squares = ops.mean_last(gradient * gradient) * gradient.shape[-1]
@@ -353,9 +345,6 @@ def takes_step(rate: Callable[..., Any]) -> bool:
 
     >>> takes_step(lambda: 0.1), takes_step(lambda step: 0.1 / (step + 1))
     (False, True)
-
-    Raises:
-      TypeError: If it needs more than one argument.
     """
     try:
         parameters = inspect.signature(rate).parameters.values()

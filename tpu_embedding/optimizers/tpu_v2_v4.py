@@ -419,12 +419,6 @@ def _proximal(
     """The w that minimizes (w - z)^2 / 2 + step * (l1 * |w| + l2 * w^2 / 2).
 
     This is sign(z) * max(|z| - step * l1, 0) / (1 + step * l2). NaN propagates.
-
-    Args:
-      optimizer: Gives l1 and l2.
-      ops: The array functions to use.
-      z: float32 [n, D].
-      step: float32 [n, D], at least 0.
     """
     l1 = step * optimizer.l1_regularization_strength
     l2 = step * optimizer.l2_regularization_strength

@@ -67,12 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def load_configuration(name: str) -> Configuration:
-    """Returns the configuration of a file or an attribute.
-
-    Raises:
-      ValueError: If it is of no known form; it names the entry.
-      OSError: If the file cannot be read.
-    """
+    """The configuration of a file or an attribute."""
     path = pathlib.Path(name)
     if path.suffix in (".json", ".yaml", ".yml"):
         try:
@@ -89,16 +84,7 @@ def load_configuration(name: str) -> Configuration:
 
 
 def load_sample(name: str, features: Any, batch_size: int | None) -> Any:
-    """Returns the batches of a data set or of a .npz file.
-
-    Args:
-      name: MODULE:ATTRIBUTE, or the path of a .npz file.
-      features: The feature configuration.
-      batch_size: Samples of a batch, for files.
-
-    Raises:
-      ValueError: If a file lacks a feature, or there is no batch size for it.
-    """
+    """The batches of a data set, MODULE:ATTRIBUTE, or of a .npz file."""
     if pathlib.Path(name).suffix != ".npz":
         found = _attribute(name)
         if isinstance(found, str) or not hasattr(found, "__iter__"):

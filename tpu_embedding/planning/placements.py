@@ -383,11 +383,7 @@ class _Planner:
         )
 
     def _for_replicas(self, replicas: int) -> Plan:
-        """The plan with an output shape for each feature.
-
-        Raises:
-          ValueError: If the replicas do not divide the batch.
-        """
+        """The plan with an output shape for each feature."""
         features = []
         for spec in self.plan.features:
             config, shape = spec.config, spec.config.output_shape

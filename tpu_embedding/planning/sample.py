@@ -59,15 +59,7 @@ Batch = Sequence[FeatureIds]
 
 
 def to_feature_ids(path: str, value: Any) -> FeatureIds:
-    """Converts a dense array, a RaggedTensor or a SparseTensor.
-
-    Args:
-      path: Path of the feature, for errors.
-      value: Ids by sample, of the shapes that embeddings take.
-
-    Raises:
-      ValueError: If it has no samples, or ids that are not whole numbers.
-    """
+    """Converts a dense array, a RaggedTensor or a SparseTensor of ids."""
     if hasattr(value, "row_splits"):
         lengths = np.diff(np.asarray(value.row_splits, np.int64))
         ids = np.asarray(value.values).reshape(-1)
@@ -298,15 +290,10 @@ class Traffic:
     def of(
         cls, plan: Plan, samples: Sequence[float], sample: Sample | None, processes: int
     ) -> Traffic:
-        """Returns the traffic of one of some processes that share a batch.
+        """The traffic of one of some processes that have equal parts of a batch.
 
-        Without a sample every sample has one id, and ids are distributed evenly.
-
-        Args:
-          plan: The features.
-          samples: By feature, samples of the whole batch.
-          sample: The sample, or None.
-          processes: They have equal parts of the batch.
+        By feature `samples` has the samples of the whole batch. Without a sample every
+        sample has one id, and ids are distributed evenly.
         """
         if sample is None:
             entries = {f: count / processes for f, count in enumerate(samples)}

@@ -78,17 +78,10 @@ def requirements(
     optimizer: Any,
     config: SparseCoreEmbeddingConfig,
 ) -> SparseCoreRequirements:
-    """Returns the limits that the batch of one replica needs.
+    """The limits that the batch of one replica needs; those of `config` are ignored.
 
-    Args:
-      features: As for TPUEmbeddingV2.embedding_lookup.
-      feature_config: As for TPUEmbeddingV2; each feature has an output_shape.
-      hardware: Devices and SparseCores.
-      optimizer: For tables without one; tables of one optimizer may be stacked.
-      config: Stacking options; its limits are ignored.
-
-    Raises:
-      The errors of TPUEmbeddingV2 and of its preprocess_features.
+    The other arguments are those of TPUEmbeddingV2, with an output_shape of each
+    feature.
     """
     converted = convert_features(feature_config)
     plan = make_plan(

@@ -255,13 +255,9 @@ def _most_unique(core: Any) -> tf.Tensor:
 def _buffer(counts: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Divides the id buffer among the partitions.
 
-    Args:
-      counts: int32 [SparseCores, shards], the entries of each partition.
-      capacity: Size of the buffer, a multiple of 8.
-
-    Returns:
-      The space of each partition, int64 [SparseCores, shards], and the buffer size
-      that would hold all entries, an int64 scalar.
+    `counts` is int32 [SparseCores, shards], the entries of each partition, and
+    `capacity` a multiple of 8. Returns the space of each, int64 of that shape, and the
+    buffer size that would hold all entries, an int64 scalar.
     """
     flat = tf.cast(tf.reshape(counts, [-1]), tf.int64)
     padded = -(-flat // _ALIGNMENT) * _ALIGNMENT

@@ -77,13 +77,7 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:
-    """What rows of a growing table start as: the kind, and its two numbers.
-
-    Raises:
-      NotImplementedError: If the initializer is none of those that can make a row of
-        a seed and an id.
-      ValueError: If Keras has none of its name.
-    """
+    """What rows of a growing table start as: the kind, and its two numbers."""
     initializer = spec.config.initializer
     if initializer is None:
         return "truncated_normal", 0.0, 1.0 / math.sqrt(spec.config.dim)
@@ -213,11 +207,7 @@ def _log(x: tf.Tensor) -> tf.Tensor:
 
 
 def first_slots(spec: TableSpec) -> list[float]:
-    """What rows of the slots of a growing table start as.
-
-    Raises:
-      NotImplementedError: If a function of the user's makes a slot.
-    """
+    """What rows of the slots of a growing table start as."""
     optimizer = spec.optimizer
     if optimizer is None:
         return []
@@ -270,11 +260,7 @@ class FrozenTable:
 
 
 def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
-    """The static form of a growing table, from `GrowingState.read`.
-
-    Raises:
-      NotImplementedError: If each id without a row looks up values of its own.
-    """
+    """The static form of a growing table, from `GrowingState.read`."""
     config = spec.config
     assert config.vocabulary is not None
     if config.vocabulary.unknown == "initializer":

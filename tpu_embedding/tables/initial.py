@@ -50,27 +50,14 @@ class FirstValues:
         asked: tuple[int, ...] | None = None,
         **arguments: Any,
     ) -> tf.Tensor:
-        """What the initializer makes of a part.
-
-        Args:
-          shape: The part's.
-          asked: The shape that the initializer is given, if that is another.
-          **arguments: Of the initializer, e.g. `shard_info`.
-
-        Raises:
-          ValueError: If it returns another shape.
-        """
+        """What the initializer makes of a part; `asked` may be another shape."""
         made = self.initializer(asked or shape, dtype=self.dtype, **arguments)
         return self._checked(made, shape)
 
     def reader(self, device: str) -> Callable[[range], tf.Tensor]:
         """Returns what makes any rows on the device where it is called.
 
-        Args:
-          device: Where an initializer without `by_rows` makes the whole table now.
-
-        Raises:
-          ValueError: As `whole`, here or by what is returned.
+        An initializer without `by_rows` makes the whole table now, on `device`.
         """
         if hasattr(self.initializer, "by_rows"):
             by_rows: Any = self.initializer
@@ -110,12 +97,7 @@ class FirstValues:
 
 
 def table_values(spec: TableSpec) -> FirstValues:
-    """What a table starts as.
-
-    Raises:
-      TypeError: If its initializer cannot be called as initializers are.
-      ValueError: If Keras has none of its name.
-    """
+    """What a table starts as."""
     config = spec.config
     dtype = tf.as_dtype(config.dtype)
     if config.vocabulary is not None:

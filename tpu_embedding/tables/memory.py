@@ -19,15 +19,7 @@ _CGROUPS = (  # the limit, what is used of it: version 2, then 1
 
 
 def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None:
-    """Fails where variables of these sizes would not fit.
-
-    Args:
-      sizes: Bytes of each variable, by name.
-      root: Where the files of the system are.
-
-    Raises:
-      tf.errors.ResourceExhaustedError: If they take more than what is free.
-    """
+    """Fails where variables of these bytes would not fit (`root`: the system's)."""
     available = available_bytes(root)
     if available is not None and sum(sizes.values()) > available:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]

@@ -32,11 +32,7 @@ def checkpoint_name(table: str, array: str) -> str:
 
 
 def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
-    """Returns all arrays by their names in checkpoints.
-
-    Args:
-      tables: For each table name the arrays by "parameters" and slot name.
-    """
+    """Arrays of each table, by "parameters" and slots, by names in checkpoints."""
     return {
         checkpoint_name(table, array): value
         for table, arrays in tables.items()
@@ -169,13 +165,9 @@ class RowsOfParts(MutableTableRows):
         runs: Callable[[int, int], Iterable[Run]],
         initial_value: InitialValue = None,
     ) -> None:
-        """Joins matrices of one dtype and width.
+        """Joins matrices of one dtype; their columns beyond `shape` are padding.
 
-        Args:
-          shape: [V, C]; columns of the parts after C are padding.
-          parts: The matrices.
-          runs: Returns where the rows of a range are.
-          initial_value: As of `MutableTableRows`.
+        `runs` returns where the rows of a range are.
         """
         super().__init__(shape, parts[0].dtype)
         self._parts, self._runs, self.initial_value = parts, runs, initial_value

@@ -27,12 +27,7 @@ class ShardedArray(tf.__internal__.tracking.Trackable):
         shards: Sequence[tf.Variable],
         on_restore: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stores the arguments.
-
-        Args:
-          shards: The variables, in order, of the same width.
-          on_restore: Called after a checkpoint was restored into a variable.
-        """
+        """Joins variables of the same width; restoring one calls `on_restore`."""
         self.shards = list(shards)
         self._on_restore = on_restore
 
@@ -86,15 +81,7 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         read: Callable[[], np.ndarray],
         write: Callable[[np.ndarray], None],
     ) -> None:
-        """Takes the functions that read and write the value.
-
-        Args:
-          name: Name in checkpoints.
-          shape: Shape of the value.
-          dtype: Dtype of the value.
-          read: Returns the whole value.
-          write: Replaces the whole value.
-        """
+        """Takes the functions that read and replace the whole value."""
         self.name = name
         self.shape = tf.TensorShape(shape)
         self.dtype = tf.as_dtype(dtype)
@@ -111,11 +98,7 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         return tf.constant(self.numpy())
 
     def assign(self, value: Any) -> None:
-        """Replaces the value.
-
-        Raises:
-          ValueError: If the shape differs.
-        """
+        """Replaces the value."""
         self._refuse_graphs()
         array = np.asarray(value, self.dtype.as_numpy_dtype)
         if array.shape != tuple(self.shape):

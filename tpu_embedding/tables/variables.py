@@ -273,11 +273,8 @@ def create_state(
 ) -> tf.Variable:
     """One variable whatever the strategy's scope, which is no weight.
 
-    Args:
-      name: Its name.
-      value: The initial value, or a function that returns it.
-      shape: Of the values to come, where that is more than the shape of `value`.
-      dtype: Of the values, where `value` is a function.
+    `value` may be a function that returns the value, of `dtype`; `shape` is that of
+    values to come, where it is more than that of `value`.
     """
     return _ResourceVariable(
         initial_value=value, name=name, trainable=False, shape=shape, dtype=dtype

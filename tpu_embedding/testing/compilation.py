@@ -295,8 +295,7 @@ def _target(build: str | Callable[..., Any]) -> str:
 def _check_versions(executable: str, environment: dict[str, str]) -> bool:
     """Asks that Python for its packages, without importing any of them.
 
-    Returns:
-      Whether it has this one, too, with a library for its TensorFlow.
+    Whether it has this one, too, with a library for its TensorFlow.
     """
     asked = (
         "import importlib.metadata as m, json, sys\n"

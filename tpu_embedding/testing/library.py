@@ -24,9 +24,6 @@ def load() -> types.ModuleType:
     """Registers the kernels once, and returns the module of the library's own ops.
 
     Ops that already have a CPU kernel keep it; in tensorflow-tpu some have one.
-
-    Raises:
-      RuntimeError: If the library is missing or belongs to another TensorFlow.
     """
     problem = library.problem_with(PATH, tf.__version__)
     if problem is not None:
@@ -41,11 +38,7 @@ def load() -> types.ModuleType:
 
 
 def check_engine() -> None:
-    """Checks that batches reach the engine of this library.
-
-    Raises:
-      RuntimeError: If TensorFlow has its own kernels for the engine's ops.
-    """
+    """Refuses a TensorFlow that has its own kernels for the engine's ops."""
     load()
     if len(kernels.get_registered_kernels_for_op(_ENGINE_OP).kernel) != 1:
         raise RuntimeError(

@@ -28,17 +28,9 @@ def run_together(
 ) -> Any:
     """Calls `fn` in a replica context for each replica, all at the same time.
 
-    Must be called while a graph is built, in cross-replica context.
-
-    Args:
-      strategy: The SoftwareTPUStrategy.
-      fn: Returns a nested structure of tensors and None.
-      args: Positional arguments; each replica gets its part of distributed values.
-      kwargs: Keyword arguments, in the same way.
-      meeting_timeout: See SoftwareTPUStrategy.
-
-    Returns:
-      The structure that `fn` returned, with per-replica values as leaves.
+    Must be called while a graph is built, in cross-replica context. Each replica gets
+    its part of distributed values. The leaves of what it returns are per-replica
+    values.
     """
     devices = strategy.extended.worker_devices
     traced = [
@@ -155,11 +147,8 @@ def update(
 ) -> Any:
     """Calls `fn` for the copies of a replica, in the function of a merge_call.
 
-    Args:
-      fn: As for `tf.distribute.StrategyExtended.update`.
-      args: The replica's copy replaces a variable.
-      kwargs: In the same way.
-      group: If False, the result is in a tuple, with one item for each copy.
+    The replica's copy replaces a variable. Unless `group`, the result is in a tuple,
+    with one item for each copy.
     """
     # The device is that of the program.
     with distribute_lib.UpdateContext(merging()):
@@ -233,9 +222,6 @@ def _set_modes(program: Any) -> None:
 
     A batch that a program enqueues under a name is a training batch if the program
     sends gradients under that name, whatever `training` was passed to enqueue.
-
-    Args:
-      program: The graph of one replica's program, traced to its end.
     """
     operations = program.get_operations()
     trained = {_name(op) for op in operations if op.type == "SendTPUEmbeddingGradients"}

@@ -78,10 +78,8 @@ def answer_for_sparse_cores(count: int) -> Any:
 
     TensorFlow asks libtpu through a table of functions. Without a topology libtpu
     answers with an error whose layout in memory is not the one that TensorFlow 2.20
-    expects, which ends the process. This replaces the one function.
-
-    Returns:
-      What must stay alive as long as TensorFlow may ask.
+    expects, which ends the process. This replaces the one function. What it returns
+    must stay alive as long as TensorFlow may ask.
     """
     import libtpu
 
@@ -342,14 +340,7 @@ def compile_program(
     updated: dict[int, int],
     enter: Callable[[str], None],
 ) -> Any:
-    """Returns libtpu's executable and the kind of TPU.
-
-    Args:
-      topology: As libtpu names it.
-      hlo: From `lower`.
-      updated: Of the program.
-      enter: Is called with the name of each stage before it begins.
-    """
+    """The executable and the kind of TPU; `enter` is told of each stage."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
@@ -476,13 +467,7 @@ def check(
     topology: str,
     reached: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Traces, lowers and compiles; returns facts for a report.
-
-    Args:
-      build: As for `compile_step`.
-      topology: The name of a topology.
-      reached: Is called with the name of each stage before it begins.
-    """
+    """Facts for a report, by tracing, lowering and compiling; `reached` is told."""
     import libtpu
 
     generation, num_devices = tpu_generations.topology(topology)

@@ -78,12 +78,7 @@ class CustomFunctions:
 
 
 def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
-    """Traces the user's functions for one stack. Must be called eagerly.
-
-    Raises:
-      ValueError: If a function returns another shape or number, or uses a variable.
-      TypeError: If a function returns no tensor, or one of another dtype.
-    """
+    """Traces and checks the user's functions for one stack. Must be called eagerly."""
     spec = plan.tables[stack.tables[0]]
     dim, width = spec.config.dim, stack.width
     optimizer = spec.optimizer

@@ -385,12 +385,7 @@ class SparseCoreEngine(Engine):
     def _updated(
         self, inputs: UpdateInputs, is_there: tf.Tensor
     ) -> list[tuple[Any, tf.Tensor]]:
-        """Returns each variable of the stacks with its value after an update.
-
-        Args:
-          inputs: The inputs of the update.
-          is_there: bool scalar, whether there is an update.
-        """
+        """Each variable of the stacks with its value after an update, if `is_there`."""
         changes = []
         for table, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
@@ -414,12 +409,8 @@ class SparseCoreEngine(Engine):
     ) -> list[Any]:
         """Assigns all values in all replicas, or none if a replica fails before.
 
-        Args:
-          changes: Variables and values.
-          after: Other tensors that must be there before.
-
-        Returns:
-          Control inputs for what must come after.
+        Waits for the tensors `after`, too. Returns control inputs for what must come
+        later.
         """
         topology = self._topology
         values = [value for _, value in changes]
@@ -490,11 +481,7 @@ class PendingUpdate:
     """
 
     def __init__(self, specs: Mapping[str, Mapping[str, tf.TensorSpec]]) -> None:
-        """Creates the variables. Must be called in the strategy's scope.
-
-        Args:
-          specs: Full shape and dtype of each input.
-        """
+        """Creates the variables, in the strategy's scope, for inputs of full shapes."""
         self._variables: dict[str, dict[str, Any]] = {
             stack: {
                 name: create_local(

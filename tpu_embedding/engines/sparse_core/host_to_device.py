@@ -31,25 +31,14 @@ class StackedSamples:
     """Converts activations and gradients between features and stacks."""
 
     def __init__(self, plan: Plan, layout: Layout, sparse_cores: int) -> None:
-        """Stores the shapes, all of which are known.
-
-        Args:
-          plan: The tables and features.
-          layout: The stacks of `plan`, with the output shape of each feature.
-          sparse_cores: SparseCores of a device; they divide the samples of each
-            feature.
-        """
+        """Takes a plan with stacks; the SparseCores of a device divide all samples."""
         self._layout = layout
         self._cores = sparse_cores
         self._dims = plan.dims
         self._shapes: list[Any] = list(layout.output_shapes)
 
     def split(self, stacks: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the activations of each feature, [output shape..., dim].
-
-        Args:
-          stacks: By stack name, [samples, width].
-        """
+        """Activations of each feature, [output shape..., dim], of stacked samples."""
         by_core = [
             tf.reshape(stacks[stack.name], [self._cores, -1, stack.width])
             for stack in self._layout.stacks
@@ -64,11 +53,7 @@ class StackedSamples:
         return activations
 
     def join(self, gradients: Sequence[tf.Tensor | None]) -> dict[str, tf.Tensor]:
-        """Returns the gradients of each stack by name, [samples, width].
-
-        Args:
-          gradients: For each feature, [output shape..., dim]; None counts as zeros.
-        """
+        """Gradients of each stack by name, [samples, width]; None counts as zeros."""
         joined = {}
         for stack in self._layout.stacks:
             parts = [self._part(gradients[f], f, stack.width) for f in stack.features]
@@ -118,15 +103,7 @@ def batch_specs(partitioning: Partitioning) -> PreprocessedFeatures:
 def check_gradients(
     plan: Plan, gradients: Sequence[tf.Tensor | None]
 ) -> list[tf.Tensor | None]:
-    """Returns the same gradients, after checking that they are finite.
-
-    Args:
-      plan: The features.
-      gradients: For each feature, float32 [..., dim] or None.
-
-    Raises:
-      tf.errors.InvalidArgumentError: If a value is not finite.
-    """
+    """Returns the same gradients, after checking that they are finite."""
     checks = [
         finite_gradient(spec.path, gradient)
         for spec, gradient in zip(plan.features, gradients, strict=True)
@@ -137,15 +114,9 @@ def check_gradients(
 
 
 def cuts_to_sum(cuts: tf.Tensor) -> tf.Tensor:
-    """Returns the minibatch cuts of a replica as numbers that replicas can sum.
+    """Minibatch cuts, int64 [stacks] with one bit for each, as int32 [stacks, cuts].
 
     TPUs can only sum over replicas, so each bit becomes a number of its own.
-
-    Args:
-      cuts: int64 [stacks], one bit for each cut.
-
-    Returns:
-      int32 [stacks, cuts].
     """
     bits = tf.range(_NUM_CUTS, dtype=tf.int64)
     words = tf.broadcast_to(cuts[:, tf.newaxis], [cuts.shape[0], _NUM_CUTS])
@@ -154,11 +125,7 @@ def cuts_to_sum(cuts: tf.Tensor) -> tf.Tensor:
 
 
 def cuts_of_sum(total: tf.Tensor) -> tf.Tensor:
-    """Returns the minibatch cuts of all replicas: int64 [stacks], one bit for each.
-
-    Args:
-      total: The sum over the replicas of what `cuts_to_sum` returned.
-    """
+    """The minibatch cuts of all replicas, of the sum of what `cuts_to_sum` returned."""
     bits = tf.cast(total > 0, tf.int64)
     places = tf.range(_NUM_CUTS, dtype=tf.int64)
     return tf.reduce_sum(tf.bitwise.left_shift(bits, places), 1)
@@ -169,20 +136,13 @@ def copy_to_device(
 ) -> dict[str, Any]:
     """Copies the used part of each buffer into the memory of the TPU.
 
-    Args:
-      batch: What preprocessing made.
-      partitioning: The stacks.
-      whole: Copy whole buffers. TensorFlow moves the op that copies a part from the
-        host to the TPU only if it stands before everything that the TPU computes;
-        elsewhere it would stay on the host, which has no kernel for it.
+    With `whole` it copies whole buffers. TensorFlow moves the op that copies a part
+    from the host to the TPU only if it stands before everything that the TPU computes;
+    elsewhere it would stay on the host, which has no kernel for it.
 
     Returns:
       By stack name a PartitionedCsrFormatTensor; for a CustomCombiner a
       CombinedCsrFormatTensor, without the fields that its lookup adds.
-
-    Raises:
-      tf.errors.InvalidArgumentError: If the batch was preprocessed for another
-        embedding.
     """
     with tf.control_dependencies(require([_was_made_for(batch, partitioning)])):
         tables = tf.nest.map_structure(tf.identity, batch.tables)
@@ -241,11 +201,7 @@ def _copy_table(
 
 
 def check_sizes(tables: Mapping[str, Any], partitioning: Partitioning) -> None:
-    """Checks the buffer sizes of preserved outputs.
-
-    Raises:
-      ValueError: If they were made for other hardware or limits.
-    """
+    """Refuses preserved outputs with buffers made for other hardware or limits."""
     for table in partitioning.tables:
         batch = tables[table.name]
         expected = {

@@ -25,11 +25,7 @@ _HYPERPARAMETERS = "hyperparameters"
 
 
 def check_combiners(plan: Plan) -> None:
-    """Checks that this TensorFlow has the ops of each combiner.
-
-    Raises:
-      NotImplementedError: If a table has a CustomCombiner, before TensorFlow 2.20.
-    """
+    """Checks that this TensorFlow, which may be older than 2.20, has the ops."""
     op = "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput"
     for table in plan.tables:
         if table.config.custom_combiner is not None and not hasattr(tf.raw_ops, op):
@@ -46,14 +42,7 @@ def look_up(
     parameters: tf.Tensor,
     quantization: QuantizationConfig | None,
 ) -> tf.Tensor:
-    """Returns the activations of one stack, float32 [samples, width].
-
-    Args:
-      table: The stack and its limits.
-      batch: The entries to look up.
-      parameters: The part of the stack on this device.
-      quantization: Quantization of its tables.
-    """
+    """The activations of one stack, float32 [samples, width]."""
     return tf.raw_ops.XlaSparseDenseMatmulWithStaticBufferSize(
         **_entries(batch),
         **_minibatches(batch),
@@ -70,18 +59,7 @@ def look_up_combined(
     quantization: QuantizationConfig | None,
     functions: CombinerFunctions,
 ) -> tuple[tf.Tensor, CombinedCsrFormatTensor]:
-    """Looks up a stack with a CustomCombiner.
-
-    Args:
-      table: The stack.
-      batch: The entries to look up.
-      state: The part of the stack on this device, and the combiner's weights.
-      quantization: Quantization of its table.
-      functions: The combiner.
-
-    Returns:
-      The activations, and the batch with the results that the update needs.
-    """
+    """The activations of a stack with a CustomCombiner; the batch for its update."""
     parameters, weights = state
     raw = tf.raw_ops.XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput
     found: Any = raw(
@@ -108,17 +86,11 @@ def update(
     inputs: Mapping[str, Any],
     state: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Returns the values of a stack after an update, in the order of `state`.
+    """The values of a stack after an update, in the order of `state`.
 
-    All replicas must call it for the same update.
-
-    Args:
-      table: The stack and its limits.
-      optimizer: Optimizer of its tables.
-      functions: The user's functions of the stack.
-      inputs: The result of `update_inputs`.
-      state: The part of the stack on this device, the parts of its slots in the order
-        of `Optimizer.slots`, and the weights of a CustomCombiner, if there is one.
+    All replicas must call it for the same update. `state` has the part of the stack on
+    this device, the parts of its slots in the order of `Optimizer.slots`, and the
+    weights of a CustomCombiner, if there is one.
     """
     inputs = dict(inputs)
     combiner = functions.combiner
@@ -150,14 +122,7 @@ def update_inputs(
     numbers: TableNumbers,
     functions: CustomFunctions,
 ) -> dict[str, tf.Tensor]:
-    """Returns the inputs of the update of a stack, by input name of the op.
-
-    Args:
-      batch: The batch that was looked up.
-      gradient: float32 [samples, width].
-      numbers: The learning rate and the numbers of the user's functions.
-      functions: The user's functions of the stack.
-    """
+    """The inputs of the update of a stack, by input name of the op."""
     inputs = {
         **_entries(batch),
         "activation_gradients": gradient,

@@ -48,8 +48,7 @@ _tracing_only: list[EngineOptions] | None = None
 def tracing_only() -> Iterator[list[EngineOptions]]:
     """Creates variables that have shapes but no memory, for programs to be compiled.
 
-    Yields:
-      The options of each engine that is created meanwhile.
+    Yields the options of each engine that is created meanwhile.
     """
     global _tracing_only  # noqa: PLW0603 - engines are created in another thread.
     _tracing_only = []

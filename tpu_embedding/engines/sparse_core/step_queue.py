@@ -28,11 +28,7 @@ class QueuedEngine(Protocol):
     def flush_after_lookup(
         self, looked_up: Prepared, activations: list[tf.Tensor], training: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies the pending update of this replica.
-
-        Returns:
-          The activations; those of an evaluation batch as of after the update.
-        """
+        """Applies the pending update; an evaluation batch then has new activations."""
         ...
 
     def apply(
@@ -45,11 +41,7 @@ class QueuedEngine(Protocol):
     ) -> list[Any]:
         """`Steps.update` after other tensors; returns control inputs.
 
-        Args:
-          looked_up: As there.
-          gradients: As there.
-          after: The other tensors.
-          flushed: Whether it is known that no update is pending.
+        `flushed` says whether it is known that no update is pending.
         """
         ...
 
@@ -60,13 +52,7 @@ class SparseCoreQueue(StepQueue):
     def __init__(
         self, engine: QueuedEngine, topology: TPUTopology, specs: PreprocessedFeatures
     ) -> None:
-        """Creates the queues.
-
-        Args:
-          engine: The engine, which looks batches up.
-          topology: Replicas and devices.
-          specs: The tf.TensorSpecs of a batch; what it lacks is not queued.
-        """
+        """Creates the queues, of what `specs` has of a batch."""
         self._engine, self._topology, self._specs = engine, topology, specs
         self._devices = [cores[0] for cores in topology.tpu.devices]
         self._hosts = [
@@ -190,11 +176,7 @@ class SparseCoreQueue(StepQueue):
         batches: Sequence[Sequence[tf.Tensor]],
         training: bool,
     ) -> tf.Tensor:
-        """Queues a batch in each of some queues, or none at all.
-
-        Returns:
-          A control input for ops that must not run if a batch is refused.
-        """
+        """Queues a batch in each queue, or none at all; returns a control input."""
         inside = self._topology.replica() is not None
         places = [None if inside else self._hosts[r] for r in replicas]
         packed, room = [], []

@@ -33,18 +33,10 @@ def make_configuration(
     pipelined: bool,
     profile_data_directory: str | None = None,
 ) -> Any:
-    """Creates the proto.
+    """The TPUEmbeddingConfiguration of a plan whose optimizers have a `tpu` rule.
 
-    Args:
-      plan: Tables, each with an optimizer that has a `tpu` rule, and features.
-      tpu: Devices and hosts.
-      output_shapes: For each feature the full shape of its activations on one core,
-        without the embedding axis.
-      pipelined: Whether lookups are one step old.
-      profile_data_directory: Where the TPU writes profiles of the ids, or None.
-
-    Returns:
-      A TPUEmbeddingConfiguration.
+    For each feature `output_shapes` has the full shape of its activations on one core,
+    without the embedding axis.
     """
     proto = _Configuration(
         # The mode of each batch says whether gradients will follow.

@@ -353,14 +353,9 @@ class QueuedTickets:
         return None if program is None else self._last.get(program)
 
     def begin(self, program: Any, *, training: bool) -> QueuedTicket:
-        """A ticket for a new lookup.
+        """A ticket for a new lookup, traced in `program`.
 
-        Args:
-          program: The graph that it is traced in.
-          training: Whether its gradients may come.
-
-        Raises:
-          NotImplementedError: If those of the lookup before may still come.
+        With `training` gradients may come; until then there is no other ticket.
         """
         before = self._last.get(program)
         if before is not None and not before.taken:

@@ -49,16 +49,10 @@ class TPUQueue(StepQueue):
         rates: ProgramRates,
         still_there: Callable[[], list[Any]],
     ) -> None:
-        """Stores the arguments.
+        """Takes shapes of activations per replica without the embedding axis.
 
-        Args:
-          options: Options of the engine.
-          config: The TPUEmbeddingConfiguration that the TPU was configured with.
-          output_shapes: For each feature, its activations per replica without the
-            embedding axis.
-          rates: The learning rates.
-          still_there: Returns control inputs that fail after the TPU was initialized
-            again.
+        `still_there` returns control inputs that fail after the TPU was initialized
+        again.
         """
         assert options.topology.tpu is not None
         self._options = options
@@ -149,11 +143,7 @@ class TPUQueue(StepQueue):
             self._rates.count_update()
 
     def inputs(self, batch: Sequence[IdBatch]) -> tuple[tuple[tf.Tensor, ...], ...]:
-        """Checks a batch of a replica with one core.
-
-        Returns:
-          For each feature its splits, ids and weights.
-        """
+        """Checks a batch for one core; by feature its splits, ids and weights."""
         (part,) = _core_batches(self._select(batch), 1)
         return tuple(zip(part.splits, part.ids, part.weights, strict=True))
 
@@ -228,11 +218,7 @@ class TPUQueue(StepQueue):
 
 
 def core_shape(path: str, shape: tuple[int, ...], cores: int) -> tuple[int, ...]:
-    """Returns the part of `shape` on each of the cores of a replica.
-
-    Raises:
-      ValueError: If they do not divide the first axis.
-    """
+    """The part of `shape` on each of the cores of a replica."""
     samples, *others = shape
     if samples % cores:
         raise ValueError(

@@ -100,11 +100,7 @@ class HostTable:
         }
 
     def load(self, config: bytes) -> None:
-        """Loads the TPU from the variables.
-
-        Args:
-          config: The configuration for the first table, b"" for the others.
-        """
+        """Loads the TPU from the variables; the first table alone has a `config`."""
         for shard, host in enumerate(self._hosts):
             with tf.device(host):
                 self._load(
