@@ -21,7 +21,6 @@ from tpu_embedding import preprocessing
 from tpu_embedding.inputs import to_id_batch
 from tpu_embedding.layout.partitioning import Partitioning
 from tpu_embedding.ops import library
-from tpu_embedding.preprocessing import choice
 from tpu_embedding.testing import library as software_tpu
 
 BY = {
@@ -134,7 +133,7 @@ def test_who_preprocesses(monkeypatch: pytest.MonkeyPatch):
     assert preprocessing.choose() is stock
     with pytest.raises(RuntimeError, match=r"cannot preprocess. It is not built"):
         preprocessing.choose(asked="library")
-    monkeypatch.setattr(choice, "_STOCK_OP", "NoSuchOp")
+    monkeypatch.setattr(preprocessing, "_STOCK_OP", "NoSuchOp")
     with pytest.raises(RuntimeError, match=r"tensorflow-tpu.* It is not built"):
         preprocessing.choose()
     with pytest.raises(RuntimeError, match="no kernels"):

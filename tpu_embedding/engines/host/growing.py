@@ -31,7 +31,7 @@ _EVICTED, _NEXT_CANDIDATE = 5, 6
 _Arrays = dict[str, Any]  # NumPy arrays
 
 
-class GrowingInQueue(GrowingState):
+class GrowingPart(GrowingState):
     """A growing table, whose vocabulary is in the step queue of its part."""
 
     def __init__(

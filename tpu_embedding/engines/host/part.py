@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import Call, EngineOptions
-from tpu_embedding.engines.host.growing import GrowingInQueue
+from tpu_embedding.engines.host.growing import GrowingPart
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.ops import library
@@ -59,7 +59,7 @@ class TablePart:
                 plan=record, num_slots=len(self._slots)
             )
         self.growing = {
-            spec.name: GrowingInQueue(spec, self.handle, table, self.device)
+            spec.name: GrowingPart(spec, self.handle, table, self.device)
             for spec, table in zip(options.plan.tables, variables, strict=True)
             if spec.config.vocabulary is not None
         }
