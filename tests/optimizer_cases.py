@@ -169,12 +169,24 @@ COMMON_OPTIONS: list[dict[str, Any]] = [
     {"clip_weight_min": -0.5, "clip_weight_max": 0.25},
     {"clip_weight_max": float("inf"), "clip_weight_min": 0.1},
     {
-        "clipnorm": 1.0,
-        "clipvalue": 0.5,
+        "clipnorm": 0.2,
+        "clipvalue": 0.05,
         "weight_decay_factor": 0.1,
         "clip_weight_min": -0.8,
+        "clip_weight_max": 1.0,
     },
 ]
+ALL_OPTIONS = COMMON_OPTIONS[-1]
+# Of each option a value that is not off; the first ones are options of one rule, or
+# change no number.
+OPTION_VALUES: dict[str, Any] = {
+    "allow_zero_accumulator": True,
+    "lazy_adam": False,
+    "low_dimensional_packing_status": True,
+    "slot_variable_creation_fn": dict,
+    "weight_exponent": 0.5,
+    **{name: value for common in COMMON_OPTIONS for name, value in common.items()},
+}
 
 
 class NumpyOps:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from optimizer_cases import (
+    ALL_OPTIONS,
     COMMON_OPTIONS,
     NUMPY_OPS,
     Case,
@@ -88,8 +89,7 @@ def test_update_follows_the_reference(
 def test_update_runs_on_tensorflow(
     case: Case, options: dict[str, Any], rng: np.random.Generator
 ) -> None:
-    common = {"clipvalue": 0.5, "weight_decay_factor": 0.1, "clip_weight_min": -0.8}
-    _assert_follows_reference(case, {**options, **common}, rng, TENSORFLOW_OPS)
+    _assert_follows_reference(case, {**options, **ALL_OPTIONS}, rng, TENSORFLOW_OPS)
 
 
 @each_variant

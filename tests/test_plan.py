@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from optimizer_cases import OPTION_VALUES
 
 from tpu_embedding import optimizers
 from tpu_embedding.config import FeatureConfig, TableConfig
@@ -91,19 +92,6 @@ def test_a_plan_is_frozen() -> None:
             setattr(record, field, None)
 
 
-# A value of each option that some engine lacks.
-VALUES: dict[str, Any] = {
-    "allow_zero_accumulator": True,
-    "clipnorm": 1.0,
-    "clipvalue": 1.0,
-    "lazy_adam": False,
-    "low_dimensional_packing_status": True,
-    "slot_variable_creation_fn": dict,
-    "weight_decay_factor": 0.5,
-    "weight_exponent": 0.5,
-}
-
-
 @pytest.mark.parametrize(
     ("cls", "option"),
     [
@@ -116,7 +104,7 @@ VALUES: dict[str, Any] = {
 def test_an_option_is_refused_by_the_engines_that_lack_it(
     cls: Any, option: Option
 ) -> None:
-    value = VALUES[option.name]
+    value = OPTION_VALUES[option.name]
     table = TableConfig(8, cls.table_dim or 4, name="films")
     plan = _plan({"a": FeatureConfig(table)}, cls(**{option.name: value}))
     text = re.escape(f"'films': `{option.name}={value!r}` of its optimizer is not supp")

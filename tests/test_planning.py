@@ -9,6 +9,7 @@ import xml.etree.ElementTree
 from typing import Any
 
 import numpy as np
+import optimizer_cases
 import planned_jobs
 import pytest
 import tensorflow as tf
@@ -246,6 +247,31 @@ def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
         served = placement(whole, "2 parameter servers")
         assert served.wire_bytes == 4 * found
         assert served.unsupported is None
+
+
+PLACES = {
+    "host": "one machine",
+    "sharded": "2 processes, synchronous",
+    "parameter_server": "2 parameter servers",
+}
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["clipnorm", "slot_variable_creation_fn", "low_dimensional_packing_status"],
+)
+def test_places_refuse_the_options_that_jobs_refuse(option: str) -> None:
+    value = optimizer_cases.OPTION_VALUES[option]
+    optimizer: Any = te.Adagrad(0.1, **{option: value})
+    features = te.FeatureConfig(table(8, 4, "films"))
+    report = te.plan(features, optimizer, batch_size=8, processes=[2], topologies=[])
+    (own,) = (own for own in optimizer.options if own.name == option)
+    refused = {
+        engine
+        for engine, name in PLACES.items()
+        if f"`{option}={value!r}`" in (placement(report, name).unsupported or "")
+    }
+    assert refused == PLACES.keys() & set(own.lacking)
 
 
 @pytest.mark.parametrize("seed", range(1000, 1008))

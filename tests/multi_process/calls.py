@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import optimizer_cases
 import tensorflow as tf
 from multi_process import training
 from multi_process.training import Case
@@ -103,8 +104,10 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
     "names of the tables": ("name", "films", "other"),
     "optimizer": ("optimizer", te.Adagrad(0.1), te.SGD(0.1)),
     "learning_rate": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.2)),
-    "clipvalue": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.1, clipvalue=1.0)),
-    "clipnorm": ("optimizer", te.Adagrad(0.1), te.Adagrad(0.1, clipnorm=1.0)),
+    **{
+        option: ("optimizer", te.Adagrad(0.1), te.Adagrad(0.1, **{option: value}))
+        for option, value in optimizer_cases.ALL_OPTIONS.items()
+    },
     "rounding_seed": ("seed", 1, 2),
     "max_sequence_length": ("feature", 0, 3),
     "paths": ("path", "film", "movie"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import optimizer_cases
 import tensorflow as tf
 
 import tpu_embedding as te
@@ -19,13 +20,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: te.Adam(0.01),
     "adam_all_rows": lambda: te.Adam(0.01, lazy_adam=False),
     "momentum": lambda: te.AdagradMomentum(0.1, momentum=0.9),
-    "clipped": lambda: te.Adagrad(
-        0.1,
-        clipnorm=0.2,
-        clipvalue=0.05,
-        weight_decay_factor=0.01,
-        clip_weight_max=1.0,
-    ),
+    "clipped": lambda: te.Adagrad(0.1, **optimizer_cases.ALL_OPTIONS),
     "scheduled": lambda: te.SGD(lambda step: 0.1 / (1.0 + tf.cast(step, tf.float32))),
     "scheduled_adagrad": lambda: te.Adagrad(
         lambda step: 0.1 / (1.0 + tf.cast(step, tf.float32))

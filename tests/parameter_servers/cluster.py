@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import optimizer_cases
 import tensorflow as tf
 
 import tpu_embedding as te
@@ -18,7 +19,7 @@ START = np.random.default_rng(0).standard_normal((4, V, D)).astype(np.float32)
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: te.SGD(0.1),
     "Adagrad": lambda: te.Adagrad(0.1),
-    "RowwiseAdagrad": lambda: te.RowwiseAdagrad(0.1, clipnorm=0.3),
+    "RowwiseAdagrad": lambda: te.RowwiseAdagrad(0.1, **optimizer_cases.ALL_OPTIONS),
     "FTRL": lambda: te.FTRL(0.1, l1_regularization_strength=0.01),
     "Adam": lambda: te.Adam(0.1, lazy_adam=False),
     "schedule": lambda: te.SGD(

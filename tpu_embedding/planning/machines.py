@@ -17,7 +17,7 @@ from tpu_embedding.layout.placement import (
     place_tables,
     whole_table_bytes,
 )
-from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic
 
@@ -52,7 +52,8 @@ class Machines:
         """The host engine of one machine."""
         place = Placement(0, 1, (0,) * len(self.plan.tables))
         step = [self._step_bytes(place, self.traffic(1))]
-        return self._place("one machine", "host", [place], step, 0.0)
+        found = self._place("one machine", "host", [place], step, 0.0)
+        return dataclasses.replace(found, unsupported=self._refusal("host"))
 
     def synchronous(self, count: int) -> PlannedPlacement:
         """So many processes that train together."""
@@ -72,7 +73,7 @@ class Machines:
             [step] * count,
             wire,
         )
-        return dataclasses.replace(found, unsupported=self._on_processes())
+        return dataclasses.replace(found, unsupported=self._refusal("sharded"))
 
     def servers(self, count: int) -> PlannedPlacement:
         """So many parameter servers, of which one worker asks."""
@@ -91,7 +92,7 @@ class Machines:
             [self._step_bytes(place, traffic) for place in places],
             wire,
         )
-        return dataclasses.replace(found, unsupported=self._on_processes())
+        return dataclasses.replace(found, unsupported=self._refusal("parameter_server"))
 
     def _place(
         self,
@@ -261,20 +262,19 @@ class Machines:
         )
         return sum(found.values())
 
-    def _on_processes(self) -> str | None:
-        """Why several processes cannot have the tables."""
-        for table in self.plan.tables:
+    def _refusal(self, engine: str) -> str | None:
+        """Why an engine cannot have the tables."""
+        try:
+            require_options(self.plan, engine)
+        except NotImplementedError as error:
+            return str(error)
+        for table in self.plan.tables if engine != "host" else ():
             optimizer = table.optimizer
             custom = optimizer is not None and optimizer.is_custom
             if custom or table.config.custom_combiner is not None:
                 return (
                     f"Table {table.name!r}: a CustomOptimizer or CustomCombiner runs "
                     "in one process."
-                )
-            if optimizer is not None and optimizer.slot_variable_creation_fn:
-                return (
-                    f"Table {table.name!r}: `slot_variable_creation_fn` makes slots in "
-                    "one process."
                 )
         return None
 
