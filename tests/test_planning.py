@@ -256,6 +256,14 @@ PLACES = {
 }
 
 
+def refused_by(optimizer: Any, text: str) -> set[str]:
+    """The engines of `PLACES` whose place is refused with this text."""
+    features = te.FeatureConfig(table(8, 4, "films"))
+    report = te.plan(features, optimizer, batch_size=8, processes=[2], topologies=[])
+    reasons = {e: placement(report, name).unsupported for e, name in PLACES.items()}
+    return {engine for engine, reason in reasons.items() if text in (reason or "")}
+
+
 @pytest.mark.parametrize(
     "option",
     ["clipnorm", "slot_variable_creation_fn", "low_dimensional_packing_status"],
@@ -263,15 +271,14 @@ PLACES = {
 def test_places_refuse_the_options_that_jobs_refuse(option: str) -> None:
     value = optimizer_cases.OPTION_VALUES[option]
     optimizer: Any = te.Adagrad(0.1, **{option: value})
-    features = te.FeatureConfig(table(8, 4, "films"))
-    report = te.plan(features, optimizer, batch_size=8, processes=[2], topologies=[])
     (own,) = (own for own in optimizer.options if own.name == option)
-    refused = {
-        engine
-        for engine, name in PLACES.items()
-        if f"`{option}={value!r}`" in (placement(report, name).unsupported or "")
-    }
-    assert refused == PLACES.keys() & set(own.lacking)
+    lacking = PLACES.keys() & set(own.lacking)
+    assert refused_by(optimizer, f"`{option}={value!r}`") == lacking
+
+
+def test_only_one_process_calls_functions_of_the_user() -> None:
+    custom = te.CustomOptimizer(lambda gradient, table, *_: table - gradient, 0.1)
+    assert refused_by(custom, "'films'") == {"sharded", "parameter_server"}
 
 
 @pytest.mark.parametrize("seed", range(1000, 1008))

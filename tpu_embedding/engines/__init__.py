@@ -65,12 +65,7 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
             "machine's CPU."
         )
     # Kernels of ours cannot call functions of the user's.
-    custom = any(
-        (table.optimizer is not None and table.optimizer.is_custom)
-        or table.config.custom_combiner is not None
-        for table in plan.tables
-    )
-    if custom and engine.for_custom:
+    if engine.for_custom and any(table.function for table in plan.tables):
         engine = _ENGINES[engine.for_custom]
     if not engine.grows:
         reason = f"the {engine.name} engine does not support"

@@ -209,8 +209,7 @@ def custom_limit(plan: Plan, stack: Stack, sparse_cores_per_device: int) -> int 
     ids. None for a stack without such functions.
     """
     spec = plan.tables[stack.tables[0]]
-    is_custom = spec.optimizer is not None and spec.optimizer.is_custom
-    if spec.config.custom_combiner is None and not is_custom:
+    if spec.function is None:
         return None
     return CUSTOM_IDS_PER_SAMPLE * stack.samples // sparse_cores_per_device
 

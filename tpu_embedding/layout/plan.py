@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.optimizers.base import ENGINES, Optimizer
+from tpu_embedding.optimizers.base import ENGINES, SEVERAL_MACHINES, Optimizer
 
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
@@ -34,6 +34,13 @@ class TableSpec:
     key: Any
     optimizer: Optimizer | None
     features: tuple[int, ...]
+
+    @property
+    def function(self) -> str | None:
+        """What the table has that calls a function of the user's in each step."""
+        if self.optimizer is not None and self.optimizer.is_custom:
+            return "CustomOptimizer"
+        return None if self.config.custom_combiner is None else "CustomCombiner"
 
     @property
     def is_rounded(self) -> bool:
@@ -189,8 +196,14 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
 
 
 def require_options(plan: Plan, engine: str) -> None:
-    """Refuses options of optimizers that an engine, one of `ENGINES`, lacks."""
+    """Refuses what tables and optimizers ask of an engine, of `ENGINES`, in vain."""
     for table in plan.tables:
+        if engine in SEVERAL_MACHINES and table.function is not None:
+            raise NotImplementedError(
+                f"Table {table.name!r}: {ENGINES[engine]} does not support a "
+                f"{table.function}, whose Python function runs in one process. Use one "
+                "of the named optimizers and combiners, or another strategy."
+            )
         for option in table.optimizer.options if table.optimizer else ():
             value = getattr(table.optimizer, option.name)
             if value == option.off or engine not in option.lacking:

@@ -36,6 +36,7 @@ ENGINES = {
     "tpu_v2_v4": "TPU v2 to v4",
     "sparse_core": "SparseCores",
 }
+SEVERAL_MACHINES = ("sharded", "parameter_server")
 TPU_V2_V4_ONLY = tuple(engine for engine in ENGINES if engine != "tpu_v2_v4")
 
 
@@ -547,7 +548,7 @@ OPTIONS = (
     Option(
         "slot_variable_creation_fn",
         None,
-        ("sharded", "parameter_server", "sparse_core"),
+        (*SEVERAL_MACHINES, "sparse_core"),
         _check_callable,
     ),
 )

@@ -268,14 +268,6 @@ class Machines:
             require_options(self.plan, engine)
         except NotImplementedError as error:
             return str(error)
-        for table in self.plan.tables if engine != "host" else ():
-            optimizer = table.optimizer
-            custom = optimizer is not None and optimizer.is_custom
-            if custom or table.config.custom_combiner is not None:
-                return (
-                    f"Table {table.name!r}: a CustomOptimizer or CustomCombiner runs "
-                    "in one process."
-                )
         return None
 
 

@@ -70,19 +70,6 @@ class ShardedEngine(HostEngine):
     @classmethod
     def check(cls, options: EngineOptions) -> Channel:
         super().check(options)
-        for table in options.plan.tables:
-            optimizer = table.optimizer
-            unsupported = None
-            if optimizer is not None and optimizer.is_custom:
-                unsupported = "a CustomOptimizer"
-            elif table.config.custom_combiner is not None:
-                unsupported = "a CustomCombiner"
-            if unsupported:
-                raise NotImplementedError(
-                    f"Table {table.name!r} has {unsupported}, which is not supported "
-                    "under MultiWorkerMirroredStrategy over several processes. Use one "
-                    "of the named optimizers and combiners, or one process."
-                )
         description = _description(options, _placement(options))
         timeout_seconds = options.distributed.timeout_seconds
         return connect(options.topology, description, timeout_seconds)

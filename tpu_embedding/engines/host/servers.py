@@ -140,19 +140,6 @@ class ParameterServerEngine(HostEngine):
                 "of DistributedOptions: no process waits for another. Pass "
                 "`task_timeout` to te.ClusterCoordinator."
             )
-        for table in options.plan.tables:
-            functions = {
-                "CustomOptimizer": table.optimizer is not None
-                and table.optimizer.is_custom,
-                "CustomCombiner": table.config.custom_combiner is not None,
-            }
-            for kind, is_given in functions.items():
-                if is_given:
-                    raise NotImplementedError(
-                        f"Table {table.name!r}: ParameterServerStrategy does not "
-                        f"support a {kind}, as its Python function cannot run on the "
-                        "servers. Use one of the named ones, or another strategy."
-                    )
 
     @classmethod
     def lay_out(cls, options: EngineOptions) -> Layout:
