@@ -111,8 +111,7 @@ class Core(EngineTables):
             output_shapes=self.output_shapes,
             made_by=made_by,
         )
-        self._membership = self.engine_class.check(self._engine_options)
-        self._complete(membership=self._membership)
+        self._complete(channel=self.engine_class.check(self._engine_options))
         if self.can_create_engine():
             self.lay_out()  # Raises its errors early.
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
@@ -136,8 +135,8 @@ class Core(EngineTables):
         try:
             yield
         except Exception as error:
-            if self._membership is not None:
-                self._membership.refuse(phase, error)
+            if self._engine_options.channel is not None:
+                self._engine_options.channel.refuse(phase, error)
             raise
 
     def create_engine(self) -> Engine:

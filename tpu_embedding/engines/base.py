@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology
+from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
@@ -27,19 +28,6 @@ from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
-
-
-class Membership(Protocol):
-    """The connection of this process to the other processes of a job."""
-
-    def refuse(self, phase: str, error: Exception) -> None:
-        """Tells the other processes that this one rejects the arguments of a call.
-
-        Args:
-          phase: "enqueue", "lookup" or "update": what the call would have begun with.
-          error: What this process raises. The others raise
-            tf.errors.InvalidArgumentError with its text.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +62,7 @@ class EngineOptions(EmbeddingOptions):
       topology: Replicas and devices.
       output_shapes: The declared shape of each feature's output.
       layout: The stacks that `Engine.lay_out` returned, or None without stacks.
-      membership: What `Engine.check` returned.
+      channel: What `Engine.check` returned.
       made_by: The name of the class that makes the engine.
     """
 
@@ -82,7 +70,7 @@ class EngineOptions(EmbeddingOptions):
     topology: Topology
     output_shapes: OutputShapes
     layout: Layout | None = None
-    membership: Membership | None = None
+    channel: Channel | None = None
     made_by: str = ""
 
 
@@ -480,15 +468,14 @@ class Engine(Steps, TableStore):
         self._device = options.topology.device
 
     @classmethod
-    def check(cls, options: EngineOptions) -> Membership | None:
+    def check(cls, options: EngineOptions) -> Channel | None:
         """Decides whether an embedding can be made, when it is constructed.
 
         Args:
           options: What the engine will be made of, without stacks.
 
         Returns:
-          The connection to the other processes of a job, for
-          `EngineOptions.membership`; None for one process.
+          What the processes of a job exchange messages over; None for one process.
 
         Raises:
           NotImplementedError: If the engine lacks an option, also of tables, or the

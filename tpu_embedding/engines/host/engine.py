@@ -12,7 +12,6 @@ from tpu_embedding.engines.base import (
     Call,
     Engine,
     EngineOptions,
-    Membership,
     Prepared,
     RowChanges,
     StepQueue,
@@ -24,6 +23,7 @@ from tpu_embedding.engines.host.changes import Held, HostChanges
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
 from tpu_embedding.engines.host.transport import Meeting, Transport
+from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -95,7 +95,7 @@ class HostEngine(Engine):
         self._queue: StepQueue = HostEngineQueue(self)
 
     @classmethod
-    def check(cls, options: EngineOptions) -> Membership | None:
+    def check(cls, options: EngineOptions) -> Channel | None:
         refuse_tpu_options(cls.name, options.plan)
         tables = options.plan.tables
         if options.pipelined or options.topology.num_replicas > 1:

@@ -55,8 +55,8 @@ class ShardedEngine(HostEngine):
     def __init__(self, options: EngineOptions) -> None:
         """Makes this process's part of the tables; see `Engine`."""
         self._placement = _placement(options)
-        assert isinstance(options.membership, Channel)
-        self._channel = options.membership
+        assert options.channel is not None
+        self._channel = options.channel
         own = dataclasses.replace(
             options, plan=rows_of_plan(options.plan, self._placement)
         )
