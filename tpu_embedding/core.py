@@ -308,8 +308,8 @@ class Core(EngineTables):
 
         A tf.Variable where one variable is the array, else a `LogicalVariable`.
         """
-        engine, growing = self.create_engine(), self.growing()
-        arrays = {n: t.rows for n, t in engine.tables().items() if n not in growing}
+        tables, growing = self.tables(), self.growing()
+        arrays = {n: t.rows for n, t in tables.items() if n not in growing}
         found: dict[str, Any] = {
             name: self._logical_variable(name, rows)
             if rows.variable is None
@@ -325,8 +325,8 @@ class Core(EngineTables):
 
     def growing(self) -> dict[str, GrowingState]:
         """The growing tables by name."""
-        tables = self.create_engine().tables()
-        return {n: t.growing for n, t in tables.items() if t.growing is not None}
+        tables = self.tables().items()
+        return {name: t.growing for name, t in tables if t.growing is not None}
 
     def vocabularies(self) -> dict[Any, VocabularyContents]:
         """By TableConfig of the user what the vocabularies of growing tables hold."""
