@@ -188,8 +188,8 @@ class Core(EngineTables):
         """See `StoredTables.table_rows`; also with the weights of a CustomCombiner."""
         engine = self.create_engine()
         engine.retrieve()
-        growing, tables = engine.growing(), engine.tables()
-        return {n: t.rows[PARAMETERS] for n, t in tables.items() if n not in growing}
+        tables = engine.tables().items()
+        return {n: t.rows[PARAMETERS] for n, t in tables if t.growing is None}
 
     @do_not_convert
     def flush(self) -> None:
@@ -308,8 +308,8 @@ class Core(EngineTables):
 
         A tf.Variable where one variable is the array, else a `LogicalVariable`.
         """
-        tables, growing = self.tables(), self.growing()
-        arrays = {n: t.rows for n, t in tables.items() if n not in growing}
+        growing, tables = self.growing(), self.tables().items()
+        arrays = {n: t.rows for n, t in tables if t.growing is None}
         found: dict[str, Any] = {
             name: self._logical_variable(name, rows)
             if rows.variable is None

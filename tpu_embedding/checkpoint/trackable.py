@@ -309,8 +309,8 @@ class EngineTables(StoredTables):
                     "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
                     "saves them too."
                 )
-        growing, tables = engine.growing(), engine.tables()
-        return {n: dict(t.rows) for n, t in tables.items() if n not in growing}
+        tables = engine.tables().items()
+        return {n: dict(t.rows) for n, t in tables if t.growing is None}
 
     def load_checkpoint_rows(self) -> None:
         self.create_engine().load()
