@@ -111,6 +111,20 @@ def test_exports_hold_tensorflows_ops_only(tmp_path: pathlib.Path, seed: int):
         np.testing.assert_allclose(served, model(features), rtol=1e-6)
 
 
+def test_exports_of_growing_tables_hold_ids(tmp_path: pathlib.Path):
+    table = te.TableConfig(te.GrowingVocabulary(20, unknown="shared_row"), 4)
+    layer = TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))
+    inputs = {"film": tf_keras.Input((), dtype="int64", name="film")}
+    model = tf_keras.Model(inputs, layer(inputs)["film"])
+    model.compile("sgd", "mse")
+    ids = np.array([5, -7, 2**62, 5], np.int64)
+    model.fit({"film": ids}, np.ones((4, 4)), verbose=0)
+    model.export(tmp_path / "export")
+    asked = np.array([*ids, 99], np.int64)
+    served = tf.saved_model.load(tmp_path / "export").serve(tf.constant(asked))
+    assert np.array_equal(served, model.predict({"film": asked}, verbose=0))
+
+
 def test_checkpoints(tmp_path: pathlib.Path, seed: int):
     steps = models.batches(seed, 3)
     model = make_model()

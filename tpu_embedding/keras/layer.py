@@ -435,6 +435,10 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
         if save_type == "checkpoint":
+            if gradient_hook.is_export():  # tf_keras looks for hash tables here.
+                stored = enumerate(self._built.tables.stored())
+                modules = {f"_{i}": v for i, v in stored if isinstance(v, tf.Module)}
+                children = {**children, **modules}
             return children  # Tables and slots; the views for Keras are not attributes.
         # Exported graphs refer to tables and to the placeholder variable, not to slots.
         stored = self._built.tables.stored()
