@@ -13,13 +13,11 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
-from tpu_embedding.engines.host import (
-    HostEngine,
-    ParameterServerEngine,
-    ShardedEngine,
-)
-from tpu_embedding.engines.portable import PortableEngine
-from tpu_embedding.engines.sparse_core import SparseCoreEngine
+from tpu_embedding.engines.host.engine import HostEngine
+from tpu_embedding.engines.host.processes import ShardedEngine
+from tpu_embedding.engines.host.servers import ParameterServerEngine
+from tpu_embedding.engines.portable.engine import PortableEngine
+from tpu_embedding.engines.sparse_core.engine import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
 from tpu_embedding.layout.plan import Plan, refuse_growing, require_dtypes
 
