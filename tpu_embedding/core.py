@@ -325,6 +325,8 @@ class Core(EngineTables):
 
     def growing(self) -> dict[str, GrowingState]:
         """The growing tables by name."""
+        if all(spec.config.vocabulary is None for spec in self.plan.tables):
+            return {}
         tables = self.tables().items()
         return {name: t.growing for name, t in tables if t.growing is not None}
 

@@ -491,7 +491,9 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
             )
         if self.compute_dtype != "float32":
             activations = [tf.cast(a, self.compute_dtype) for a in activations]
-        if distribution.current().program() is None:  # Which takes only its arguments.
+        sequences = any(f.config.max_sequence_length for f in wanted.plan.features)
+        # A program takes only its arguments.
+        if sequences and distribution.current().program() is None:
             for spec, ids, activation in zip(
                 wanted.plan.features, values, activations, strict=True
             ):
