@@ -41,11 +41,7 @@ LAYOUTS = "_sparse_core_table_layouts"  # The name of the record in checkpoints.
 
 
 def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
-    """The layout record of a checkpoint.
-
-    Raises:
-      tf.errors.DataLossError: If it cannot be parsed.
-    """
+    """The layout record of a checkpoint."""
     try:
         protos = _protos.SparseCoreTableLayouts.FromString(record)
     except message.DecodeError as error:
@@ -62,11 +58,7 @@ def to_proto(layout: TableLayout) -> Any:
 def unstack(
     path: str, stacks: Mapping[str, TableRows], layouts: Sequence[TableLayout]
 ) -> dict[str, LogicalTable]:
-    """Reads tables from stacks with the names `<stack>` and `<stack>/<slot>`.
-
-    Raises:
-      tf.errors.DataLossError: If a stack is missing or does not fit its record.
-    """
+    """Reads tables from stacks with the names `<stack>` and `<stack>/<slot>`."""
     tables = {}
     for layout in layouts:
         stack = layout.stacked_table_name
@@ -89,15 +81,7 @@ def unstack(
 def stack(
     tables: Mapping[str, Mapping[str, TableRows]], layouts: Sequence[TableLayout]
 ) -> tuple[dict[str, TableRows], dict[str, Any]]:
-    """Stacks tables for a checkpoint.
-
-    Args:
-      tables: By name the parameters and slots.
-      layouts: The place of each table.
-
-    Returns:
-      (the stacks and their slots by name, the other variables by name).
-    """
+    """Stacks tables, by name with their slots; returns the other variables, too."""
     laid_out = {layout.table_name for layout in layouts}
     if laid_out != tables.keys():
         missing = ", ".join(sorted(tables.keys() - laid_out)) or "none"

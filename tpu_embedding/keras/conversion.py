@@ -37,12 +37,7 @@ class Features:
 def convert_features(
     feature_config: Any, optimizer: Any, invalid_ids: str | None
 ) -> Features:
-    """Converts the arguments of the layer.
-
-    Raises:
-      ValueError: If the configuration is wrong, or an optimizer cannot be converted.
-      NotImplementedError: If the configuration has an unsupported option.
-    """
+    """Converts the arguments of the layer."""
     converted = tf_configs.convert_features(
         feature_config, invalid_ids, convert_optimizer
     )
@@ -55,12 +50,7 @@ def convert_features(
 
 
 def convert_serving(serving_config: Any, layer: Features) -> Features:
-    """Converts other features over the tables of a layer.
-
-    Raises:
-      ValueError: If a table does not belong to the layer, or the configuration is
-        wrong.
-    """
+    """Converts other features over the tables of a layer."""
     # A TableConfig of the layer may have an optimizer that only the layer converts.
     converted = tf_configs.convert_features(
         serving_config, None, lambda optimizer, where: None
@@ -83,15 +73,7 @@ def convert_serving(serving_config: Any, layer: Features) -> Features:
 
 
 def convert_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:
-    """Converts whatever the layer accepts as an optimizer.
-
-    Args:
-      optimizer: None, a name, or an optimizer of Keras, TensorFlow or this package.
-      where: What the optimizer belongs to, for the error.
-
-    Raises:
-      ValueError: If the optimizer cannot be converted.
-    """
+    """Converts what the layer accepts as an optimizer; errors name `where` it is."""
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS_BY_NAME:
             names = ", ".join(map(repr, _OPTIMIZERS_BY_NAME))

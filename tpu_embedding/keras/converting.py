@@ -86,8 +86,7 @@ def unconvert(model: Any) -> Any:
 def convert_process(note: Callable[[str, str], None] = lambda what, why: None) -> None:
     """Converts each Embedding and each optimizer of this process when it is built.
 
-    Args:
-      note: Called for each of them with what it is and why it was not converted, or "".
+    `note` is told of each what it is and why it was not converted, or "".
     """
     _hook_embeddings(note)
     _hook_optimizers(note)

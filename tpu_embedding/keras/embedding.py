@@ -126,11 +126,7 @@ class Embedding(keras_api.RowEmbedding):
 
 
 def _bags(name: str, ids: Any, weights: Any) -> _Bags:
-    """Converts ids and weights of any kind.
-
-    Raises:
-      ValueError: If the ids have too few axes, or weights are of another kind or shape.
-    """
+    """Converts ids and weights of any kind."""
     if type(weights) is not type(ids) and weights is not None:
         raise ValueError(
             f"{name}: `weights` must be of the kind of the ids, "

@@ -27,13 +27,7 @@ class KerasTrainedTables(VariableTables):
     def __init__(
         self, features: Features, topology: Topology, *, check_numerics: bool
     ) -> None:
-        """Checks the plan; `build` creates the tables.
-
-        Raises:
-          ValueError: If a table has an optimizer.
-          NotImplementedError: Under a TPU strategy; or if a table is not float32: the
-            optimizer of the model would round to nearest and lose small steps.
-        """
+        """Checks the plan; `build` creates the tables."""
         if topology.tpu is not None:
             raise NotImplementedError(
                 "`trainable_tables=True` looks up with TensorFlow ops that TPU "
@@ -86,11 +80,7 @@ class KerasTrainedTables(VariableTables):
         return {name: {PARAMETERS: w.value} for name, w in self._weights.items()}
 
     def start_counting(self, every: int) -> None:
-        """Refuses telemetry.
-
-        Raises:
-          NotImplementedError: Always.
-        """
+        """Refuses telemetry."""
         del every
         raise NotImplementedError(
             "Telemetry counts the updates of the tables' own optimizers. With "

@@ -15,12 +15,7 @@ from tpu_embedding.optimizers.base import check_positive, is_number
 
 
 def check_loss_scale(value: Any) -> None:
-    """Checks the argument `loss_scale` of the layer.
-
-    Raises:
-      ValueError: If it is a number <= 0 or not finite.
-      TypeError: If it is not None, a number, a Keras optimizer or a callable.
-    """
+    """Checks the argument `loss_scale` of the layer."""
     if is_number(value):
         check_positive("loss_scale", value)
     elif (
@@ -37,11 +32,7 @@ def check_loss_scale(value: Any) -> None:
 
 
 def encode_loss_scale(value: Any) -> Any:
-    """Returns `loss_scale` as JSON.
-
-    Raises:
-      ValueError: If it is an optimizer, or Keras cannot serialize it.
-    """
+    """Returns `loss_scale` as JSON."""
     if isinstance(value, keras_api.Optimizer):
         raise ValueError(
             "A layer whose `loss_scale` is an optimizer, here "
@@ -56,9 +47,6 @@ def check_scale_is_known(loss_scale: Any) -> None:
     """Checks `loss_scale` against the optimizer of the model whose step is running.
 
     Cannot check the result of a callable, nor a number other than 1.
-
-    Raises:
-      ValueError: If the model's optimizer scales the loss and is not `loss_scale`.
     """
     unscaled = loss_scale is None or (is_number(loss_scale) and loss_scale == 1)
     if not unscaled and not isinstance(loss_scale, keras_api.Optimizer):
@@ -90,16 +78,10 @@ def loss_scale_missing(cause: str) -> ValueError:
 def unscaled(
     gradients: Sequence[tf.Tensor], loss_scale: Any, *, check_numerics: bool
 ) -> list[tf.Tensor]:
-    """Returns the gradients divided by the scale of the loss.
+    """Returns the gradients of one call divided by the scale of the loss.
 
-    Args:
-      gradients: float32, of one call.
-      loss_scale: The argument of the layer.
-      check_numerics: Keep gradients that are not finite, so that the engine rejects
-        them. If False, and one is not finite, all gradients of the call become 0.
-
-    Raises:
-      TypeError: If a callable does not return a number or an optimizer.
+    With `check_numerics` it keeps those that are not finite, so that the engine rejects
+    them. Without it, if one is not finite, all gradients of the call become 0.
     """
     if loss_scale is None:
         return list(gradients)

@@ -173,11 +173,7 @@ class OptimizerRate:
     optimizer: Any
 
     def __call__(self) -> tf.Tensor:
-        """Returns the rate.
-
-        Raises:
-          RuntimeError: If a schedule has replaced the number.
-        """
+        """Returns the rate, unless a schedule has replaced the number."""
         held = _held_rate(self.optimizer)
         if callable(held):
             raise RuntimeError(

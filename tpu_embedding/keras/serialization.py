@@ -35,11 +35,7 @@ keras_api.register(updates_so_far)
 
 
 def encode_features(feature_config: Any, invalid_ids: str | None) -> dict[str, Any]:
-    """Returns a feature configuration as JSON; a shared table is written once.
-
-    Raises:
-      ValueError: If a part of it cannot be written.
-    """
+    """Returns a feature configuration as JSON; a shared table is written once."""
     tables = list({f.table: None for _, f in flatten_with_paths(feature_config)})
     return {
         "tables": [_encode_table(table, invalid_ids) for table in tables],
@@ -274,15 +270,7 @@ def _decode_initializer(config: Any) -> Any:
 
 
 def encode_object(what: str, value: Any) -> Any:
-    """Returns a number, bool, None, tuple or object that Keras can serialize as JSON.
-
-    Args:
-      what: The name of the object, for the error.
-      value: The object.
-
-    Raises:
-      ValueError: If Keras cannot serialize it.
-    """
+    """A number, bool, None, tuple or object that Keras can serialize, as JSON."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, tuple):
@@ -323,14 +311,6 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
     """Reads what `save_state` wrote, after checking all names and shapes.
 
     A bfloat16 table takes the nearest values of a float32 table.
-
-    Args:
-      layer: The layer's name, for errors.
-      variables: By name in checkpoints.
-      store: The file.
-
-    Raises:
-      ValueError: If the file lacks a table or slot, or one has another shape.
     """
     stored = set(store.keys())
     growing = {n: v for n, v in variables.items() if isinstance(v, GrowingState)}

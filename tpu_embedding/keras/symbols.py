@@ -74,18 +74,7 @@ class Symbol:
 def output_shapes(
     plan: Plan, ids: Sequence[Symbol], weights: Sequence[Symbol | None]
 ) -> list[Shape]:
-    """Returns the shape of the activations of each feature.
-
-    Args:
-      plan: The features to look up.
-      ids: Of each feature.
-      weights: Of each feature, or None.
-
-    Raises:
-      TypeError: If ids are not integers, or weights are not floating point.
-      ValueError: If an input's kind or shape does not fit its feature, or weights
-        differ in layout from their ids.
-    """
+    """The shape of the activations of each feature, after checks of its inputs."""
     shapes = OutputShapes(plan.features)
     found = []
     for spec, symbol, weight in zip(plan.features, ids, weights, strict=True):
@@ -111,11 +100,7 @@ def as_samples(values: Sequence[Symbol | None], alone: Sequence[bool]) -> list[A
 
 
 def from_shape(path: str, shape: Any) -> Symbol:
-    """Describes the ids of a feature of which only the shape is known.
-
-    Raises:
-      ValueError: If it is not a shape.
-    """
+    """Describes the ids of a feature of which only the shape is known."""
     try:
         sizes = tuple(tf.TensorShape(shape).as_list())
     except (TypeError, ValueError) as error:

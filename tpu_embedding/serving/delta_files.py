@@ -146,16 +146,8 @@ def write_delta(
 ) -> int:
     """Writes a delta beside `path`, and renames it when it is complete.
 
-    Args:
-      path: A file that does not exist yet.
-      header: What the first block says.
-      rows: The changed rows, table by table, as many at a time as a block holds.
-
-    Returns:
-      The size of the file.
-
-    Raises:
-      ValueError: If there is a file.
+    The rows come table by table, as many at a time as a block holds. Returns the size
+    of the file.
     """
     place = os.fspath(path)
     with one_writer(place):
@@ -235,11 +227,7 @@ def delta_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """What a delta says of itself, after all of it was checked.
-
-    Raises:
-      tf.errors.DataLossError: If it is no delta, or truncated or damaged.
-    """
+    """What a delta says of itself, after all of it was checked."""
     header, total, kind = None, 0, None
     for number, block in enumerate(delta_blocks(path)):
         found = _head(block)

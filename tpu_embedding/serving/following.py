@@ -112,11 +112,7 @@ class Follower:
     """
 
     def __init__(self, base: Base, stored: Sequence[ConvertedTable]) -> None:
-        """Takes tables with as many spare rows as twice `most_changed` of each.
-
-        Raises:
-          ValueError: If a table has more rows than an index can name.
-        """
+        """Takes tables with as many spare rows as twice `most_changed` of each."""
         for table in base.tables:
             if table.rows + 2 * table.most_changed > _MOST_ROWS:
                 raise ValueError(

@@ -58,12 +58,7 @@ class MappedPart:
 
 
 def write_files(model: str, pieces: Iterable[Piece]) -> None:
-    """Writes the parts of tables into the folder of a saved model.
-
-    Args:
-      model: The folder.
-      pieces: Rows, whose keys are files; those of one file in their order.
-    """
+    """Writes the parts of tables, by file in their order, into a model's folder."""
     tf.io.gfile.makedirs(f"{model}/{FOLDER}")
     for piece in pieces:
         with open(f"{model}/{piece.key}", "ab") as file:

@@ -114,11 +114,7 @@ class _Inputs:
         self._taken: dict[str, tuple[str, str]] = {}  # name and source
 
     def add(self, name: str, spec: Any, source: str) -> None:
-        """Adds an input of `source`.
-
-        Raises:
-          ValueError: If another input has the name.
-        """
+        """Adds an input of `source`, under a name of its own."""
         key = name if self._case_matters else name.lower()
         if key in self._taken:
             other, first = self._taken[key]

@@ -38,11 +38,7 @@ class HostBatches:
     ) -> None:
         """Batches for the tables of `options`.
 
-        Args:
-          options: The options of the engine.
-          device: Where batches are prepared; None: where each call is.
-          record: The plan, from `plan_record`.
-          groups: Whether entries are grouped by row for an update: else owners do it.
+        With `groups` entries are grouped by row for an update: else owners do it.
         """
         self._ops = library.load()
         self.device, self._record, self._groups = device, record, groups
@@ -63,9 +59,7 @@ class HostBatches:
     def to_tensors(self, batch: tf.Tensor, *, raises: bool) -> PreprocessedFeatures:
         """A batch that `prepare` returned as plain tensors.
 
-        Args:
-          batch: The batch.
-          raises: Whether a refused batch raises its error here, or has a `refusal`.
+        One that was refused raises its error here, or has a `refusal`.
         """
         with tf.device(self.device):
             result = self._ops.tpu_embedding_to_stacks(
@@ -138,13 +132,7 @@ class HostBatches:
 def plan_record(
     options: EngineOptions, placement: Placement | None = None, *, served: bool = False
 ) -> bytes:
-    """The plan as cc/kernels/plan.h reads it.
-
-    Args:
-      options: The options of the engine.
-      placement: The owners of the tables, if there are several.
-      served: Whether the owners are servers.
-    """
+    """The plan as cc/kernels/plan.h reads it; owners of tables may be servers."""
     plan, layout = options.plan, options.layout
     return records.serialize(
         check_numerics=options.check_numerics,
