@@ -392,3 +392,21 @@ def test_first_rows_have_the_bits_of_the_kernel(rng: np.random.Generator) -> Non
             for function in (first_rows, tf.function(first_rows)):
                 found = tf.cast(function(spec, tf.constant(ids)), tf.float32)
                 assert np.array_equal(found, expected), (initializer, dtype)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_tables_alone_of_another_dtype(
+    saved: bool, trained: te.TPUEmbedding, tmp_path: pathlib.Path
+) -> None:
+    path = te.checkpoint.save(trained, tmp_path / "saved", slots=saved)
+    vocabulary = te.GrowingVocabulary(9, eviction="lru", unknown="shared_row")
+    other, table = _make(vocabulary, dtype="bfloat16")
+    te.checkpoint.restore(other, path, slots=False)
+    found, expected = _state(other), _state(trained)
+    assert (found["accumulators"] == np.float32(0.1)).all()
+    rounded = tf.cast(expected["parameters"], tf.bfloat16).numpy()
+    assert np.array_equal(found["parameters"], rounded)
+    for name in ("ids", "rows", "hits", "last_updates", "state"):
+        assert np.array_equal(found[name], expected[name]), name
+    _train(other, [[7, 99]])
+    assert 99 in other.vocabularies[table].ids
