@@ -111,6 +111,40 @@ def test_distinct_ids_of_a_partition(generation: str) -> None:
         make(generation, 2, 1000, 8, **limits(2 * possible, 2 * most))
 
 
+@pytest.mark.parametrize(
+    ("generation", "width", "most"),
+    # What libtpu 0.0.30 compiles; 8 more it does not.
+    [
+        ("v6e", 64, 48),
+        ("v6e", 176, 8),
+        ("v5p", 128, 48),
+        ("v5p", 344, 8),
+        ("7x", 72, 48),
+    ],
+)
+def test_rows_that_a_custom_combiner_gets(
+    generation: str, width: int, most: int
+) -> None:
+    def create(valency: int, dim: int = width) -> None:
+        combiner = te.CustomCombiner(lambda _, vectors: vectors[0], valency)
+        feature = te.FeatureConfig(
+            te.TableConfig(1000, dim, name="t", combiner=combiner), output_shape=[64]
+        )
+        with strategy_of(generation, 2).scope():
+            te.TPUEmbeddingV2(feature, te.SGD(0.1))
+
+    create(most)
+    with pytest.raises(
+        ValueError,
+        match=rf"'t': its CustomCombiner gets up to {most + 1} rows of {width} columns "
+        rf"for a sample, .* at most {most} such rows for {generation}\. Use a "
+        rf"max_valency of at most {most}, or a smaller dim\.",
+    ):
+        create(most + 1)
+    with pytest.raises(ValueError, match=r"at most 0 such rows .*\. Use a smaller dim"):
+        create(1, 512)
+
+
 def test_multiples_that_libtpu_cannot_round() -> None:
     """It ends with an internal error on 7x, and rounds them up on v6e."""
     for limit in (250, 256, 272):

@@ -94,6 +94,23 @@ def test_stacks_of_sparse_cores_on_paper() -> None:
     assert found.program_bytes == place.program_bytes + batch + activations
 
 
+def test_what_a_custom_combiner_gets_is_planned() -> None:
+    def planned(combiner: Any) -> int:
+        report = te.plan(
+            te.FeatureConfig(
+                table(1000, 16, combiner=combiner), output_shape=[64], name="f"
+            ),
+            te.SGD(0.1),
+            topologies=["v6e:2x2"],
+            processes=[],
+        )
+        return placement(report, "v6e:2x2").program_bytes
+
+    combiner = te.CustomCombiner(lambda _, vectors: vectors[0], max_valency=9)
+    # libtpu compiles multiples of 8 rows for each sample.
+    assert planned(combiner) == planned("sum") + 4 * (64 * 16 * 16 * 4)
+
+
 @pytest.mark.parametrize(
     ("topology", "devices"), [("v5p:4x4x12", 192), ("v6e:2x3", 6), ("7x:2x2x3", 24)]
 )

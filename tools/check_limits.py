@@ -1,9 +1,10 @@
 """Compares te.plan with libtpu around the limits of a TPU: a part of `make check-tpu`.
 
-Random configurations need nearly as much as a TPU has, or a little more: of the memory
-of a device, of one table or slot, or of the memory of a SparseCore for distinct ids.
-A plan that fits must compile. What compiles and does not fit is counted: the plan is
-stricter there than the compiler. Runs in the environment of check_tpu.py.
+Random configurations need what a TPU has, to within 2 %: of the memory of a device,
+which tables, activations or the copies of pipelining fill, of one table or slot, or of
+the memory of a SparseCore for distinct ids. A plan that fits must compile. What
+compiles and does not fit is counted: the plan is stricter there than the compiler. Runs
+in the environment of check_tpu.py.
 
     make check-tpu CHECK='--limits --seed 3 --count 40'
 """
@@ -11,10 +12,13 @@ stricter there than the compiler. Runs in the environment of check_tpu.py.
 from __future__ import annotations
 
 import argparse
+import bisect
+import collections
 import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -35,74 +39,185 @@ DIMS = (1, 8, 12, 16, 32, 64, 100, 128, 256, 512)
 # Around the limits of ids, which are those of every width, wider programs compile for
 # minutes.
 NARROW = DIMS[:3]
-# From a little less than a limit to a little more.
-NEAR = (0.97, 1.015)
+# Of the limit.
+NEAR = (0.98, 1.02)
 
 
 @dataclasses.dataclass(frozen=True)
-class Random:
-    """One random configuration.
+class Draw:
+    """What a kind of configuration is drawn from.
 
     Attributes:
-      about: The limit that it is near.
+      rng: The source of random numbers.
       topology: A topology.
-      case: The training step.
+      generation: Its generation.
+      devices: Its devices.
+      near: How much of the limit it needs.
     """
 
-    about: str
+    rng: Any
     topology: str
-    case: check_tpu.Case
+    generation: Any
+    devices: int
+    near: float
+
+    @property
+    def cores(self) -> int:
+        """SparseCores of all devices."""
+        return self.generation.sparse_cores_per_device * self.devices
+
+    def samples(self, most: int = 12) -> int:
+        """Samples of a device: of each of its SparseCores 8 to 2 ** most."""
+        count = 2 ** self.rng.integers(3, most)
+        return int(self.generation.sparse_cores_per_device * count)
+
+    def table(self, rows: int, dim: int, name: str = "t", rule: Any = None) -> Any:
+        """A table with a random combiner, and a random rule if none is given."""
+        import tpu_embedding as te
+
+        rules = [te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1)]
+        return te.TableConfig(
+            rows,
+            dim,
+            name=name,
+            optimizer=rule or self.rng.choice(rules),
+            combiner=str(self.rng.choice(["sum", "mean", "sqrtn"])),
+        )
+
+    def fill(self, make: Callable[[int], check_tpu.Case], most: int) -> check_tpu.Case:
+        """Of make(1) to make(most) the one whose plan is near a device's memory."""
+
+        def needed(number: int) -> int:
+            return make(number).planned(self.topology).peak_bytes
+
+        wanted = self.near * self.generation.hbm_bytes
+        return make(1 + bisect.bisect_left(range(1, most), wanted, key=needed))
+
+    def filled_by_tables(
+        self, count: int, combiner: Any = None, **options: Any
+    ) -> check_tpu.Case:
+        """Tables without stacks, of as many rows as there is memory."""
+        dim, samples = int(self.rng.choice(DIMS)), self.samples()
+        tables = [self.table(8, dim, f"t{i}") for i in range(count)]
+        config = {"disable_table_stacking": True, **options.pop("config", {})}
+        changes = {} if combiner is None else {"combiner": combiner}
+
+        def make(rows: int) -> check_tpu.Case:
+            own = [
+                dataclasses.replace(t, vocabulary_size=8 * self.cores * rows, **changes)
+                for t in tables
+            ]
+            return check_tpu.Case(own, shape=(samples,), config=config, **options)
+
+        return self.fill(make, 2**31 // (8 * self.cores))
 
 
-def random_case(seed: int, number: int) -> Random:
-    """Returns configuration `number` of a seed."""
+def tables(draw: Draw) -> check_tpu.Case:
+    """Tables fill the memory."""
+    return draw.filled_by_tables(int(draw.rng.integers(8, 12)))
+
+
+def minibatching(draw: Draw) -> check_tpu.Case:
+    """The same, with minibatches."""
+    return draw.filled_by_tables(
+        int(draw.rng.integers(8, 12)), config={"minibatching": True}
+    )
+
+
+def custom_combiner(draw: Draw) -> check_tpu.Case:
+    """Tables and what their CustomCombiners get fill the memory."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
+
+    combiner = te.CustomCombiner(
+        lambda _, vectors: tf.reduce_sum(vectors, 0), int(draw.rng.choice([3, 8, 16]))
+    )
+    return draw.filled_by_tables(int(draw.rng.integers(8, 12)), combiner)
+
+
+def activations(draw: Draw, **options: Any) -> check_tpu.Case:
+    """Tables have a part of the memory, and a large batch the rest."""
+    rng, generation = draw.rng, draw.generation
+    count, dim = int(rng.integers(1, 5)), int(rng.choice(DIMS))
+    width, share = -(-dim // 8) * 8, rng.uniform(0.3, 0.9)
+    first = draw.table(8, dim)
+    arrays = count * (1 + len(first.optimizer.slots))
+    rows = share * generation.hbm_bytes * draw.devices / (4 * width * arrays)
+    most = 0.9 * draw.devices * 2**34 / (4 * width)
+    own = [
+        dataclasses.replace(first, vocabulary_size=int(min(rows, most)), name=f"t{i}")
+        for i in range(count)
+    ]
+    config = {
+        "disable_table_stacking": True,
+        "max_ids_per_chip_per_sample": int(rng.choice([8, 64])),
+        "minibatching": bool(rng.random() < 0.3),
+    }
+    cores = generation.sparse_cores_per_device
+
+    def make(samples: int) -> check_tpu.Case:
+        return check_tpu.Case(
+            own, shape=(8 * cores * samples,), config=config, options=options
+        )
+
+    return draw.fill(make, 2**24 // cores)
+
+
+def pipelined(draw: Draw) -> check_tpu.Case:
+    """The same, and the update of the step before."""
+    return activations(draw, **check_tpu.PIPELINED)
+
+
+def tensor(draw: Draw) -> check_tpu.Case:
+    """One table has what SparseCores support of one."""
     import tpu_embedding as te
     from tpu_embedding import tpu_generations
     from tpu_embedding.layout.plan import MAX_ROWS
 
-    rng: Any = np.random.default_rng([seed, number])
-    about = ("device bytes", "tensor bytes", "distinct ids", "custom")[number % 4]
-    topology = str(rng.choice(TOPOLOGIES))
-    generation, devices = tpu_generations.topology(topology)
-    cores = generation.sparse_cores_per_device * devices
-    samples = int(generation.sparse_cores_per_device * 2 ** rng.integers(3, 12))
-    near = rng.uniform(*NEAR)
-    rules = [te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1)]
-    config: dict[str, Any] = {"minibatching": bool(rng.random() < 0.3)}
-    pipelined = check_tpu.PIPELINED if rng.random() < 0.3 else {}
-    combiner = str(rng.choice(["sum", "mean", "sqrtn"]))
+    most = draw.near * tpu_generations.SPARSE_CORE_TENSOR_BYTES * draw.devices
 
-    def make(name: str, rows: int, dim: int, rule: Any) -> Any:
-        return te.TableConfig(rows, dim, name=name, optimizer=rule, combiner=combiner)
+    def rows(dim: int) -> int:
+        return int(most / (4 * -(-dim // 8) * 8))
 
-    dim = int(rng.choice(DIMS if "bytes" in about else NARROW))
-    width = -(-dim // 8) * 8
-    tables = [make("t", 10_000, dim, rng.choice(rules))]
-    if about == "device bytes":
-        count = int(rng.integers(8, 12))
-        rule = rng.choice(rules)
-        arrays = count * (1 + len(rule.slots))
-        rows = int(near * generation.hbm_bytes * devices / (4 * width * arrays))
-        tables = [make(f"t{i}", rows, dim, rule) for i in range(count)]
-        config["disable_table_stacking"] = True
-    elif about == "tensor bytes":
-        most = tpu_generations.SPARSE_CORE_TENSOR_BYTES * devices
-        rows = min(int(near * most / (4 * width)), MAX_ROWS)
-        tables = [make("t", rows, dim, te.SGD(0.1))]
-    elif about == "distinct ids":
-        ids = int(generation.max_unique_ids(cores) * rng.choice([1, 2, 16, 40]))
-        unique = int(near * generation.max_unique_ids(cores, ids)) // 8 * 8
-        config["max_unique_ids_per_table"] = {"t": unique}
-        config["max_ids_per_table"] = {"t": ids}
+    dim = int(draw.rng.choice([dim for dim in DIMS if rows(dim) <= MAX_ROWS]))
+    own = [draw.table(rows(dim), dim, rule=te.SGD(0.1))]
+    config = {"minibatching": bool(draw.rng.random() < 0.3)}
+    return check_tpu.Case(own, shape=(draw.samples(),), config=config)
+
+
+def distinct_ids(draw: Draw) -> check_tpu.Case:
+    """The limits of a partition fill the memory of a SparseCore."""
+    rng, generation, cores = draw.rng, draw.generation, draw.cores
+    ids = int(generation.max_unique_ids(cores) * rng.choice([1, 2, 16, 40]))
+    unique = int(draw.near * generation.max_unique_ids(cores, ids)) // 8 * 8
+    config = {
+        "max_unique_ids_per_table": {"t": unique},
+        "max_ids_per_table": {"t": ids},
+        "minibatching": bool(rng.random() < 0.5),
+    }
+    options = check_tpu.PIPELINED if rng.random() < 0.3 else {}
+    own = [draw.table(10_000, int(rng.choice(NARROW)))]
+    return check_tpu.Case(own, shape=(draw.samples(),), config=config, options=options)
+
+
+def custom_optimizer(draw: Draw) -> check_tpu.Case:
+    """The batch gives a CustomOptimizer, or CustomCombiner, its limits."""
+    import tensorflow as tf
+
+    import tpu_embedding as te
+    from tpu_embedding import tpu_generations
+
+    most = draw.generation.max_unique_ids(draw.cores)
+    most //= tpu_generations.CUSTOM_IDS_PER_SAMPLE
+    samples = int(draw.near * most) * draw.generation.sparse_cores_per_device
+    own = draw.table(10_000, int(draw.rng.choice(NARROW)))
+    if draw.rng.random() < 0.5:
+        own = dataclasses.replace(own, optimizer=te.CustomOptimizer(_descend, 0.1))
     else:
-        per_core = generation.max_unique_ids(cores)
-        per_core //= tpu_generations.CUSTOM_IDS_PER_SAMPLE
-        samples = int(near * per_core) * generation.sparse_cores_per_device
-        config["minibatching"] = False
-        rule = te.CustomOptimizer(_descend, 0.1)
-        tables = [make("t", 10_000, dim, rule)]
-    case = check_tpu.Case(tables, shape=(samples,), config=config, options=pipelined)
-    return Random(about, topology, case)
+        combiner = te.CustomCombiner(lambda _, vectors: tf.reduce_sum(vectors, 0), 4)
+        own = dataclasses.replace(own, combiner=combiner)
+    return check_tpu.Case([own], shape=(samples,))
 
 
 def _descend(gradient: Any, row: Any, _: Any, rate: Any, __: Any) -> Any:
@@ -110,37 +225,66 @@ def _descend(gradient: Any, row: Any, _: Any, rate: Any, __: Any) -> Any:
     return row - rate * gradient
 
 
+KINDS = (
+    tables,
+    activations,
+    pipelined,
+    distinct_ids,
+    minibatching,
+    custom_combiner,
+    tensor,
+    custom_optimizer,
+)
+
+
+def random_case(seed: int, number: int) -> tuple[str, str, check_tpu.Case]:
+    """Returns the kind, the topology and the step of a configuration of a seed."""
+    from tpu_embedding import tpu_generations
+
+    rng: Any = np.random.default_rng([seed, number])
+    kind = KINDS[number % len(KINDS)]
+    topology = str(rng.choice(TOPOLOGIES))
+    found = tpu_generations.topology(topology)
+    draw = Draw(rng, topology, *found, near=rng.uniform(*NEAR))
+    return kind.__name__, topology, kind(draw)
+
+
 def run(generation: str, seed: int, numbers: list[int]) -> int:
-    """Compares the configurations of a generation; returns how many disagree."""
+    """Compares the configurations of a generation; returns how many plans are wrong."""
     from tpu_embedding.layout import limits
     from tpu_embedding.testing import tpu_compiler
 
-    compared = failed = 0
+    counts: collections.Counter[tuple[bool, bool]] = collections.Counter()
     for number in numbers:
-        found = random_case(seed, number)
-        if found.topology.partition(":")[0] != generation:
+        kind, topology, case = random_case(seed, number)
+        if topology.partition(":")[0] != generation:
             continue
-        place = found.case.planned(found.topology)
+        place = case.planned(topology)
         # Without the errors at construction, which are those of the plan.
         with mock.patch.object(limits, "raise_first"):
-            facts = tpu_compiler.check(found.case.build, found.topology)
+            facts = tpu_compiler.check(case.build, topology)
         error = facts.get("error", "")
-        bad = place.fits and bool(error)
-        compared, failed = compared + 1, failed + bad
+        counts[place.fits, not error] += 1
         kinds = sorted({excess.kind for excess in place.excesses})
         plan = "fits" if place.fits else f"exceeds {', '.join(kinds)}"
         if place.unsupported:
             plan = f"unsupported: {place.unsupported}"
-        share = place.peak_bytes / place.capacity
-        temporary = facts.get("temp_bytes", 0) / 2**20
+        sizes = [facts.get(f"{name}_bytes", 0) for name in ("argument", "temp")]
         print(
-            f"{number:3} {found.topology:<10} {found.about:<13} {share:8.3%} of HBM, "
-            f"plan: {plan}; compiler: {error[:300] or 'compiles'}"
-            f", {temporary:.1f} MiB of temporaries{' FAILED' * bad}",
+            f"{number:3} {topology:<10} {kind:<16} "
+            f"{place.peak_bytes / place.capacity:8.3%} of HBM, plan: {plan}; compiler: "
+            f"{error[:300] or 'compiles'}, {sum(sizes) / place.capacity:.3%}, of which "
+            f"{sizes[1] / 2**20:.1f} MiB are temporaries, planned "
+            f"{place.program_bytes / 2**20:.1f}"
+            f"{' FAILED' * (place.fits and bool(error))}",
             flush=True,
         )
-    print(f"{generation}: {compared - failed} of {compared} configurations agree")
-    return failed
+    print(
+        f"{generation}: {counts[True, True]} fit and compile, {counts[False, False]} "
+        f"neither, {counts[False, True]} compile and do not fit, {counts[True, False]} "
+        "fit and do not compile"
+    )
+    return counts[True, False]
 
 
 def main(arguments: list[str]) -> int:

@@ -29,6 +29,8 @@ TENSOR_CORE_LANES = 128
 # whose ops have no attributes for limits, to so many ids for each sample of a
 # SparseCore.
 CUSTOM_IDS_PER_SAMPLE = 4
+# It compiles CustomCombiners of a multiple of so many ids for each sample.
+VALENCY_MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Generation:
       hbm_bytes: What programs can use of the memory of a device.
       spmem_bytes: Memory of a SparseCore for the ids of a partition; 0 without.
       spmem_reserved_bytes: What of it the compiler takes whatever the limits.
+      combiner_values: Values that a SparseCore holds at a time of what a CustomCombiner
+        gets of a sample; 0 without, or if not known.
       id_multiple: The compiler rounds limits of ids up to a multiple of it. Where it
         is 16, limits of distinct ids that are rounded up to an odd multiple of 8 end
         in an internal error.
@@ -63,6 +67,7 @@ class Generation:
     hbm_bytes: int = 0
     spmem_bytes: int = 0
     spmem_reserved_bytes: int = 0
+    combiner_values: int = 0
     id_multiple: int = 8
     devices_per_chip: int = 1
     max_chips: int = 0
@@ -97,6 +102,20 @@ class Generation:
                 unique if max_ids is None else max_ids, unique, num_sparse_cores
             )
         )
+
+    def max_valency(self, width: int) -> int:
+        """The most ids of a sample of a CustomCombiner that compile; 0 if none do.
+
+        >>> v6e = generation("v6e")
+        >>> v6e.max_valency(64), v6e.max_valency(248), v6e.max_valency(256)
+        (48, 8, 0)
+
+        Args:
+          width: Columns of the stack.
+        """
+        # The rows of a sample, 8 more, and the number of each row.
+        most = (self.combiner_values - 8 * width) // (width + 1)
+        return max(most // VALENCY_MULTIPLE * VALENCY_MULTIPLE, 0)
 
     def compiles_multiple(self, max_unique_ids: int) -> bool:
         """Whether the compiler can round a limit of distinct ids.
@@ -138,7 +157,7 @@ def _sparse_core(
         row_multiple=8,
         hbm_bytes=hbm_bytes,
         spmem_bytes=spmem_bytes,
-        **{"spmem_reserved_bytes": 1024, **others},
+        **{"spmem_reserved_bytes": 1024, "combiner_values": 4096, **others},
     )
 
 
@@ -189,6 +208,7 @@ GENERATIONS: dict[str, Generation] = {
             4,
             int(95.74 * GIB),
             524288,
+            combiner_values=8192,
             max_chips=8960,
             topologies=_CUBOIDS,
         ),
@@ -320,6 +340,9 @@ def reported(feature: str, sparse_cores_per_device: int) -> Generation:
             max((known.spmem_bytes for known in possible), default=0),
             spmem_reserved_bytes=min(
                 (known.spmem_reserved_bytes for known in possible), default=0
+            ),
+            combiner_values=max(
+                (known.combiner_values for known in possible), default=0
             ),
         )
     return Generation(name, embedding, hbm_bytes=hbm_bytes)

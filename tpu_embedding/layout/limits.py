@@ -13,11 +13,14 @@ from tpu_embedding.tpu_generations import (
     PROGRAM_BYTES_PER_STACK,
     SPARSE_CORE_TENSOR_BYTES,
     TENSOR_CORE_LANES,
+    VALENCY_MULTIPLE,
     Generation,
 )
 
 _BYTES = 4  # Of float32 and int32, which are all that a TPU's tables and batches hold.
 _LARGEST_SHOWN = 3
+# The most arrays of what a CustomCombiner gets that its program has at a time.
+_COMBINER_ARRAYS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Excess:
     """One limit that a configuration exceeds.
 
     Attributes:
-      kind: "tensor bytes", "unique ids", "ids" or "device bytes".
+      kind: "tensor bytes", "unique ids", "ids", "valency" or "device bytes".
       tables: Names of the tables.
       stack: Name of their stack, or None for a limit of a whole device.
       number: The number that the configuration needs or asks for.
@@ -70,7 +73,8 @@ def program_bytes(
 
     As programs that libtpu 0.0.30 compiled (docs/tpu_check.md): their code, the
     activations, and, where an update is pending, the batch once more. Ops outside of
-    SparseCores may store activations `padded`: in some programs, in others not.
+    SparseCores may store activations `padded`: in some programs, in others not. What a
+    CustomCombiner gets is counted with the padding.
     """
     activations = _activation_bytes(stack)
     pending = _batch_bytes(partitioning, stack) + activations
@@ -80,6 +84,9 @@ def program_bytes(
         activations = (1 if narrow else 2) * stored + (
             0 if wide else (2 if narrow else 1) * activations
         )
+        rows = -(-_max_valency(partitioning, stack) // VALENCY_MULTIPLE)
+        rows *= VALENCY_MULTIPLE * _COMBINER_ARRAYS
+        activations += rows * _activation_bytes(stack)
     return PROGRAM_BYTES_PER_STACK + activations + (pending if pipelined else 0)
 
 
@@ -87,6 +94,13 @@ def _batch_bytes(partitioning: Partitioning, stack: Stack) -> int:
     ids = stack.samples * partitioning.max_ids_per_chip_per_sample
     positions = any(t.positions for t in partitioning.tables if t.name == stack.name)
     return _BYTES * (ids * (4 if positions else 3) + partitioning.num_row_pointers)
+
+
+def _max_valency(partitioning: Partitioning, stack: Stack) -> int:
+    """Of a CustomCombiner; 0 for other combiners."""
+    return max(
+        (partitioning.features[f].max_valency for f in stack.features), default=0
+    )
 
 
 def _activation_bytes(stack: Stack) -> int:
@@ -107,6 +121,8 @@ def sparse_core_excesses(
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
         names = tuple(plan.tables[index].name for index in stack.tables)
         found += _tensor_excess(stack, names)
+        valency = _max_valency(partitioning, stack)
+        found += _valency_excess(stack, names, valency, generation)
         compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
         asked = (table.max_ids_per_partition, table.max_unique_ids_per_partition)
         found += _partition_excess(
@@ -224,6 +240,27 @@ def _tensor_excess(stack: Stack, names: tuple[str, ...]) -> Iterable[Excess]:
         f"({_gib(size)}), and SparseCores support at most {limit} bytes "
         f"({_gib(limit)}) for a table or slot on a device. Use at least "
         f"{-(-devices * size // limit)} devices, or a smaller vocabulary_size or dim.",
+    )
+
+
+def _valency_excess(
+    stack: Stack, names: tuple[str, ...], valency: int, generation: Generation
+) -> Iterable[Excess]:
+    most = generation.max_valency(stack.width)
+    if not generation.combiner_values or valency <= most:
+        return
+    way_out = f"Use a max_valency of at most {most}, or a smaller dim"
+    if not most:
+        way_out = "Use a smaller dim"
+    yield Excess(
+        "valency",
+        names,
+        stack.name,
+        valency,
+        most,
+        f"{_tables(names)} in stack {stack.name!r}: its CustomCombiner gets up to "
+        f"{valency} rows of {stack.width} columns for a sample, and libtpu 0.0.30 "
+        f"compiles at most {most} such rows for {generation.name}. {way_out}.",
     )
 
 

@@ -213,7 +213,9 @@ class _Planner:
                     continue
                 place = self._tpu(name, generation, devices)
                 # More devices help only against a lack of memory.
-                if all(e.kind in ("unique ids", "ids") for e in place.excesses):
+                if all(
+                    e.kind in ("unique ids", "ids", "valency") for e in place.excesses
+                ):
                     break
             assert place is not None
             found.append(place)

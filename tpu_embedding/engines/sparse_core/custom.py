@@ -25,12 +25,11 @@ from tpu_embedding.engines import errors
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import CustomOptimizer
+from tpu_embedding.tpu_generations import VALENCY_MULTIPLE
 
 # TPUs pass the rate and hyperparameters as [1, D], the software TPU as scalars.
 _ANY_SHAPE: Any = None
 _NUMBER = tf.TensorSpec(_ANY_SHAPE, tf.float32)
-# libtpu refuses others.
-_VALENCY_MULTIPLE = 8
 # Types of ops that compute each column from the same column of their inputs.
 _ELEMENTWISE = re.compile(
     "Abs|Add(N|V2)?|Cast|ClipByValue|Const|Cosh?|Div(NoNan)?|Elu|Equal|Erf|Exp(m1)?|"
@@ -149,7 +148,7 @@ def _combiner(
     table: str, combiner: CustomCombiner, dim: int, stack: Stack
 ) -> CombinerFunctions:
     samples, width = stack.samples, stack.width
-    max_valency = -(-combiner.max_valency // _VALENCY_MULTIPLE) * _VALENCY_MULTIPLE
+    max_valency = -(-combiner.max_valency // VALENCY_MULTIPLE) * VALENCY_MULTIPLE
     vectors = tf.TensorSpec([samples, max_valency, width], tf.float32)
     weights = tf.TensorSpec([samples, combiner.num_weights], tf.float32)
     own = [weights] if combiner.num_weights else []
