@@ -401,8 +401,8 @@ class TableStore(abc.ABC):
           every: n; 0 counts nothing.
 
         Returns:
-          What has been counted since, from the number of the hottest rows that are
-          wanted; to be called eagerly.
+          A function of the number of hottest rows that are wanted, which returns what
+          was counted since; to be called eagerly.
 
         Raises:
           NotImplementedError: If the engine cannot count.
@@ -442,7 +442,10 @@ class TableStore(abc.ABC):
 
 
 class Engine(Steps, TableStore):
-    """Holds the tables, and runs the steps on them; in the classes what it can."""
+    """Steps and tables, and what is decided before there are tables.
+
+    The attributes of the class say what an engine can do.
+    """
 
     # True: the tables are stored as stacks; checkpoints hold stacks and their layout.
     stores_stacks: ClassVar[bool] = False
