@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -41,13 +41,38 @@ class _Copy:
 
     def _run_by_place(self, places: np.ndarray) -> None:
         stored = self.source.numpy()
+        _write_places(self.target, places, lambda own: stored[own])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reset:
+    """A slot whose rows start at their initial value, all or those with a place."""
+
+    target: MutableTableRows
+    places: np.ndarray | None
+
+    def run(self) -> None:
+        initial = self.target.initial_rows
+        if self.places is not None:
+            _write_places(self.target, self.places, lambda own: initial(len(own)))
+            return
         for start, stop in self.target.slices():
-            own = places[start:stop]
-            if (own < 0).all():
-                continue
-            values = self.target.read(start, stop)
-            values[own >= 0] = stored[own[own >= 0]]
-            self.target.write(start, values)
+            self.target.write(start, initial(stop - start))
+
+
+def _write_places(
+    target: MutableTableRows,
+    places: np.ndarray,
+    values_of: Callable[[np.ndarray], np.ndarray],
+) -> None:
+    """Replaces the rows that have a place, by what `values_of` makes of the places."""
+    for start, stop in target.slices():
+        own = places[start:stop]
+        chosen = own >= 0
+        if chosen.any():
+            values = target.read(start, stop)
+            values[chosen] = values_of(own[chosen])
+            target.write(start, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +81,14 @@ class Job:
 
     Attributes:
       copies: Parameters and slots that the checkpoint has.
-      resets: Slots that start at their initial value.
-      lacking: Names of `resets`.
+      resets: Slots that the checkpoint lacks.
+      lacking: Their names.
       growing: The growing tables.
       states: What they will be; made by `verify`.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
-    resets: list[MutableTableRows] = dataclasses.field(default_factory=list)
+    resets: list[_Reset] = dataclasses.field(default_factory=list)
     lacking: list[str] = dataclasses.field(default_factory=list)
     growing: list[Growth] = dataclasses.field(default_factory=list)
     states: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
@@ -117,8 +142,8 @@ class Job:
             for name, target in arrays.items():
                 if name in stored and (slots or name == PARAMETERS):
                     job.copies.append(_Copy(table, name, stored[name], target, places))
-                elif places is None:
-                    job.resets.append(target)
+                else:
+                    job.resets.append(_Reset(target, places))
                     job.lacking.append(f"{table}/{name}")
         for table, (spec, target) in (growing or {}).items():
             stored, own = source[names[table]], chosen.get(table)
@@ -196,9 +221,8 @@ class Job:
         for growth in self.growing:
             growth.target.write(self.states.pop(0))
             progress.advance(growth.nbytes)
-        for target in self.resets:
-            for start, stop in target.slices():
-                target.write(start, target.initial_rows(stop - start))
+        for reset in self.resets:
+            reset.run()
 
 
 def _places(

@@ -160,7 +160,8 @@ def restore(
       ids: By name of a table ids, int64 [n], to restore rows by their ids: a growing
         table takes these ids only, and the others start anew when they occur. Of a
         static table they are the ids of its first n rows; rows whose id the
-        checkpoint lacks keep their values and slots.
+        checkpoint lacks keep their values and slots, and slots that it lacks start
+        at their initial value where a row is restored.
       progress: Receives the number of bytes read, first to check, then to assign.
 
     Returns:
