@@ -41,14 +41,42 @@ def _first_values(ids: np.ndarray, **table: Any) -> np.ndarray:
 
 
 def _train(
-    embedding: te.TPUEmbedding, batches: Sequence[Any], gradients: Sequence[Any]
-) -> list[Any]:
-    activations = []
-    for batch, own in zip(batches, gradients, strict=True):
-        embedding.enqueue(batch)
-        activations.append([a.numpy() for a in embedding.dequeue()])
-        embedding.apply_gradients(own)
-    return activations
+    embedding: Any, strategy: tf.distribute.Strategy, steps: Sequence[Any]
+) -> list[np.ndarray]:
+    """One update for each element, which has a batch for each replica.
+
+    Gradients depend on the step, the replica and the feature only.
+    """
+    found = []
+    queues = isinstance(embedding, te.TPUEmbedding)
+    for number, batches in enumerate(steps):
+        batch = [_of_replicas(strategy, own) for own in zip(*batches, strict=True)]
+        if queues:
+            embedding.enqueue(batch)
+
+        def in_replica(own: Any, number: int = number) -> list[tf.Tensor]:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            activations, *preserved = (
+                [embedding.dequeue()] if queues else embedding(own)
+            )
+            gradients = [
+                tf.random.stateless_normal(a.shape, [number, 10 * int(replica) + f])
+                for f, a in enumerate(activations)
+            ]
+            embedding.apply_gradients(gradients, *preserved)
+            return activations
+
+        for activation in strategy.run(in_replica, args=(batch,)):
+            values = strategy.experimental_local_results(activation)
+            found += [value.numpy() for value in values]
+    embedding.flush()
+    return found
+
+
+def _of_replicas(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
 
 
 def _order_of_sight(
@@ -69,43 +97,51 @@ def _assert_as_static(
     inputs: Sequence[cases.Input],
     optimizer: Any,
     rng: np.random.Generator,
+    *,
+    replicas: int = 1,
+    pipelined: bool = False,
+    make: Any = te.TPUEmbedding,
     **table: Any,
 ) -> None:
     """Trains a growing table, and a static one with its rows: the bits are equal."""
-    batches = [[i.draw(rng, len(POOL)) for i in inputs] for _ in range(4)]
-    order = _order_of_sight(inputs, batches)
+    steps = [
+        [[i.draw(rng, len(POOL)) for i in inputs] for _ in range(replicas)]
+        for _ in range(4)
+    ]
+    strategy = (
+        tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(replicas)])
+        if replicas > 1
+        else tf.distribute.get_strategy()
+    )
+    order = _order_of_sight(inputs, [batch for step in steps for batch in step])
     rows = np.zeros(len(POOL), np.int64)
     rows[order] = np.arange(len(order))
     values = _first_values(
         POOL[order], **{k: v for k, v in table.items() if k == "dtype"}
     )
 
-    def embed(vocabulary: Any, initializer: Any) -> tuple[te.TPUEmbedding, Any]:
+    def embed(vocabulary: Any, initializer: Any) -> tuple[Any, Any]:
         config = te.TableConfig(vocabulary, D, initializer, **table)
         features = [
             te.FeatureConfig(config, i.max_sequence_length, output_shape=i.output_shape)
             for i in inputs
         ]
-        return te.TPUEmbedding(features, optimizer), config
+        with strategy.scope():
+            embedding = make(
+                features, optimizer, pipeline_execution_with_tensor_core=pipelined
+            )
+        return embedding, config
+
+    def with_ids(ids: np.ndarray) -> list[Any]:
+        return [[[_as_ids(v, ids) for v in b] for b in step] for step in steps]
 
     ours, grown = embed(te.GrowingVocabulary(100), None)
     static, fixed = embed(len(order), lambda shape, dtype: tf.cast(values, dtype))
-    gradients = []
-    for batch in batches:
-        static.enqueue([_as_ids(v, rows) for v in batch], training=False)
-        gradients.append(
-            [
-                tf.constant(rng.normal(size=a.shape), tf.float32)
-                for a in static.dequeue()
-            ]
-        )
-    found = _train(ours, [[_as_ids(v, POOL) for v in b] for b in batches], gradients)
-    expected = _train(
-        static, [[_as_ids(v, rows) for v in b] for b in batches], gradients
-    )
-    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
-        for spec, a, b in zip(inputs, own, other, strict=True):
-            assert np.array_equal(a, b), (step, spec.name)
+    found = _train(ours, strategy, with_ids(POOL))
+    expected = _train(static, strategy, with_ids(rows))
+    names = [i.name for i in inputs]
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert np.array_equal(a, b), (names, number)
     for name, array in static.variables[fixed].items():
         own = ours.variables[grown][name]
         assert np.array_equal(own.numpy(), array.numpy()), name
@@ -150,12 +186,46 @@ def test_every_input_trains_as_a_static_table(
         _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner, dtype=dtype)
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_every_input_of_v2_trains_as_a_static_table(
+    combiner: str, rng: np.random.Generator
+) -> None:
+    make = te.TPUEmbeddingV2
+    for spec in cases.INPUTS:
+        _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner, make=make)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "pipelined", "make"),
+    [
+        (1, True, te.TPUEmbedding),
+        (2, False, te.TPUEmbedding),
+        (3, True, te.TPUEmbedding),
+        (2, False, te.TPUEmbeddingV2),
+    ],
+)
+def test_steps_of_replicas_and_pending_updates_are_as_static(
+    replicas: int, pipelined: bool, make: Any, rng: np.random.Generator
+) -> None:
+    inputs = [i for i in cases.INPUTS if i.name in ("dense2", "ragged")]
+    for dtype in ("float32", "bfloat16"):
+        _assert_as_static(
+            inputs,
+            te.Adam(0.3),
+            rng,
+            replicas=replicas,
+            pipelined=pipelined,
+            make=make,
+            dtype=dtype,
+        )
+
+
 def _embedding(
-    vocabulary: te.GrowingVocabulary, **options: Any
-) -> tuple[te.TPUEmbedding, te.TableConfig]:
+    vocabulary: te.GrowingVocabulary, *, make: Any = te.TPUEmbedding, **options: Any
+) -> tuple[Any, te.TableConfig]:
     table = te.TableConfig(vocabulary, 2, "ones", combiner="sum", name="films")
     feature = te.FeatureConfig(table, name="film")
-    return te.TPUEmbedding({"film": feature}, te.SGD(0.5), **options), table
+    return make({"film": feature}, te.SGD(0.5), **options), table
 
 
 def _step(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
@@ -261,6 +331,68 @@ def test_rows_that_were_not_used_are_given_up() -> None:
     assert _step(embedding, [2]) == [1]  # It is a new one.
 
 
+def test_rows_are_given_up_by_hand() -> None:
+    vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=2)
+    embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
+    for ids in ([1], [2], [3], [4]):
+        _step(embedding, ids)
+    # The pending update is applied, and gives up those that are too old.
+    assert embedding.evict(table) == 0
+    assert embedding.vocabularies[table].ids.tolist() == [2, 3, 4]
+    vocabulary = te.GrowingVocabulary(9, eviction="lfu", min_rows=2)
+    embedding, table = _embedding(vocabulary)
+    for ids in ([1, 1], [2, 3], [4]):
+        _step(embedding, ids)
+    embedding.enqueue({"film": tf.constant([2])})
+    embedding.dequeue()  # Its update will come.
+    assert embedding.evict(table) == 2
+    contents = embedding.vocabularies[table]
+    assert contents.ids.tolist() == [1, 2]
+    assert contents.evicted == 2
+    static, table = _embedding(te.GrowingVocabulary(9))
+    with pytest.raises(ValueError, match="has eviction=None: no row is less needed"):
+        static.evict(table)
+    with pytest.raises(ValueError, match="Growing tables: films"):
+        embedding.evict(table)
+
+
+def test_telemetry_counts_ids_since_it_began() -> None:
+    vocabulary = te.GrowingVocabulary(4, min_count=2, eviction="lru", min_rows=1)
+    embedding, table = _embedding(vocabulary)
+    _step(embedding, [1, 1, 2])
+    telemetry = te.Telemetry(embedding, every=2)
+    for ids in ([3, 3, 2], [4, 4, 5], [6, 6]):
+        _step(embedding, ids)
+    embedding.evict(table)
+    figures = telemetry.read()["films"]
+    found = {
+        name: figures[f"{name}_ids"]
+        for name in ("unknown", "admitted", "refused", "evicted")
+    }
+    contents = embedding.vocabularies[table]
+    assert (contents.unknown, contents.admitted) == (7, 5)
+    assert found == {
+        "unknown": (5, True),
+        "admitted": (4, True),
+        "refused": (1, True),
+        "evicted": (contents.evicted, True),
+    }
+    assert contents.evicted > 0
+
+
+def test_a_lookup_leaves_the_pending_update_its_room() -> None:
+    vocabulary = te.GrowingVocabulary(2, eviction="lru", min_rows=1)
+    embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
+    _step(embedding, [1, 2])
+    _step(embedding, [3])
+    embedding.enqueue({"film": tf.constant([1, 2])})
+    with pytest.raises(tf.errors.InvalidArgumentError, match="call `flush` before"):
+        embedding.dequeue()
+    embedding.flush()
+    assert embedding.vocabularies[table].ids.tolist() == [2, 3]
+    assert embedding.dequeue()["film"].numpy().tolist() == [[1, 1], [0.5, 0.5]]
+
+
 def test_values_that_are_assigned_are_trained_on() -> None:
     embedding, table = _embedding(te.GrowingVocabulary(10))
     _step(embedding, [3, 4])
@@ -308,26 +440,76 @@ def test_what_growing_tables_do_not_support() -> None:
     def feature(**table: Any) -> te.FeatureConfig:
         return te.FeatureConfig(te.TableConfig(vocabulary, 2, name="films", **table))
 
-    text = "Table 'films': .* a GrowingVocabulary. Use TPUEmbedding or keras"
+    text = "Table 'films': .* a GrowingVocabulary. Use TPUEmbedding, "
     for make in (
-        lambda: te.TPUEmbeddingV2(feature(), te.SGD(0.5)),
         lambda: te.TPUEmbeddingV0(feature(), te.SGD(0.5)),
         lambda: te.keras.TPUEmbedding(feature(), te.SGD(0.5), trainable_tables=True),
         lambda: te.plan(feature(), te.SGD(0.5)),
-        lambda: te.TPUEmbedding(
-            feature(), te.SGD(0.5), pipeline_execution_with_tensor_core=True
-        ),
     ):
         with pytest.raises(NotImplementedError, match=text):
             make()
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope(), pytest.raises(NotImplementedError, match=text):
-        te.TPUEmbedding(feature(), te.SGD(0.5))
+    with pytest.raises(NotImplementedError, match="while one is pending"):
+        te.TPUEmbeddingV2(feature(), te.SGD(0.5), True)
     with pytest.raises(NotImplementedError, match="made of a seed and an id"):
         te.TPUEmbedding(feature(initializer=te.RowIdInitializer()), te.SGD(0.5))
     optimizer = te.Adagrad(slot_variable_creation_fn=lambda *_: {})
     with pytest.raises(NotImplementedError, match="cannot be made by a function"):
         te.TPUEmbedding(feature(), optimizer)
+
+
+def _v2_step(embedding: te.TPUEmbeddingV2, ids: Sequence[int]) -> list[float]:
+    """As `_step`."""
+    activations, preserved = embedding({"film": tf.constant(ids, tf.int64)})
+    embedding.apply_gradients({"film": tf.ones_like(activations["film"])}, preserved)
+    return activations["film"][:, 0].numpy().tolist()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_rows_of_a_v2_lookup_stay_until_its_update(keeps: bool) -> None:
+    vocabulary = te.GrowingVocabulary(3, eviction="lru", min_rows=1)
+    embedding, table = _embedding(vocabulary, make=te.TPUEmbeddingV2)
+    _v2_step(embedding, [1, 2])
+    activations, preserved = embedding({"film": tf.constant([1], tf.int64)})
+    if not keeps:
+        del preserved
+    _v2_step(embedding, [3, 4])
+    kept, evicted = (1, 2) if keeps else (2, 1)
+    assert embedding.vocabularies[table].ids.tolist() == [kept, 3, 4]
+    if keeps:
+        embedding.apply_gradients({"film": tf.ones([1, 2])}, preserved)
+        assert _v2_step(embedding, [1]) == [0]
+        # An update ends it, though the outputs are there.
+        _v2_step(embedding, [3, 4])
+        _v2_step(embedding, [5])
+        assert embedding.vocabularies[table].ids.tolist() == [4, 5]
+
+
+def test_v2_batches_are_prepared_in_data_and_have_ids_as_tokens() -> None:
+    growing = te.TableConfig(te.GrowingVocabulary(9), 2, "ones", name="films")
+    static = te.TableConfig(9, 2, name="users", combiner="sum")
+    other = te.TableConfig(te.GrowingVocabulary(9), 2, name="labels")
+    embedding = te.TPUEmbeddingV2(
+        [te.FeatureConfig(t) for t in (growing, static, other)], te.SGD(0.5)
+    )
+    batch = [[2**60, -1], [3, 4], [5, 5]]
+    data = tf.data.Dataset.from_tensors(tuple(tf.constant(b, tf.int64) for b in batch))
+    prepared = data.map(lambda *ids: embedding.preprocess_features(list(ids)))
+    (own,) = prepared
+    activations, preserved = embedding.embedding_lookup(own)
+    assert activations[0].numpy().tolist() == [[1, 1]] * 2
+    tokens = {name: stack.sorted_token_ids for name, stack in preserved.items()}
+    assert {n: t.dtype for n, t in tokens.items()} == {
+        "films": tf.int64,
+        "users": tf.int32,
+        "labels": tf.int64,
+    }
+    assert tokens["films"].numpy().tolist() == batch[0]
+    embedding.apply_gradients([tf.ones([2, 2])] * 3, preserved)
+    contents = embedding.vocabularies
+    assert contents[growing].ids.tolist() == sorted(batch[0])
+    assert contents[other].ids.tolist() == [5]
+    layouts = embedding.embedding_layouts
+    assert layouts["films"].unsharded_shape == [9, 2]
 
 
 def _restored(
@@ -423,14 +605,47 @@ def test_damaged_vocabularies_are_refused() -> None:
     assert embedding.vocabularies[table].ids.tolist() == [1, 2]
 
 
-def test_weights_that_are_watched_are_refused() -> None:
-    embedding, _ = _embedding(te.GrowingVocabulary(10))
-    embedding.enqueue({"film": tf.constant([[1]])})
-    found = embedding.dequeue()
-    with pytest.raises(NotImplementedError, match="GrowingVocabulary of table 'films'"):
-        embedding.weight_gradients(
-            found, {"film": tf.constant([[1]])}, {"film": tf.ones([1, 1])}
-        )
+@pytest.mark.parametrize("kind", ["queue", "lookup", "layer"])
+def test_gradients_of_weights_are_those_of_a_static_table(kind: str) -> None:
+    classes = {"queue": te.TPUEmbedding, "lookup": te.TPUEmbeddingV2}
+    make: Any = classes.get(kind) or te.keras.TPUEmbedding
+    first = _first_values(POOL)
+    growing = te.TableConfig(te.GrowingVocabulary(20), D, combiner="sqrtn")
+    static = te.TableConfig(
+        len(POOL), D, lambda *_, **__: tf.constant(first), combiner="sqrtn"
+    )
+    dense = np.array([[0, 3], [3, 4]])
+    ragged = tf.RaggedTensor.from_row_lengths([5, 0, 6], [2, 0, 1])
+    weights = [tf.constant([[1.0, 2.0], [0.5, 3.0]]), tf.constant([2.0, 1.5, 0.25])]
+    found = []
+    for table, ids in ((growing, POOL), (static, np.arange(len(POOL)))):
+        embedding = make([te.FeatureConfig(table)] * 2, te.Adagrad(0.3))
+        features = [
+            tf.constant(ids[dense]),
+            ragged.with_values(tf.constant(ids[ragged.values.numpy()])),
+        ]
+        for _ in range(2):  # All ids are new, and then none.
+            given = [weights[0], ragged.with_values(weights[1])]
+            if kind == "queue":
+                embedding.enqueue(features, given)
+                gradients = [tf.cos(a) for a in embedding.dequeue()]
+                own = embedding.weight_gradients(gradients, features, given)
+                found.append([own[0].numpy(), own[1].values.numpy()])
+                embedding.apply_gradients(gradients)
+                continue
+            with tf.GradientTape() as tape:
+                tape.watch(weights)
+                given = [weights[0], ragged.with_values(weights[1])]
+                activations = embedding(features, given)
+                if kind == "lookup":
+                    activations, preserved = activations
+                loss = tf.add_n([tf.reduce_sum(tf.sin(a)) for a in activations])
+            sources = [*weights, *getattr(embedding, "trainable_variables", [])]
+            found.append([g.numpy() for g in tape.gradient(loss, sources)[:2]])
+            if kind == "lookup":
+                embedding.apply_gradients([tf.cos(a) for a in activations], preserved)
+    for own, other in zip(found[:2], found[2:], strict=True):
+        assert all(map(np.array_equal, own, other))
 
 
 @pytest.mark.parametrize("unknown", ["zeros", "shared_row"])

@@ -6,6 +6,8 @@ first values. So all bits must be equal.
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import math
 import pathlib
@@ -84,7 +86,7 @@ class Twins:
     """
 
     def __init__(self, rng: np.random.Generator, folder: pathlib.Path) -> None:
-        self.rng, self.folder = rng, folder
+        self.rng, self.folder, self.strategy = rng, folder, self.draw_strategy(rng)
         self.options = draw_options(rng)
         self.paper = growing.Vocabulary(self.options)
         optimizer = te.Adagrad(0.3, initial_accumulator_value=0.25)
@@ -103,14 +105,25 @@ class Twins:
             len(start), D, lambda *_, **__: start, combiner=combiner
         )
         self._optimizer = optimizer
-        self.growing, self.static = self.embed(self.table), self.embed(static)
+        self.growing = self.embed(self.table, pipelined=self.pipelined)
+        self.static = self.embed(static)
         self.rows = self.static.core.tables()["table_0"].rows
         self.lookups: list[Lookup] = []
         self.counts = {"refused": 0, "evicted": 0}
 
-    def embed(self, table: te.TableConfig) -> te.TPUEmbedding:
+    pipelined = False
+
+    @staticmethod
+    def draw_strategy(rng: np.random.Generator) -> tf.distribute.Strategy:
+        del rng
+        return tf.distribute.get_strategy()
+
+    def embed(
+        self, table: te.TableConfig, *, pipelined: bool = False
+    ) -> te.TPUEmbedding:
         features = [te.FeatureConfig(table), te.FeatureConfig(table)]
-        return te.TPUEmbedding(features, self._optimizer)
+        with self.strategy.scope():
+            return te.TPUEmbedding(features, self._optimizer, pipelined)
 
     def draw(self) -> tuple[list[int], list[Any]]:
         """Ids of a dense and a ragged feature, of which some occur more often."""
@@ -130,6 +143,15 @@ class Twins:
     def look_up(self, *, training: bool) -> None:
         ids, batch = self.draw()
         found, looked_up = self.growing.core.look_up(batch, training=training)
+        rows = self.rows_to_read(ids, training=training)
+        expected, _ = self.static.core.look_up(self.inputs(rows), training=False)
+        for own, other in zip(found, expected, strict=True):
+            assert np.array_equal(own, other), (self.options, ids, rows)
+        if training:
+            self.lookups.append(Lookup(ids, batch, looked_up))
+
+    def rows_to_read(self, ids: Sequence[int], *, training: bool) -> list[int]:
+        """The rows of the static table that have what a lookup reads."""
         rows = []
         for id_ in ids:
             row = self.paper.look_up(id_, training=training)
@@ -137,32 +159,43 @@ class Twins:
                 names = {"first": id_, "shared": growing.SHARED_ID, "zeros": "zeros"}
                 row = self.special[names[row]]
             rows.append(row)
-        expected, _ = self.static.core.look_up(self.inputs(rows), training=False)
-        for own, other in zip(found, expected, strict=True):
-            assert np.array_equal(own, other), (self.options, ids, rows)
-        if training:
-            self.lookups.append(Lookup(ids, batch, looked_up))
+        return rows
 
     def update(self, lookup: Lookup) -> None:
         awaited = [i for other in self.lookups for i in other.ids]
         gradients = [
             tf.constant(self.rng.normal(size=(n, D)), tf.float32) for n in (1, 2)
         ]
-        try:
-            update = self.paper.update(lookup.ids, awaited)
-        except growing.FullError:
+        if self.is_full(lookup.ids, awaited):
             with pytest.raises(tf.errors.InvalidArgumentError, match="is full"):
                 self.growing.core.update(lookup.looked_up, gradients)
             self.counts["refused"] += 1
             return
         self.growing.core.update(lookup.looked_up, gradients)
+        inputs = self.inputs(self.begin(lookup.ids, awaited))
+        _, looked_up = self.static.core.look_up(inputs)
+        self.static.core.update(looked_up, gradients)
+        self.end()
+
+    def is_full(self, ids: Sequence[int], awaited: Sequence[int]) -> bool:
+        """Whether there is no room for an update of these entries."""
+        try:
+            copy.deepcopy(self.paper).update(ids, awaited)
+        except growing.FullError:
+            return True
+        return False
+
+    def begin(self, ids: Sequence[int], awaited: Sequence[int]) -> list[int]:
+        """Begins an update on paper; the rows of the static table that it trains."""
+        update = self.paper.update(ids, awaited)
         for row, id_ in update.created:
             self.rows["parameters"].write(row, first_values(id_)[np.newaxis])
             self.rows["accumulators"].write(row, np.full((1, D), 0.25, np.float32))
-        rows = [update.rows[i] for i in lookup.ids]
-        inputs = self.inputs([self.zeros if r is None else r for r in rows])
-        _, looked_up = self.static.core.look_up(inputs)
-        self.static.core.update(looked_up, gradients)
+        rows = [update.rows[i] for i in ids]
+        return [self.zeros if r is None else r for r in rows]
+
+    def end(self) -> None:
+        """Drops what entries without a row have trained."""
         self.rows["parameters"].write(self.zeros, np.zeros((1, D), np.float32))
 
     def check(self) -> None:
@@ -192,7 +225,7 @@ class Twins:
         else:
             tf.train.Checkpoint(tables=self.growing).write(path)
         self.table = dataclasses.replace(self.table)
-        self.growing = self.embed(self.table)
+        self.growing = self.embed(self.table, pipelined=self.pipelined)
         if self.rng.random() < 0.5:
             te.checkpoint.restore(self.growing, path)
         else:
@@ -215,9 +248,17 @@ class Twins:
         rows = self.growing.core.growing()["table_0"].read()["parameters"]
         assert np.array_equal(table[: len(rows)], rows)
 
+    def evict(self) -> None:
+        if self.options.eviction is None:
+            return
+        awaited = [i for lookup in self.lookups for i in lookup.ids]
+        assert self.growing.evict(self.table) == self.paper.evict(awaited)
+
     def step(self) -> None:
         if self.rng.random() < 0.05:
             self.resume()
+        if self.rng.random() < 0.05:
+            self.evict()
         action = self.rng.random()
         if action < 0.45 and len(self.lookups) < 3:
             self.look_up(training=True)
@@ -232,11 +273,162 @@ class Twins:
             self.check()
 
 
-def run(rng: np.random.Generator, folder: pathlib.Path, steps: int) -> dict[str, int]:
+class QueuedTwins(Twins):
+    """The same through the queue, of several replicas, and with a pending update."""
+
+    def __init__(self, rng: np.random.Generator, folder: pathlib.Path) -> None:
+        self.pipelined = rng.random() < 0.6
+        super().__init__(rng, folder)
+        self.replicas = self.strategy.num_replicas_in_sync
+        self.pending: tuple[list[list[int]], list[Any]] | None = None
+        self.counts["refused lookups"] = 0
+
+    @staticmethod
+    def draw_strategy(rng: np.random.Generator) -> tf.distribute.Strategy:
+        replicas = int(rng.integers(1, 4))
+        if replicas == 1:
+            return tf.distribute.get_strategy()
+        return tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(replicas)])
+
+    def enqueue(
+        self, embedding: te.TPUEmbedding, ids: list[list[int]], *, training: bool
+    ) -> None:
+        inputs = [self.inputs(own) for own in ids]
+        batch = [
+            self.strategy.experimental_distribute_values_from_function(
+                lambda context, f=f: inputs[context.replica_id_in_sync_group][f]
+            )
+            for f in range(2)
+        ]
+        embedding.enqueue(batch, training=training)
+
+    def in_replicas(self, call: Any) -> list[list[np.ndarray]]:
+        """What `call(replica)` returns in each replica, by output."""
+
+        def in_replica() -> Any:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return call(int(replica))
+
+        found = self.strategy.run(in_replica) or []
+        return [
+            [value.numpy() for value in self.strategy.experimental_local_results(own)]
+            for own in found
+        ]
+
+    def dequeue(self, embedding: te.TPUEmbedding) -> list[list[np.ndarray]]:
+        return self.in_replicas(lambda _: embedding.dequeue())
+
+    def expect(self, ids: list[list[int]], *, training: bool) -> list[list[np.ndarray]]:
+        rows = [self.rows_to_read(own, training=training) for own in ids]
+        self.enqueue(self.static, rows, training=False)
+        return self.dequeue(self.static)
+
+    def apply(self, awaited: Sequence[int] = ()) -> None:
+        """Applies the pending update to the paper and the static table."""
+        if self.pending is None:
+            return
+        (ids, gradients), self.pending = self.pending, None
+        rows = self.begin([i for own in ids for i in own], awaited)
+        sizes = np.cumsum([len(own) for own in ids])[:-1]
+        self.enqueue(self.static, np.split(rows, sizes), training=True)
+        self.in_replicas(lambda r: _train(self.static, gradients[r]))
+        self.end()
+
+    def flush(self) -> None:
+        self.growing.flush()
+        self.apply()
+
+    def train(self) -> None:
+        ids = [self.draw()[0] for _ in range(self.replicas)]
+        entries = [i for own in ids for i in own]
+        if self.pending is not None:
+            before = [i for own in self.pending[0] for i in own]
+            if self.is_full(before, entries):
+                if self.replicas == 1:
+                    self.enqueue(self.growing, ids, training=True)
+                    with pytest.raises(tf.errors.InvalidArgumentError, match="flush"):
+                        self.dequeue(self.growing)
+                    self.growing.flush()
+                    self.counts["refused lookups"] += 1
+                    self.apply()
+                    self.train_on(ids, enqueued=True)
+                    return
+                self.flush()
+        self.train_on(ids, enqueued=False)
+
+    def train_on(self, ids: list[list[int]], *, enqueued: bool) -> None:
+        entries = [i for own in ids for i in own]
+        expected = self.expect(ids, training=True)
+        if not enqueued:
+            self.enqueue(self.growing, ids, training=True)
+        for own, other in zip(self.dequeue(self.growing), expected, strict=True):
+            assert all(map(np.array_equal, own, other)), (self.options, ids)
+        self.apply(entries)
+        gradients = [
+            [tf.constant(self.rng.normal(size=(n, D)), tf.float32) for n in (1, 2)]
+            for _ in ids
+        ]
+
+        def submit() -> None:
+            self.in_replicas(lambda r: self.growing.apply_gradients(gradients[r]))
+
+        if self.is_full(entries, ()):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="is full"):
+                submit()
+            self.counts["refused"] += 1
+            if self.replicas == 1:
+                self.growing.reset()
+            return
+        submit()
+        self.pending = ids, gradients
+        if not self.pipelined:
+            self.apply()
+
+    def serve(self, path: str) -> None:
+        if self.replicas == 1:  # Others look up in strategy.run alone.
+            super().serve(path)
+
+    def step(self) -> None:
+        action = self.rng.random()
+        if action < 0.04:
+            self.flush()
+            self.resume()
+        elif action < 0.08:
+            self.growing.reset()
+            self.pending = None
+        elif action < 0.12:
+            self.growing.flush()
+            self.apply()
+            self.evict()
+        elif action < 0.2:  # An evaluation flushes.
+            ids = [self.draw()[0] for _ in range(self.replicas)]
+            self.enqueue(self.growing, ids, training=False)
+            self.apply()
+            expected = self.expect(ids, training=False)
+            for own, other in zip(self.dequeue(self.growing), expected, strict=True):
+                assert all(map(np.array_equal, own, other)), (self.options, ids)
+        else:
+            self.train()
+        if self.rng.random() < 0.1:
+            self.check()
+
+    def check(self) -> None:
+        self.flush()
+        super().check()
+
+
+def _train(embedding: te.TPUEmbedding, gradients: Sequence[Any]) -> None:
+    embedding.dequeue()
+    embedding.apply_gradients(gradients)
+
+
+def run(
+    make: type[Twins], rng: np.random.Generator, folder: pathlib.Path, steps: int
+) -> collections.Counter[str]:
     """Makes so many steps, of which each table has 40; what happened."""
-    total = {"refused": 0, "evicted": 0}
+    total = collections.Counter[str]()
     for _ in range(math.ceil(steps / 40)):
-        twins = Twins(rng, folder)
+        twins = make(rng, folder)
         for _ in range(40):
             twins.step()
         twins.check()
@@ -251,6 +443,18 @@ def run(rng: np.random.Generator, folder: pathlib.Path, steps: int) -> dict[str,
 def test_growing_tables_are_as_on_paper(
     steps: int, rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
-    counts = run(rng, tmp_path, steps)
+    counts = run(Twins, rng, tmp_path, steps)
     assert counts["refused"] > 0
     assert counts["evicted"] > steps / 100
+
+
+@pytest.mark.parametrize(
+    "steps", [400, pytest.param(10_000, marks=pytest.mark.second_tier)]
+)
+def test_replicas_and_pending_updates_are_as_on_paper(
+    steps: int, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    counts = run(QueuedTwins, rng, tmp_path, steps)
+    assert counts["refused"] > 0
+    assert counts["evicted"] > steps / 100
+    assert counts["refused lookups"] > 0 or steps < 1000

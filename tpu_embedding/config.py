@@ -184,6 +184,10 @@ class TableConfig(_ChangeableUntilUsed):
             raise errors.argument_value(
                 "placement", self.placement, 'None, "rows" or "whole"'
             )
+        if self.vocabulary is not None and self.placement == "rows":
+            raise errors.argument_value(
+                "placement", self.placement, 'None or "whole" of a table that grows'
+            )
         self.quantization_config = _quantization(self.quantization_config)
 
     def __repr__(self) -> str:

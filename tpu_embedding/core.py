@@ -32,9 +32,13 @@ from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partition import TableLayout
-from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.lookup.weight_gradients import watched, with_weight_gradients
+from tpu_embedding.lookup.weight_gradients import (
+    watched,
+    with_rows_of_ids,
+    with_weight_gradients,
+)
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tables.growing import FrozenTable, freeze
 from tpu_embedding.tables.rows import (
@@ -251,8 +255,6 @@ class Core(EngineTables):
             reason = None
             if not self.engine_class.differentiates_weights:
                 reason = f"the {self.engine_class.name} engine"
-            elif table.config.vocabulary is not None:
-                reason = f"the GrowingVocabulary of table {table.name!r}"
             elif table.config.custom_combiner is not None:
                 reason = f"the CustomCombiner of table {table.name!r}"
             if reason:
@@ -275,12 +277,18 @@ class Core(EngineTables):
         if not features:
             return list(activations)
         engine = self.create_engine()
-        tables = engine.tables()
+        tables, growing = engine.tables(), self.growing()
         readers = {s.index: tables[s.name].reader for s in self.plan.tables}
         with tf.device(self.topology.device):
-            return with_weight_gradients(
-                activations, features, (self.plan, readers), values, weights
-            )
+            lookup = (self.plan, readers)
+            if growing:
+                reads = {
+                    s.index: growing[s.name].read_ids
+                    for s in self.plan.tables
+                    if s.name in growing
+                }
+                lookup, values = with_rows_of_ids(features, lookup, values, reads)
+            return with_weight_gradients(activations, features, lookup, values, weights)
 
     def start_counting(self, every: int) -> Callable[[int], Counts]:
         """See `TableStore.start_counting`."""
@@ -333,6 +341,7 @@ class Core(EngineTables):
     def vocabularies(self) -> dict[Any, VocabularyContents]:
         """By TableConfig of the user what the vocabularies of growing tables hold."""
         found = self.growing()
+        self.flush()
         return {
             spec.key: found[spec.name].contents()
             for spec in self.plan.tables
@@ -341,10 +350,28 @@ class Core(EngineTables):
 
     def freeze_vocabulary(self, table: Any) -> FrozenTable:
         """See `TPUEmbedding.freeze_vocabulary`."""
+        spec, state = self._growing_table(table)
+        return freeze(spec, state.read())
+
+    def evict(self, table: Any) -> int:
+        """See `TPUEmbedding.evict`."""
+        spec, state = self._growing_table(table)
+        vocabulary = spec.config.vocabulary
+        assert vocabulary is not None
+        if vocabulary.eviction is None:
+            raise ValueError(
+                f"Table {spec.name!r} has eviction=None: no row is less needed than "
+                "another one. Set `eviction` in its GrowingVocabulary."
+            )
+        return state.evict()
+
+    def _growing_table(self, table: Any) -> tuple[TableSpec, GrowingState]:
+        """A growing table of the user's, without a pending update."""
         found = self.growing()
         for spec in self.plan.tables:
             if spec.key is table and spec.name in found:
-                return freeze(spec, found[spec.name].read())
+                self.flush()
+                return spec, found[spec.name]
         raise ValueError(
             f"`table` must be the TableConfig of a growing table. Received: {table!r}. "
             f"Growing tables: {', '.join(found) or 'none'}."

@@ -56,7 +56,7 @@ class EmbeddingBase(TrackableTables):
             converted.keys,
             convert_optimizer(optimizer),
             custom=custom,
-            growing=not self._hands_out_stacks,
+            growing=True,
         )
         self.core = Core(
             plan,
@@ -131,6 +131,36 @@ class EmbeddingBase(TrackableTables):
           NotImplementedError: If each id without a row looks up values of its own.
         """
         return self.core.freeze_vocabulary(table)
+
+    @do_not_convert
+    def evict(self, table: Any) -> int:
+        """Gives up rows of a growing table now, not when new ids need them.
+
+        With eviction="lru" and "lfu" the rows that come first until `min_rows` are
+        left, with "age" all that are too old. Rows that a lookup waits to train stay.
+        A pending update is applied first.
+
+        >>> import tensorflow as tf
+        >>> import tpu_embedding as te
+        >>> vocabulary = te.GrowingVocabulary(1000, eviction="lru", min_rows=1)
+        >>> films = te.TableConfig(vocabulary, 2)
+        >>> embedding = te.TPUEmbedding(te.FeatureConfig(films), te.SGD(0.5))
+        >>> for film in (7, 9, 8):
+        ...     embedding.enqueue(tf.constant([film]))
+        ...     embedding.apply_gradients(tf.zeros_like(embedding.dequeue()))
+        >>> embedding.evict(films), embedding.vocabularies[films].ids.tolist()
+        (2, [8])
+
+        Args:
+          table: The TableConfig of the growing table.
+
+        Returns:
+          The number of rows that were given up.
+
+        Raises:
+          ValueError: If it is none of this embedding, or has eviction=None.
+        """
+        return self.core.evict(table)
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:

@@ -61,6 +61,10 @@ class TPUEmbeddingV2(EmbeddingBase):
     Under a MirroredStrategy the replicas share one copy of each table, and the
     gradients of the n-th apply_gradients of every replica make up one update.
 
+    A GrowingVocabulary gives rows to ids as in TPUEmbedding; every lookup counts as one
+    for training. The rows of a lookup stay while its preserved outputs exist, whose
+    tokens are ids.
+
     Under TPUStrategy and testing.SoftwareTPUStrategy the tables are stacked and
     divided among the SparseCores of all devices, and TensorFlow's XLA ops look them up
     and update them. docs/sparse_core.md says what these ops need and do not support.
@@ -123,6 +127,15 @@ class TPUEmbeddingV2(EmbeddingBase):
         super().__init__(
             feature_config, optimizer, options, invalid_ids=invalid_ids, custom=True
         )
+        for table in self.core.plan.tables if options.pipelined else ():
+            vocabulary = table.config.vocabulary
+            if vocabulary is not None and vocabulary.when_full == "error":
+                raise NotImplementedError(
+                    f"Table {table.name!r}: TPUEmbeddingV2 submits an update while one "
+                    "is pending, and cannot know whether the table will be full then. "
+                    'Set when_full="shared_row" in its GrowingVocabulary, or '
+                    "`pipeline_execution_with_tensor_core=False`, or use TPUEmbedding."
+                )
 
     @do_not_convert
     def build(self) -> None:

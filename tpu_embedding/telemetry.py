@@ -30,6 +30,8 @@ _LARGEST = 2**63 - 1  # Of an int of the kernels; nobody counts so far.
 
 # Figures of a table that add up, and what TensorBoard shows of them for each step.
 _TOTALS = ("ids", "distinct_ids", "invalid_ids", "samples", "samples_without_ids")
+# Those of growing tables, which are always exact.
+_OF_VOCABULARY = ("unknown_ids", "admitted_ids", "refused_ids", "evicted_ids")
 
 
 class Figure(NamedTuple):
@@ -94,6 +96,9 @@ class Telemetry:
         self._every, self._hottest = min(every, _LARGEST), min(hottest, _LARGEST)
         with tf.init_scope():
             self._read_counts = self._core.start_counting(self._every)
+            # What growing tables had counted before; a restore changes it.
+            tables = self._read_counts(0).tables
+        self._begun = {name: table.vocabulary for name, table in tables.items()}
         self._core.telemetry = self
         self._written: Counts | None = None
 
@@ -118,6 +123,9 @@ class Telemetry:
             figures[name] = {
                 figure: Figure(value, exact)
                 for figure, value in self._table_values(table).items()
+            } | {
+                figure: Figure(value, True)
+                for figure, value in self._of_vocabulary(name, table).items()
             }
         return figures
 
@@ -156,6 +164,8 @@ class Telemetry:
                     _write(f"{tag}/{figure}", "scalars", mean, step, described)
                 elif figure != "hottest_rows":
                     _write(f"{tag}/{figure}", "scalars", value, step, note)
+            for figure, value in self._of_vocabulary(table_name, table).items():
+                _write(f"{tag}/{figure}", "scalars", value, step, "Exact.")
             _write_rows(tag, table, step, note)
 
     def stop(self) -> None:
@@ -183,6 +193,16 @@ class Telemetry:
                 "This Telemetry does not count any more: it was stopped, or another "
                 "one was made for the embedding. Use that one, or make a new one."
             )
+
+    def _of_vocabulary(self, name: str, table: TableCounts) -> dict[str, int]:
+        """The figures of a growing table, of others none."""
+        begun = self._begun[name] or ()
+        return {
+            figure: now - before
+            for figure, now, before in zip(
+                _OF_VOCABULARY, table.vocabulary or (), begun, strict=False
+            )
+        }
 
     def _table_values(self, table: TableCounts) -> dict[str, Any]:
         found = {figure: getattr(table, figure) for figure in _TOTALS}

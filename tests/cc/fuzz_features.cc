@@ -143,8 +143,9 @@ void CheckCsr(const FeatureCsr& csr, const FeatureSpec& spec) {
   for (int64_t s = 0; s < csr.num_samples(); ++s) {
     Require(csr.offsets[s] <= csr.offsets[s + 1], "offsets rise");
   }
-  Require(csr.offsets[csr.num_samples()] == csr.rows.size(), "offsets end");
-  Require(csr.gains.size() == 0 || csr.gains.size() == csr.rows.size(),
+  const int64_t entries = spec.grows ? csr.ids.size() : csr.rows.size();
+  Require(csr.num_entries() == entries, "offsets end");
+  Require(csr.gains.size() == 0 || csr.gains.size() == entries,
           "a gain for each entry");
   Require(csr.sample_gains.size() == 0 ||
               csr.sample_gains.size() == csr.num_samples(),
@@ -199,23 +200,25 @@ void CheckTwice(std::vector<const FeatureCsr*> features,
 
 // Writes a stack, changes some of it, and reads it back.
 void RoundTrip(Bytes& bytes, const std::vector<StackedFeature>& stacked,
-               const std::vector<const FeatureCsr*>& batches) {
+               const std::vector<const FeatureCsr*>& batches, bool grows) {
   int64_t samples = 0;
   int64_t entries = 0;
   for (const FeatureCsr* csr : batches) {
     samples += csr->num_samples();
-    entries += csr->rows.size();
+    entries += csr->num_entries();
   }
   std::vector<int32_t> pointers(samples + 1), sample_ids(entries);
-  std::vector<int32_t> tokens(entries);
+  std::vector<int32_t> tokens(grows ? 0 : entries);
+  std::vector<int64_t> ids(grows ? entries : 0);
   std::vector<float> gains(entries);
   WriteStack(stacked, batches,
-             {pointers.data(), sample_ids.data(), tokens.data(), gains.data()});
+             {pointers.data(), sample_ids.data(), tokens.data(),
+              grows ? ids.data() : nullptr, gains.data()});
   const bool change = bytes.Number(0, 1);
   if (change) {
     pointers[bytes.Byte() % pointers.size()] =
         static_cast<int32_t>(bytes.AnyNumber(entries));
-    if (entries) {
+    if (!tokens.empty()) {
       tokens[bytes.Byte() % entries] =
           static_cast<int32_t>(bytes.AnyNumber(40));
     }
@@ -234,7 +237,8 @@ void RoundTrip(Bytes& bytes, const std::vector<StackedFeature>& stacked,
                    pointers.data(),
                    int64_t(pointers.size()),
                    tokens.data(),
-                   int64_t(tokens.size()),
+                   grows ? ids.data() : nullptr,
+                   int64_t(entries),
                    gains.data(),
                    int64_t(gains.size())};
   const Error error = ReadStack(stacked, input, out);
@@ -246,6 +250,11 @@ void RoundTrip(Bytes& bytes, const std::vector<StackedFeature>& stacked,
                        batches[f]->rows.data(),
                        batches[f]->rows.data() + batches[f]->rows.size()),
             "the same rows come back");
+    Require(
+        std::equal(read[f].ids.data(), read[f].ids.data() + read[f].ids.size(),
+                   batches[f]->ids.data(),
+                   batches[f]->ids.data() + batches[f]->ids.size()),
+        "the same ids come back");
   }
 }
 
@@ -270,10 +279,12 @@ bool FuzzFeatures(const uint8_t* data, size_t size) {
   std::vector<Storage> storage(num_features);
   std::vector<FeatureSpec> specs;
   std::vector<FeatureInput> inputs;
+  const bool grows = bytes.Number(0, 3) == 0;
   for (Storage& own : storage) {
     const int table = static_cast<int>(bytes.Number(0, 1));
     ReadFeature(bytes, tables.vocabulary_sizes[table], &own);
     tables.feature_tables.push_back(table);
+    own.spec.grows = grows;
     specs.push_back(own.spec);
     inputs.push_back(own.input);
   }
@@ -293,11 +304,11 @@ bool FuzzFeatures(const uint8_t* data, size_t size) {
     by_table[table].push_back(&batch.features[f]);
     stacked.push_back({"f", table ? 20 : 0, specs[f].vocabulary_size});
   }
-  for (int t = 0; t < 2; ++t) {
+  for (int t = 0; t < 2 && !grows; ++t) {
     CheckGroups(batch.tables[t], by_table[t]);
     CheckTwice(by_table[t], tables.vocabulary_sizes[t], parallel_for);
   }
-  RoundTrip(bytes, stacked, batches);
+  RoundTrip(bytes, stacked, batches, grows);
   return true;
 }
 

@@ -39,7 +39,20 @@ const ParallelFor kThreads = [](int64_t total, int64_t, const Range& body) {
 const std::vector<int64_t> kRows = {7, 1, 1000000, 50};
 const TableMap kTables = {{0, 2, 0, 1, 3}, kRows};
 
-FeatureCsr RandomFeature(int64_t vocabulary_size, int kind) {
+// Whether each table grows: none, or the last one.
+const std::vector<bool> kGrowing[] = {{}, {false, false, false, true}};
+
+std::vector<int> RandomOwners(int size, const std::vector<bool>& growing) {
+  std::vector<int> owners;
+  for (size_t t = 0; t < kRows.size(); ++t) {
+    const bool whole = !growing.empty() && growing[t];
+    owners.push_back(whole ? Random(size) : Random(size + 1) - 1);
+  }
+  return owners;
+}
+
+FeatureCsr RandomFeature(int table, const std::vector<bool>& growing,
+                         int kind) {
   FeatureCsr csr;
   const int64_t samples = Random(9);
   csr.output_shape = {samples};
@@ -49,8 +62,15 @@ FeatureCsr RandomFeature(int64_t vocabulary_size, int kind) {
     csr.offsets[s + 1] = csr.offsets[s] + Random(4);
   }
   const int64_t entries = csr.offsets[samples];
-  csr.rows.Resize(entries);
-  for (int64_t i = 0; i < entries; ++i) csr.rows[i] = Random(vocabulary_size);
+  const bool grows = !growing.empty() && growing[table];
+  csr.rows.Resize(grows ? 0 : entries);
+  csr.ids.Resize(grows ? entries : 0);
+  for (int64_t i = 0; i < csr.rows.size(); ++i) {
+    csr.rows[i] = Random(kRows[table]);
+  }
+  for (int64_t i = 0; i < csr.ids.size(); ++i) {
+    csr.ids[i] = static_cast<int64_t>(generator());
+  }
   csr.gains.Resize(kind == 2 ? entries : 0);
   csr.sample_gains.Resize(kind == 1 ? samples : 0);
   for (int64_t i = 0; i < csr.gains.size(); ++i) csr.gains[i] = 1 + Random(9);
@@ -62,7 +82,7 @@ FeatureCsr RandomFeature(int64_t vocabulary_size, int kind) {
 
 struct Entry {
   int64_t sample;
-  int32_t row;
+  int64_t row;  // or id
   float gain;
   bool operator==(const Entry& other) const {
     return sample == other.sample && row == other.row && gain == other.gain;
@@ -78,7 +98,8 @@ std::vector<Entry> Expected(const FeatureCsr& csr, const Placement& placement,
       const bool there = placement.by_rows(table)
                              ? csr.rows[i] % placement.size == owner
                              : placement.owners[table] == owner;
-      if (there) found.push_back({s, csr.rows[i], csr.gain(s, i)});
+      const int64_t row = csr.ids.size() ? csr.ids[i] : csr.rows[i];
+      if (there) found.push_back({s, row, csr.gain(s, i)});
     }
   }
   return found;
@@ -95,8 +116,9 @@ std::vector<Entry> EntriesOf(const RoutedBatch& sent,
     const int64_t sample =
         by_rows ? sent.sent[owner].features[f].samples[s] : s;
     for (int64_t i = got.offsets[s]; i < got.offsets[s + 1]; ++i) {
-      const int32_t row =
-          by_rows ? got.rows[i] * placement.size + owner : got.rows[i];
+      const int64_t row = got.ids.size() ? got.ids[i]
+                          : by_rows      ? got.rows[i] * placement.size + owner
+                                         : got.rows[i];
       entries.push_back({sample, row, got.gain(s, i)});
     }
   }
@@ -140,17 +162,17 @@ void CheckDamage(const std::vector<int32_t>& words, const Read& read) {
 }
 
 void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
-  std::vector<int> owners;
-  for (size_t t = 0; t < kRows.size(); ++t)
-    owners.push_back(Random(size + 1) - 1);
+  const std::vector<bool>& growing = kGrowing[Random(2)];
+  const std::vector<int> owners = RandomOwners(size, growing);
   std::vector<PreparedBatch> batches(size);
   std::vector<RoutedBatch> routed(size);
   for (int p = 0; p < size; ++p) {
     for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
       batches[p].features.push_back(
-          RandomFeature(kRows[kTables.feature_tables[f]], f % 3));
+          RandomFeature(kTables.feature_tables[f], growing, f % 3));
     }
     batches[p].vocabulary_sizes = kRows;
+    routed[p].growing = growing;
     RouteBatch(batches[p], kTables, {p, size, false, owners}, training,
                parallel_for, &routed[p]);
   }
@@ -207,17 +229,16 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
 
 // What a worker, which owns nothing, asks of servers.
 void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
-  std::vector<int> owners;
-  for (size_t t = 0; t < kRows.size(); ++t) {
-    owners.push_back(Random(size + 1) - 1);
-  }
+  const std::vector<bool>& growing = kGrowing[Random(2)];
+  const std::vector<int> owners = RandomOwners(size, growing);
   PreparedBatch batch;
   for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
     batch.features.push_back(
-        RandomFeature(kRows[kTables.feature_tables[f]], f % 3));
+        RandomFeature(kTables.feature_tables[f], growing, f % 3));
   }
   batch.vocabulary_sizes = kRows;
   RoutedBatch routed;
+  routed.growing = growing;
   RouteBatch(batch, kTables, {0, size, true, owners}, training, parallel_for,
              &routed);
   for (int s = 0; s < size; ++s) {
@@ -229,6 +250,7 @@ void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
     served.placement = placement;
     served.training = training;
     served.feature_tables = kTables.feature_tables;
+    served.growing = growing;
     const auto read = [&](const Message& message) {
       return ReadMessages({message}, own, parallel_for, &served);
     };

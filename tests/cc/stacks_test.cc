@@ -3,6 +3,7 @@
 
 #include "core/stacks.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <vector>
@@ -19,7 +20,7 @@ int64_t Random(int64_t below) {
   return std::uniform_int_distribution<int64_t>(0, below - 1)(generator);
 }
 
-FeatureCsr RandomBatch(int64_t samples, int64_t vocabulary_size) {
+FeatureCsr RandomBatch(int64_t samples, int64_t vocabulary_size, bool grows) {
   FeatureCsr batch;
   batch.output_shape = {samples};
   batch.offsets.Resize(samples + 1);
@@ -28,8 +29,14 @@ FeatureCsr RandomBatch(int64_t samples, int64_t vocabulary_size) {
     batch.offsets[s + 1] = batch.offsets[s] + Random(4);
   }
   const int64_t entries = batch.offsets[samples];
-  batch.rows.Resize(entries);
-  for (int64_t i = 0; i < entries; ++i) batch.rows[i] = Random(vocabulary_size);
+  batch.rows.Resize(grows ? 0 : entries);
+  batch.ids.Resize(grows ? entries : 0);
+  for (int64_t i = 0; i < batch.rows.size(); ++i) {
+    batch.rows[i] = Random(vocabulary_size);
+  }
+  for (int64_t i = 0; i < batch.ids.size(); ++i) {
+    batch.ids[i] = static_cast<int64_t>(generator());
+  }
   const int64_t kind = Random(3);  // gains of entries, of samples, or none
   batch.gains.Resize(kind == 0 ? entries : 0);
   batch.sample_gains.Resize(kind == 1 ? samples : 0);
@@ -44,36 +51,40 @@ FeatureCsr RandomBatch(int64_t samples, int64_t vocabulary_size) {
 // What an op holds of one stack.
 struct Tensors {
   std::vector<int32_t> row_pointers, sample_ids, token_ids;
+  std::vector<int64_t> ids;  // of a growing table
   std::vector<float> gains;
 
   StackInput View() const {
     return {"films",
             row_pointers.data(),
             static_cast<int64_t>(row_pointers.size()),
-            token_ids.data(),
-            static_cast<int64_t>(token_ids.size()),
+            ids.empty() ? token_ids.data() : nullptr,
+            ids.empty() ? nullptr : ids.data(),
+            static_cast<int64_t>(std::max(ids.size(), token_ids.size())),
             gains.data(),
             static_cast<int64_t>(gains.size())};
   }
 };
 
 Tensors Write(const std::vector<StackedFeature>& features,
-              const std::vector<FeatureCsr>& batches) {
+              const std::vector<FeatureCsr>& batches, bool grows) {
   int64_t samples = 0, entries = 0;
   std::vector<const FeatureCsr*> pointers;
   for (const FeatureCsr& batch : batches) {
     samples += batch.num_samples();
-    entries += batch.rows.size();
+    entries += batch.num_entries();
     pointers.push_back(&batch);
   }
   Tensors tensors;
   tensors.row_pointers.resize(samples + 1);
   tensors.sample_ids.resize(entries);
-  tensors.token_ids.resize(entries);
+  tensors.ids.resize(grows ? entries : 0);
+  tensors.token_ids.resize(grows ? 0 : entries);
   tensors.gains.resize(entries);
   WriteStack(features, pointers,
              {tensors.row_pointers.data(), tensors.sample_ids.data(),
-              tensors.token_ids.data(), tensors.gains.data()});
+              grows ? nullptr : tensors.token_ids.data(),
+              grows ? tensors.ids.data() : nullptr, tensors.gains.data()});
   return tensors;
 }
 
@@ -82,11 +93,13 @@ void TestThereAndBack() {
     std::vector<StackedFeature> features;
     std::vector<FeatureCsr> batches;
     const int64_t count = 1 + Random(4);
+    const bool grows = Random(2);
     for (int64_t f = 0; f < count; ++f) {
       features.push_back({"f", 10 * f, 1 + Random(10)});
-      batches.push_back(RandomBatch(Random(6), features[f].vocabulary_size));
+      batches.push_back(
+          RandomBatch(Random(6), features[f].vocabulary_size, grows));
     }
-    const Tensors tensors = Write(features, batches);
+    const Tensors tensors = Write(features, batches, grows);
     std::vector<FeatureCsr> read(count);
     std::vector<FeatureCsr*> pointers;
     for (int64_t f = 0; f < count; ++f) {
@@ -102,7 +115,11 @@ void TestThereAndBack() {
       }
       for (int64_t s = 0; s < read[f].num_samples(); ++s) {
         for (int64_t i = read[f].offsets[s]; i < read[f].offsets[s + 1]; ++i) {
-          CHECK_EQ(read[f].rows[i], batches[f].rows[i]);
+          if (read[f].ids.size()) {
+            CHECK_EQ(read[f].ids[i], batches[f].ids[i]);
+          } else {
+            CHECK_EQ(read[f].rows[i], batches[f].rows[i]);
+          }
           CHECK_EQ(read[f].gain(s, i), batches[f].gain(s, i));
         }
       }

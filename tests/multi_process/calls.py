@@ -183,6 +183,42 @@ def save(strategy: Any, case: Case, path: str) -> dict[str, np.ndarray]:
     return training.tables_of(embedding)
 
 
+def _films(strategy: Any, kind: Any, pipelined: bool) -> tuple[Any, te.TableConfig]:
+    table = te.TableConfig(te.GrowingVocabulary(5), 2, "ones", name="films")
+    with strategy.scope():
+        return kind({"film": te.FeatureConfig(table)}, te.SGD(0.5), pipelined), table
+
+
+def fill_a_table(strategy: Any, pipelined: bool) -> Any:
+    """Two steps of two new ids in each process, for which there is room for five.
+
+    Returns:
+      What the second raised, and rows, ids and counts after the first.
+    """
+    embedding, table = _films(strategy, te.TPUEmbedding, pipelined)
+
+    def step(ids: list[int]) -> None:
+        embedding.enqueue({"film": tf.constant(ids)})
+        embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+
+    own = rank(strategy)
+    step([own, 10 + own])
+    raised = failure(lambda: step([20 + own, 30 + own]))
+    embedding.reset()
+    embedding.flush()
+    found = embedding.vocabularies[table]
+    rows = embedding.embedding_tables[table].numpy().tolist()
+    step([own, own])
+    embedding.flush()
+    assert embedding.vocabularies[table].ids.tolist() == found.ids.tolist()
+    return raised, rows, found.ids.tolist(), found[4:]
+
+
+def growing_v2(strategy: Any) -> tuple[str, str]:
+    """What TPUEmbeddingV2 raises of a growing table."""
+    return failure(lambda: _films(strategy, te.TPUEmbeddingV2, False))
+
+
 def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:
     """Restores whole tables and slots, and the number of updates."""
     embedding = training.create(strategy, case)

@@ -18,6 +18,14 @@ import tpu_embedding as te
 from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
 
+# One forgets, one has a static table beside it, one admits.
+GROWING = (
+    te.GrowingVocabulary(
+        25, eviction="lru", unknown="shared_row", when_full="shared_row"
+    ),
+    None,
+    te.GrowingVocabulary(9, min_count=2, max_candidates=3, unknown="initializer"),
+)
 CASES = {
     "sgd": Case("sgd", placement="rows"),
     "adagrad": Case("adagrad", weights=True, graph=True, placement="rows"),
@@ -38,6 +46,12 @@ CASES = {
     "scheduled": Case("scheduled", evaluate=True),
     "version 2": Case("adagrad", version=2, weights=True),
     "version 2 pipelined": Case("ftrl", version=2, pipelined=True, graph=True),
+    "growing": Case(weights=True, graph=True, steps=6, growing=GROWING),
+    "growing pipelined": Case(
+        "ftrl", pipelined=True, evaluate=True, steps=6, growing=GROWING
+    ),
+    "growing bfloat16": Case("adam", dtype="bfloat16", empty=True, growing=GROWING),
+    "growing layer": Case(version=3, graph=True, steps=6, growing=GROWING),
 }
 
 
@@ -93,8 +107,46 @@ def test_three_processes_train_the_bits_of_one(three: Job) -> None:
         "rowwise",
         "ftrl",
         "version 2",
+        "growing",
+        "growing pipelined",
     ):
         compare(three, CASES[name])
+
+
+@pytest.mark.second_tier
+def test_a_full_table_of_one_process_refuses_in_all(two: Job) -> None:
+    for pipelined in (False, True):
+        for raised, rows, ids, counts in two.run("fill_a_table", pipelined):
+            assert raised[0] == "InvalidArgumentError"
+            assert "Table films is full: 4 of max_rows=5" in raised[1]
+            assert rows == [[0.5, 0.5]] * 4
+            assert ids == [0, 1, 10, 11]
+            assert counts == (4, 4, 0, 0)
+
+
+@pytest.mark.second_tier
+def test_growing_tables_restore_in_any_number_of_processes(
+    two: Job, three: Job, tmp_path: pathlib.Path
+) -> None:
+    case = Case("scheduled_adagrad", pipelined=True, steps=6, growing=GROWING)
+    path = str(tmp_path / "two")
+    expected = two.run("save", case, path)[0]
+    one = training.create(tf.distribute.get_strategy(), case)
+    one.build()
+    tf.train.Checkpoint(embedding=one).read(f"{path}-0").assert_consumed()
+    equal_tables(training.tables_of(one), expected)
+    for job in (two, three):
+        for name, tracked in ((f"{path}-1", True), (path, False)):
+            for tables, updates in job.run("restore", case, name, tracked):
+                equal_tables(tables, expected)
+                assert updates == case.steps
+
+
+@pytest.mark.second_tier
+def test_what_growing_tables_lack_over_processes(two: Job) -> None:
+    for kind, text in two.run("growing_v2"):
+        assert kind == "NotImplementedError"
+        assert "TPUEmbeddingV2 over processes does not take" in text
 
 
 @pytest.mark.second_tier

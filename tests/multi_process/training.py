@@ -61,6 +61,7 @@ class Case:
       sizes: Of the batches of each process; () for some of 1 to 8 samples.
       ids_in: The processes whose samples have IDs; () for all.
       default_start: Whether tables start as te's default initializer fills them.
+      growing: Of the tables that grow their vocabularies, or None.
     """
 
     optimizer: str = "adagrad"
@@ -89,6 +90,7 @@ class Case:
     sizes: tuple[int, ...] = ()
     ids_in: tuple[int, ...] = ()
     default_start: bool = False
+    growing: tuple[te.GrowingVocabulary | None, ...] = (None, None, None)
 
 
 def initializer(seed: int) -> Callable[..., tf.Tensor]:
@@ -103,17 +105,24 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
     tf.random.set_seed(case.seed)
     tables = [
         te.TableConfig(
-            rows,
+            vocabulary or rows,
             dim,
-            None if case.default_start else initializer(index),
+            None if case.default_start or vocabulary else initializer(index),
             combiner=combiner,
             name=f"table{index}",
             dtype=case.dtype,
             invalid_ids=case.invalid_ids,
             placement=choice,
         )
-        for index, (rows, dim, combiner, choice) in enumerate(
-            zip(case.rows, case.dims, case.combiners, case.choices, strict=True)
+        for index, (rows, dim, combiner, choice, vocabulary) in enumerate(
+            zip(
+                case.rows,
+                case.dims,
+                case.combiners,
+                case.choices,
+                case.growing,
+                strict=True,
+            )
         )
     ]
     features = {
@@ -270,11 +279,18 @@ def train(
 
 
 def tables_of(embedding: Any) -> dict[str, np.ndarray]:
-    """Tables and slots by "<table>/<array>"; a call of all processes."""
+    """Tables and slots by "<table>/<array>"; a call of all processes.
+
+    Of growing tables also what their vocabularies hold.
+    """
     return {
         f"{name}/{array}": rows.numpy()
         for name, table in embedding.core.tables().items()
         for array, rows in table.rows.items()
+    } | {
+        f"{name}/{part}": np.asarray(value)
+        for name, state in embedding.core.growing().items()
+        for part, value in state.read().items()
     }
 
 

@@ -192,14 +192,32 @@ class Vocabulary:
             self._search(self._cursor, held)
             if self._room < needed:
                 self._search(self._cursor, held)
-        elif opts.eviction is not None:
-            if self._room >= needed + (capacity - opts.min_rows) // 2:
-                return
-            field = "hits" if opts.eviction == "lfu" else "last"
-            old = [n for n in self.rows if self._is_evictable(n, held)]
-            old.sort(key=lambda n: (getattr(self.rows[n], field), n))
-            for number in old[: max(0, len(self.rows) - opts.min_rows)]:
-                self._evict(number)
+        elif (
+            opts.eviction is not None
+            and self._room < needed + (capacity - opts.min_rows) // 2
+        ):
+            self._evict_first(held)
+
+    def evict(self, awaited: Iterable[int] = ()) -> int:
+        """Evicts at once; the number of rows.
+
+        Args:
+          awaited: Ids of lookups whose updates will come.
+        """
+        before, held = len(self.rows), {self.row_of(i) for i in awaited}
+        if self.options.eviction == "age":
+            self._search(0, held)
+        elif self.options.eviction is not None:
+            self._evict_first(held)
+        return before - len(self.rows)
+
+    def _evict_first(self, held: set[int | None]) -> None:
+        """Gives up the rows that come first, while more than `min_rows` are left."""
+        field = "hits" if self.options.eviction == "lfu" else "last"
+        old = [n for n in self.rows if self._is_evictable(n, held)]
+        old.sort(key=lambda n: (getattr(self.rows[n], field), n))
+        for number in old[: max(0, len(self.rows) - self.options.min_rows)]:
+            self._evict(number)
 
     def _search(self, start: int, held: set[int | None]) -> None:
         """Gives up old rows from `start` on, while more than `min_rows` are left."""

@@ -206,7 +206,7 @@ def test_the_class_for_serving_without_a_checkpoint(tmp_path: pathlib.Path) -> N
     tf.train.Checkpoint(embedding=embedding).write(path)
     with pytest.raises(ValueError, match="only one of it and the table that was saved"):
         _restored(path, "zeros").build()  # What was read before is restored now.
-    with pytest.raises(NotImplementedError, match="'films': only TPUEmbedding and"):
+    with pytest.raises(NotImplementedError, match="'films': only TPUEmbedding, "):
         te.serving_embedding_lookup(
             {"film": tf.constant([1])},
             None,

@@ -25,6 +25,9 @@ class TableCounts:
       gradient_norms: float32 [k], of the summed gradients, not clipped.
       update_norms: float32 [k], of the changes of the rows; [V] where the optimizer
         updates all rows.
+      vocabulary: Of all updates of a growing table, also those before telemetry: ids
+        without a row, those of them that were admitted and that were refused, and rows
+        that were given up; else None.
     """
 
     ids: int = 0
@@ -42,6 +45,7 @@ class TableCounts:
     update_norms: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros([0], np.float32)
     )
+    vocabulary: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

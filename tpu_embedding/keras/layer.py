@@ -322,6 +322,10 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         """See `TPUEmbedding.freeze_vocabulary`."""
         return self.core.freeze_vocabulary(table)
 
+    def evict(self, table: Any) -> int:
+        """See `TPUEmbedding.evict`."""
+        return self.core.evict(table)
+
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Assigns new values to a table and keeps its slots.
 

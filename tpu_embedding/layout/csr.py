@@ -21,7 +21,8 @@ class PartitionedCsrFormatTensor(NamedTuple):
       row_pointers: int32 [samples + 1] on the host engine; on SparseCores the end of
         each partition in the next three tensors (docs/formats.md).
       sorted_sample_ids: int32 [entries], the sample of each entry.
-      sorted_token_ids: int32 [entries], the row of each entry in the stack.
+      sorted_token_ids: int32 [entries], the row of each entry in the stack; of a
+        growing table int64 [entries], its id.
       sorted_gains: float32 [entries].
       sample_count: int32 scalar, the number of samples of the stack. On the host
         engine int32 [features of the stack] if several have no output_shape.

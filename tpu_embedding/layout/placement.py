@@ -172,7 +172,7 @@ def place_tables(
       num_processes: Number of processes, n.
       placement: For tables whose `placement` is None: "auto", "rows" or "whole".
     """
-    wanted = [spec.config.placement or placement for spec in plan.tables]
+    wanted = [_wanted(spec, placement) for spec in plan.tables]
     loads = [_load(plan, spec) for spec in plan.tables]
     sizes = [_bytes(spec) for spec in plan.tables]
     divided = {t for t, choice in enumerate(wanted) if choice == "rows"}
@@ -214,12 +214,10 @@ def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placem
     Returns:
       The placement as server 0 has it.
     """
-    wanted = [spec.config.placement or placement for spec in plan.tables]
+    wanted = [_wanted(spec, placement) for spec in plan.tables]
     sizes, loads = [_bytes(spec) for spec in plan.tables], _server_loads(plan)
     can_be_divided = {
-        t
-        for t, spec in enumerate(plan.tables)
-        if 1 < number <= spec.config.vocabulary_size
+        t for t, spec in enumerate(plan.tables) if 1 < number <= spec.config.max_rows
     }
     divided = {t for t in can_be_divided if wanted[t] == "rows"}
     free = {
@@ -284,9 +282,14 @@ def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ..
 
 
 def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
-    """The plan with as many rows of each table as this process has, at least one."""
+    """The plan with as many rows of each table as this process has, at least one.
+
+    Growing tables have none yet.
+    """
     tables = [
-        dataclasses.replace(
+        spec
+        if spec.config.vocabulary is not None
+        else dataclasses.replace(
             spec,
             config=dataclasses.replace(
                 spec.config,
@@ -298,6 +301,13 @@ def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
         for spec in plan.tables
     ]
     return Plan(tuple(tables), plan.features)
+
+
+def _wanted(spec: TableSpec, placement: str) -> str:
+    """The placement of a table: one vocabulary knows all ids of a growing one."""
+    if spec.config.vocabulary is not None:
+        return "whole"
+    return spec.config.placement or placement
 
 
 def _place_whole(
@@ -326,4 +336,4 @@ def _bytes(spec: TableSpec) -> int:
     width = config.dim * (2 if config.dtype == "bfloat16" else 4)
     for slot in spec.optimizer.slots if spec.optimizer else ():
         width += 4 if slot.per_row else 4 * config.dim
-    return config.vocabulary_size * width
+    return config.max_rows * width

@@ -130,7 +130,8 @@ def make_plan(
     if not custom:
         refuse_custom(tables)
     if not growing:
-        refuse_growing(tables, "only TPUEmbedding and keras.TPUEmbedding take")
+        takers = "only TPUEmbedding, TPUEmbeddingV2 and keras.TPUEmbedding take"
+        refuse_growing(tables, takers)
     numbers = {table.config: table.index for table in tables}
     return Plan(
         tables=tuple(tables),
@@ -146,6 +147,7 @@ def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
 
     Functions of the user's see the table's own width, and the weights of a combiner
     are one table's: TensorFlow's stacker, which is not asked about them, has no rule.
+    The ids of a growing table are no rows that could be numbered through.
     """
     custom = spec.optimizer is not None and spec.optimizer.is_custom
     return (
@@ -153,6 +155,7 @@ def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
         spec.config.quantization_config,
         spec.config.dim if custom else None,
         None if spec.config.custom_combiner is None else spec.index,
+        None if spec.config.vocabulary is None else spec.index,
     )
 
 
@@ -176,9 +179,9 @@ def refuse_growing(tables: Sequence[TableSpec], reason: str) -> None:
     for table in tables:
         if table.config.vocabulary is not None:
             raise NotImplementedError(
-                f"Table {table.name!r}: {reason} a GrowingVocabulary. Use TPUEmbedding "
-                "or keras.TPUEmbedding on the CPU of one machine with one replica, or "
-                "a static `vocabulary_size`."
+                f"Table {table.name!r}: {reason} a GrowingVocabulary. Use "
+                "TPUEmbedding, TPUEmbeddingV2 or keras.TPUEmbedding on CPUs, or a "
+                "static `vocabulary_size`."
             )
 
 

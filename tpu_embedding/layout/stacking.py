@@ -266,7 +266,7 @@ class _OpenStack:
                 num_sparse_cores=options.num_shards,
                 num_partitions=options.num_devices,
                 total_rows_per_sparse_core_shard=sum(heights),
-                unsharded_shape=(spec.config.vocabulary_size, spec.config.dim),
+                unsharded_shape=(spec.config.max_rows, spec.config.dim),
                 unsharded_padded_shape=shapes[i],
                 sparse_core_shard_row_offset=sum(heights[:i]),
                 sparse_core_shard_rotation=rotation[i],
@@ -320,7 +320,7 @@ def _fill_stacks(
 def _padded(spec: TableSpec, options: StackingOptions) -> tuple[int, int]:
     row_multiple = options.num_shards * options.row_multiple
     return (
-        -(-spec.config.vocabulary_size // row_multiple) * row_multiple,
+        -(-spec.config.max_rows // row_multiple) * row_multiple,
         -(-spec.config.dim // options.width_multiple) * options.width_multiple,
     )
 
@@ -342,7 +342,7 @@ def _given_layout(spec: TableSpec, options: StackingOptions) -> TableLayout:
         "table_name": spec.name,
         "num_sparse_cores": options.num_shards,
         "num_partitions": options.num_devices,
-        "unsharded_shape": (spec.config.vocabulary_size, spec.config.dim),
+        "unsharded_shape": (spec.config.max_rows, spec.config.dim),
     }
     for name, value in expected.items():
         if values[name] != value:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +11,7 @@ from tensorflow.python.eager import record
 
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
-from tpu_embedding.tables.readers import TableReader
+from tpu_embedding.tables.readers import TableReader, VariableReader
 
 
 def is_watched(value: Any) -> bool:
@@ -51,6 +52,59 @@ def with_weight_gradients(
     for i, of_weights in zip(features, found, strict=True):
         results[i] = _join(results[i], of_weights)
     return results
+
+
+Lookup = tuple[Plan, Mapping[int, TableReader]]
+
+
+def with_rows_of_ids(
+    features: Sequence[int],
+    lookup: Lookup,
+    values: Sequence[Any],
+    reads: Mapping[int, Callable[[tf.Tensor], tf.Tensor]],
+) -> tuple[Lookup, list[Any]]:
+    """The arguments of `with_weight_gradients`, without growing tables.
+
+    Instead there are static ones whose rows are those of the ids of a batch, in order.
+
+    Args:
+      features: Indices of the features.
+      lookup: As of `with_weight_gradients`.
+      values: As of `with_weight_gradients`.
+      reads: For each growing table by index what reads ids, int64 [n].
+    """
+    plan, readers = lookup
+    tables, found, own = list(plan.tables), dict(readers), list(values)
+    for table, read in reads.items():
+        batch = [i for i in features if plan.features[i].table == table]
+        if not batch:
+            continue
+        ids = [_flat_ids(values[i]) for i in batch]
+        found[table] = VariableReader(read(tf.concat(ids, 0)))
+        config = dataclasses.replace(
+            plan.tables[table].config, vocabulary_size=2**31 - 1
+        )
+        tables[table] = dataclasses.replace(plan.tables[table], config=config)
+        first = tf.constant(0, tf.int64)
+        for i, flat in zip(batch, ids, strict=True):
+            own[i] = _with_flat_ids(
+                values[i], first + tf.range(tf.size(flat, tf.int64))
+            )
+            first += tf.size(flat, tf.int64)
+    return (Plan(tuple(tables), plan.features), found), own
+
+
+def _flat_ids(value: Any) -> tf.Tensor:
+    values = getattr(value, "values", value)
+    return tf.reshape(tf.cast(tf.convert_to_tensor(values), tf.int64), [-1])
+
+
+def _with_flat_ids(value: Any, ids: tf.Tensor) -> Any:
+    if isinstance(value, tf.SparseTensor):
+        return tf.SparseTensor(value.indices, ids, value.dense_shape)
+    if isinstance(value, tf.RaggedTensor):
+        return value.with_values(ids)
+    return tf.reshape(ids, tf.shape(value))
 
 
 @tf.custom_gradient

@@ -34,16 +34,27 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
     TensorFlow's checkpoints have one object for all of them.
 
     Attributes:
-      parameters: The variable with its rows.
+      parameters: The variable with its rows; over processes their values.
       parts: The names of what `read` returns.
     """
 
-    parameters: tf.Variable
+    parameters: Any
     parts: tuple[str, ...]
 
     @abc.abstractmethod
     def contents(self) -> VocabularyContents:
         """What the vocabulary holds."""
+
+    def read_ids(self, ids: tf.Tensor) -> tf.Tensor:
+        """What a lookup for an update reads of int64 [n]: float32 [n, D].
+
+        Only where the engine differentiates weights.
+        """
+        raise NotImplementedError(f"No rows of {ids} are here.")
+
+    def evict(self) -> int:
+        """Gives up rows now, after a flush; how many. See `TPUEmbedding.evict`."""
+        raise NotImplementedError("Only tables that are trained give up rows.")
 
     @abc.abstractmethod
     def read(self) -> dict[str, np.ndarray]:
@@ -74,6 +85,12 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
             one of both tables shares a row.
           tf.errors.InvalidArgumentError: If values have another width or dtype.
         """
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {name: tf.constant(value) for name, value in self.read().items()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        self.write({name: value.numpy() for name, value in restored_tensors.items()})
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:

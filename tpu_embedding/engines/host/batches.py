@@ -65,6 +65,7 @@ class HostBatches:
             result = self._ops.tpu_embedding_to_stacks(
                 batch=batch,
                 num_stacks=len(self.stacks.layout.stacks),
+                token_types=self._token_types(),
                 num_features=len(self._plan.features),
                 raises=raises,
             )
@@ -89,13 +90,24 @@ class HostBatches:
                 shapes = [count[tf.newaxis] for count in counts]
             return self._ops.tpu_embedding_from_stacks(
                 row_pointers=[tf.cast(s.row_pointers, tf.int32) for s in stacks],
-                token_ids=[tf.cast(s.sorted_token_ids, tf.int32) for s in stacks],
+                token_ids=[
+                    tf.cast(s.sorted_token_ids, dtype)
+                    for s, dtype in zip(stacks, self._token_types(), strict=True)
+                ],
                 gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
                 shapes=shapes,
                 refusals=[features.refusal] if tf.is_tensor(features.refusal) else [],
                 plan=self._record,
                 training=for_update and self._groups,
             )
+
+    def _token_types(self) -> list[tf.DType]:
+        """For each stack that of its tokens: rows, or the ids of a growing table."""
+        first = [
+            self._plan.tables[stack.tables[0]].config
+            for stack in self.stacks.layout.stacks
+        ]
+        return [tf.int32 if c.vocabulary is None else tf.int64 for c in first]
 
     def activation_shapes(self, shapes: Sequence[Shape] | None) -> list[tf.TensorShape]:
         """For each feature what is known of its activations; see `Steps.lookup`."""

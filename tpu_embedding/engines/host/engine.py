@@ -28,7 +28,7 @@ from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import Placement
-from tpu_embedding.layout.plan import UPDATES, refuse_growing
+from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
 from tpu_embedding.tables.variables import create_variables, named_variables
@@ -97,11 +97,7 @@ class HostEngine(Engine):
     @classmethod
     def check(cls, options: EngineOptions) -> Channel | None:
         refuse_tpu_options(cls.name, options.plan)
-        tables = options.plan.tables
-        if options.pipelined or options.topology.num_replicas > 1:
-            reason = "pipelining and several replicas do not support"
-            refuse_growing(tables, reason)
-        for table in tables:
+        for table in options.plan.tables:
             if table.config.vocabulary is not None:
                 first_values(table)
                 first_slots(table)
@@ -111,7 +107,10 @@ class HostEngine(Engine):
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
         """See `Steps.prepare`: errors in values are raised by what takes it."""
-        prepare, training = self._batches.prepare, call.training and not call.tensors
+        # Growing tables must know that a lookup is for training.
+        grows = any(part.growing for part in self._parts)
+        prepare = self._batches.prepare
+        training = call.training and (grows or not call.tensors)
         prepared = [Prepared(prepare(batch, training=training)) for batch in batches]
         return [self._with_tensors(p) for p in prepared] if call.tensors else prepared
 
@@ -158,7 +157,11 @@ class HostEngine(Engine):
         if self._transport is None:
             (part,) = self._parts
             found = part.look_up([prepared.value], call, self._shapes(call))
-            return found.activations, prepared._replace(value=found.looked_up)
+            looked_up = prepared._replace(value=found.looked_up)
+            if part.growing and prepared.tensors is not None:
+                # Those of what was looked up keep its rows.
+                looked_up = self._with_tensors(looked_up)
+            return found.activations, looked_up
         # An update from plain tensors routes them again.
         training = call.training and prepared.tensors is None
         meeting = Meeting("lookup", f"embedding_lookup(training={training})")
@@ -266,6 +269,7 @@ class HostEngine(Engine):
                 batches=[routed.own] if routed else [],
                 gradients=[g for g in gradients if g is not None],
                 rates=first.rates.evaluate() if transport.is_owner else nothing,
+                growing=[first.handle] if first.growing and self._is_owner else [],
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )

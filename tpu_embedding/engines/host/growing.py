@@ -51,6 +51,24 @@ class GrowingPart(GrowingState):
         counts = found["state"][COUNTS].tolist()
         return VocabularyContents(*(found[name] for name in PARTS_OF_IDS), *counts)
 
+    def read_ids(self, ids: tf.Tensor) -> tf.Tensor:
+        """See `GrowingState.read_ids`."""
+        with tf.device(self._device):
+            rows = self._ops.tpu_embedding_read_ids(
+                queue=self._queue,
+                parameters=self.parameters.handle,
+                ids=ids,
+                table=self._spec.index,
+            )
+        return tf.ensure_shape(rows, [None, self._spec.config.dim])
+
+    def evict(self) -> int:
+        """See `GrowingState.evict`."""
+        with tf.device(self._device):
+            return int(
+                self._ops.tpu_embedding_evict(queue=self._queue, table=self._spec.index)
+            )
+
     def read(self) -> _Arrays:
         return self._read(list(self._arrays))
 
@@ -88,12 +106,6 @@ class GrowingPart(GrowingState):
                 ],
                 table=self._spec.index,
             )
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {name: tf.constant(value) for name, value in self.read().items()}
-
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        self.write({name: value.numpy() for name, value in restored_tensors.items()})
 
 
 def _fit(

@@ -220,6 +220,11 @@ class TablePart:
                             found.update_norms,
                         )
                     ),
+                    vocabulary=(
+                        tuple(found.vocabularies[spec.index].numpy().tolist())
+                        if spec.name in self.growing
+                        else None
+                    ),
                 )
                 for spec in self._plan.tables
             },

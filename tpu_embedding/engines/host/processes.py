@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,19 +14,24 @@ import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology
 from tpu_embedding.engines.base import EngineOptions, RowChanges, TableArrays
+from tpu_embedding.engines.cpu_base import arrays_of_variables
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.changes import Held, ShardedChanges
 from tpu_embedding.engines.host.engine import HostEngine
+from tpu_embedding.engines.host.growing import GrowingPart
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
-from tpu_embedding.layout.plan import UPDATES, TableSpec
+from tpu_embedding.layout.plan import UPDATES, TableSpec, refuse_growing
+from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.tables.growing import GrowingState
 from tpu_embedding.tables.initial import initial_rows
 from tpu_embedding.tables.readers import StoredReader, VariableReader
 from tpu_embedding.tables.rows import (
+    PARAMETERS,
     InitialValue,
     MutableTableRows,
     ProcessGroup,
@@ -37,6 +44,7 @@ from tpu_embedding.tables.variables import (
     create_parts,
     variable_rows,
 )
+from tpu_embedding.vocabulary import VocabularyContents
 
 
 class ShardedEngine(HostEngine):
@@ -50,7 +58,6 @@ class ShardedEngine(HostEngine):
     name = "sharded"
     differentiates_weights = False
     for_custom = None
-    grows = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes this process's part of the tables; see `Engine`."""
@@ -66,6 +73,13 @@ class ShardedEngine(HostEngine):
         self._channel.queues = [self._part.handle]
         # IDs and batches are those of whole tables.
         super().__init__(options, [self._part], Processes(record, self._channel))
+
+    @classmethod
+    def lay_out(cls, options: EngineOptions) -> Layout:
+        """See `Engine.lay_out`: lookups of stacks do not know whether they train."""
+        reason = "TPUEmbeddingV2 over processes does not take"
+        refuse_growing(options.plan.tables, reason)
+        return super().lay_out(options)
 
     @classmethod
     def check(cls, options: EngineOptions) -> Channel:
@@ -136,6 +150,8 @@ class ShardedEngine(HostEngine):
         }
 
     def _arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
+        if spec.name in self._part.growing:
+            return self._growing_arrays(spec, table)
         parts = variable_rows(spec, table.arrays)
         slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
         rows: dict[str, MutableTableRows] = {
@@ -163,10 +179,29 @@ class ShardedEngine(HostEngine):
             variables=_refuse_variables,
         )
 
+    def _growing_arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
+        owner, own = self._placement.owners[spec.index], self._part.growing[spec.name]
+
+        def values() -> dict[str, Any]:
+            found = {name: array.numpy() for name, array in table.arrays.items()}
+            call = f"the reading of the table {spec.name}"
+            whole = _of_owner(self._channel, owner, found, call)
+            return {name: tf.constant(value) for name, value in whole.items()}
+
+        state = _GrowingInJob(spec.name, own, owner, self._channel)
+        return dataclasses.replace(
+            arrays_of_variables(spec, table, state),
+            reader=_ShardedReader(),
+            values=values,
+            variables=_refuse_variables,
+        )
+
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `TableStore.checkpoint_variables`: whole tables, gathered when saved."""
         found: dict[str, Any] = {}
         for name, table in self.tables().items():
+            if table.growing is not None:
+                found[name] = table.growing
             for array, rows in table.rows.items():
                 full = checkpoint_name(name, array)
                 found[full] = LogicalVariable(
@@ -174,6 +209,80 @@ class ShardedEngine(HostEngine):
                 )
         updates = self._updates()
         return found if updates is None else {**found, UPDATES: updates}
+
+
+class _GrowingInJob(GrowingState):
+    """A growing table, which one process has."""
+
+    def __init__(
+        self, name: str, own: GrowingPart, owner: int, channel: Channel
+    ) -> None:
+        """Takes the state of this process, which is empty in all but the owner."""
+        self._name, self._own, self._owner, self._channel = name, own, owner, channel
+        self.parts = own.parts
+
+    @property
+    def parameters(self) -> Any:
+        """The rows, in all processes, which read them together."""
+        own = {PARAMETERS: self._own.parameters.numpy()}
+        return tf.constant(self._gather(own, "rows of")[PARAMETERS])
+
+    def contents(self) -> VocabularyContents:
+        """See `GrowingState.contents`."""
+        found = self._own.contents()._asdict()
+        arrays = {name: np.asarray(value) for name, value in found.items()}
+        own = self._gather(arrays, "vocabulary of")
+        values: Any = {n: v if v.shape else int(v) for n, v in own.items()}
+        return VocabularyContents(**values)
+
+    def evict(self) -> int:
+        """See `GrowingState.evict`: a call of all processes."""
+        count = np.asarray(self._own.evict())
+        return int(self._gather({"evicted": count}, "evictions of")["evicted"])
+
+    def updates_begun(self) -> int:
+        """See `GrowingState.updates_begun`."""
+        begun = np.asarray(self._own.updates_begun())
+        return int(self._gather({"begun": begun}, "updates of")["begun"])
+
+    def read(self) -> dict[str, np.ndarray]:
+        """See `GrowingState.read`."""
+        return self._gather(self._own.read(), "growing")
+
+    def _gather(self, own: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
+        call = f"the reading of the {what} table {self._name}"
+        return _of_owner(self._channel, self._owner, own, call)
+
+    def write(self, state: Mapping[str, np.ndarray]) -> None:
+        """See `GrowingState.write`; each process checks what it has read."""
+        if self._channel.rank == self._owner:
+            self._own.write(state)
+        else:
+            self.fit(state)
+
+    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See `GrowingState.fit`."""
+        return self._own.fit(state)
+
+
+def _of_owner(
+    channel: Channel, owner: int, own: Mapping[str, np.ndarray], call: str
+) -> dict[str, np.ndarray]:
+    """The arrays that the owner passes, in all processes."""
+    head = [(name, v.dtype.name, v.shape) for name, v in own.items()]
+    content = b"".join(v.tobytes() for v in own.values())
+    is_owner = channel.rank == owner
+    sent = json.dumps(head).encode() + b"\n" + content if is_owner else b""
+    received = channel.all_gather("checkpoint", sent, call)[owner]
+    line, _, content = received.partition(b"\n")
+    found, start = {}, 0
+    for name, dtype, shape in json.loads(line):
+        count = math.prod(shape)
+        kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+        flat = np.frombuffer(content, kind, count, start)
+        found[name] = flat.reshape(shape)
+        start += flat.nbytes
+    return found
 
 
 class ShardedRows(MutableTableRows):
@@ -279,7 +388,9 @@ _NO_OPTIMIZER = _NoOptimizer()
 def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVariables]:
     device = options.topology.device
     places: list[list[Place]] = [
-        [(device, placement.rows_of(spec.index, spec.config.vocabulary_size))]
+        [(device, None)]
+        if spec.config.vocabulary is not None
+        else [(device, placement.rows_of(spec.index, spec.config.vocabulary_size))]
         for spec in options.plan.tables
     ]
     return [part for (part,) in create_parts(options.plan, places)]

@@ -89,6 +89,7 @@ struct FeatureCsr {
   int64_t num_invalid = 0;     // IDs that were dropped or taken modulo V
 
   int64_t num_samples() const { return offsets.size() - 1; }
+  int64_t num_entries() const { return offsets[num_samples()]; }
   float gain(int64_t sample, int64_t entry) const {
     if (gains.size()) return gains[entry];
     return sample_gains.size() ? sample_gains[sample] : 1.0f;

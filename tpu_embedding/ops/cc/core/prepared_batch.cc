@@ -55,6 +55,7 @@ Error PrepareBatch(const std::vector<FeatureSpec>& specs,
 
   batch->features.resize(num_features);
   batch->vocabulary_sizes = tables.vocabulary_sizes;
+  batch->trains = training;
   std::vector<Error> errors(num_features);
   const auto order = ByDescendingSize(sizes);
   ForEachItem(parallel_for, num_features,

@@ -4,6 +4,7 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_PREPARED_BATCH_H_
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "core/feature.h"
@@ -18,6 +19,10 @@ struct PreparedBatch {
   std::vector<FeatureCsr> features;
   std::vector<RowGroups> tables;          // by table; empty for evaluation
   std::vector<int64_t> vocabulary_sizes;  // by table: what ids were checked for
+  bool trains = false;  // whether gradients of a lookup may come
+  // Of an update the batch that was looked up, where that is known to be
+  // another one, which may hold it, so that its rows stay.
+  std::shared_ptr<const PreparedBatch> looked_up;
   // What this is a part of where tables are divided over processes, or null.
   const RoutedBatch* routed = nullptr;
 };

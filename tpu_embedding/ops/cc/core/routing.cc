@@ -11,7 +11,7 @@ namespace tpu_embedding {
 namespace {
 
 constexpr int64_t kCyclesPerEntry = 30;
-constexpr int32_t kWordsOfId = 1;
+constexpr int64_t kWordsOfId = sizeof(int64_t) / sizeof(int32_t);
 constexpr int64_t kHeaderWords = 4;
 
 // How a feature's entries are multiplied, as it stands in a message.
@@ -235,21 +235,30 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
   const int64_t count = csr.num_samples();
   const GainKind kind = KindOf(csr);
   writer->Word(count);
-  writer->Word(csr.rows.size());
+  writer->Word(csr.num_entries());
   writer->Word(kind);
   WriteLengths(
       count, [&](int64_t s) { return csr.offsets[s + 1] - csr.offsets[s]; },
       writer);
   writer->Words(csr.rows.data(), csr.rows.size());
+  writer->Words(reinterpret_cast<const int32_t*>(csr.ids.data()),
+                csr.ids.size() * kWordsOfId);
   writer->Words(csr.gains.data(), csr.gains.size());
   writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
+}
+
+int64_t WordsOfId(const RoutedBatch& routed) {
+  const std::vector<bool>& growing = routed.growing;
+  const bool any =
+      std::find(growing.begin(), growing.end(), true) != growing.end();
+  return any ? kWordsOfId : 1;
 }
 
 void Write(const RoutedBatch& routed, int receiver, int64_t num_words,
            Writer* writer) {
   const Sent& sent = routed.sent[receiver];
   writer->Word(kMessageVersion);
-  writer->Word(kWordsOfId);
+  writer->Word(WordsOfId(routed));
   writer->Words(reinterpret_cast<const int32_t*>(&num_words), 2);
   for (size_t t = 0; t < sent.rows.size(); ++t) {
     if (!routed.placement.by_rows(t)) continue;
@@ -330,22 +339,41 @@ bool ReadOffsets(int64_t count, int64_t entries, Reader* reader,
   return next == entries;
 }
 
+bool ReadIds(int64_t entries, Reader* reader, FeatureCsr* csr) {
+  const int32_t* words = reader->Words(entries * kWordsOfId);
+  if (!words) return false;
+  csr->rows.Resize(0);
+  csr->ids.Resize(entries);
+  if (entries) {
+    std::memcpy(csr->ids.data(), words, entries * sizeof(int64_t));
+  }
+  return true;
+}
+
 // `rows`: what the entries are positions in, or null if they are rows.
-bool ReadFeature(int64_t num_rows, const Buffer<int32_t>* rows, Reader* reader,
-                 FeatureCsr* csr) {
-  const int64_t count = reader->Word(kMaxRows);
-  const int64_t entries = reader->Word(kMaxRows);
-  const int64_t kind = reader->Word(kByEntry);
-  if (count < 0 || entries < 0 || kind < 0) return false;
-  if (!ReadOffsets(count, entries, reader, &csr->offsets)) return false;
+bool ReadEntries(int64_t num_rows, const Buffer<int32_t>* rows, int64_t entries,
+                 Reader* reader, FeatureCsr* csr) {
   const int32_t* words = reader->Words(entries);
   if (!words) return false;
+  csr->ids.Resize(0);
   csr->rows.Resize(entries);
   const int64_t end = rows ? rows->size() : num_rows;
   for (int64_t i = 0; i < entries; ++i) {
     if (words[i] < 0 || words[i] >= end) return false;
     csr->rows[i] = rows ? (*rows)[words[i]] : words[i];
   }
+  return true;
+}
+
+// Calls read_entries(their number) for what follows the lengths.
+template <class Read>
+bool ReadFeature(Reader* reader, const Read& read_entries, FeatureCsr* csr) {
+  const int64_t count = reader->Word(kMaxRows);
+  const int64_t entries = reader->Word(kMaxRows);
+  const int64_t kind = reader->Word(kByEntry);
+  if (count < 0 || entries < 0 || kind < 0) return false;
+  if (!ReadOffsets(count, entries, reader, &csr->offsets)) return false;
+  if (!read_entries(entries)) return false;
   csr->gains.Resize(0);
   csr->sample_gains.Resize(0);
   csr->output_shape = {count};
@@ -360,11 +388,11 @@ bool ReadFeature(int64_t num_rows, const Buffer<int32_t>* rows, Reader* reader,
 }
 
 // The message without its header and padding, or one that no one can read.
-Message ContentOf(const Message& message) {
+Message ContentOf(const Message& message, int64_t words_of_id) {
   const int32_t* words = message.words;
   int64_t size = 0;
   if (message.size < kHeaderWords || words[0] != kMessageVersion ||
-      words[1] != kWordsOfId) {
+      words[1] != words_of_id) {
     return {nullptr, -1};
   }
   std::memcpy(&size, words + 2, sizeof(size));
@@ -376,7 +404,7 @@ bool ReadMessage(const Message& message, int sender, const TableMap& tables,
                  RoutedBatch* routed) {
   const Placement& placement = routed->placement;
   Asked& asked = routed->asked[sender];
-  Reader reader(ContentOf(message));
+  Reader reader(ContentOf(message, WordsOfId(*routed)));
   for (size_t t = 0; t < asked.rows.size(); ++t) {
     asked.rows[t].Resize(0);
     if (!placement.by_rows(t)) continue;
@@ -389,16 +417,21 @@ bool ReadMessage(const Message& message, int sender, const TableMap& tables,
     FeatureCsr& csr = asked.features[f];
     const bool by_rows = placement.by_rows(t);
     if (by_rows ? routed->training : placement.Holds(placement.rank, t)) {
-      if (!ReadFeature(tables.vocabulary_sizes[t],
-                       by_rows ? &asked.rows[t] : nullptr, &reader, &csr)) {
-        return false;
-      }
+      const auto read_entries = [&](int64_t entries) {
+        return routed->grows(f)
+                   ? ReadIds(entries, &reader, &csr)
+                   : ReadEntries(tables.vocabulary_sizes[t],
+                                 by_rows ? &asked.rows[t] : nullptr, entries,
+                                 &reader, &csr);
+      };
+      if (!ReadFeature(&reader, read_entries, &csr)) return false;
       continue;
     }
     csr.output_shape = {0};
     csr.offsets.Resize(1);
     csr.offsets[0] = 0;
     csr.rows.Resize(0);
+    csr.ids.Resize(0);
     csr.gains.Resize(0);
     csr.sample_gains.Resize(0);
   }
@@ -460,7 +493,8 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
     Copy(from.offsets, &to.offsets);
     Copy(from.gains, &to.gains);
     Copy(from.sample_gains, &to.sample_gains);
-    num_entries += from.rows.size();
+    Copy(from.ids, &to.ids);
+    num_entries += from.num_entries();
     if (!routed->by_rows(f)) Copy(from.rows, &to.rows);
   }
   ForEachItemWith<RowNumbers>(

@@ -20,7 +20,7 @@
 //
 //   words      what
 //   1          kMessageVersion
-//   1          words of an id: 1; 2 is kept for tables whose vocabulary grows
+//   1          words of an id: 1, or 2 if a table grows
 //   2          words of the message, these four included (one int64)
 //   for each table that is divided by rows:
 //     1        n, the distinct rows wanted of this owner
@@ -32,7 +32,8 @@
 //     1        how they are multiplied: 0 not at all, 1 by sample, 2 by entry
 //     1        the length of every sample, or -1, and then
 //     s          the length of each
-//     e        rows of a whole table, or positions among the rows wanted
+//     e        rows of a whole table, or positions among the rows wanted; of a
+//              table that grows 2 e words, ids
 //     0, s, e  the gains, float32
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ROUTING_H_
@@ -54,7 +55,7 @@ constexpr int kAllProcesses = -1;
 
 constexpr int32_t kMessageVersion = 1;
 
-// Where the tables are.
+// Where the tables are. Those that grow are whole.
 struct Placement {
   int rank = 0;             // this owner; of a worker without meaning
   int size = 1;             // owners: the processes of the job, or the servers
@@ -101,8 +102,9 @@ struct RoutedBatch {
   bool training = false;
   Placement placement;
   std::vector<int> feature_tables;
-  std::vector<Sent> sent;    // by receiver
-  std::vector<Asked> asked;  // by sender
+  std::vector<bool> growing;  // by table, whether it grows; or none does
+  std::vector<Sent> sent;     // by receiver
+  std::vector<Asked> asked;   // by sender
 
   bool by_rows(int feature) const {
     return placement.by_rows(feature_tables[feature]);
@@ -113,6 +115,9 @@ struct RoutedBatch {
   }
   // Samples of this process's own feature whose gradients go to `process`.
   int64_t NumSent(int process, int feature) const;
+  bool grows(int feature) const {
+    return !growing.empty() && growing[feature_tables[feature]];
+  }
   // How many rows of `table` arrive from all processes.
   int64_t NumArriving(int table) const;
 };

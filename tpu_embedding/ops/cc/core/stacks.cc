@@ -46,11 +46,17 @@ Error ReadFeature(const StackedFeature& feature, const StackInput& input,
   const int64_t first = pointers[0];
   const int64_t size = pointers[num_samples] - first;
   batch->offsets.Resize(num_samples + 1);
-  batch->rows.Resize(size);
+  batch->rows.Resize(input.ids ? 0 : size);
+  batch->ids.Resize(input.ids ? size : 0);
   batch->gains.Resize(size);
   batch->sample_gains.Resize(0);
   for (int64_t s = 0; s <= num_samples; ++s) {
     batch->offsets[s] = pointers[s] - first;
+  }
+  std::copy_n(input.gains + first, size, batch->gains.data());
+  if (input.ids) {
+    std::copy_n(input.ids + first, size, batch->ids.data());
+    return std::nullopt;
   }
   for (int64_t i = 0; i < size; ++i) {
     const int64_t row = input.token_ids[first + i] - feature.row_offset;
@@ -64,7 +70,6 @@ Error ReadFeature(const StackedFeature& feature, const StackInput& input,
              "). Pass on what the lookup gave.";
     }
     batch->rows[i] = static_cast<int32_t>(row);
-    batch->gains[i] = input.gains[first + i];
   }
   return std::nullopt;
 }
@@ -82,8 +87,12 @@ void WriteStack(const std::vector<StackedFeature>& features,
     for (int64_t s = 0; s < batch.num_samples(); ++s) {
       for (int64_t i = batch.offsets[s]; i < batch.offsets[s + 1]; ++i) {
         output.sample_ids[entry] = sample;
-        output.token_ids[entry] =
-            static_cast<int32_t>(features[f].row_offset + batch.rows[i]);
+        if (output.ids) {
+          output.ids[entry] = batch.ids[i];
+        } else {
+          output.token_ids[entry] =
+              static_cast<int32_t>(features[f].row_offset + batch.rows[i]);
+        }
         output.gains[entry++] = batch.gain(s, i);
       }
       output.row_pointers[++sample] = entry;

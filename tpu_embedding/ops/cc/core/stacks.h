@@ -5,6 +5,8 @@
 //     row_pointers: [ 0,    2, 3, 3, 4 ]
 //     sample_ids:   [ 0, 0, 1,      3 ]
 //     token_ids:    [ 7, 2, 1,     11 ]
+//
+// A growing table is a stack of its own, whose tokens are ids.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_STACKS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_STACKS_H_
@@ -28,7 +30,8 @@ struct StackedFeature {
 struct StackOutput {
   int32_t* row_pointers = nullptr;  // [num_samples + 1]
   int32_t* sample_ids = nullptr;    // [num_entries]
-  int32_t* token_ids = nullptr;     // [num_entries]
+  int32_t* token_ids = nullptr;     // [num_entries], or null and
+  int64_t* ids = nullptr;           // [num_entries] of a growing table
   float* gains = nullptr;           // [num_entries]
 };
 
@@ -38,6 +41,7 @@ struct StackInput {
   const int32_t* row_pointers = nullptr;
   int64_t num_row_pointers = 0;
   const int32_t* token_ids = nullptr;
+  const int64_t* ids = nullptr;
   int64_t num_tokens = 0;
   const float* gains = nullptr;
   int64_t num_gains = 0;

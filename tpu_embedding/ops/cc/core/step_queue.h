@@ -179,6 +179,33 @@ class StepQueue {
     return std::nullopt;
   }
 
+  // The batches of the update that these gradients of `replica` would complete,
+  // by replica; none if other replicas must come first.
+  std::vector<Batch> CompletedByOwed(int replica) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Step* step = OwedStep(replica);
+    std::vector<Batch> batches;
+    for (int r = 0; step && r < num_replicas(); ++r) {
+      const StepPart& part = step->replicas[r];
+      if (r != replica && part.state != State::kSubmitted) return {};
+      batches.push_back(part.part.batch);
+    }
+    return batches;
+  }
+
+  // The same for gradients of `batch` past the queue.
+  std::vector<Batch> CompletedBy(int replica, const Batch& batch) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const size_t index = next_submit_[replica];
+    std::vector<Batch> batches;
+    for (int r = 0; r < num_replicas(); ++r) {
+      const bool own = r == replica;
+      if (!own && (index >= partial_.size() || !partial_[index][r])) return {};
+      batches.push_back(own ? batch : partial_[index][r]->batch);
+    }
+    return batches;
+  }
+
   // Takes the gradients that `replica` owes. `*apply_now` tells whether
   // updates are due.
   Error SubmitOwed(int replica, Gradients gradients, const Count& count,

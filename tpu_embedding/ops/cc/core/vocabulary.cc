@@ -262,6 +262,17 @@ void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
   while (room() < needed && sweeping_) SweepSlice(held);
 }
 
+int64_t Vocabulary::Evict(const Hold& hold) {
+  if (!Evicts()) return 0;
+  const int64_t before = counts_.evicted;
+  RowSet held(num_rows_);
+  hold(&held);
+  cursor_ = 0;
+  BeginSweep(map_.size() - options_.min_rows, held);
+  while (sweeping_) SweepSlice(held);
+  return counts_.evicted - before;
+}
+
 void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
   if (options_.eviction == Eviction::kAge) {
     // It goes round and round: each row is looked at in its turn.
@@ -309,14 +320,14 @@ void Vocabulary::SweepSlice(const RowSet& held) {
     if (key > threshold_ || (key == threshold_ && ties_ == 0)) continue;
     if (map_.size() <= options_.min_rows) break;
     if (key == threshold_) --ties_;
-    Evict(row);
+    EvictRow(row);
   }
   if (cursor_ < num_rows_ && map_.size() > options_.min_rows) return;
   sweeping_ = false;
   if (cursor_ >= num_rows_) cursor_ = 0;
 }
 
-void Vocabulary::Evict(int32_t row) {
+void Vocabulary::EvictRow(int32_t row) {
   map_.Erase(id_of(row));
   use_of(row) = {0, 0};
   free_.push_back(row);

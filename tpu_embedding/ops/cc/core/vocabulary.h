@@ -139,6 +139,9 @@ class Vocabulary {
             const Hold& hold, std::vector<int32_t>* rows,
             std::vector<Created>* created);
 
+  // Gives up what the policy gives up for new ids, as if many came; how many.
+  int64_t Evict(const Hold& hold);
+
   VocabularySnapshot Save() const;
   // Into a new vocabulary, of the same or of other options. After an error this
   // one cannot be used.
@@ -184,7 +187,7 @@ class Vocabulary {
   void MakeRoom(int64_t needed, const Hold& hold);
   void BeginSweep(int64_t wanted, const RowSet& held);
   void SweepSlice(const RowSet& held);
-  void Evict(int32_t row);
+  void EvictRow(int32_t row);
   int32_t NewRow(int64_t id, int64_t hits);
   int64_t HitsOfCandidate(int64_t id) const;
   void AddCandidate(int64_t id, int64_t hits);

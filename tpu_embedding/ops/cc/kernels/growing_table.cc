@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <shared_mutex>
 #include <utility>
 
+#include "core/routing.h"
 #include "tensorflow/core/framework/allocation_description.pb.h"
 #include "tensorflow/core/framework/tensor.h"
 
@@ -118,42 +120,56 @@ void GrowingTable::WriteFirst(int64_t id, int64_t row) const {
   }
 }
 
-GrowingTable::Rows GrowingTable::FindRows(
-    const PreparedBatch& batch, const ParallelFor& parallel_for) const {
+void GrowingTable::AddSources(const PreparedBatch& batch, Sources* sources) {
+  if (!batch.routed) {
+    sources->push_back(&batch.features);
+    return;
+  }
+  for (const Asked& asked : batch.routed->asked) {
+    sources->push_back(&asked.features);
+  }
+}
+
+std::vector<GrowingTable::Rows> GrowingTable::FindRows(
+    const Sources& sources, const ParallelFor& parallel_for) const {
   struct Chunk {
+    size_t source;
     int feature;
     int64_t begin;
     int64_t end;
   };
   std::vector<Chunk> chunks;
-  Rows rows(batch.features.size());
-  for (const int f : plan_.features) {
-    const int64_t size = batch.features[f].ids.size();
-    rows[f].Resize(size);
-    for (int64_t i = 0; i < size; i += kIdsPerChunk) {
-      chunks.push_back({f, i, std::min(i + kIdsPerChunk, size)});
+  std::vector<Rows> rows(sources.size());
+  for (size_t s = 0; s < sources.size(); ++s) {
+    rows[s].resize(sources[s]->size());
+    for (const int f : plan_.features) {
+      const int64_t size = (*sources[s])[f].ids.size();
+      rows[s][f].Resize(size);
+      for (int64_t i = 0; i < size; i += kIdsPerChunk) {
+        chunks.push_back({s, f, i, std::min(i + kIdsPerChunk, size)});
+      }
     }
   }
   ForEachItem(parallel_for, chunks.size(), kIdsPerChunk * kCyclesPerId,
               [&](int64_t c) {
-                const auto& [f, begin, end] = chunks[c];
-                vocabulary_->Find(batch.features[f].ids.data() + begin,
-                                  end - begin, rows[f].data() + begin);
+                const auto& [s, f, begin, end] = chunks[c];
+                vocabulary_->Find((*sources[s])[f].ids.data() + begin,
+                                  end - begin, rows[s][f].data() + begin);
               });
   return rows;
 }
 
 // An id without a row gets -2 less its place among those of `unknown`.
-void GrowingTable::NumberUnknown(std::vector<Rows*> rows,
-                                 const std::vector<SharedBatch>& batches,
+void GrowingTable::NumberUnknown(const Sources& sources,
+                                 std::vector<Rows>* rows,
                                  UnknownIds* unknown) const {
   IdMap places(salt_);
-  for (size_t b = 0; b < batches.size(); ++b) {
+  for (size_t s = 0; s < sources.size(); ++s) {
     for (const int f : plan_.features) {
-      Buffer<int32_t>& own = (*rows[b])[f];
+      Buffer<int32_t>& own = (*rows)[s][f];
       for (int64_t i = 0; i < own.size(); ++i) {
         if (own[i] != kNoRow) continue;
-        const int64_t id = batches[b]->features[f].ids[i];
+        const int64_t id = (*sources[s])[f].ids[i];
         int32_t place = places.Find(id);
         if (place < 0) {
           place = unknown->ids.size();
@@ -182,19 +198,21 @@ absl::Status GrowingTable::AdoptParameters(Var* parameters) {
   return parameters_.Adopt(vocabulary_->num_rows(), plan_.name, parameters);
 }
 
-absl::Status GrowingTable::Find(const SharedBatch& batch, bool awaits,
-                                const Var& parameters,
+absl::Status GrowingTable::Find(const SharedBatch& batch, const Var& parameters,
                                 const ParallelFor& parallel_for, Found* found) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  if (batch->trains) TF_RETURN_IF_ERROR(Await(batch, parallel_for));
+  const std::shared_lock<SharedMutex> lock(mutex_);
   if (vocabulary_->num_rows() && !parameters_.Holds(parameters)) {
     return absl::FailedPreconditionError(
         absl::StrCat("Table ", plan_.name,
                      " was assigned while a lookup began. Look up again."));
   }
-  found->rows_ = FindRows(*batch, parallel_for);
+  Sources sources;
+  AddSources(*batch, &sources);
+  found->rows_ = FindRows(sources, parallel_for);
   UnknownIds unknown;
-  NumberUnknown({&found->rows_}, {batch}, &unknown);
-  Unknown missing = vocabulary_->Missing(awaits);
+  NumberUnknown(sources, &found->rows_, &unknown);
+  Unknown missing = vocabulary_->Missing(batch->trains);
   if (missing == Unknown::kShared && vocabulary_->num_rows() == 0) {
     // The row that all share is not there yet.
     missing = Unknown::kInitializer;
@@ -208,23 +226,54 @@ absl::Status GrowingTable::Find(const SharedBatch& batch, bool awaits,
     ForEachItem(parallel_for, count, plan_.dim * kCyclesPerFirstValue,
                 [&](int64_t i) { WriteFirst(unknown.ids[i], -2 - first - i); });
   }
-  for (const int f : plan_.features) {
-    Buffer<int32_t>& rows = found->rows_[f];
-    for (int64_t i = 0; count && i < rows.size(); ++i) {
-      if (rows[i] >= 0) continue;
-      rows[i] = missing == Unknown::kInitializer ? rows[i] - first
-                : missing == Unknown::kShared    ? 0
-                                                 : kRowOfZeros;
+  for (Rows& of_source : found->rows_) {
+    for (const int f : plan_.features) {
+      Buffer<int32_t>& rows = of_source[f];
+      for (int64_t i = 0; count && i < rows.size(); ++i) {
+        if (rows[i] >= 0) continue;
+        rows[i] = missing == Unknown::kInitializer ? rows[i] - first
+                  : missing == Unknown::kShared    ? 0
+                                                   : kRowOfZeros;
+      }
     }
   }
-  if (!awaits) return absl::OkStatus();
-  const std::lock_guard<std::mutex> front(front_mutex_);
-  awaited_.erase(
-      std::remove_if(awaited_.begin(), awaited_.end(),
-                     [](const auto& known) { return known.expired(); }),
-      awaited_.end());
-  awaited_.push_back(batch);
   return absl::OkStatus();
+}
+
+absl::Status GrowingTable::Await(const SharedBatch& batch,
+                                 const ParallelFor& parallel_for) {
+  std::vector<SharedBatch> pending;
+  {
+    const std::lock_guard<std::mutex> front(front_mutex_);
+    awaited_.erase(
+        std::remove_if(awaited_.begin(), awaited_.end(),
+                       [](const auto& known) { return known.expired(); }),
+        awaited_.end());
+    awaited_.push_back(batch);
+    for (const auto& known : pending_) {
+      if (SharedBatch part = known.lock()) pending.push_back(std::move(part));
+    }
+    // After a reset nothing pends.
+    if (pending.empty() || pending.size() != pending_.size()) {
+      return absl::OkStatus();
+    }
+  }
+  const std::lock_guard<SharedMutex> lock(mutex_);
+  const absl::Status status = CheckRoomLocked(pending, parallel_for);
+  if (status.ok()) return status;
+  Forget(batch);
+  return absl::InvalidArgumentError(absl::StrCat(
+      status.message(),
+      " The update is the pending one, and the batch to be looked up has rows "
+      "that it would give up: call `flush` before."));
+}
+
+void GrowingTable::Forget(const SharedBatch& batch) {
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  const auto known =
+      std::find_if(awaited_.begin(), awaited_.end(),
+                   [&](const auto& other) { return other.lock() == batch; });
+  if (known != awaited_.end()) awaited_.erase(known);
 }
 
 GrowingTable::Found::~Found() {
@@ -257,37 +306,52 @@ Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
         if (own[i] >= 0) held->Add(own[i]);
       }
     };
-    for (const Rows& of_replica : rows) {
-      for (const int f : plan_.features) add(of_replica[f]);
+    for (const Rows& of_source : rows) {
+      for (const int f : plan_.features) add(of_source[f]);
     }
     const std::lock_guard<std::mutex> lock(front_mutex_);
     for (const auto& known : awaited_) {
       const SharedBatch batch = known.lock();
       if (!batch) continue;
-      for (const int f : plan_.features) {
-        Buffer<int32_t> own(batch->features[f].ids.size());
-        vocabulary_->Find(batch->features[f].ids.data(), own.size(),
-                          own.data());
-        add(own);
+      Sources sources;
+      AddSources(*batch, &sources);
+      for (const std::vector<FeatureCsr>* features : sources) {
+        for (const int f : plan_.features) {
+          const Buffer<int64_t>& ids = (*features)[f].ids;
+          Buffer<int32_t> own(ids.size());
+          vocabulary_->Find(ids.data(), own.size(), own.data());
+          add(own);
+        }
       }
     }
   };
 }
 
-absl::Status GrowingTable::CheckRoom(const SharedBatch& batch,
+absl::Status GrowingTable::CheckRoom(const std::vector<SharedBatch>& batches,
+                                     bool pends,
                                      const ParallelFor& parallel_for) {
+  const std::lock_guard<SharedMutex> lock(mutex_);
+  TF_RETURN_IF_ERROR(CheckRoomLocked(batches, parallel_for));
+  if (!pends) return absl::OkStatus();
+  const std::lock_guard<std::mutex> front(front_mutex_);
+  pending_.assign(batches.begin(), batches.end());
+  return absl::OkStatus();
+}
+
+absl::Status GrowingTable::CheckRoomLocked(
+    const std::vector<SharedBatch>& batches, const ParallelFor& parallel_for) {
   if (vocabulary_->options().shares_when_full) return absl::OkStatus();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  Sources sources;
+  for (const SharedBatch& batch : batches) AddSources(*batch, &sources);
   int64_t num_entries = 0;
-  for (const int f : plan_.features) {
-    num_entries += batch->features[f].ids.size();
+  for (const std::vector<FeatureCsr>* features : sources) {
+    for (const int f : plan_.features) num_entries += (*features)[f].ids.size();
   }
   if (vocabulary_->HasRoomFor(num_entries)) return absl::OkStatus();
   return WithinMemory([&] {
-    std::vector<Rows> rows;
-    rows.push_back(FindRows(*batch, parallel_for));
+    std::vector<Rows> rows = FindRows(sources, parallel_for);
     UnknownIds unknown;
-    NumberUnknown({&rows[0]}, {batch}, &unknown);
+    NumberUnknown(sources, &rows, &unknown);
     Decision decision;
     return InvalidArgument(
         vocabulary_->Decide(unknown, HoldFor(rows), &decision));
@@ -299,7 +363,7 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
                                  const std::vector<Var*>& slots,
                                  const ParallelFor& parallel_for,
                                  Update* update) {
-  update->lock_ = std::unique_lock<std::mutex>(mutex_);
+  update->lock_ = std::unique_lock<SharedMutex>(mutex_);
   const int64_t num_rows = vocabulary_->num_rows();
   TF_RETURN_IF_ERROR(CheckLength("slots", slots.size(), slots_.size()));
   TF_RETURN_IF_ERROR(parameters_.Adopt(num_rows, plan_.name, parameters));
@@ -308,13 +372,11 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
   }
   return WithinMemory([&] {
     update->batches_ = std::move(batches);
-    std::vector<Rows*> rows;
-    update->rows_.reserve(update->batches_.size());
     for (const SharedBatch& batch : update->batches_) {
-      update->rows_.push_back(FindRows(*batch, parallel_for));
-      rows.push_back(&update->rows_.back());
+      AddSources(*batch, &update->sources_);
     }
-    NumberUnknown(rows, update->batches_, &update->unknown_);
+    update->rows_ = FindRows(update->sources_, parallel_for);
+    NumberUnknown(update->sources_, &update->rows_, &update->unknown_);
     TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
         update->unknown_, HoldFor(update->rows_), &update->decision_)));
     const int64_t most = vocabulary_->MostRowsAfter(update->decision_);
@@ -358,13 +420,21 @@ void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
     }
   }
   update->num_rows_ = num_rows;
-  const std::lock_guard<std::mutex> lock(front_mutex_);
   for (const SharedBatch& batch : update->batches_) {
-    const auto known =
-        std::find_if(awaited_.begin(), awaited_.end(),
-                     [&](const auto& other) { return other.lock() == batch; });
-    if (known != awaited_.end()) awaited_.erase(known);
+    Forget(batch->looked_up ? batch->looked_up : batch);
   }
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  pending_.clear();
+}
+
+int64_t GrowingTable::Evict() {
+  const std::lock_guard<SharedMutex> lock(mutex_);
+  return vocabulary_->Evict(HoldFor({}));
+}
+
+VocabularyCounts GrowingTable::counts() const {
+  const std::shared_lock<SharedMutex> lock(mutex_);
+  return vocabulary_->counts();
 }
 
 std::vector<int64_t> GrowingTable::RowsOf(
@@ -378,7 +448,7 @@ std::vector<int64_t> GrowingTable::RowsOf(
 absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
                                 VocabularySnapshot* snapshot,
                                 std::vector<Tensor>* values) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::shared_lock<SharedMutex> lock(mutex_);
   *snapshot = vocabulary_->Save();
   const std::vector<int64_t> rows = RowsOf(*snapshot);
   const int64_t size = rows.size();
@@ -406,7 +476,7 @@ absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
 absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
                                 const std::vector<Tensor>& values,
                                 const std::vector<Var*>& arrays) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<SharedMutex> lock(mutex_);
   std::vector<const Array*> own = {&parameters_};
   for (const Array& slot : slots_) own.push_back(&slot);
   TF_RETURN_IF_ERROR(CheckLength("values", values.size(), own.size()));

@@ -20,6 +20,7 @@
 #include "core/growing_memory.h"
 #include "core/parallel.h"
 #include "core/prepared_batch.h"
+#include "core/shared_mutex.h"
 #include "core/vocabulary.h"
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
@@ -30,6 +31,8 @@ class GrowingTable {
  public:
   using SharedBatch = std::shared_ptr<const PreparedBatch>;
   using Rows = std::vector<Buffer<int32_t>>;  // by feature; of others none
+  // The features of a batch, or what each sender asked of this owner.
+  using Sources = std::vector<const std::vector<FeatureCsr>*>;
 
   explicit GrowingTable(const TablePlan& plan);
 
@@ -42,11 +45,14 @@ class GrowingTable {
     Found(const Found&) = delete;
     Found& operator=(const Found&) = delete;
 
-    const Buffer<int32_t>& rows(int feature) const { return rows_[feature]; }
+    // Of a sender's feature, or of the only source.
+    const Buffer<int32_t>& rows(int source, int feature) const {
+      return rows_[source][feature];
+    }
 
    private:
     friend class GrowingTable;
-    Rows rows_;
+    std::vector<Rows> rows_;
     GrowingTable* borrowed_ = nullptr;
   };
 
@@ -54,27 +60,29 @@ class GrowingTable {
   // unlocked.
   absl::Status AdoptParameters(tensorflow::Var* parameters);
 
-  // Finds the rows of a batch; `awaits`: its gradients will come, so that its
-  // rows stay until then.
-  absl::Status Find(const SharedBatch& batch, bool awaits,
-                    const tensorflow::Var& parameters,
+  // Finds the rows of a batch, which stay until its gradients come, if they
+  // may. Fails if they leave no room for a pending update.
+  absl::Status Find(const SharedBatch& batch, const tensorflow::Var& parameters,
                     const ParallelFor& parallel_for, Found* found);
 
   // Where rows begin.
   ConstTableData rows() const;
 
-  // Fails if the update of this batch would find the table full.
-  absl::Status CheckRoom(const SharedBatch& batch,
+  // Fails if the update of these batches, one of each replica, would find the
+  // table full. If it `pends`, later lookups leave it its room.
+  absl::Status CheckRoom(const std::vector<SharedBatch>& batches, bool pends,
                          const ParallelFor& parallel_for);
 
   // One update. `Begin` leaves the table as it was, and fails where the update
   // cannot be; `Grow` changes it; the lock ends with the update.
   class Update {
    public:
-    // The entries of the batch of one replica, for GroupByRow with this many
-    // rows: the last one stands for entries that are dropped.
-    const Buffer<int32_t>& rows(int replica, int feature) const {
-      return rows_[replica][feature];
+    // The entries of a feature of the batches of all replicas or senders, and
+    // their rows, for GroupByRow with this many rows: the last one stands for
+    // entries that are dropped.
+    int num_sources() const { return sources_.size(); }
+    FeatureEntries entries(int source, int feature) const {
+      return {(*sources_[source])[feature], rows_[source][feature]};
     }
     int64_t num_rows() const { return num_rows_ + 1; }
 
@@ -83,8 +91,9 @@ class GrowingTable {
 
    private:
     friend class GrowingTable;
-    std::unique_lock<std::mutex> lock_;
+    std::unique_lock<SharedMutex> lock_;
     std::vector<SharedBatch> batches_;
+    Sources sources_;
     std::vector<Rows> rows_;
     UnknownIds unknown_;
     Decision decision_;
@@ -103,6 +112,10 @@ class GrowingTable {
   }
   // While no other update is.
   int64_t num_rows() const { return vocabulary_->num_rows(); }
+
+  // Gives up what the policy gives up, but what lookups and updates wait for.
+  int64_t Evict();
+  VocabularyCounts counts() const;
 
   // Reads the vocabulary, and of each of `arrays`, the parameters and slots or
   // none, the rows of its ids, and then the shared row.
@@ -136,11 +149,15 @@ class GrowingTable {
     void Show(int64_t num_rows, tensorflow::Var* variable) const;
   };
 
-  Rows FindRows(const PreparedBatch& batch,
-                const ParallelFor& parallel_for) const;
-  void NumberUnknown(std::vector<Rows*> rows,
-                     const std::vector<SharedBatch>& batches,
+  static void AddSources(const PreparedBatch& batch, Sources* sources);
+  std::vector<Rows> FindRows(const Sources& sources,
+                             const ParallelFor& parallel_for) const;
+  void NumberUnknown(const Sources& sources, std::vector<Rows>* rows,
                      UnknownIds* unknown) const;
+  absl::Status Await(const SharedBatch& batch, const ParallelFor& parallel_for);
+  void Forget(const SharedBatch& batch);
+  absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
+                               const ParallelFor& parallel_for);
   std::vector<int64_t> RowsOf(const VocabularySnapshot& snapshot) const;
   Vocabulary::Hold HoldFor(const std::vector<Rows>& rows);
   absl::Status Borrow(int64_t count, int64_t* first);
@@ -149,7 +166,7 @@ class GrowingTable {
 
   const TablePlan& plan_;
   const uint64_t salt_;
-  mutable std::mutex mutex_;
+  mutable SharedMutex mutex_;  // lookups share it
   std::unique_ptr<Vocabulary> vocabulary_;
   Array parameters_;
   std::vector<Array> slots_;
@@ -157,7 +174,10 @@ class GrowingTable {
   std::mutex front_mutex_;
   int64_t front_used_ = 0;   // of the rows in front, without that of zeros
   int64_t num_lookups_ = 0;  // that use them
+  // Batches that live while their gradients may come.
   std::vector<std::weak_ptr<const PreparedBatch>> awaited_;
+  // Those of the update that is complete, and will be applied later.
+  std::vector<std::weak_ptr<const PreparedBatch>> pending_;
 };
 
 }  // namespace tpu_embedding

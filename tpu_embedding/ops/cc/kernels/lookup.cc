@@ -78,7 +78,7 @@ class LookupOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     OpInputList batches;
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
-    OP_REQUIRES_OK(context, Adopt(tables, resource.get()));
+    OP_REQUIRES_OK(context, AdoptGrowing(tables, resource.get()));
     BatchQueue& queue = resource->queue;
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
     const ReadLocks locks(tables);
@@ -121,18 +121,6 @@ class LookupOp : public tensorflow::OpKernel {
     std::vector<GrowingTable::Found> found;  // of each growing table
   };
 
-  // What was assigned to growing tables is moved before they are locked.
-  static absl::Status Adopt(const std::vector<Variable>& tables,
-                            StepQueueResource* resource) {
-    const size_t size = std::min(tables.size(), resource->growing.size());
-    for (size_t t = 0; t < size; ++t) {
-      if (!resource->growing[t]) continue;
-      TF_RETURN_IF_ERROR(
-          resource->growing[t]->AdoptParameters(tables[t].get()));
-    }
-    return absl::OkStatus();
-  }
-
   // Everything that can fail.
   absl::Status Allocate(OpKernelContext* context, const SharedBatch& shared,
                         const std::vector<Variable>& tables,
@@ -152,14 +140,8 @@ class LookupOp : public tensorflow::OpKernel {
       outputs->features.push_back(output->flat<float>().data());
     }
     outputs->found = std::vector<GrowingTable::Found>(plan.tables.size());
-    for (size_t t = 0; t < tables.size(); ++t) {
-      if (!resource->growing[t]) continue;
-      // Of an evaluation nothing is grouped.
-      TF_RETURN_IF_ERROR(
-          resource->growing[t]->Find(shared, !batch.tables.empty(), *tables[t],
-                                     WorkerPool(context), &outputs->found[t]));
-    }
-    return absl::OkStatus();
+    return FindGrowing(shared, tables, WorkerPool(context), resource,
+                       &outputs->found);
   }
 
   void Run(OpKernelContext* context, const PreparedBatch& batch,
@@ -173,7 +155,7 @@ class LookupOp : public tensorflow::OpKernel {
     const auto entries_of = [&](int64_t f) -> FeatureEntries {
       const int table = plan.feature_tables[f];
       if (!resource->growing[table]) return batch.features[f];
-      return {batch.features[f], outputs.found[table].rows(f)};
+      return {batch.features[f], outputs.found[table].rows(0, f)};
     };
     std::vector<Work> works;
     works.reserve(batch.features.size());

@@ -156,6 +156,7 @@ absl::Status ReadStacks(const Record& record,
     TF_RETURN_IF_ERROR(CheckIndices("stack", {stack}, names.size()));
     const FeatureSpec& spec = plan->features[f];
     plan->stacks[stack].features.push_back(f);
+    plan->stacks[stack].grows = spec.grows;
     plan->stacks[stack].stacked.push_back(
         {spec.path, row_offset, spec.vocabulary_size});
   }

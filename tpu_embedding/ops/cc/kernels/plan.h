@@ -75,6 +75,7 @@ struct StackPlan {
   std::string name;
   std::vector<int> features;            // in the order of their samples
   std::vector<StackedFeature> stacked;  // the same
+  bool grows = false;                   // the one table of it
 };
 
 // Everything that the ops of one embedding share. The same text gives the same
@@ -93,6 +94,14 @@ struct Plan {
   bool bfloat16_wire = false;  // float32 values travel as bfloat16
 
   int64_t dim(int feature) const { return tables[feature_tables[feature]].dim; }
+  // By table, whether it grows.
+  std::vector<bool> growing() const {
+    std::vector<bool> found;
+    for (const TablePlan& table : tables) {
+      found.push_back(table.vocabulary.has_value());
+    }
+    return found;
+  }
 };
 using SharedPlan = std::shared_ptr<const Plan>;
 

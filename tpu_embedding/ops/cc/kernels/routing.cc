@@ -113,9 +113,11 @@ class RouteOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(CheckLength("batch", batch.vocabulary_sizes.size(),
                                    plan_->tables.size()));
     const TableMap tables{plan_->feature_tables, batch.vocabulary_sizes};
+    routed->growing = plan_->growing();
     RouteBatch(batch, tables, plan_->placement, training_, WorkerPool(context),
                routed);
     routed->batch.routed = routed;
+    routed->batch.trains = training_;
     return absl::OkStatus();
   }
 
@@ -169,6 +171,8 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
       (*routed)->training = training_;
       (*routed)->placement = plan_->placement;
       (*routed)->feature_tables = plan_->feature_tables;
+      (*routed)->growing = plan_->growing();
+      (*routed)->batch.trains = training_;
       (*routed)->batch.vocabulary_sizes = plan_->table_map.vocabulary_sizes;
       (*routed)->batch.routed = routed->get();
       (*routed)->batch.tables.resize(training_ ? plan_->tables.size() : 0);

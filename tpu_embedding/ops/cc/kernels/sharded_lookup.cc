@@ -122,9 +122,15 @@ class ServeOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
     absl::Status status = Take(context, resource.get(), &looked_up);
+    if (status.ok()) status = AdoptGrowing(tables, resource.get());
     const ReadLocks locks(tables);
     if (status.ok()) status = CheckTables(tables, plan);
     if (status.ok()) status = CheckShapes(plan, *looked_up.batch);
+    std::vector<GrowingTable::Found> found(tables.size());
+    if (status.ok()) {
+      status = FindGrowing(looked_up.batch, tables, WorkerPool(context),
+                           resource.get(), &found);
+    }
     const Placement& placement = plan.placement;
     std::vector<MessageLayout> layouts(placement.num_senders());
     std::vector<int64_t> bytes(placement.num_senders(), 0);
@@ -142,9 +148,11 @@ class ServeOp : public tensorflow::OpKernel {
                                [&](int p, char* data) { messages[p] = data; }));
     if (status.ok()) {
       for (size_t t = 0; t < tables.size(); ++t) {
+        if (resource->growing[t]) continue;
         resource->huge_pages.Advise(t, *tables[t]->tensor());
       }
-      Fill(context, plan, tables, layouts, messages, *looked_up.batch->routed);
+      Fill(context, *resource, tables, found, layouts, messages,
+           *looked_up.batch->routed);
     }
     OP_REQUIRES_OK(context, Wrap(context, 0, std::move(looked_up)));
   }
@@ -188,17 +196,26 @@ class ServeOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  static void Fill(OpKernelContext* context, const Plan& plan,
+  static void Fill(OpKernelContext* context, const StepQueueResource& resource,
                    const std::vector<Variable>& tables,
+                   const std::vector<GrowingTable::Found>& found,
                    const std::vector<MessageLayout>& layouts,
                    const std::vector<char*>& messages,
                    const RoutedBatch& routed) {
+    const Plan& plan = *resource.plan;
     const int rank = plan.placement.rank;
+    const auto entries_of = [&](int64_t sender, int64_t f) -> FeatureEntries {
+      const int table = plan.feature_tables[f];
+      const FeatureCsr& csr = routed.asked[sender].features[f];
+      if (!resource.growing[table]) return csr;
+      return {csr, found[table].rows(sender, f)};
+    };
     const int64_t num_tables = plan.tables.size();
     const int64_t num_features = plan.features.size();
     // For each that asked its tables, then its features.
     std::vector<Work> works;
-    for (const Asked& asked : routed.asked) {
+    for (size_t p = 0; p < routed.asked.size(); ++p) {
+      const Asked& asked = routed.asked[p];
       for (int64_t t = 0; t < num_tables; ++t) {
         const int64_t count = asked.rows[t].size();
         works.push_back({count, count * (20 + plan.tables[t].dim / 2)});
@@ -206,8 +223,9 @@ class ServeOp : public tensorflow::OpKernel {
       for (int64_t f = 0; f < num_features; ++f) {
         const FeatureCsr& csr = asked.features[f];
         const bool whole = routed.IsWhole(rank, f);
-        works.push_back({whole ? csr.num_samples() : 0,
-                         whole ? LookupCycles(csr, plan.dim(f)) : 0});
+        works.push_back(
+            {whole ? csr.num_samples() : 0,
+             whole ? LookupCycles(entries_of(p, f), plan.dim(f)) : 0});
       }
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
@@ -215,7 +233,10 @@ class ServeOp : public tensorflow::OpKernel {
       const int64_t item = piece.owner % (num_tables + num_features);
       const bool narrow = Narrow(plan, p);
       const auto data = [&](int64_t table) {
-        return DataOf(static_cast<const Tensor&>(*tables[table]->tensor()));
+        const GrowingTable* growing = resource.growing[table].get();
+        return growing ? growing->rows()
+                       : DataOf(static_cast<const Tensor&>(
+                             *tables[table]->tensor()));
       };
       if (item < num_tables) {
         const int64_t t = item;
@@ -228,8 +249,8 @@ class ServeOp : public tensorflow::OpKernel {
       const int64_t dim = plan.dim(f);
       char* to = messages[p] + layouts[p].features[f];
       const auto look_up = [&](float* out) {
-        Lookup(routed.asked[p].features[f], data(t), dim,
-               plan.tables[t].quantization, piece.begin, piece.end, out);
+        Lookup(entries_of(p, f), data(t), dim, plan.tables[t].quantization,
+               piece.begin, piece.end, out);
       };
       if (!narrow) return look_up(reinterpret_cast<float*>(to));
       std::vector<float> out((piece.end - piece.begin) * dim);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -31,9 +32,11 @@ REGISTER_OP("TpuEmbeddingSendGradients")
     .Input("batches: num_batches * variant")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
+    .Input("growing: num_growing * resource")
     .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_queues: int >= 0")
+    .Attr("num_growing: int >= 0")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_messages: int >= 1")
@@ -48,6 +51,8 @@ batches: none if there is a queue, or the batch: from TpuEmbeddingServe or
   TpuEmbeddingReceiveBatch, of a worker from TpuEmbeddingRoute.
 gradients, has_gradient: as of TpuEmbeddingUpdate.
 rates: [num_tables]; those of process 0 count. A worker has none.
+growing: none, or the queue with this process's part of the tables, if a table
+  grows: a full one refuses the update in all processes.
 messages: for each owner, to be received by TpuEmbeddingReceiveGradients.
 refusal: for TpuEmbeddingExchange.
 )doc");
@@ -129,6 +134,7 @@ class SendGradientsOp : public tensorflow::OpKernel {
     OP_REQUIRES(context, plan, status);
     ReplicaGradients gradients;
     if (status.ok()) status = Check(context, *plan, *batch, &gradients);
+    if (status.ok()) status = CheckGrowing(context, batch);
     const Placement& placement = plan->placement;
     std::vector<GradientLayout> layouts(placement.size);
     std::vector<int64_t> bytes(placement.size, 0);
@@ -177,6 +183,18 @@ class SendGradientsOp : public tensorflow::OpKernel {
         CheckLength("gradients", batch.features.size(), plan.features.size()));
     TF_RETURN_IF_ERROR(ReadGradients(context, plan, has_gradient_, gradients));
     return CheckGradients(plan, batch, *gradients);
+  }
+
+  static absl::Status CheckGrowing(OpKernelContext* context,
+                                   const SharedBatch& batch) {
+    OpInputList queues;
+    TF_RETURN_IF_ERROR(context->input_list("growing", &queues));
+    if (queues.size() == 0) return absl::OkStatus();
+    TF_RETURN_IF_ERROR(CheckScalar("growing", queues[0]));
+    QueuePtr resource;
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, queues[0].scalar<tensorflow::ResourceHandle>()(), &resource));
+    return CheckRoom({batch}, WorkerPool(context), *resource);
   }
 
   void Write(OpKernelContext* context, const Plan& plan,
@@ -260,8 +278,9 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
       return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
     };
     bool apply_now = false;
-    OP_REQUIRES_OK(context, Submit(resource.get(), given, std::move(gradients),
-                                   push, count, &apply_now));
+    OP_REQUIRES_OK(context,
+                   Submit(resource.get(), given, std::move(gradients), push,
+                          count, WorkerPool(context), &apply_now));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
     output->scalar<bool>()() = apply_now;
@@ -303,22 +322,28 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
                              const BatchVariant* given,
                              ReplicaGradients gradients,
                              const std::optional<Push>& push,
-                             const BatchQueue::Count& count, bool* apply_now) {
+                             const BatchQueue::Count& count,
+                             const ParallelFor& parallel_for, bool* apply_now) {
     BatchQueue& queue = resource->queue;
     if (!given) {
       return FailedPrecondition(
           queue.SubmitOwed(0, std::move(gradients), count, apply_now));
     }
     TF_RETURN_IF_ERROR(TakeOnce(*given));
-    const auto submit = [&] {
+    absl::Status room;
+    const auto submit = [&]() -> Error {
+      // Processes have asked before they sent; servers do not know each other.
+      room = CheckRoom({given->batch}, parallel_for, *resource);
+      if (!room.ok()) return std::string(room.message());
       return queue.Submit(0, given->batch, std::move(gradients), given->epoch,
                           count, apply_now);
     };
     // The number is noted together with the update, which from then on is the
     // queue's: it does not depend on the worker any more.
     bool repeated = false;
-    const absl::Status status = FailedPrecondition(
+    absl::Status status = FailedPrecondition(
         push ? resource->pushes.Admit(*push, submit, &repeated) : submit());
+    if (!room.ok()) status = room;
     if (!status.ok() && given->used) given->used->store(false);
     return status;
   }

@@ -13,6 +13,8 @@
 #include "kernels/channel.h"
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
+#include "tensorflow/core/common_runtime/dma_helper.h"
+#include "tensorflow/core/framework/allocation_description.pb.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/dataset_stateful_op_allowlist.h"
 #include "tensorflow/core/framework/op.h"
@@ -43,11 +45,12 @@ REGISTER_OP("TpuEmbeddingToStacks")
     .Input("batch: variant")
     .Output("row_pointers: num_stacks * int32")
     .Output("sample_ids: num_stacks * int32")
-    .Output("token_ids: num_stacks * int32")
+    .Output("token_ids: token_types")
     .Output("gains: num_stacks * float")
     .Output("output_shapes: num_features * int64")
     .Output("refusal: string")
     .Attr("num_stacks: int >= 1")
+    .Attr("token_types: list({int32, int64}) >= 1")
     .Attr("num_features: int >= 1")
     .Attr("raises: bool")
     .SetShapeFn(StackShapes)
@@ -56,7 +59,8 @@ The batch as plain tensors.
 
 row_pointers: for each stack [samples + 1], where the entries of a sample begin.
 sample_ids, token_ids, gains: for each stack [entries]. A token is a row of the
-  stack.
+  stack, int32; of a growing table an id, int64. While the ids of a batch that was
+  looked up exist, its rows are not given up.
 output_shapes: for each feature the shape of its activations without the
   embedding axis.
 refusal: "", or of a refused batch, which has no samples here, a code and a text.
@@ -65,12 +69,13 @@ raises: whether a refused batch is an error.
 
 REGISTER_OP("TpuEmbeddingFromStacks")
     .Input("row_pointers: num_stacks * int32")
-    .Input("token_ids: num_stacks * int32")
+    .Input("token_ids: token_types")
     .Input("gains: num_stacks * float")
     .Input("shapes: num_features * int64")
     .Input("refusals: num_refusals * string")
     .Output("batch: variant")
     .Attr("num_stacks: int >= 1")
+    .Attr("token_types: list({int32, int64}) >= 1")
     .Attr("num_features: int >= 1")
     .Attr("num_refusals: int >= 0")
     .Attr("plan: string")
@@ -86,10 +91,48 @@ refusals: at most one, from TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 
+// The ids of a batch, which lives as long.
+class IdsOfBatch : public tensorflow::TensorBuffer {
+ public:
+  IdsOfBatch(SharedBatch own_batch, Tensor ids)
+      : TensorBuffer(ids.data()),
+        batch(std::move(own_batch)),
+        ids_(std::move(ids)) {}
+
+  size_t size() const override { return ids_.TotalBytes(); }
+  TensorBuffer* root_buffer() override { return this; }
+  void FillAllocationDescription(
+      tensorflow::AllocationDescription* description) const override {
+    description->set_requested_bytes(size());
+    description->set_allocator_name("tpu_embedding");
+  }
+
+  const SharedBatch batch;
+
+ private:
+  const Tensor ids_;
+};
+
+// The types of the tokens of each stack.
+absl::Status CheckTokens(const std::vector<StackPlan>& stacks,
+                         const tensorflow::DataTypeVector& types) {
+  TF_RETURN_IF_ERROR(CheckLength("token_types", types.size(), stacks.size()));
+  for (size_t k = 0; k < stacks.size(); ++k) {
+    if ((types[k] == tensorflow::DT_INT64) == stacks[k].grows) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("Stacked table ", stacks[k].name, ": the token ids are ",
+                     tensorflow::DataTypeString(types[k]),
+                     ". Those of growing tables are int64, all others int32. "
+                     "Pass on what the lookup gave."));
+  }
+  return absl::OkStatus();
+}
+
 class ToStacksOp : public tensorflow::OpKernel {
  public:
   explicit ToStacksOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("raises", &raises_));
+    OP_REQUIRES_OK(context, context->GetAttr("token_types", &types_));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -111,10 +154,12 @@ class ToStacksOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->output_list("output_shapes", &shapes));
     OP_REQUIRES_OK(context,
                    CheckLength("stacks", stacks.size(), pointers.size()));
+    OP_REQUIRES_OK(context, CheckTokens(stacks, types_));
     OP_REQUIRES_OK(
         context, CheckLength("features", batch.features.size(), shapes.size()));
     for (size_t k = 0; k < stacks.size(); ++k) {
-      OP_REQUIRES_OK(context, Write(context, k, stacks[k], batch));
+      OP_REQUIRES_OK(context,
+                     Write(context, k, stacks[k], batch, variant->batch));
     }
     for (int f = 0; f < shapes.size(); ++f) {
       const std::vector<int64_t>& shape = batch.features[f].output_shape;
@@ -140,15 +185,15 @@ class ToStacksOp : public tensorflow::OpKernel {
   }
 
   static absl::Status Write(OpKernelContext* context, int index,
-                            const StackPlan& stack,
-                            const PreparedBatch& batch) {
+                            const StackPlan& stack, const PreparedBatch& batch,
+                            const SharedBatch& shared) {
     std::vector<const FeatureCsr*> features;
     int64_t samples = 0;
     int64_t entries = 0;
     for (const int f : stack.features) {
       features.push_back(&batch.features[f]);
       samples += batch.features[f].num_samples();
-      entries += batch.features[f].rows.size();
+      entries += batch.features[f].num_entries();
     }
     if (std::max(samples, entries) >= std::numeric_limits<int32_t>::max()) {
       return absl::InvalidArgumentError(
@@ -170,13 +215,30 @@ class ToStacksOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(
         allocate("row_pointers", samples + 1, &output.row_pointers));
     TF_RETURN_IF_ERROR(allocate("sample_ids", entries, &output.sample_ids));
-    TF_RETURN_IF_ERROR(allocate("token_ids", entries, &output.token_ids));
     TF_RETURN_IF_ERROR(allocate("gains", entries, &output.gains));
+    Tensor tokens;
+    TF_RETURN_IF_ERROR(context->allocate_temp(
+        stack.grows ? tensorflow::DT_INT64 : tensorflow::DT_INT32,
+        TensorShape({entries}), &tokens));
+    if (stack.grows) {
+      output.ids = tokens.flat<int64_t>().data();
+    } else {
+      output.token_ids = tokens.flat<int32_t>().data();
+    }
     WriteStack(stack.stacked, features, output);
+    if (stack.grows && entries) {
+      tokens = Tensor(tokens.dtype(), tokens.shape(),
+                      tensorflow::core::RefCountPtr<tensorflow::TensorBuffer>(
+                          new IdsOfBatch(shared, tokens)));
+    }
+    OpOutputList list;
+    TF_RETURN_IF_ERROR(context->output_list("token_ids", &list));
+    list.set(index, tokens);
     return absl::OkStatus();
   }
 
   bool raises_ = true;
+  tensorflow::DataTypeVector types_;
 };
 
 class FromStacksOp : public tensorflow::OpKernel {
@@ -184,6 +246,9 @@ class FromStacksOp : public tensorflow::OpKernel {
   explicit FromStacksOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadPlan(context, &plan_));
     OP_REQUIRES_OK(context, context->GetAttr("training", &training_));
+    tensorflow::DataTypeVector types;
+    OP_REQUIRES_OK(context, context->GetAttr("token_types", &types));
+    OP_REQUIRES_OK(context, CheckTokens(plan_->stacks, types));
     int64_t num_stacks = 0;
     int64_t num_features = 0;
     OP_REQUIRES_OK(context, context->GetAttr("num_stacks", &num_stacks));
@@ -228,6 +293,7 @@ class FromStacksOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(context->input_list("shapes", &shapes));
     batch->features.resize(plan_->features.size());
     batch->vocabulary_sizes = plan_->table_map.vocabulary_sizes;
+    batch->trains = true;
     for (int f = 0; f < shapes.size(); ++f) {
       const auto axes = shapes[f].flat<int64_t>();
       batch->features[f].output_shape.assign(axes.data(),
@@ -235,12 +301,19 @@ class FromStacksOp : public tensorflow::OpKernel {
     }
     const std::vector<StackPlan>& stacks = plan_->stacks;
     std::vector<Error> errors(stacks.size());
+    for (size_t k = 0; k < stacks.size(); ++k) {
+      if (!stacks[k].grows || tokens[k].NumElements() == 0) continue;
+      const auto* ids = dynamic_cast<const IdsOfBatch*>(
+          tensorflow::DMAHelper::buffer(&tokens[k]));
+      if (ids) batch->looked_up = ids->batch;
+    }
     const auto read = [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) {
         const StackInput input = {stacks[k].name,
                                   pointers[k].flat<int32_t>().data(),
                                   pointers[k].NumElements(),
-                                  tokens[k].flat<int32_t>().data(),
+                                  Data<int32_t>(tokens[k]),
+                                  Data<int64_t>(tokens[k]),
                                   tokens[k].NumElements(),
                                   gains[k].flat<float>().data(),
                                   gains[k].NumElements()};
@@ -261,6 +334,14 @@ class FromStacksOp : public tensorflow::OpKernel {
       TF_RETURN_IF_ERROR(InvalidArgument(error));
     }
     return absl::OkStatus();
+  }
+
+  // Null of another type.
+  template <class T>
+  static const T* Data(const Tensor& tokens) {
+    return tokens.dtype() == tensorflow::DataTypeToEnum<T>::value
+               ? tokens.flat<T>().data()
+               : nullptr;
   }
 
   SharedPlan plan_;

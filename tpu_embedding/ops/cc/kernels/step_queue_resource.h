@@ -3,6 +3,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -75,6 +76,45 @@ class StepQueueResource : public tensorflow::ResourceBase {
     return rows;
   }
 };
+
+// Before a lookup locks its tables, what was assigned to growing ones is moved
+// into their memory.
+inline absl::Status AdoptGrowing(const std::vector<Variable>& tables,
+                                 StepQueueResource* resource) {
+  const size_t size = std::min(tables.size(), resource->growing.size());
+  for (size_t t = 0; t < size; ++t) {
+    if (!resource->growing[t]) continue;
+    TF_RETURN_IF_ERROR(resource->growing[t]->AdoptParameters(tables[t].get()));
+  }
+  return absl::OkStatus();
+}
+
+// The rows of a batch in each growing table; the tables are locked.
+inline absl::Status FindGrowing(const SharedBatch& batch,
+                                const std::vector<Variable>& tables,
+                                const ParallelFor& parallel_for,
+                                StepQueueResource* resource,
+                                std::vector<GrowingTable::Found>* found) {
+  for (size_t t = 0; t < tables.size(); ++t) {
+    if (!resource->growing[t]) continue;
+    TF_RETURN_IF_ERROR(resource->growing[t]->Find(batch, *tables[t],
+                                                  parallel_for, &(*found)[t]));
+  }
+  return absl::OkStatus();
+}
+
+// Fails if an update, of whose batches this is a list by replica, would find a
+// growing table full; of none if the update is not complete.
+inline absl::Status CheckRoom(const std::vector<SharedBatch>& completed,
+                              const ParallelFor& parallel_for,
+                              const StepQueueResource& resource) {
+  for (const auto& growing : resource.growing) {
+    if (!growing || completed.empty()) continue;
+    TF_RETURN_IF_ERROR(
+        growing->CheckRoom(completed, resource.plan->pipelined, parallel_for));
+  }
+  return absl::OkStatus();
+}
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;
 

@@ -22,6 +22,7 @@ using tensorflow::OpOutputList;
 using tensorflow::Tensor;
 
 constexpr int kNumTotals = 6;
+constexpr int kNumCounts = 4;
 
 REGISTER_OP("TpuEmbeddingStartTelemetry")
     .Input("queue: resource")
@@ -38,6 +39,7 @@ REGISTER_OP("TpuEmbeddingReadTelemetry")
     .Input("queue: resource")
     .Output("steps: int64")
     .Output("totals: int64")
+    .Output("vocabularies: int64")
     .Output("hot_rows: num_tables * int64")
     .Output("rows: num_tables * int32")
     .Output("ids: num_tables * uint32")
@@ -54,6 +56,8 @@ steps: [4], updates applied, updates counted, batches that wait in the queue,
   complete updates that are not applied.
 totals: [num_tables, 6], of the counted updates: IDs, invalid IDs, samples,
   samples without IDs, distinct IDs, and rows that any of them named.
+vocabularies: [num_tables, 4], of all updates of growing tables: IDs without a
+  row, those of them that were admitted and that were refused, and rows given up.
 hot_rows: [n, 2], the rows named most often and how often.
 rows: of the last counted update: the rows, each once.
 ids: by row, how often it was named.
@@ -107,7 +111,7 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
     if (static_cast<int64_t>(view.tables.size()) != num_tables) {
       return absl::FailedPreconditionError("Telemetry is off.");
     }
-    Tensor *steps = nullptr, *totals = nullptr;
+    Tensor *steps = nullptr, *totals = nullptr, *vocabularies = nullptr;
     TF_RETURN_IF_ERROR(context->allocate_output("steps", {4}, &steps));
     TF_RETURN_IF_ERROR(
         context->allocate_output("totals", {num_tables, kNumTotals}, &totals));
@@ -116,8 +120,10 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
     numbers(1) = view.counted_steps;
     numbers(2) = resource->queue.Depth();
     numbers(3) = resource->queue.Pending();
+    TF_RETURN_IF_ERROR(context->allocate_output(
+        "vocabularies", {num_tables, kNumCounts}, &vocabularies));
     TF_RETURN_IF_ERROR(
-        CheckLength("num_tables", context->num_outputs() - 2, 5 * num_tables));
+        CheckLength("num_tables", context->num_outputs() - 3, 5 * num_tables));
     OpOutputList hot_rows, rows, ids, gradient_norms, update_norms;
     TF_RETURN_IF_ERROR(context->output_list("hot_rows", &hot_rows));
     TF_RETURN_IF_ERROR(context->output_list("rows", &rows));
@@ -125,6 +131,7 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(context->output_list("gradient_norms", &gradient_norms));
     TF_RETURN_IF_ERROR(context->output_list("update_norms", &update_norms));
     auto sums = totals->matrix<int64_t>();
+    auto known = vocabularies->matrix<int64_t>();
     for (int64_t t = 0; t < num_tables; ++t) {
       const TableTelemetry& table = view.tables[t];
       sums(t, 0) = table.ids;
@@ -133,6 +140,13 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
       sums(t, 3) = table.samples_without_ids;
       sums(t, 4) = table.distinct_ids;
       sums(t, 5) = resource->telemetry.RowsTouched(t);
+      const GrowingTable* const growing = resource->growing[t].get();
+      const VocabularyCounts counts =
+          growing ? growing->counts() : VocabularyCounts();
+      known(t, 0) = counts.unknown;
+      known(t, 1) = counts.admitted;
+      known(t, 2) = counts.refused;
+      known(t, 3) = counts.evicted;
       TF_RETURN_IF_ERROR(WriteHotRows(
           resource->telemetry.Hottest(t, num_hot_rows_), t, &hot_rows));
       const CountedUpdate& last = table.last;

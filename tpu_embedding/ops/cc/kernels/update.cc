@@ -117,7 +117,10 @@ class UpdateOp : public tensorflow::OpKernel {
     SharedBatch batch;
     TF_RETURN_IF_ERROR(FailedPrecondition(queue.Owed(replica_, &batch)));
     absl::Status status = CheckGradients(*resource->plan, *batch, gradients);
-    if (status.ok()) status = CheckRoom(context, *resource, batch);
+    if (status.ok()) {
+      status = CheckRoom(queue.CompletedByOwed(replica_), WorkerPool(context),
+                         *resource);
+    }
     if (!status.ok()) queue.FailOwed(replica_);
     TF_RETURN_IF_ERROR(status);
     return FailedPrecondition(
@@ -134,7 +137,10 @@ class UpdateOp : public tensorflow::OpKernel {
     if (status.ok()) {
       status = CheckGradients(*resource->plan, *variant->batch, gradients);
     }
-    if (status.ok()) status = CheckRoom(context, *resource, variant->batch);
+    if (status.ok()) {
+      status = CheckRoom(resource->queue.CompletedBy(replica_, variant->batch),
+                         WorkerPool(context), *resource);
+    }
     if (!status.ok()) resource->queue.FailLookup();
     TF_RETURN_IF_ERROR(status);
     TF_RETURN_IF_ERROR(TakeOnce(*variant));
@@ -143,17 +149,6 @@ class UpdateOp : public tensorflow::OpKernel {
                                variant->epoch, count, apply_now));
     if (!status.ok() && variant->used) variant->used->store(false);
     return status;
-  }
-
-  // A full table refuses the update before anything counts it.
-  static absl::Status CheckRoom(OpKernelContext* context,
-                                const StepQueueResource& resource,
-                                const SharedBatch& batch) {
-    for (const auto& growing : resource.growing) {
-      if (!growing) continue;
-      TF_RETURN_IF_ERROR(growing->CheckRoom(batch, WorkerPool(context)));
-    }
-    return absl::OkStatus();
   }
 
   std::vector<bool> has_gradient_;
@@ -401,11 +396,14 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       TableWork& own = (*work)[t];
       if (update.replicas.size() == 1 && !own.growing) continue;
       TableEntries& entries = tables.emplace_back();
-      for (size_t r = 0; r < update.replicas.size(); ++r) {
+      const size_t num_sources =
+          own.growing ? own.growth.num_sources() : update.replicas.size();
+      for (size_t s = 0; s < num_sources; ++s) {
         for (const int f : plan.tables[t].features) {
-          const FeatureCsr& csr = update.replicas[r].batch->features[f];
           entries.features.push_back(
-              own.growing ? FeatureEntries(csr, own.growth.rows(r, f)) : csr);
+              own.growing
+                  ? own.growth.entries(s, f)
+                  : FeatureEntries(update.replicas[s].batch->features[f]));
         }
       }
       entries.vocabulary_size =

@@ -1,13 +1,16 @@
-// TpuEmbeddingSaveVocabulary, TpuEmbeddingLoadVocabulary: which id has which
-// row of a growing table.
+// TpuEmbeddingSaveVocabulary, TpuEmbeddingLoadVocabulary, TpuEmbeddingEvict,
+// TpuEmbeddingReadIds: which id has which row of a growing table.
 
 #include "core/vocabulary.h"
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <numeric>
 #include <vector>
 
+#include "core/lookup.h"
 #include "kernels/growing_table.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
@@ -68,6 +71,28 @@ arrays: the variables of the table and of its slots.
 values: as TpuEmbeddingSaveVocabulary gives them.
 )doc");
 
+REGISTER_OP("TpuEmbeddingEvict")
+    .Input("queue: resource")
+    .Output("evicted: int64")
+    .Attr("table: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Gives up rows of a growing table at once. evicted: how many.
+)doc");
+
+REGISTER_OP("TpuEmbeddingReadIds")
+    .Input("queue: resource")
+    .Input("parameters: resource")
+    .Input("ids: int64")
+    .Output("rows: float")
+    .Attr("table: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnknownShape)
+    .Doc(R"doc(
+What a lookup for an update reads of each id. ids: [n]. rows: [n, dim].
+)doc");
+
 // The parts of a snapshot in the order of the op's outputs.
 std::array<std::vector<int64_t>*, 7> PartsOf(VocabularySnapshot* snapshot) {
   return {&snapshot->ids,        &snapshot->rows,
@@ -84,6 +109,7 @@ class VocabularyOp : public tensorflow::OpKernel {
   }
 
  protected:
+  int table() const { return table_; }
   absl::Status Find(const StepQueueResource& resource,
                     GrowingTable** growing) const {
     TF_RETURN_IF_ERROR(
@@ -155,6 +181,66 @@ class LoadVocabularyOp : public VocabularyOp {
   }
 };
 
+class EvictOp : public VocabularyOp {
+ public:
+  using VocabularyOp::VocabularyOp;
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    GrowingTable* growing = nullptr;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, Find(*resource, &growing));
+    Tensor* evicted = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &evicted));
+    OP_REQUIRES_OK(context, WithinMemory([&] {
+                     evicted->scalar<int64_t>()() = growing->Evict();
+                     return absl::OkStatus();
+                   }));
+  }
+};
+
+class ReadIdsOp : public VocabularyOp {
+ public:
+  using VocabularyOp::VocabularyOp;
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    GrowingTable* growing = nullptr;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context, Find(*resource, &growing));
+    std::vector<Variable> parameters(1);
+    OP_REQUIRES_OK(
+        context,
+        tensorflow::LookupResource(
+            context, tensorflow::HandleFromInput(context, 1), &parameters[0]));
+    OP_REQUIRES_OK(context, growing->AdoptParameters(parameters[0].get()));
+    const auto ids = context->input(2).flat<int64_t>();
+    const auto batch = std::make_shared<PreparedBatch>();
+    const TablePlan& plan = resource->plan->tables[table()];
+    batch->features.resize(resource->plan->features.size());
+    batch->trains = true;
+    // One sample for each.
+    FeatureCsr& csr = batch->features[plan.features[0]];
+    csr.ids.Resize(ids.size());
+    csr.offsets.Resize(ids.size() + 1);
+    std::copy_n(ids.data(), ids.size(), csr.ids.data());
+    std::iota(csr.offsets.data(), csr.offsets.data() + csr.offsets.size(), 0);
+    Tensor* rows = nullptr;
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(0, {ids.size(), plan.dim}, &rows));
+    const ReadLocks locks(parameters);
+    GrowingTable::Found found;
+    OP_REQUIRES_OK(context, growing->Find(batch, *parameters[0],
+                                          WorkerPool(context), &found));
+    Lookup({csr, found.rows(0, plan.features[0])}, growing->rows(), plan.dim,
+           Quantization(), 0, ids.size(), rows->flat<float>().data());
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingReadIds").Device(tensorflow::DEVICE_CPU), ReadIdsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingEvict").Device(tensorflow::DEVICE_CPU), EvictOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingSaveVocabulary").Device(tensorflow::DEVICE_CPU),
     SaveVocabularyOp);
