@@ -246,12 +246,17 @@ def test_serving_config_of_a_foreign_table():
         layer({"x": tf.constant([1])}, serving_config=foreign)
 
 
-def test_what_keras_tracks_of_a_table_in_parts_saves_nothing(tmp_path: pathlib.Path):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_what_keras_tracks_of_a_table_saves_nothing(
+    in_parts: bool, tmp_path: pathlib.Path
+):
     """Keras 3.16 tracks the value of a weight, earlier ones the weight."""
     values = np.ones([3, 2], np.float32)
-    table = LogicalVariable(
-        "films", (3, 2), values.dtype, lambda: values, lambda _: None
-    )
+    table: Any = tf.Variable(values)
+    if in_parts:
+        table = LogicalVariable(
+            "films", (3, 2), values.dtype, lambda: values, lambda _: None
+        )
     layer = keras.layers.Layer()
     keras3.set_state(layer, {"films": table})
     (weight,) = layer.weights
@@ -259,3 +264,5 @@ def test_what_keras_tracks_of_a_table_in_parts_saves_nothing(tmp_path: pathlib.P
     module = tf.Module()
     module.tracked = [weight, weight._value]
     tf.saved_model.save(module, tmp_path)
+    stored = tf.train.list_variables(str(tmp_path / "variables" / "variables"))
+    assert [3, 2] not in [shape for _, shape in stored]

@@ -12,18 +12,18 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
-from tensorflow.python.ops import resource_variable_ops
 from tf_keras.src.saving.legacy.saved_model import utils as saved_model
 
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import PLACEHOLDER, Symbol
-from tpu_embedding.tables.trackable import SavesNothing, Unsaved
+from tpu_embedding.tables.trackable import unsaved
 
 Model = tf_keras.Model
 Callback = tf_keras.callbacks.Callback
 Optimizer = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
 LossScaleOptimizer = tf_keras.mixed_precision.LossScaleOptimizer
 optimizers = tf_keras.optimizers
+regularizers = tf_keras.regularizers
 set_random_seed = tf_keras.utils.set_random_seed
 Embedding = RowEmbedding = tf_keras.layers.Embedding  # It reads rows.
 
@@ -163,29 +163,13 @@ def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
     """See `keras3.set_state`."""
     strategy = tf.distribute.get_strategy()
     for variable in variables.values():
-        shown: Any = Unsaved(variable)
-        if isinstance(variable, resource_variable_ops.BaseResourceVariable):
-            shown = _ShownVariable(variable)
+        view = unsaved(variable)
         # `compile` checks in which strategy the weights of a model were created. Those
         # of an engine are outside of all, as it has one copy of them.
-        shown._distribute_strategy = strategy
-        layer._non_trainable_weights.append(shown)
+        view._distribute_strategy = strategy
+        layer._non_trainable_weights.append(view)
 
 
 def saves_training() -> bool:
     """Whether `model.save` writes the SavedModel, from which training goes on."""
     return saved_model.in_tf_saved_model_scope()
-
-
-class _ShownVariable(SavesNothing, resource_variable_ops.BaseResourceVariable):
-    """A variable in the memory of another: h5 files take nothing but variables."""
-
-    def __init__(self, variable: Any) -> None:
-        super().__init__(
-            trainable=False,
-            shape=variable.shape,
-            dtype=variable.dtype,
-            handle=variable.handle,
-            handle_name=variable.name.removesuffix(":0"),
-            unique_id=variable._unique_id,
-        )

@@ -12,13 +12,14 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import Symbol
-from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing, Unsaved
+from tpu_embedding.tables.trackable import SavesNothing, UnsavedLogical, unsaved
 
 Model = keras.Model
 Callback = keras.callbacks.Callback
 Optimizer = keras.optimizers.Optimizer
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 optimizers = keras.optimizers
+regularizers = keras.regularizers
 set_random_seed = keras.utils.set_random_seed
 Embedding = keras.layers.Embedding
 
@@ -228,10 +229,10 @@ class _TableWeight(SavesNothing, keras.Variable):
         self._initialize(initializer(self.shape, dtype=self.dtype))
 
     def _initialize(self, value: Any) -> None:
-        self._value = Unsaved(value) if isinstance(value, LogicalVariable) else value
+        self._value = unsaved(value)
 
     @property
     def _should_act_as_resource_variable(self) -> bool:
-        if isinstance(self._value, Unsaved):
+        if isinstance(self._value, UnsavedLogical):
             raise AttributeError  # TensorFlow checks whether the attribute exists.
         return True

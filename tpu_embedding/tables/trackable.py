@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training.saving import saveable_object_util
 
 from tpu_embedding.layout.plan import UPDATES
@@ -154,11 +155,32 @@ class SavesNothing:
         return []
 
 
-class Unsaved(tf.__internal__.tracking.Trackable):
-    """A LogicalVariable of which exported models save nothing.
+def unsaved(variable: Any) -> Any:
+    """A view of a variable or LogicalVariable, of which exported models save nothing.
 
     Keras 3.16 tracks the values of weights there, and earlier ones the weights.
     """
+    if isinstance(variable, resource_variable_ops.BaseResourceVariable):
+        return _UnsavedVariable(variable)
+    return UnsavedLogical(variable)
+
+
+class _UnsavedVariable(SavesNothing, resource_variable_ops.BaseResourceVariable):
+    """A variable in the memory of another: h5 files take nothing but variables."""
+
+    def __init__(self, variable: Any) -> None:
+        super().__init__(
+            trainable=False,
+            shape=variable.shape,
+            dtype=variable.dtype,
+            handle=variable.handle,
+            handle_name=variable.name.removesuffix(":0"),
+            unique_id=variable._unique_id,
+        )
+
+
+class UnsavedLogical(tf.__internal__.tracking.Trackable):
+    """A LogicalVariable of which exported models save nothing."""
 
     def __init__(self, variable: LogicalVariable) -> None:
         self._variable = variable
