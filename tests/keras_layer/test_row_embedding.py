@@ -101,6 +101,19 @@ def test_a_gradient_names_the_rows_of_the_batch():
     assert gradient.indices.numpy().tolist() == [3, 1, 3]
 
 
+def test_a_regularizer_of_strength_0_is_left_out():
+    for name, strengths in (("L2", [0.0]), ("L1L2", [0.0, 0.0]), ("L2", [0.1])):
+        regularizer = getattr(keras.regularizers, name)(*strengths)
+        layer = Embedding(V, D, embeddings_regularizer=regularizer)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(tf.constant([[3, 1, 3]]))) + sum(layer.losses)
+        (table,) = layer.trainable_variables
+        table = getattr(table, "value", table) if IS_KERAS_3 else table
+        gradient = tape.gradient(loss, table)
+        assert isinstance(gradient, tf.IndexedSlices) == (not any(strengths))
+        assert layer.get_config()["embeddings_regularizer"] is not None
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_training_has_the_numbers_of_dense_gradients(
     optimizer: str, rng: np.random.Generator
@@ -154,6 +167,8 @@ def test_tied_logits_and_regularizers_have_the_numbers_of_keras(
     np.testing.assert_allclose(histories[1], histories[0], rtol=1e-6)
 
 
+# Keras 3.16 warns of each RNN that gets a mask.
+@pytest.mark.filterwarnings("ignore:Layer 'lstm' .of type LSTM.:UserWarning")
 def test_masks_reach_an_lstm(rng: np.random.Generator):
     theirs, ours = both(mask_zero=True)
     lstm = keras.layers.LSTM(3)
@@ -422,3 +437,38 @@ def test_an_export_serves(tmp_path: pathlib.Path, rng: np.random.Generator):
     served = tf.saved_model.load(str(tmp_path / "served"))
     found = served.serve([tf.constant(ids) for ids in x])
     np.testing.assert_allclose(found, made.predict(x, verbose=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "int32", "empty"])
+def test_each_kind_of_ids_trains_as_dense_ones(kind: str, rng: np.random.Generator):
+    ids = rng.integers(0, 6, (8, 3))
+    given: Any = {
+        "ragged": tf.RaggedTensor.from_tensor(tf.constant(ids)),
+        "sparse": tf.sparse.from_dense(ids + 1),  # from_dense leaves zeros out.
+        "int32": tf.constant(ids, tf.int32),
+        "empty": tf.zeros([0, 3], tf.int64),
+    }[kind]
+    if kind == "sparse":
+        given = given.with_values(given.values - 1)
+    found = []
+    for x in (tf.constant(ids), given):
+        layer = Embedding(V, D, embeddings_initializer="ones")
+        optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
+
+        @tf.function
+        def step(x: Any, layer: Any = layer, optimizer: Any = optimizer) -> None:
+            with tf.GradientTape() as tape:
+                rows = layer(x)
+                flat = getattr(rows, "flat_values", rows)
+                loss = tf.reduce_sum(flat**2)
+            variables = layer.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        layer.build((None, None))
+        optimizer.build(layer.trainable_variables)
+        for _ in range(3):
+            step(x)
+        found.append(layer.get_weights()[0])
+    expected = np.ones([V, D]) if kind == "empty" else found[0]
+    np.testing.assert_array_equal(found[1], expected)

@@ -180,11 +180,17 @@ def test_configurations_survive():
     assert loaded.get_config() == optimizer.get_config()
 
 
+def test_names_are_those_of_compile():
+    optimizer = RowSparseOptimizer("adam")
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert type(optimizer).__name__ == "RowSparseAdam"
+
+
 def test_what_is_refused():
     with pytest.raises(TypeError, match=r"takes an optimizer of Keras.*None"):
         RowSparseOptimizer(None)
-    with pytest.raises(TypeError, match="of type str"):
-        RowSparseOptimizer("adam")
+    with pytest.raises(ValueError, match="nothing"):
+        RowSparseOptimizer("nothing")
     adam = RowSparseOptimizer(keras.optimizers.Adam())
     with pytest.raises(ValueError, match="this Adam updates rows already"):
         RowSparseOptimizer(adam)

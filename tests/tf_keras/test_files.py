@@ -121,7 +121,8 @@ def test_exports_of_growing_tables_hold_ids(tmp_path: pathlib.Path):
     model.fit({"film": ids}, np.ones((4, 4)), verbose=0)
     model.export(tmp_path / "export")
     asked = np.array([*ids, 99], np.int64)
-    served = tf.saved_model.load(tmp_path / "export").serve(tf.constant(asked))
+    loaded = tf.saved_model.load(tmp_path / "export")  # Keeps its variables.
+    served = loaded.serve(tf.constant(asked))
     assert np.array_equal(served, model.predict({"film": asked}, verbose=0))
 
 

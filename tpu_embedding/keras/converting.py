@@ -97,10 +97,12 @@ def _hook_embeddings(note: Callable[[str, str], None]) -> None:
 
     @functools.wraps(build)
     def build_and_convert(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
         what = f"layer {self.name} ({self.input_dim} x {self.output_dim})"
-        if type(self) is keras_api.Embedding:
+        convertible = type(self) is keras_api.Embedding
+        if convertible:
             object.__setattr__(self, "__class__", Embedding)
+        build(self, *args, **kwargs)
+        if convertible:
             note(what, "")
         elif not isinstance(self, Embedding):
             note(what, f"{type(self).__name__} is a subclass with a call of its own")

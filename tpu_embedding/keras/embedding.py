@@ -73,6 +73,16 @@ class Embedding(keras_api.RowEmbedding):
         super().__init__(*args, **kwargs)
         self.combiner = combiner
 
+    def add_weight(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds a weight, without a regularizer of strength 0: its gradient is dense."""
+        regularizer: Any = kwargs.get("regularizer")
+        kinds = (keras_api.regularizers.L2, keras_api.regularizers.L1L2)
+        if type(regularizer) in kinds:
+            strengths = regularizer.get_config()
+            if not any(strengths.values()):
+                kwargs["regularizer"] = None
+        return super().add_weight(*args, **kwargs)
+
     def call(self, inputs: Any, weights: Any = None) -> Any:
         """Returns the rows of the ids, combined if the layer has a combiner."""
         return self._combined(super().call, inputs, weights)

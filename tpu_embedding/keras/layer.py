@@ -502,7 +502,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
                 wanted.plan.features, values, activations, strict=True
             ):
                 if spec.config.max_sequence_length:
-                    activation._keras_mask = _sequence_mask(spec.config, ids)
+                    masked: Any = activation
+                    masked._keras_mask = _sequence_mask(spec.config, ids)
         if any(alone):
             activations = [
                 _of_shape(activation, value) if each else activation

@@ -202,17 +202,21 @@ def RowSparseOptimizer(inner: Any) -> Any:  # noqa: N802
 
     Args:
       inner: An Adadelta, Adagrad, Adam, AdamW, Ftrl, Lion, Nadam, RMSprop or SGD of the
-        Keras of this process; it may be built and trained already.
+        Keras of this process; it may be built and trained already. Or its name, as
+        `compile` takes it: "adam".
 
     Returns:
-      `inner`.
+      `inner`; of a name the optimizer.
 
     Raises:
       TypeError: If it is not an optimizer of Keras.
-      ValueError: If its class has no rule for rows, or it updates rows already, or for
-        `gradient_accumulation_steps` and `loss_scale_factor`.
+      ValueError: If its class has no rule for rows, or it updates rows already, if
+        Keras does not know the name, or for `gradient_accumulation_steps` and
+        `loss_scale_factor`.
       NotImplementedError: Under a strategy other than MirroredStrategy.
     """
+    if isinstance(inner, str):
+        inner = keras_api.optimizers.get(inner)
     if not isinstance(inner, keras_api.Optimizer):
         raise TypeError(
             "RowSparseOptimizer takes an optimizer of Keras, such as "
