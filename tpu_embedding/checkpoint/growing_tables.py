@@ -15,7 +15,7 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, Vector
 from tpu_embedding.engines.base import GrowingState
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.growing import first_rows, first_slots
-from tpu_embedding.tables.rows import PARAMETERS, ArrayRows
+from tpu_embedding.tables.rows import PARAMETERS, ArrayRows, ProcessGroup
 from tpu_embedding.vocabulary import (
     NUM_ROWS,
     PARTS,
@@ -27,9 +27,15 @@ from tpu_embedding.vocabulary import (
 )
 
 
-def logical_table(name: str, state: Mapping[str, np.ndarray]) -> LogicalTable:
+def logical_table(
+    name: str, state: Mapping[str, np.ndarray], group: ProcessGroup | None
+) -> LogicalTable:
     """What `GrowingState.read` returned, as a table of a checkpoint."""
-    rows = {part: ArrayRows(v) for part, v in state.items() if part not in PARTS}
+    rows = {
+        part: ArrayRows(values, group)
+        for part, values in state.items()
+        if part not in PARTS
+    }
     parameters = rows.pop(PARAMETERS)
     vectors = {part: _in_memory(state[part]) for part in PARTS}
     return LogicalTable(name, parameters, rows, vectors)

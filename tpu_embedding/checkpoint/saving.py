@@ -96,8 +96,9 @@ def save(
     # Before what is pending is applied: it is counted, and a later step is noticed.
     updates = updates_now()
     tables: dict[str, Mapping[str, TableRows]] = {**core.checkpoint_rows()}
-    states = {name: state.read() for name, state in core.growing().items()}
-    growing = {name: logical_table(name, state) for name, state in states.items()}
+    live = core.growing()
+    states = {name: state.read() for name, state in live.items()}
+    growing = {n: logical_table(n, states[n], live[n].group) for n in states}
     tables |= {name: table.arrays for name, table in growing.items()}
     if not slots:
         tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
@@ -105,7 +106,7 @@ def save(
     def changed() -> str | None:
         if updates_now() != updates:
             return "The number of updates"
-        for name, state in core.growing().items():
+        for name, state in live.items():
             if state.updates_begun() != states[name]["state"][UPDATES_BEGUN]:
                 return f"Table {name!r}"
         return None
@@ -185,12 +186,15 @@ def restore(
     of_plan = [spec.name for spec in core.plan.tables]
     names = _names(of_plan, tables, {} if rename is None else rename)
     chosen = _chosen_ids(list(names), ids)
+    group = process_group(live)
+    if group is None:
+        group = next((state.group for state in growing.values()), None)
     alike = {"path": os.fspath(path), "root": root, "tables": names, "resize": resize}
     sums = {name: zlib.crc32(array.tobytes()) for name, array in chosen.items()}
-    require_alike(process_group(live), alike | {"slots": slots, "ids": sums})
+    require_alike(group, alike | {"slots": slots, "ids": sums})
     updates = core.checkpoint_updates()
     counted = updates is not None and tables is None
-    with in_all_processes(process_group(live)):
+    with in_all_processes(group):
         source = formats.read(path, root=root, tables=list(names.values()))
         own = {name: live[name] for name in names if name in live}
         specs = {spec.name: spec for spec in core.plan.tables}
@@ -206,7 +210,7 @@ def restore(
             ", ".join(lacking),
         )
     core.checkpoint_rows()  # What is pending comes before what is restored.
-    with in_all_processes(process_group(live)):
+    with in_all_processes(group):
         job.run(progress)
         core.load_checkpoint_rows()
     if counted:

@@ -268,7 +268,7 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
         if isinstance(source, SavesTables):
             rows, growing = core.table_rows(), core.growing()
             tables = [
-                source_of(spec, growing[spec.name].read())
+                source_of(spec, growing[spec.name])
                 if spec.name in growing
                 else Source(spec.name, rows[spec.name])
                 for spec in core.plan.tables
@@ -313,7 +313,7 @@ def _gathered(
     paths = [plan.features[spec.features[0]].path for spec in plan.tables]
     states = growing or {}
     return [
-        source_of(spec, states[spec.name].read())
+        source_of(spec, states[spec.name])
         if spec.name in states
         else Source(spec.name, GatheredRows(find_table(spec, tables, path)))
         for spec, path in zip(plan.tables, paths, strict=True)

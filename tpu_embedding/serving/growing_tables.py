@@ -110,9 +110,10 @@ def served_rows(spec: TableSpec, state: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([values, last])
 
 
-def source_of(spec: TableSpec, state: Mapping[str, np.ndarray]) -> Source:
-    """A growing table to be exported, from `GrowingState.read`."""
-    rows = ArrayRows(served_rows(spec, state))
+def source_of(spec: TableSpec, growing: GrowingState) -> Source:
+    """A growing table to be exported, as it is now."""
+    state = growing.read()
+    rows = ArrayRows(served_rows(spec, state), growing.group)
     return Source(spec.name, rows, state["ids"])
 
 
@@ -196,9 +197,3 @@ class RestoredGrowingTable(GrowingState):
             array.assign(tf.constant(rows[name], array.dtype))
         self._known = {part: fitting[part] for part in PARTS}
         self.served.row_of.assign(fitting["ids"])
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {name: tf.constant(value) for name, value in self.read().items()}
-
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        self.write({name: value.numpy() for name, value in restored_tensors.items()})

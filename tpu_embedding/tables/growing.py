@@ -14,7 +14,7 @@ import tensorflow as tf
 from tpu_embedding.config import TableConfig
 from tpu_embedding.initializers import named_initializer
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.tables.rows import PARAMETERS, ProcessGroup
 from tpu_embedding.vocabulary import UPDATES_BEGUN, VocabularyContents
 
 # By class of an initializer of Keras or TensorFlow the kind of first values and the
@@ -36,10 +36,12 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
     Attributes:
       parameters: The variable with its rows; over processes their values.
       parts: The names of what `read` returns.
+      group: The processes that read and write it together, or None.
     """
 
     parameters: Any
     parts: tuple[str, ...]
+    group: ProcessGroup | None = None
 
     @abc.abstractmethod
     def contents(self) -> VocabularyContents:

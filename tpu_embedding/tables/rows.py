@@ -113,11 +113,15 @@ class TableRows(abc.ABC):
 
 
 class ArrayRows(TableRows):
-    """A matrix in memory."""
+    """A matrix in memory, which each process of a group has."""
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, group: ProcessGroup | None = None) -> None:
         super().__init__(values.shape, values.dtype)
-        self._values = values
+        self._values, self._group = values, group
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._group
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self._values[start:stop]

@@ -219,7 +219,7 @@ class _GrowingInJob(GrowingState):
     ) -> None:
         """Takes the state of this process, which is empty in all but the owner."""
         self._name, self._own, self._owner, self._channel = name, own, owner, channel
-        self.parts = own.parts
+        self.parts, self.group = own.parts, channel
 
     @property
     def parameters(self) -> Any:
