@@ -160,7 +160,8 @@ def _create(values: FirstValues, places: Sequence[Place]) -> list[tf.Variable]:
     made = []
     for device, rows in places:
         with tf.device(device):
-            made.append(_create_part(values, read, rows))
+            part = _create_part(values, read, rows, is_here=_is_here(device))
+            made.append(part)
     return made
 
 
@@ -171,11 +172,16 @@ def _create_part(
     values: FirstValues,
     read: Callable[[range], tf.Tensor] | None,
     rows: range | None,
+    *,
+    is_here: bool,
 ) -> tf.Variable:
     """Makes the variable of some rows on the current device, a few MiB at a time."""
     name, dim = variable_name(values.name), values.shape[1]
     if read is None or rows is None:
-        shape = (None, dim) if values.grows else None
+        shape = None
+        if values.grows:
+            # TensorFlow ends a server that hears of a handle with a part of a shape.
+            shape = tf.TensorShape((None, dim) if is_here else None)
         return create_state(name, values.whole, shape, values.dtype)
     if not rows:
         return create_state(name, tf.zeros([1, dim], values.dtype))

@@ -23,7 +23,7 @@ from tpu_embedding.engines.base import (
     StepQueue,
     TableArrays,
 )
-from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
+from tpu_embedding.engines.cpu_base import arrays_of_variables
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.changes import Held, ServedChanges
 from tpu_embedding.engines.host.engine import HostEngine
@@ -39,10 +39,11 @@ from tpu_embedding.layout.placement import (
     place_on_servers,
     rows_of_plan,
 )
-from tpu_embedding.layout.plan import UPDATES, TableSpec
+from tpu_embedding.layout.plan import UPDATES, TableSpec, refuse_growing
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
+from tpu_embedding.tables.growing import GrowingState
 from tpu_embedding.tables.initial import initial_rows
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import (
@@ -58,6 +59,7 @@ from tpu_embedding.tables.variables import (
     create_parts,
     variable_rows,
 )
+from tpu_embedding.vocabulary import VocabularyContents
 
 
 class ParameterServerEngine(HostEngine):
@@ -72,7 +74,6 @@ class ParameterServerEngine(HostEngine):
     name = "parameter_server"
     differentiates_weights = False
     for_custom = None
-    grows = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes the tables on the servers; see `Engine`.
@@ -132,7 +133,7 @@ class ParameterServerEngine(HostEngine):
 
     @classmethod
     def check(cls, options: EngineOptions) -> None:
-        refuse_tpu_options(cls.name, options.plan)
+        super().check(options)
         timeout = options.distributed.timeout_seconds
         if timeout != DistributedOptions().timeout_seconds:
             raise NotImplementedError(
@@ -144,6 +145,8 @@ class ParameterServerEngine(HostEngine):
     @classmethod
     def lay_out(cls, options: EngineOptions) -> Layout:
         """See `Engine.lay_out`: tables on different servers cannot be one stack."""
+        reason = "TPUEmbeddingV2 over servers does not take"
+        refuse_growing(options.plan.tables, reason)
         config = options.sparse_core
         config = dataclasses.replace(config, disable_table_stacking=True)
         return super().lay_out(dataclasses.replace(options, sparse_core=config))
@@ -153,11 +156,16 @@ class ParameterServerEngine(HostEngine):
 
     def tables(self) -> dict[str, TableArrays]:
         found = {}
+        growing = {
+            name: _ServedGrowing(state, self._coordinator)
+            for part in self._parts
+            for name, state in part.growing.items()
+        }
         for spec, parts in zip(self._plan.tables, self._variables, strict=True):
             arrays = (
                 _divided_arrays(spec, parts)
                 if len(parts) > 1
-                else arrays_of_variables(spec, parts[0])
+                else arrays_of_variables(spec, parts[0], growing.get(spec.name))
             )
             rows = {
                 name: _ServedRows(matrix, self._coordinator)
@@ -171,6 +179,9 @@ class ParameterServerEngine(HostEngine):
         found: dict[str, Any] = {}
         tables = self.tables()
         for spec, parts in zip(self._plan.tables, self._variables, strict=True):
+            state = tables[spec.name].growing
+            if state is not None:
+                found[spec.name] = state
             for array, rows in tables[spec.name].rows.items():
                 name = checkpoint_name(spec.name, array)
                 variables = [
@@ -216,6 +227,47 @@ class ParameterServerEngine(HostEngine):
     def reset(self) -> None:
         self._steps.reset()
         super().reset()
+
+
+class _ServedGrowing(GrowingState):
+    """A growing table on a server: an error if it does not answer."""
+
+    def __init__(self, state: GrowingState, coordinator: ClusterCoordinator) -> None:
+        self._state, self._coordinator = state, coordinator
+        self.parameters, self.parts = state.parameters, state.parts
+
+    def contents(self) -> VocabularyContents:
+        """See `GrowingState.contents`."""
+        return self._coordinator.wait_for(self._state.contents)
+
+    def evict(self) -> int:
+        """See `GrowingState.evict`."""
+        return self._coordinator.wait_for(self._state.evict)
+
+    def updates_begun(self) -> int:
+        """See `GrowingState.updates_begun`."""
+        return self._coordinator.wait_for(self._state.updates_begun)
+
+    def read(self) -> dict[str, np.ndarray]:
+        """See `GrowingState.read`."""
+        return self._coordinator.wait_for(self._state.read)
+
+    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See `GrowingState.fit`."""
+        return self._state.fit(state)
+
+    def write(self, state: Mapping[str, np.ndarray]) -> None:
+        """See `GrowingState.write`."""
+        self._coordinator.wait_for(lambda: self._state.write(state))
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        # TensorFlow restores into several devices in a tf.function.
+        def write(*values: tf.Tensor) -> None:
+            read = [value.numpy() for value in values]
+            self._state.write(dict(zip(restored_tensors, read, strict=True)))
+
+        with tf.device(tf.config.list_logical_devices("CPU")[0].name):
+            tf.py_function(write, list(restored_tensors.values()), [])
 
 
 class _ServedRows(MutableTableRows):

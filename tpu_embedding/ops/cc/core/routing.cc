@@ -247,18 +247,21 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
   writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
 }
 
-int64_t WordsOfId(const RoutedBatch& routed) {
-  const std::vector<bool>& growing = routed.growing;
-  const bool any =
-      std::find(growing.begin(), growing.end(), true) != growing.end();
-  return any ? kWordsOfId : 1;
+// As both sides of a message know it: from the tables that `owner` has.
+int64_t WordsOfId(const RoutedBatch& routed, int owner) {
+  for (size_t t = 0; t < routed.growing.size(); ++t) {
+    if (routed.growing[t] && routed.placement.owners[t] == owner) {
+      return kWordsOfId;
+    }
+  }
+  return 1;
 }
 
 void Write(const RoutedBatch& routed, int receiver, int64_t num_words,
            Writer* writer) {
   const Sent& sent = routed.sent[receiver];
   writer->Word(kMessageVersion);
-  writer->Word(WordsOfId(routed));
+  writer->Word(WordsOfId(routed, receiver));
   writer->Words(reinterpret_cast<const int32_t*>(&num_words), 2);
   for (size_t t = 0; t < sent.rows.size(); ++t) {
     if (!routed.placement.by_rows(t)) continue;
@@ -404,7 +407,7 @@ bool ReadMessage(const Message& message, int sender, const TableMap& tables,
                  RoutedBatch* routed) {
   const Placement& placement = routed->placement;
   Asked& asked = routed->asked[sender];
-  Reader reader(ContentOf(message, WordsOfId(*routed)));
+  Reader reader(ContentOf(message, WordsOfId(*routed, placement.rank)));
   for (size_t t = 0; t < asked.rows.size(); ++t) {
     asked.rows[t].Resize(0);
     if (!placement.by_rows(t)) continue;

@@ -20,7 +20,7 @@
 //
 //   words      what
 //   1          kMessageVersion
-//   1          words of an id: 1, or 2 if a table grows
+//   1          words of an id: 1, or 2 if a table of the owner grows
 //   2          words of the message, these four included (one int64)
 //   for each table that is divided by rows:
 //     1        n, the distinct rows wanted of this owner
