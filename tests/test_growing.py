@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import pathlib
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -711,3 +715,36 @@ def test_one_vocabulary_stands_for_a_table_of_its_own() -> None:
     wider = dataclasses.replace(tables[0], vocabulary_size=te.GrowingVocabulary(9))
     with pytest.raises(ValueError, match="films"):
         te.TPUEmbedding([config[0], te.FeatureConfig(wider)], te.SGD(0.5))
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("pipelined", ["plain", "pipelined"])
+def test_a_killed_program_resumes_with_the_same_bits(
+    pipelined: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """It is killed while it trains, evicts and saves, at a random moment of each."""
+
+    def start(folder: str) -> subprocess.Popen[str]:
+        program = pathlib.Path(__file__).with_name("killed_trainer.py")
+        return subprocess.Popen(
+            [sys.executable, str(program), str(tmp_path / folder), pipelined],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(pathlib.Path(te.__file__).parents[1])},
+        )
+
+    expected = start("unbroken").communicate()[0].splitlines()
+    for kind in ("train", "evict", "save", "save"):
+        process = start("killed")
+        assert process.stdout is not None
+        lines = (line for line in process.stdout if line.startswith(kind))
+        for _ in range(2):
+            next(lines)
+        time.sleep(float(rng.uniform(0.0, 0.01)))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    found = start("killed").communicate()[0].splitlines()
+    results = [line for line in expected if len(line) > 50]
+    assert len(results) > 5
+    assert [line for line in found if len(line) > 50] == results
