@@ -199,7 +199,11 @@ def test_training_has_the_bits_of_the_features(
         np.testing.assert_array_equal(found, expected)
 
 
-def test_batches_of_tf_data_are_two_or_three_arguments(rng: np.random.Generator):
+def test_batches_of_tf_data_are_two_or_three_arguments(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    # Graphs of the portable engine round otherwise than its eager ops.
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "host")
     features, weights = batch(rng)
     plain, embedding = Queue(), Queue()
     traces = []
@@ -250,7 +254,10 @@ def test_weight_gradients_of_packed_batches(rng: np.random.Generator):
     ] * 2
 
 
-def test_replicas_take_their_own(rng: np.random.Generator):
+def test_replicas_take_their_own(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "host")  # The portable one has one.
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     embeddings = []
     for _ in range(2):
