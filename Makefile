@@ -141,7 +141,7 @@ build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 
 PEER_TESTS := build/peers/tests
 
-test-peers: ## the layer of tf_keras, beside tensorflow-recommenders and its tests
+test-peers: ## the layer of tf_keras, beside tensorflow-recommenders and its tests; deltas by TensorFlow Serving's API
 	$(PYTHON) -m venv --clear $(PEER_TESTS)
 	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
 	    setuptools wheel --requirement tests/peers/requirements-tfrs.txt

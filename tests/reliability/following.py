@@ -242,7 +242,7 @@ class Saved(NamedTuple):
       path: Its path.
       written: The number of the last delta of each writer.
       touched: Of each consumer.
-      trainer: How often the trainer was started again before.
+      trainer: How often writers had resumed before.
     """
 
     by_te: bool
@@ -325,7 +325,8 @@ class History:
         counts = consumer.publish()
         if consumer.touched is not None:
             touched = consumer.touched
-            assert counts == {name: len(rows) for name, rows in touched.items()}
+            expected = {name: len(rows) for name, rows in touched.items()}
+            assert counts == expected, (counts, expected)
         consumer.touched = nothing()
 
     def _checkpoint(self, how: Saved) -> tf.train.Checkpoint:
@@ -354,10 +355,10 @@ class History:
         if saved.by_te:
             te.checkpoint.restore(self._embedding, f"{saved.path}-tables")
         self._checkpoint(saved).read(saved.path).assert_consumed()
+        if saved.has_marks and saved.trainer != self._trainers:
+            self._resume()
+            return
         for number, consumer in enumerate(self._consumers):
-            if saved.has_marks and saved.trainer != self._trainers:
-                consumer.resume()
-                continue
             before = consumer.writer.sequence == saved.written[number]
             consumer.touched = everything()
             if saved.has_marks and before:  # No delta was written since.
@@ -365,14 +366,17 @@ class History:
 
     def _restart_trainer(self) -> None:
         """New writers, with or without a checkpoint, which ask the models."""
-        self._trainers += 1
         for consumer in self._consumers:
             consumer.writer.stop()
             consumer.restart_writer()
         with_marks = [saved for saved in self._saved if saved.has_marks]
         if with_marks and self._rng.integers(2):
             self._restore(with_marks[-1])
-            return
+        self._resume()
+
+    def _resume(self) -> None:
+        """Marks of earlier checkpoints are those of another trainer from here on."""
+        self._trainers += 1
         for consumer in self._consumers:
             consumer.resume()
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import pathlib
+import shlex
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -143,3 +147,21 @@ def graph_of(path: pathlib.Path) -> Any:
     saved = saved_model_pb2.SavedModel()
     saved.ParseFromString((path / "saved_model.pb").read_bytes())
     return saved.meta_graphs[0]
+
+
+@functools.cache
+def c_program(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """A C program of this folder, compiled against TensorFlow's wheel."""
+    source = pathlib.Path(__file__).with_name(name)
+    program = folder / source.stem
+    libraries = tf.sysconfig.get_lib()
+    command = [
+        *shlex.split(os.environ.get("CC", "gcc")),
+        *("-std=c11", "-pthread", "-Wall", "-Wextra", "-Werror"),
+        *(f"-isystem{tf.sysconfig.get_include()}", str(source), "-o", str(program)),
+        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}"),
+        *("-l:libtensorflow_cc.so.2", "-l:libtensorflow_framework.so.2"),
+    ]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+    return program

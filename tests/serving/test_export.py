@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import pathlib
-import shlex
 import subprocess
 import sys
 from typing import Any
@@ -21,7 +18,6 @@ import tpu_embedding as te
 # A logit sums 22 products; an activation at most 3, of values and weights below 4.
 TOLERANCE = 22 * 16 * 2.0**-24
 WITHOUT_PACKAGE = pathlib.Path(__file__).with_name("load_without_package.py")
-C_PROGRAM = pathlib.Path(__file__).with_name("run_signature.c")
 
 
 @pytest.mark.parametrize("kind", ["ragged", "sparse", "examples"])
@@ -111,23 +107,6 @@ def test_loads_without_the_package(trained: Trained, folder: pathlib.Path) -> No
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-@functools.cache
-def c_program(folder: pathlib.Path) -> pathlib.Path:
-    """The C program of this folder, compiled against TensorFlow's wheel."""
-    program = folder / "run_signature"
-    libraries = tf.sysconfig.get_lib()
-    command = [
-        *shlex.split(os.environ.get("CC", "gcc")),
-        *("-std=c11", "-Wall", "-Wextra", "-Werror"),
-        *(f"-isystem{tf.sysconfig.get_include()}", str(C_PROGRAM), "-o", str(program)),
-        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}"),
-        *("-l:libtensorflow_cc.so.2", "-l:libtensorflow_framework.so.2"),
-    ]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert compiled.returncode == 0, compiled.stderr
-    return program
-
-
 def run_in_c(folder: pathlib.Path, kind: str, output: str, inputs: Any) -> Any:
     signature = exported.graph_of(folder).signature_def[kind]
     arguments = [str(folder), signature.outputs[output].name]
@@ -136,7 +115,7 @@ def run_in_c(folder: pathlib.Path, kind: str, output: str, inputs: Any) -> Any:
         shape = ",".join(map(str, value.shape)) or "-"
         values = ",".join(map(repr, value.numpy().ravel().tolist())) or "-"
         arguments += [signature.inputs[name].name, types[value.dtype], shape, values]
-    program = c_program(folder.parent)
+    program = exported.c_program("run_signature.c", folder.parent)
     return subprocess.run(
         [str(program), *arguments], capture_output=True, text=True, check=False
     )

@@ -93,6 +93,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             TPUs and on the portable engine, and in a Keras layer with
             `trainable_tables=True`; or if a table grows.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
+          tf.errors.AbortedError: If another process of the job raises an error.
         """
         super().__init__()
         core = getattr(embedding, "core", None)
@@ -150,6 +151,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
           ValueError: If the file exists, or more rows of a table changed than the
             export takes at a time.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
+          tf.errors.AbortedError: If another process of the job raises an error.
         """
         self._require_active()
         group = self._changes.group
