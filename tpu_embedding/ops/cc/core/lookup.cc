@@ -54,36 +54,48 @@ struct PlainLookup {
   }
 };
 
-struct QuantizedLookup {
-  template <class F32xN, class Element>
-  TPU_EMBEDDING_INLINE static void Run(const FeatureEntries& entries,
-                                       const Element* __restrict table,
-                                       int64_t dim, Quantization quantization,
-                                       int64_t begin, int64_t end,
-                                       float* __restrict out) {
-    const FeatureCsr& csr = *entries.csr;
-    const int32_t* rows = entries.rows->data();
+// Entries of sample `s`, whose values are rounded to `num_buckets` levels.
+template <class Element>
+struct QuantizedEntries {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
+                                float* __restrict sum) const {
     const float lower = quantization.lower;
     const float upper = quantization.upper;
     const float step = (upper - lower) / (quantization.num_buckets - 1);
-    for (int64_t s = begin; s < end; ++s) {
-      float* __restrict sum = out + s * dim;
-      const auto sum_block = [&](int64_t start,
-                                 int64_t stop) __attribute__((always_inline)) {
-        std::fill(sum, sum + dim, 0.0f);
-        for (int64_t i = start; i < stop; ++i) {
-          const Element* __restrict row = table + rows[i] * dim;
-          const float gain = csr.gain(s, i);
-          for (int64_t d = 0; d < dim; ++d) {
-            float value;
-            Load(row + d, &value);
-            const float x = std::min(std::max(value, lower), upper);
-            const float level = std::floor((x - lower) / step + 0.5f);
-            sum[d] += gain * (level * step + lower);
-          }
-        }
-      };
-      SumByBlocks(csr.offsets[s], csr.offsets[s + 1], dim, sum, sum_block);
+    std::fill(sum, sum + dim, 0.0f);
+    for (int64_t i = begin; i < end; ++i) {
+      const Element* __restrict row = table + rows[i] * dim;
+      const float gain = csr->gain(s, i);
+      for (int64_t d = 0; d < dim; ++d) {
+        float value;
+        Load(row + d, &value);
+        const float x = std::min(std::max(value, lower), upper);
+        const float level = std::floor((x - lower) / step + 0.5f);
+        sum[d] += gain * (level * step + lower);
+      }
+    }
+  }
+
+  const FeatureCsr* csr;
+  const int32_t* rows;
+  const Element* table;
+  Quantization quantization;
+  int64_t s;
+};
+
+struct QuantizedLookup {
+  template <class F32xN, class Element>
+  TPU_EMBEDDING_INLINE static void Run(const FeatureEntries& entries,
+                                       const Element* table, int64_t dim,
+                                       Quantization quantization, int64_t begin,
+                                       int64_t end, float* out) {
+    const int64_t* offsets = entries.csr->offsets.data();
+    QuantizedEntries<Element> own{entries.csr, entries.rows->data(), table,
+                                  quantization, begin};
+    for (; own.s < end; ++own.s) {
+      SumByBlocks<F32xN>(own, offsets[own.s], offsets[own.s + 1], dim,
+                         out + own.s * dim);
     }
   }
 };

@@ -181,6 +181,13 @@ struct UpdateRows {
     const RowOptions& options = *update->options;
     const float decay = update->decay;
     const int64_t dim = DimOn<F32xN, KnownDim>::Of(update->table->dim);
+    if (options.clips_gradient_norm()) {
+      for (int i = 0; i < block->size; ++i) {
+        ClipNorm(options.clip_gradient_norm, dim, block->gradients + i * dim);
+      }
+    }
+    const bool clips_gradient = options.clips_gradient();
+    const bool clips_weight = options.clips_weight();
     for (int i = 0; i < block->size; ++i) {
       const int64_t row = block->rows[i];
       float* const weights = block->weights[i];
@@ -190,10 +197,7 @@ struct UpdateRows {
         slots[k] =
             update->table->slots[k] + row * (Rule::kSlotsPerRow ? 1 : dim);
       }
-      if (options.clips_gradient_norm()) {
-        ClipNorm(options.clip_gradient_norm, dim, gradient);
-      }
-      if (options.clips_gradient()) {
+      if (clips_gradient) {
         Clip(options.clip_gradient_min, options.clip_gradient_max, dim,
              gradient);
       }
@@ -201,7 +205,7 @@ struct UpdateRows {
         for (int64_t d = 0; d < dim; ++d) weights[d] -= decay * weights[d];
       }
       rule.Apply(gradient, weights, slots.data(), dim);
-      if (options.clips_weight()) {
+      if (clips_weight) {
         Clip(options.clip_weight_min, options.clip_weight_max, dim, weights);
       }
     }

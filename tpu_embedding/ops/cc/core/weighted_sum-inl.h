@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -103,22 +102,35 @@ class SumOfBlocks {
   int64_t blocks_ = 0;
 };
 
-// Calls `sum(begin, end)`, which writes the sum of some terms to `out`, once if
-// there are few of them, else for blocks of which `out` becomes the sum.
-template <class Sum>
-TPU_EMBEDDING_INLINE void SumByBlocks(int64_t begin, int64_t end, int64_t dim,
-                                      float* out, const Sum& sum) {
-  std::unique_ptr<SumOfBlocks> blocks;
-  for (;;) {
-    const int64_t stop = std::min(end, begin + kTermsOfBlock);
-    sum(begin, stop);
-    if (stop == end && !blocks) return;
-    if (!blocks) blocks = std::make_unique<SumOfBlocks>();
-    blocks->Add(out, dim);
-    if (stop == end) break;
-    begin = stop;
+// The sum of many terms by blocks; a body of simd.h. `Block::Run` writes the
+// sum of some terms to `out`.
+template <class Block>
+struct SumManyBlocks {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const Block& block, int64_t begin,
+                                       int64_t end, int64_t dim, float* out) {
+    SumOfBlocks blocks;
+    for (; begin < end; begin += kTermsOfBlock) {
+      const int64_t stop = std::min(end, begin + kTermsOfBlock);
+      block.template Run<F32xN>(begin, stop, dim, out);
+      blocks.Add(out, dim);
+    }
+    blocks.Finish(dim, out);
   }
-  blocks->Finish(dim, out);
+};
+
+// Writes the sum of any number of terms to `out`. Few terms are one block. Many
+// are left to a call: its code beside theirs made a DLRM step slower.
+template <class F32xN, class Block>
+TPU_EMBEDDING_INLINE void SumByBlocks(const Block& block, int64_t begin,
+                                      int64_t end, int64_t dim, float* out) {
+  if (__builtin_expect(end - begin <= kTermsOfBlock, true)) {
+    return block.template Run<F32xN>(begin, end, dim, out);
+  }
+  // By value: what a reference leads to would be in memory, not in registers.
+  const auto sum = FunctionForThisCpu<SumManyBlocks<Block>, Block, int64_t,
+                                      int64_t, int64_t, float*>();
+  sum(block, begin, end, dim, out);
 }
 
 // out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
@@ -152,14 +164,22 @@ TPU_EMBEDDING_INLINE void SumOneBlock(const Terms& terms, int64_t begin,
   }
 }
 
+template <class Terms>
+struct BlockOfTerms {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
+                                float* out) const {
+    SumOneBlock<F32xN>(terms, begin, end, dim, out);
+  }
+
+  const Terms terms;
+};
+
 // `SumOneBlock` for any number of terms.
-template <class Widest, class Terms>
+template <class F32xN, class Terms>
 TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
                                       int64_t end, int64_t dim, float* out) {
-  SumByBlocks(begin, end, dim, out,
-              [&](int64_t start, int64_t stop) __attribute__((always_inline)) {
-                SumOneBlock<Widest>(terms, start, stop, dim, out);
-              });
+  SumByBlocks<F32xN>(BlockOfTerms<Terms>{terms}, begin, end, dim, out);
 }
 
 // In a fixed number of sums, whatever registers there are: one sum alone
