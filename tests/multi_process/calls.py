@@ -214,6 +214,19 @@ def fill_a_table(strategy: Any, pipelined: bool) -> Any:
     return raised, rows, found.ids.tolist(), found[4:]
 
 
+def save_a_growing_table(strategy: Any, folder: str) -> Any:
+    """Saves, restores and exports the only table of a job; its ids and rows."""
+    embedding, _ = _films(strategy, te.TPUEmbedding, False)
+    embedding.enqueue({"film": tf.constant([rank(strategy), 7])})
+    embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+    te.checkpoint.save(embedding, f"{folder}/saved")
+    other, table = _films(strategy, te.TPUEmbedding, False)
+    te.checkpoint.restore(other, f"{folder}/saved")
+    te.serving.export(other, f"{folder}/model", signatures=["dense"])
+    rows = other.embedding_tables[table].numpy().tolist()
+    return other.vocabularies[table].ids.tolist(), rows
+
+
 def growing_v2(strategy: Any) -> tuple[str, str]:
     """What TPUEmbeddingV2 raises of a growing table."""
     return failure(lambda: _films(strategy, te.TPUEmbeddingV2, False))

@@ -143,6 +143,18 @@ def test_growing_tables_restore_in_any_number_of_processes(
 
 
 @pytest.mark.second_tier
+def test_a_job_saves_and_exports_its_only_table(
+    two: Job, tmp_path: pathlib.Path
+) -> None:
+    for ids, rows in two.run("save_a_growing_table", str(tmp_path)):
+        assert ids == [0, 1, 7]
+        assert sorted(rows) == [[0, 0], [0.5, 0.5], [0.5, 0.5]]
+    model: Any = tf.saved_model.load(str(tmp_path / "model"))
+    served = model.signatures["dense"](film=tf.constant([7, 1, 5], tf.int64))["film"]
+    assert served.numpy()[:, 0].tolist() == [0, 0.5, 0]
+
+
+@pytest.mark.second_tier
 def test_what_growing_tables_lack_over_processes(two: Job) -> None:
     for kind, text in two.run("growing_v2"):
         assert kind == "NotImplementedError"

@@ -181,7 +181,8 @@ def _create_part(
         shape = None
         if values.grows:
             # TensorFlow ends a server that hears of a handle with a part of a shape.
-            shape = tf.TensorShape((None, dim) if is_here else None)
+            dims: Any = (None, dim) if is_here else None
+            shape = tf.TensorShape(dims)
         return create_state(name, values.whole, shape, values.dtype)
     if not rows:
         return create_state(name, tf.zeros([1, dim], values.dtype))

@@ -121,7 +121,7 @@ class CompileReport:
       compiled_limits: The pairs (ids, distinct ids) that the program has.
       unknown: What the check cannot know.
       reached_compiler: Whether libtpu saw the step. One that does not reach it may
-        still compile where what stopped it is mended.
+        still compile where what stopped it is fixed.
     """
 
     topology: str
