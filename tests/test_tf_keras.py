@@ -16,16 +16,7 @@ FIRST_TIER = [f"{FOLDER}/test_models.py"]
 # Those of tf_keras alone, and those that each Keras runs.
 SECOND_TIER = [
     *(FOLDER, f"--ignore={FIRST_TIER[0]}"),
-    # Its other tests are of the export and the bits of Keras 3.
-    *(
-        f"tests/keras_layer/test_growing.py::{test}"
-        for test in (
-            "test_fit_gives_rows_and_evaluation_does_not",
-            "test_files_keep_ids_and_slots",
-            "test_static_and_growing_files_are_not_mixed_up",
-            "test_what_is_refused",
-        )
-    ),
+    "tests/keras_layer/test_growing.py",
     "tests/keras_layer/test_preprocessing_layers.py",
     "tests/keras_layer/test_row_embedding.py",
     "tests/keras_layer/test_row_sparse.py",
