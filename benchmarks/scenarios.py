@@ -101,6 +101,7 @@ SCENARIOS = {
         Scenario("one_hot", 2048, 64, _CAPPED, _ONE_HOT),
         Scenario("small_batch", 32, 64, _CAPPED, _ONE_HOT),
         Scenario("small_bags", 32, 64, _CAPPED, _MULTI_HOT),
+        Scenario("growing", 2048, 64, (80_000,) * 26, (10,) * 26),
         Scenario("one_huge_table", 2048, 64, (10_000_000,), (20,)),
         # Every position of a sequence is a sample of one id, for ours and all peers.
         Scenario("sequence", 2048 * _POSITIONS, 64, (1_000_000,), (1,)),
