@@ -14,6 +14,6 @@ if (
     os.environ.get("TF_USE_LEGACY_KERAS") != "1"
     or importlib.util.find_spec("tensorflow_recommenders") is None
 ):
-    collect_ignore_glob.append("test_t*.py")
+    collect_ignore_glob += ["test_programs.py", "test_t*.py"]
 if importlib.util.find_spec("tensorflow_serving") is None:
     collect_ignore_glob.append("test_serving_api.py")
