@@ -453,14 +453,14 @@ def test_a_reason_of_several_placements_is_printed_once() -> None:
     assert told == ["v6e:1x1, v5p:2x2x1", "v4:2x2x1, v3:2x2"]
 
 
-def test_a_thousand_tables_take_less_than_a_second() -> None:
+def test_a_thousand_tables_take_less_than_two_seconds() -> None:
     features = [
         te.FeatureConfig(table(1000 * (i + 1), 16 * (1 + i % 4), f"t{i}"))
         for i in range(1000)
     ]
     start = time.process_time()
     report = te.plan(features, te.Adagrad(0.1), batch_size=8192)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 2.0
     assert {p.name.split(":")[0] for p in report.placements} > set(GENERATIONS)
 
 
