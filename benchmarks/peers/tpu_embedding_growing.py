@@ -29,7 +29,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     gradients = feed.gradients(scenario)
     batches = scenario.batches(4)
     next_batch = feed.dense([[x.astype(np.int64) for x in b] for b in batches])
-    steps = tf.Variable(0, dtype=tf.int64)
+    steps = tf.Variable(tf.zeros([], tf.int64))
 
     def train(features: Sequence[tf.Tensor]) -> None:
         embedding.enqueue(features)
