@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensorflow/c/c_api.h"
+#include "saved_model.h"
 
 enum { kMostThreads = 64 };
 
@@ -27,24 +27,6 @@ static TF_Output ids_input, rows_output, block_input, sequence_output;
 static int64_t count;
 static atomic_int stop;
 static atomic_long total, torn, back;
-
-static void Require(int holds, const char* what, const char* detail) {
-  if (holds) return;
-  fprintf(stderr, "%s: %s\n", what, detail);
-  exit(1);
-}
-
-static TF_Output Find(TF_Graph* graph, const char* name_and_index) {
-  char name[1024];
-  const char* colon = strrchr(name_and_index, ':');
-  Require(colon && colon - name_and_index < (long)sizeof(name), "no tensor",
-          name_and_index);
-  memcpy(name, name_and_index, colon - name_and_index);
-  name[colon - name_and_index] = '\0';
-  TF_Output output = {TF_GraphOperationByName(graph, name), atoi(colon + 1)};
-  Require(output.oper != NULL, "no operation", name);
-  return output;
-}
 
 // Returns the output, or NULL with `status` set.
 static TF_Tensor* Run(TF_Output feed, TF_Tensor* input, TF_Output fetch,
@@ -131,13 +113,9 @@ static void Apply(const char* path, TF_Status* status) {
 
 int main(int argc, char** argv) {
   Require(argc >= 8, "usage", "see the top of this file");
-  const char* const tags[] = {"serve"};
   TF_Status* status = TF_NewStatus();
   TF_Graph* graph = TF_NewGraph();
-  TF_SessionOptions* options = TF_NewSessionOptions();
-  session = TF_LoadSessionFromSavedModel(options, NULL, argv[1], tags, 1, graph,
-                                         NULL, status);
-  Require(TF_GetCode(status) == TF_OK, "load", TF_Message(status));
+  session = Load(argv[1], graph, status);
   block_input = Find(graph, argv[2]);
   sequence_output = Find(graph, argv[3]);
   ids_input = Find(graph, argv[4]);
@@ -160,15 +138,9 @@ int main(int argc, char** argv) {
   }
   printf("%ld %ld %ld\n", (long)total, (long)torn, (long)back);
   TF_Tensor* rows = LookUp(status);
-  const float* values = (const float*)TF_TensorData(rows);
-  const int64_t size = TF_TensorElementCount(rows);
-  for (int64_t i = 0; i < size; ++i) printf("%.9g\n", values[i]);
+  Print(rows);
 
   TF_DeleteTensor(rows);
-  TF_CloseSession(session, status);
-  TF_DeleteSession(session, status);
-  TF_DeleteSessionOptions(options);
-  TF_DeleteGraph(graph);
-  TF_DeleteStatus(status);
+  Close(session, graph, status);
   return 0;
 }

@@ -12,27 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensorflow/c/c_api.h"
+#include "saved_model.h"
 
 enum { kMostFeeds = 32, kMostAxes = 8, kMostValues = 4096 };
-
-static void Require(int holds, const char* what, const char* detail) {
-  if (holds) return;
-  fprintf(stderr, "%s: %s\n", what, detail);
-  exit(1);
-}
-
-static TF_Output Find(TF_Graph* graph, const char* name_and_index) {
-  char name[1024];
-  const char* colon = strrchr(name_and_index, ':');
-  Require(colon && colon - name_and_index < (long)sizeof(name), "no output",
-          name_and_index);
-  memcpy(name, name_and_index, colon - name_and_index);
-  name[colon - name_and_index] = '\0';
-  TF_Output output = {TF_GraphOperationByName(graph, name), atoi(colon + 1)};
-  Require(output.oper != NULL, "no operation", name);
-  return output;
-}
 
 // The numbers of a list with commas; returns how many.
 static int Parse(const char* list, double* numbers, int most) {
@@ -71,13 +53,9 @@ static TF_Tensor* MakeTensor(const char* type, const char* shape,
 int main(int argc, char** argv) {
   Require(argc >= 3 && (argc - 3) % 4 == 0, "usage",
           "see the top of this file");
-  const char* const tags[] = {"serve"};
   TF_Status* status = TF_NewStatus();
   TF_Graph* graph = TF_NewGraph();
-  TF_SessionOptions* options = TF_NewSessionOptions();
-  TF_Session* session = TF_LoadSessionFromSavedModel(
-      options, NULL, argv[1], tags, 1, graph, NULL, status);
-  Require(TF_GetCode(status) == TF_OK, "load", TF_Message(status));
+  TF_Session* session = Load(argv[1], graph, status);
 
   TF_Output fetch = Find(graph, argv[2]);
   TF_Output feeds[kMostFeeds];
@@ -93,16 +71,10 @@ int main(int argc, char** argv) {
                 0, NULL, status);
   Require(TF_GetCode(status) == TF_OK, "run", TF_Message(status));
 
-  const float* values = (const float*)TF_TensorData(result);
-  const int64_t size = TF_TensorElementCount(result);
-  for (int64_t i = 0; i < size; ++i) printf("%.9g\n", values[i]);
+  Print(result);
 
   TF_DeleteTensor(result);
   for (int i = 0; i < count; ++i) TF_DeleteTensor(inputs[i]);
-  TF_CloseSession(session, status);
-  TF_DeleteSession(session, status);
-  TF_DeleteSessionOptions(options);
-  TF_DeleteGraph(graph);
-  TF_DeleteStatus(status);
+  Close(session, graph, status);
   return 0;
 }

@@ -101,23 +101,29 @@ std::array<std::vector<int64_t>*, 7> PartsOf(VocabularySnapshot* snapshot) {
           &snapshot->state};
 }
 
-// An op of one growing table.
+// An op of one growing table of a queue.
 class VocabularyOp : public tensorflow::OpKernel {
  public:
   explicit VocabularyOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
   }
 
+  void Compute(OpKernelContext* context) final {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context,
+                   CheckIndices("table", {table_}, resource->growing.size()));
+    GrowingTable* const growing = resource->growing[table_].get();
+    OP_REQUIRES(
+        context, growing,
+        absl::InvalidArgumentError("A malformed graph: no growing table."));
+    OP_REQUIRES_OK(context, Run(context, *resource->plan, growing));
+  }
+
  protected:
   int table() const { return table_; }
-  absl::Status Find(const StepQueueResource& resource,
-                    GrowingTable** growing) const {
-    TF_RETURN_IF_ERROR(
-        CheckIndices("table", {table_}, resource.growing.size()));
-    *growing = resource.growing[table_].get();
-    if (*growing) return absl::OkStatus();
-    return absl::InvalidArgumentError("A malformed graph: no growing table.");
-  }
+  virtual absl::Status Run(OpKernelContext* context, const Plan& plan,
+                           GrowingTable* growing) = 0;
 
  private:
   int table_ = 0;
@@ -127,26 +133,23 @@ class SaveVocabularyOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    GrowingTable* growing = nullptr;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, Find(*resource, &growing));
+  absl::Status Run(OpKernelContext* context, const Plan&,
+                   GrowingTable* growing) override {
     std::vector<Variable> arrays;
-    OP_REQUIRES_OK(context, LookUpArrays(context, &arrays));
+    TF_RETURN_IF_ERROR(LookUpArrays(context, &arrays));
     const ReadLocks locks(arrays);
     VocabularySnapshot snapshot;
     std::vector<Tensor> values;
-    OP_REQUIRES_OK(context, growing->Save(arrays, &snapshot, &values));
+    TF_RETURN_IF_ERROR(growing->Save(arrays, &snapshot, &values));
     int output = 0;
     for (const std::vector<int64_t>* part : PartsOf(&snapshot)) {
       const int64_t size = part->size();
       Tensor* tensor = nullptr;
-      OP_REQUIRES_OK(context,
-                     context->allocate_output(output++, {size}, &tensor));
+      TF_RETURN_IF_ERROR(context->allocate_output(output++, {size}, &tensor));
       std::copy(part->begin(), part->end(), tensor->flat<int64_t>().data());
     }
     for (const Tensor& value : values) context->set_output(output++, value);
+    return absl::OkStatus();
   }
 };
 
@@ -154,30 +157,25 @@ class LoadVocabularyOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    GrowingTable* growing = nullptr;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, Find(*resource, &growing));
+  absl::Status Run(OpKernelContext* context, const Plan&,
+                   GrowingTable* growing) override {
     OpInputList parts, values;
-    OP_REQUIRES_OK(context, context->input_list("snapshot", &parts));
-    OP_REQUIRES_OK(context, context->input_list("values", &values));
+    TF_RETURN_IF_ERROR(context->input_list("snapshot", &parts));
+    TF_RETURN_IF_ERROR(context->input_list("values", &values));
     VocabularySnapshot snapshot;
-    OP_REQUIRES_OK(context, CheckLength("snapshot", parts.size(),
-                                        PartsOf(&snapshot).size()));
+    TF_RETURN_IF_ERROR(
+        CheckLength("snapshot", parts.size(), PartsOf(&snapshot).size()));
     int next = 0;
     for (std::vector<int64_t>* part : PartsOf(&snapshot)) {
       const auto numbers = parts[next++].flat<int64_t>();
       part->assign(numbers.data(), numbers.data() + numbers.size());
     }
     std::vector<Variable> variables;
-    OP_REQUIRES_OK(context, LookUpArrays(context, &variables));
+    TF_RETURN_IF_ERROR(LookUpArrays(context, &variables));
     std::vector<tensorflow::Var*> arrays;
     for (const Variable& variable : variables) arrays.push_back(variable.get());
     const WriteLocks locks(arrays);
-    OP_REQUIRES_OK(
-        context,
-        growing->Load(snapshot, {values.begin(), values.end()}, arrays));
+    return growing->Load(snapshot, {values.begin(), values.end()}, arrays);
   }
 };
 
@@ -185,17 +183,14 @@ class EvictOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    GrowingTable* growing = nullptr;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, Find(*resource, &growing));
+  absl::Status Run(OpKernelContext* context, const Plan&,
+                   GrowingTable* growing) override {
     Tensor* evicted = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &evicted));
-    OP_REQUIRES_OK(context, WithinMemory([&] {
-                     evicted->scalar<int64_t>()() = growing->Evict();
-                     return absl::OkStatus();
-                   }));
+    TF_RETURN_IF_ERROR(context->allocate_output(0, {}, &evicted));
+    return WithinMemory([&] {
+      evicted->scalar<int64_t>()() = growing->Evict();
+      return absl::OkStatus();
+    });
   }
 };
 
@@ -203,37 +198,33 @@ class ReadIdsOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  void Compute(OpKernelContext* context) override {
-    QueuePtr resource;
-    GrowingTable* growing = nullptr;
-    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context, Find(*resource, &growing));
+  absl::Status Run(OpKernelContext* context, const Plan& plan,
+                   GrowingTable* growing) override {
     std::vector<Variable> parameters(1);
-    OP_REQUIRES_OK(
-        context,
-        tensorflow::LookupResource(
-            context, tensorflow::HandleFromInput(context, 1), &parameters[0]));
-    OP_REQUIRES_OK(context, growing->AdoptParameters(parameters[0].get()));
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, tensorflow::HandleFromInput(context, 1), &parameters[0]));
+    TF_RETURN_IF_ERROR(growing->AdoptParameters(parameters[0].get()));
     const auto ids = context->input(2).flat<int64_t>();
     const auto batch = std::make_shared<PreparedBatch>();
-    const TablePlan& plan = resource->plan->tables[table()];
-    batch->features.resize(resource->plan->features.size());
+    const TablePlan& own = plan.tables[table()];
+    batch->features.resize(plan.features.size());
     batch->trains = true;
     // One sample for each.
-    FeatureCsr& csr = batch->features[plan.features[0]];
+    FeatureCsr& csr = batch->features[own.features[0]];
     csr.ids.Resize(ids.size());
     csr.offsets.Resize(ids.size() + 1);
     std::copy_n(ids.data(), ids.size(), csr.ids.data());
     std::iota(csr.offsets.data(), csr.offsets.data() + csr.offsets.size(), 0);
     Tensor* rows = nullptr;
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(0, {ids.size(), plan.dim}, &rows));
+    TF_RETURN_IF_ERROR(
+        context->allocate_output(0, {ids.size(), own.dim}, &rows));
     const ReadLocks locks(parameters);
     GrowingTable::Found found;
-    OP_REQUIRES_OK(context, growing->Find(batch, *parameters[0],
-                                          WorkerPool(context), &found));
-    Lookup({csr, found.rows(0, plan.features[0])}, growing->rows(), plan.dim,
+    TF_RETURN_IF_ERROR(
+        growing->Find(batch, *parameters[0], WorkerPool(context), &found));
+    Lookup({csr, found.rows(0, own.features[0])}, growing->rows(), own.dim,
            Quantization(), 0, ids.size(), rows->flat<float>().data());
+    return absl::OkStatus();
   }
 };
 
