@@ -78,6 +78,7 @@ class BazelTargets:
     def _add(self, rule: str, **attributes: Any) -> None:
         for name in ("srcs", "hdrs"):
             self.files[rule] += attributes.get(name, [])
+        self.files["data"] += attributes.get("data", [])
 
     @staticmethod
     def _glob(patterns: list[str], exclude: Sequence[str] = ()) -> list[str]:
@@ -91,7 +92,8 @@ class BazelTargets:
 def test_bazel_builds_what_setup_py_builds():
     files = BazelTargets().files
     cpp = {*files["cc_library"], *files["cc_binary"], *files["cc_test"]}
-    assert cpp == set(sources(".cc", ".h"))
+    c = {name for name in files["data"] if name.endswith((".c", ".h"))}
+    assert cpp | c == set(sources(".c", ".cc", ".h"))
 
 
 def test_bazel_knows_all_python_files():

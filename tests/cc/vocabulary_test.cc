@@ -167,6 +167,25 @@ void TestOldRowsGo() {
   CHECK_TRUE(!table.Has(1) && !table.Has(2) && !table.Has(3) && table.Has(4));
 }
 
+// The search for old rows goes on where it stopped, also after an Evict that
+// could give up nothing.
+void TestEvictWithoutSurplus() {
+  VocabularyOptions options = Options(8);
+  options.eviction = Eviction::kAge;
+  options.max_age = 1;
+  options.min_rows = 2;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2, 3}));
+  CHECK_TRUE(!table.Update({2}));
+  CHECK_TRUE(!table.Update({2}));  // 1 goes; the search stops before 3.
+  CHECK_TRUE(!table.Has(1) && table.Has(3));
+  CHECK_EQ(table.vocabulary.Evict([](RowSet*) {}), 0);
+  for (int i = 0; i < 3; ++i) CHECK_TRUE(!table.Update({}));
+  CHECK_TRUE(!table.Update({4}));
+  CHECK_TRUE(!table.Update({4}));
+  CHECK_TRUE(!table.Has(3) && table.Has(2));
+}
+
 void TestHeldRowsStay() {
   VocabularyOptions options = Options(2);
   options.eviction = Eviction::kLeastRecent;
@@ -218,6 +237,7 @@ int main() {
   tpu_embedding::TestLeastRecentGoes();
   tpu_embedding::TestLeastFrequentGoes();
   tpu_embedding::TestOldRowsGo();
+  tpu_embedding::TestEvictWithoutSurplus();
   tpu_embedding::TestHeldRowsStay();
   tpu_embedding::TestSweepsInSlices();
   tpu_embedding::TestMemoryThatMoves();

@@ -263,12 +263,13 @@ void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
 }
 
 int64_t Vocabulary::Evict(const Hold& hold) {
-  if (!Evicts()) return 0;
+  const int64_t surplus = map_.size() - options_.min_rows;
+  if (!Evicts() || surplus <= 0) return 0;
   const int64_t before = counts_.evicted;
   RowSet held(num_rows_);
   hold(&held);
   cursor_ = 0;
-  BeginSweep(map_.size() - options_.min_rows, held);
+  BeginSweep(surplus, held);
   while (sweeping_) SweepSlice(held);
   return counts_.evicted - before;
 }
