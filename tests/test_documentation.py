@@ -27,10 +27,15 @@ FIRST_TIER = ("README.md", "tutorial.md")
 READMES = [*ROOT.glob("tests/golden/**/README.md"), *ROOT.glob("tpu_embedding/**/*.md")]
 
 
+def prose(page: pathlib.Path) -> str:
+    """The text of a page without code blocks and comments."""
+    code = r"^```.*?^```|^<!--.*?-->"
+    return re.sub(code, "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def links(page: pathlib.Path) -> Iterator[str]:
-    """The targets of a page's links to files, without code blocks."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    """The targets of a page's links to files."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if not re.match(r"https?:", target):
             yield target
 
@@ -82,6 +87,12 @@ def test_the_readme_is_short_and_names_every_example():
     examples = [path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")]
     assert examples
     assert [name for name in examples if name not in text] == []
+
+
+def test_all_pages_together_have_30000_words():
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    words = [word for page in pages for word in prose(page).split()]
+    assert len([word for word in words if re.search(r"\w", word)]) <= 30_000
 
 
 def test_the_picture_of_the_readme_has_the_figures_of_its_page():
