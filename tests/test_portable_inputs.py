@@ -215,7 +215,7 @@ def engine_for(name: str, refused: Refused) -> Engine:
 
 
 def enqueue_on(engine: Engine, batch: list[IdBatch]) -> None:
-    engine.queue().enqueue(engine.prepare([batch], CALL), CALL)
+    engine.queue.enqueue(engine.prepare([batch], CALL), CALL)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -235,7 +235,7 @@ def test_refuses_input(refused: Refused, mode: str) -> None:
         enqueue()
     assert refused.message in raised.value.message
     with pytest.raises(tf.errors.FailedPreconditionError, match="no batch is enqueued"):
-        engine.queue().dequeue(CALL)
+        engine.queue.dequeue(CALL)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -320,8 +320,8 @@ def test_looks_up_as_the_host(case: str, combiner: str) -> None:
         def step(engine: Engine = engine) -> list[tf.Tensor]:
             here = batch if tf.executing_eagerly() else forget_shapes(batch)
             enqueue_on(engine, [here])
-            (activation,) = engine.queue().dequeue(CALL)
-            engine.queue().apply_gradients([tf.cos(activation)], CALL)
+            (activation,) = engine.queue.dequeue(CALL)
+            engine.queue.apply_gradients([tf.cos(activation)], CALL)
             return [activation]
 
         results.append((engine, function(step)()))

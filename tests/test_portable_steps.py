@@ -34,7 +34,7 @@ class Calls:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.queue = engine, engine.queue()
+        self.engine, self.queue = engine, engine.queue
         self.looked_up: list[Any] = []
 
     def enqueue(

@@ -16,7 +16,7 @@ from tpu_embedding.embedding_base import (
     do_not_convert,
     per_replica,
 )
-from tpu_embedding.engines import Call, EmbeddingOptions, Engine, Prepared, StepQueue
+from tpu_embedding.engines import Call, EmbeddingOptions, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.packing import flatten_batch
@@ -120,7 +120,6 @@ class TPUEmbedding(EmbeddingBase):
         self._queued_shapes: weakref.WeakKeyDictionary[Any, Any]
         self._queued_shapes = weakref.WeakKeyDictionary()
         self._first_shapes: Any = None
-        self._queue: StepQueue | None = None
         self._one_shape = True
         super().__init__(
             feature_config,
@@ -246,12 +245,11 @@ class TPUEmbedding(EmbeddingBase):
                 if not tf.executing_eagerly():
                     self._remember_static_shapes(batches)
                 engine = self.core.engine or self.core.engine_for(batches[0], cores)
-                queue = self._queue or self._engine_queue(engine)
             with tf.name_scope(name or "embedding_enqueue"):
                 call = Call(replica=replica, training=training, name=name, device=place)
                 with self.core.refusing("enqueue"):
                     prepared = engine.prepare(batches, call)
-                self._put(queue, prepared, call)
+                self._put(engine.queue, prepared, call)
 
     @do_not_convert
     def dequeue(self, name: str | None = None) -> Any:
@@ -273,10 +271,9 @@ class TPUEmbedding(EmbeddingBase):
         """
         engine, replica = self.core.in_replica("dequeue")
         with tf.name_scope(name or "embedding_dequeue"):
-            queue = self._queue or self._engine_queue(engine)
             shapes = self._static_shapes()
             call = Call(replica=replica, name=name, shapes=shapes)
-            activations = queue.dequeue(call)
+            activations = engine.queue.dequeue(call)
         return self._structure.pack(activations)
 
     @do_not_convert
@@ -305,8 +302,8 @@ class TPUEmbedding(EmbeddingBase):
             flat = self._structure.flatten("gradients", gradients)
             checked = self.core.check_gradients(flat)
         with tf.name_scope(name or "embedding_apply_gradients"):
-            queue = self._queue or self._engine_queue(engine)
-            queue.apply_gradients(checked, Call(replica=replica, name=name))
+            call = Call(replica=replica, name=name)
+            engine.queue.apply_gradients(checked, call)
 
     @do_not_convert
     def weight_gradients(self, gradients: Any, features: Any, weights: Any) -> Any:
@@ -423,11 +420,6 @@ class TPUEmbedding(EmbeddingBase):
                         f"{what} {path} has one value for each replica. Pass the value "
                         "of the device, or leave `device` at None."
                     )
-
-    def _engine_queue(self, engine: Engine) -> StepQueue:
-        if self._queue is None:
-            self._queue = engine.queue()
-        return self._queue
 
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes the input shapes of all features, in any nesting."""

@@ -248,8 +248,12 @@ class Steps(abc.ABC):
     Counting. The variable `UPDATES` counts an update when its last replica submits
     gradients; the number before that is its rounding number. `reset` takes a forgotten
     pending update out of the count.
+
+    Attributes:
+      queue: The queue of TPUEmbedding.
     """
 
+    queue: StepQueue
     _options: EngineOptions
     _plan: Plan
 
@@ -365,10 +369,6 @@ class Steps(abc.ABC):
                 )
         own = {stack.name: tables[stack.name] for stack in stacks}
         return Prepared(None, features._replace(tables=own))
-
-    @abc.abstractmethod
-    def queue(self) -> StepQueue:
-        """The queue of TPUEmbedding."""
 
     @abc.abstractmethod
     def reset(self) -> None:

@@ -14,7 +14,6 @@ from tpu_embedding.engines.base import (
     EngineOptions,
     Prepared,
     RowChanges,
-    StepQueue,
     TableArrays,
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
@@ -92,7 +91,7 @@ class HostEngine(Engine):
         self._parts, self._transport = parts, transport
         device = None if transport and not transport.is_owner else self._device
         self._batches = HostBatches(options, device, record, groups=not transport)
-        self._queue: StepQueue = HostEngineQueue(self)
+        self.queue = HostEngineQueue(self)
 
     @classmethod
     def check(cls, options: EngineOptions) -> Channel | None:
@@ -293,9 +292,6 @@ class HostEngine(Engine):
     def _is_owner(self) -> bool:
         """Whether other processes ask this one for rows."""
         return self._transport is not None and self._transport.is_owner
-
-    def queue(self) -> StepQueue:
-        return self._queue
 
     def tables(self) -> dict[str, TableArrays]:
         """See `TableStore.tables`; each array is one variable, the table one part."""

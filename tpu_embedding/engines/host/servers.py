@@ -20,7 +20,6 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     RowChanges,
-    StepQueue,
     TableArrays,
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables
@@ -105,7 +104,7 @@ class ParameterServerEngine(HostEngine):
         parts = [held.part for held in self._held]
         record = plan_record(options, places[0], served=True)
         super().__init__(options, parts, Servers(record, len(used)))
-        self._steps = ServerQueue(self)
+        self.queue = self._steps = ServerQueue(self)
 
     def _hold(self, options: EngineOptions, placement: Placement, device: str) -> Held:
         """The tables, and rows of tables, of one server."""
@@ -150,9 +149,6 @@ class ParameterServerEngine(HostEngine):
         config = options.sparse_core
         config = dataclasses.replace(config, disable_table_stacking=True)
         return super().lay_out(dataclasses.replace(options, sparse_core=config))
-
-    def queue(self) -> StepQueue:
-        return self._steps
 
     def tables(self) -> dict[str, TableArrays]:
         found = {}

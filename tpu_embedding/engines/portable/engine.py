@@ -64,6 +64,7 @@ class PortableEngine(Engine, StepQueue):
         """Makes the tables and the queue; see `Engine`."""
         check_functions(options.plan)
         super().__init__(options)
+        self.queue = self
         self._variables = create_variables(options.plan, self._device)
         self._rates = Rates(
             options.plan, lambda: create_counter("updates", self._device)
@@ -175,9 +176,6 @@ class PortableEngine(Engine, StepQueue):
             code = tf.cast(is_late & (not ticket.taken), tf.int32)
             with tf.control_dependencies(refuse(code, ["", _GIVEN_UP])):
                 self._update(entries, gradients, {}, ticket)
-
-    def queue(self) -> StepQueue:
-        return self
 
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         (batch,) = batches

@@ -18,7 +18,6 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
-    StepQueue,
     TableArrays,
     TracedTicket,
 )
@@ -103,7 +102,8 @@ class SparseCoreEngine(Engine):
             lambda: outside_of_replicas(lambda: create_counter(options, "updates")),
         )
         self._pending = self._create_pending() if options.pipelined else None
-        self._queue: SparseCoreQueue | None = None
+        specs = host_to_device.batch_specs(self._partitioning)
+        self.queue = self._queue = SparseCoreQueue(self, topology, specs)
         self._flush = tf.function(self._apply_pending, autograph=False)
         self._reset = tf.function(self._discard_pending, autograph=False)
 
@@ -324,20 +324,12 @@ class SparseCoreEngine(Engine):
         # The inputs are among what must be good, although a pending update is applied.
         return self._assign_together(changes, [*tf.nest.flatten(inputs), *after])
 
-    def queue(self) -> StepQueue:
-        """See `Steps.queue`; created when it is first asked for."""
-        if self._queue is None:
-            specs = host_to_device.batch_specs(self._partitioning)
-            self._queue = SparseCoreQueue(self, self._topology, specs)
-        return self._queue
-
     def flush(self) -> None:
         if self._pending is not None:
             self._in_replicas(self._flush)
 
     def reset(self) -> None:
-        if self._queue is not None:
-            self._queue.reset()
+        self._queue.reset()
         if self._pending is not None:
             self._in_replicas(self._reset)
 

@@ -7,6 +7,7 @@ together, so that a step that fails in one replica leaves all queues equally lon
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -52,13 +53,12 @@ class SparseCoreQueue(StepQueue):
     def __init__(
         self, engine: QueuedEngine, topology: TPUTopology, specs: PreprocessedFeatures
     ) -> None:
-        """Creates the queues, of what `specs` has of a batch."""
+        """Queues of what `specs` has of a batch."""
         self._engine, self._topology, self._specs = engine, topology, specs
         self._devices = [cores[0] for cores in topology.tpu.devices]
         self._hosts = [
             topology.tpu.host_of_program(r) for r in range(topology.num_replicas)
         ]
-        self._queues: list[BatchRing] = outside_of_replicas(self._create)
         # A program, and the handles of the replica's queue in it.
         self._of_program: tuple[Any, list[tf.Tensor]] | None = None
         # The last lookup, with the graph in which its tensors can be used.
@@ -135,12 +135,18 @@ class SparseCoreQueue(StepQueue):
             with tf.device(host):
                 queue.reset()
 
-    def _create(self) -> list[BatchRing]:
-        queues = []
-        for host in self._hosts:
-            with tf.device(host):
-                queues.append(BatchRing())
-        return queues
+    @functools.cached_property
+    def _queues(self) -> list[BatchRing]:
+        """By replica; made when a batch is first queued."""
+
+        def create() -> list[BatchRing]:
+            queues = []
+            for host in self._hosts:
+                with tf.device(host):
+                    queues.append(BatchRing())
+            return queues
+
+        return outside_of_replicas(create)
 
     def _on_host(
         self, replica: int, function: Callable[..., Any], *tensors: tf.Tensor

@@ -21,7 +21,6 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
-    StepQueue,
     TableArrays,
     TracedTicket,
 )
@@ -89,7 +88,7 @@ class TPUV2V4Engine(Engine):
         self._still_there = self._tpu.watch(_INITIALIZED_AGAIN)
         self._configure()
         self._rates = ProgramRates(self._plan, topology.strategy)
-        self._queue = TPUQueue(
+        self.queue = self._queue = TPUQueue(
             options, self._config, shapes, self._rates, self._still_there
         )
         self._tables = {
@@ -206,9 +205,6 @@ class TPUV2V4Engine(Engine):
     ) -> None:
         call = dataclasses.replace(call, name=looked_up.value.take())
         self._queue.apply_gradients(gradients, call)
-
-    def queue(self) -> StepQueue:
-        return self._queue
 
     def tables(self) -> dict[str, TableArrays]:
         """See `TableStore.tables`; current only after `retrieve`."""
