@@ -234,8 +234,7 @@ class TPUEmbedding(EmbeddingBase):
                 values, flat_weights = flatten_batch(self._structure, features, weights)
                 if device is not None:
                     self._refuse_distributed(values, flat_weights)
-                topology.require_arguments(self.core.plan.paths, values)
-                topology.require_on_host(self.core.plan.paths, values)
+                topology.require_queueable(self.core.plan.paths, values)
                 if not self.core.engine_class.differentiates_weights:
                     self.core.require_weight_gradients(flat_weights)
                 cores = 1 if place is None else self._cores_per_replica()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ class Structure:
         A composite tensor is one leaf. With `container_leaves` lists, tuples and dicts
         may be leaves, too.
         """
+        if not container_leaves:
+            # A C++ function: faster, and `_walk` says where a structure differs.
+            with contextlib.suppress(TypeError, ValueError):
+                tf.nest.assert_same_structure(self._nested, value)
+                return tf.nest.flatten(value)
         leaves = []
         for path, expected, leaf in _walk(what, "", self._nested, value):
             if not container_leaves and _kind(leaf) is not object:

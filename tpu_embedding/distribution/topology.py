@@ -112,20 +112,18 @@ class Topology:
             return None  # Outside of all scopes TensorFlow has a context, too.
         return tf.distribute.get_replica_context()
 
-    def run_number(self) -> int | None:
-        """A number of this run of strategy.run, among several replicas.
+    def runs(self) -> list[tf.Tensor]:
+        """What tells this run of strategy.run from others: a number, outside 0.
 
-        0 outside of strategy.run; None inside where kernels can tell (in graphs), and
-        where they need not (one replica).
+        Nothing where kernels can tell (inside, in graphs), or need not (one replica).
         """
         if self.num_replicas == 1:
-            return None
+            return []
         context = self.run_context()
-        if context is None:
-            return 0
-        if not tf.executing_eagerly():
-            return None
-        return _RUNS.setdefault(context, next(_RUN_NUMBERS))
+        if context is not None and not tf.executing_eagerly():
+            return []
+        run = 0 if context is None else _RUNS.setdefault(context, next(_RUN_NUMBERS))
+        return [tf.constant(run, tf.int64)]
 
     def can_meet(self) -> bool:
         """Whether `with_all_replicas` can be called in this replica.
@@ -179,12 +177,8 @@ class Topology:
         """
         del paths, values
 
-    def require_on_host(self, paths: Sequence[str], values: Sequence[Any]) -> None:
-        """Refuses ids in the memory of a TPU, before or inside of strategy.run.
-
-        Args:
-          paths: Paths of the features.
-          values: The features as the user passed them.
+    def require_queueable(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+        """Refuses as `require_arguments`, and ids in the memory of a TPU anywhere.
 
         Raises:
           ValueError: If a tensor is on a TPU.
@@ -347,7 +341,8 @@ class TPUTopology(Topology):
                     "experimental_enable_dynamic_batch_size=False)."
                 )
 
-    def require_on_host(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+    def require_queueable(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+        self.require_arguments(paths, values)
         for index, tensor in self._tensors(values):
             for device in devices_of(tensor):
                 if self.system.holds(device):

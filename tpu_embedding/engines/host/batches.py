@@ -8,11 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, EngineOptions
+from tpu_embedding.engines.base import QUEUE_CAPACITY, Call, EngineOptions
 from tpu_embedding.engines.cpu_base import StackedBatches
 from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
@@ -49,11 +48,24 @@ class HostBatches:
 
     def prepare(self, batch: Sequence[IdBatch], *, training: bool) -> tf.Tensor:
         """The batch as the kernels take it: a variant of this device and process."""
+        training = training and self._groups
+        declared = self._output_shapes.all_declared()
+        kinds = [(b.kind, b.weights is None, b.weight_structure is None) for b in batch]
+        key = (training, declared, tuple(kinds))  # Equal calls share one record.
+        call = self._call_records.get(key)
+        if call is None:
+            shapes: list[Any] = [d.shape if d else None for d in declared]
+            call = self._call_records[key] = records.serialize(
+                training=training,
+                kinds=[b.kind.value for b in batch],
+                has_weights=[b.weights is not None for b in batch],
+                has_weight_structure=[b.weight_structure is not None for b in batch],
+                declared_shapes=[tf.TensorShape(shape) for shape in shapes],
+                declared_sources=[d.source if d else "" for d in declared],
+            )
         with tf.device(self.device):
             return self._ops.tpu_embedding_prepare(
-                **op_inputs(batch),
-                plan=self._record,
-                call=self._call_record(batch, training and self._groups),
+                **op_inputs(batch), plan=self._record, call=call
             )
 
     def to_tensors(self, batch: tf.Tensor, *, raises: bool) -> PreprocessedFeatures:
@@ -109,36 +121,13 @@ class HostBatches:
         ]
         return [tf.int32 if c.vocabulary is None else tf.int64 for c in first]
 
-    def activation_shapes(self, shapes: Sequence[Shape] | None) -> list[tf.TensorShape]:
+    def activation_shapes(self, call: Call) -> list[tf.TensorShape]:
         """For each feature what is known of its activations; see `Steps.lookup`."""
-        known = self._output_shapes.activations(shapes)
+        known = self._output_shapes.activations(call.shapes)
         return [
             tf.TensorShape((*shape, dim))
             for shape, dim in zip(known, self._plan.dims, strict=True)
         ]
-
-    def _call_record(self, batch: Sequence[IdBatch], training: bool) -> bytes:
-        """What the kernel must know of this call; equal calls share one record."""
-        declared = self._output_shapes.all_declared()
-        key = (
-            training,
-            declared,
-            tuple(
-                (b.kind, b.weights is None, b.weight_structure is None) for b in batch
-            ),
-        )
-        found = self._call_records.get(key)
-        if found is None:
-            shapes: list[Any] = [d.shape if d else None for d in declared]
-            found = self._call_records[key] = records.serialize(
-                training=training,
-                kinds=[b.kind.value for b in batch],
-                has_weights=[b.weights is not None for b in batch],
-                has_weight_structure=[b.weight_structure is not None for b in batch],
-                declared_shapes=[tf.TensorShape(shape) for shape in shapes],
-                declared_sources=[d.source if d else "" for d in declared],
-            )
-        return found
 
 
 def plan_record(

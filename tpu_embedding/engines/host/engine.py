@@ -155,7 +155,9 @@ class HostEngine(Engine):
     ) -> tuple[list[tf.Tensor], Prepared]:
         if self._transport is None:
             (part,) = self._parts
-            found = part.look_up([prepared.value], call, self._shapes(call))
+            found = part.look_up(
+                [prepared.value], call, self._batches.activation_shapes(call)
+            )
             looked_up = prepared._replace(value=found.looked_up)
             if part.growing and prepared.tensors is not None:
                 # Those of what was looked up keep its rows.
@@ -183,7 +185,7 @@ class HostEngine(Engine):
         """Looks up the next batch of the queue; `activations` and `apply_now`."""
         (part,) = self._parts
         if self._transport is None:
-            return part.look_up([], call, self._shapes(call))
+            return part.look_up([], call, self._batches.activation_shapes(call))
         (served,), received = self._serve([[]], DEQUEUE, call)
         return self._combine([part.handle], served.looked_up, received, call)
 
@@ -196,7 +198,7 @@ class HostEngine(Engine):
         """What each part serves, and what has arrived of it, by owner."""
         transport = self._transport
         assert transport is not None
-        shapes = self._shapes(call) if transport.is_owner else []
+        shapes = self._batches.activation_shapes(call) if transport.is_owner else []
         served = [
             part.serve(batch, shapes, transport.num_senders)
             for part, batch in zip(self._parts, batches, strict=True)
@@ -223,11 +225,8 @@ class HostEngine(Engine):
                 batch=batch,
                 received=received,
                 num_features=len(self._plan.features),
-                output_shapes=self._shapes(call),
+                output_shapes=self._batches.activation_shapes(call),
             )
-
-    def _shapes(self, call: Call) -> list[tf.TensorShape]:
-        return self._batches.activation_shapes(call.shapes)
 
     def update(
         self,

@@ -70,7 +70,7 @@ class TablePart:
             return self._ops.tpu_embedding_enqueue(
                 queue=self.handle,
                 batches=batches,
-                runs=self._runs(),
+                runs=self._topology.runs(),
                 replica=call.replica or 0,
                 training=call.training,
             )
@@ -87,7 +87,7 @@ class TablePart:
                 queue=self.handle,
                 batches=batches,
                 tables=self._tables,
-                runs=self._runs(),
+                runs=self._topology.runs(),
                 num_features=len(shapes),
                 output_shapes=shapes,
                 replica=call.replica,
@@ -229,10 +229,3 @@ class TablePart:
                 for spec in self._plan.tables
             },
         )
-
-    def _runs(self) -> list[tf.Tensor]:
-        """What tells this run of strategy.run from others; in graphs kernels know."""
-        if self._topology.num_replicas == 1:
-            return []
-        run = self._topology.run_number()
-        return [] if run is None else [tf.constant(run, tf.int64)]
