@@ -27,6 +27,7 @@ import numpy as np
 import older_tensorflow
 import pytest
 import tensorflow as tf
+from cpu_engines import EACH_ENGINE
 
 NUM_CPU_DEVICES = 4
 BASE_SEED = int(os.environ.get("TPU_EMBEDDING_TEST_SEED", "20260731"))
@@ -116,3 +117,10 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> np.random.Generator:
     """A NumPy generator that starts from the seed of this test."""
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=EACH_ENGINE)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test on each engine for CPUs."""
+    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
+    return request.param

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 
@@ -17,10 +16,7 @@ stock = tf.tpu.experimental.embedding
 V, D = 8, 2
 
 
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 ADAGRAD = te.Adagrad(0.5)

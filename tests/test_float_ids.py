@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
-from tpu_embedding import distribution
 from tpu_embedding.inputs import to_id_batch
 from tpu_embedding.keras import TPUEmbedding as TPUEmbeddingLayer
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -80,12 +78,6 @@ LOOKUPS = {
     "serving": served,
     "keras": layer,
 }
-
-
-@pytest.fixture(params=EACH_ENGINE)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
-    return request.param
 
 
 @pytest.mark.usefixtures("engine")

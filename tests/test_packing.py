@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
+from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
@@ -18,10 +18,7 @@ import tpu_embedding as te
 V, D, B = 11, 3, 5
 
 
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def config() -> dict[str, Any]:
@@ -266,11 +263,6 @@ def test_replicas_take_their_own(
     parts = [batch(rng)[0] for _ in range(2)]
     packed = [te.pack(part) for part in parts]
 
-    def distributed(values: list[Any]) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
-
     def step(embedding: Any, features: Any) -> Any:
         embedding.enqueue(features)
         activations = embedding.dequeue()
@@ -278,7 +270,7 @@ def test_replicas_take_their_own(
         return activations["one"]
 
     given = [
-        tf.nest.map_structure(lambda *leaves: distributed(list(leaves)), *each)
+        tf.nest.map_structure(lambda *leaves: of_replicas(strategy, leaves), *each)
         for each in (parts, packed)
     ]
     found = [

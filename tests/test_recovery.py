@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 
@@ -13,10 +12,7 @@ FEATURES = {"film": tf.constant([3, 5, 3])}
 GRADIENTS = {"film": tf.ones([3, D])}
 
 
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def make(optimizer: te.SGD, *, pipelined: bool = False) -> te.TPUEmbedding:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 
@@ -19,10 +18,7 @@ stock = tf.tpu.experimental.embedding
 V, D, BATCH, MOST = 50, 5, 12, 6
 
 
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def lookups(config: Any, values: np.ndarray, features: Any, weights: Any) -> list[Any]:

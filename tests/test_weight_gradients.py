@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -16,12 +15,6 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 ROWS, DIM = 9, 3
 CLASSES = ("queue", "lookup", "layer")
 COMBINERS = ("sum", "mean", "sqrtn")
-
-
-@pytest.fixture(params=EACH_ENGINE)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
 
 
 def initial(shape: Any, dtype: Any = tf.float32) -> tf.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from reliability import refusals
+from replica_values import of_replicas
 
 import tpu_embedding as te
 from tpu_embedding.embedding_base import EmbeddingBase
@@ -19,10 +19,7 @@ V, D, R = 8, 2, 2
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError)
 
 
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def table(dtype: str = "float32") -> te.TableConfig:
@@ -176,9 +173,7 @@ def test_a_refused_evaluation_leaves_the_pending_update(
 
 
 def split(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: parts[context.replica_id_in_sync_group]
-    )
+    return of_replicas(strategy, parts)
 
 
 def replicas(pipelined: bool = False) -> tuple[tf.distribute.Strategy, Any]:
