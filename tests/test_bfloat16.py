@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from reference import rounding
 
 import tpu_embedding as te
@@ -21,12 +20,6 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 ROWS, DIM = 11, 10
 IDS = tf.constant([[1, 2], [2, 10]], tf.int64)
-
-
-@pytest.fixture(params=EACH_ENGINE)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
-    return request.param
 
 
 def initial(shape: Any, dtype: Any = tf.float32) -> tf.Tensor:

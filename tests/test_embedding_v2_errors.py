@@ -7,18 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu_engines import EACH_ENGINE
 from v2_calls import BATCH, films, table, two_tables
 
 import tpu_embedding as te
-from tpu_embedding import distribution
 from tpu_embedding.layout.csr import PreprocessedFeatures
 
-
-@pytest.fixture(params=EACH_ENGINE, autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 @pytest.mark.parametrize(

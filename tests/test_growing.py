@@ -19,6 +19,7 @@ from conformance import cases
 from optimizer_cases import Case, each_variant
 from reference import growing
 from reference.lookup import samples_of
+from replica_values import of_replicas
 
 import tpu_embedding as te
 
@@ -54,7 +55,7 @@ def _train(
     found = []
     queues = isinstance(embedding, te.TPUEmbedding)
     for number, batches in enumerate(steps):
-        batch = [_of_replicas(strategy, own) for own in zip(*batches, strict=True)]
+        batch = [of_replicas(strategy, own) for own in zip(*batches, strict=True)]
         if queues:
             embedding.enqueue(batch)
 
@@ -75,12 +76,6 @@ def _train(
             found += [value.numpy() for value in values]
     embedding.flush()
     return found
-
-
-def _of_replicas(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group]
-    )
 
 
 def _order_of_sight(

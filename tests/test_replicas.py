@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import of_replicas
 
 import tpu_embedding as te
 
@@ -30,12 +31,7 @@ def make(
 
 
 def distributed(strategy: tf.distribute.Strategy, ids: list[list[int]]) -> Any:
-    values = [tf.constant(replica) for replica in ids]
-    return {
-        "film": strategy.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
-    }
+    return {"film": of_replicas(strategy, [tf.constant(own) for own in ids])}
 
 
 def column(embedding: te.TPUEmbedding) -> list[float]:
@@ -244,10 +240,7 @@ def test_replicas_with_inputs_of_other_ranks_in_a_function(
     embedding = make(strategy)
     step = traced_step(strategy, embedding)
     ids = [tf.constant([0, 1]), tf.constant([[1], [2]]), tf.sparse.from_dense([[1, 3]])]
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: ids[context.replica_id_in_sync_group]
-    )
-    found = step({"film": values}).values
+    found = step({"film": of_replicas(strategy, ids)}).values
     assert [a.numpy()[:, 0].tolist() for a in found] == [[0, 1], [1, 2], [4]]
     assert column(embedding) == AFTER
 

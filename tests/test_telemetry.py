@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from reference.lookup import gains as reference_gains
 from reference.lookup import samples_of
+from replica_values import of_replicas
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -238,12 +239,6 @@ def test_only_every_nth_update_is_counted():
         assert read[table]["rows_touched"] == (len(counted.row_ids[table]), False)
 
 
-def spread(strategy: Any, values: list[Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group]
-    )
-
-
 def test_replicas_count_as_one_batch():
     random = np.random.default_rng(3)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -256,10 +251,11 @@ def test_replicas_count_as_one_batch():
     for _ in range(3):
         batches = [make_batch(random) for _ in range(2)]
         features = {
-            name: spread(strategy, [b[0][name] for b in batches]) for name in configs
+            name: of_replicas(strategy, [b[0][name] for b in batches])
+            for name in configs
         }
         weights = dict.fromkeys(configs)
-        weights["user"] = spread(strategy, [b[1]["user"] for b in batches])
+        weights["user"] = of_replicas(strategy, [b[1]["user"] for b in batches])
         tables = embedding.embedding_tables
         before = {c.name: tf.cast(t, tf.float64).numpy() for c, t in tables.items()}
         given: list[Any] = []
@@ -369,8 +365,8 @@ def test_refused_steps_of_replicas_and_tables_of_one_name(
         elif bad:
             value[int(random.integers(2))] = np.nan
         arguments = (
-            spread(strategy, [tf.constant(x, tf.int64) for x in ids]),
-            spread(strategy, [tf.constant(x) for x in value]),
+            of_replicas(strategy, [tf.constant(x, tf.int64) for x in ids]),
+            of_replicas(strategy, [tf.constant(x) for x in value]),
         )
         if bad:
             with pytest.raises(tf.errors.InvalidArgumentError):

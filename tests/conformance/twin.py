@@ -14,6 +14,7 @@ from reference.embedding import Feature as ReferenceFeature
 from reference.embedding import ReferenceEmbedding
 from reference.embedding import Table as ReferenceTable
 from reference.lookup import Quantization
+from replica_values import of_replicas
 
 import tpu_embedding as te
 
@@ -259,9 +260,7 @@ class Twin:
         """One value per replica, as enqueue and strategy.run take it."""
         if self.replicas == 1:
             return parts[0]
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
-        )
+        return of_replicas(self.strategy, parts)
 
     def _train_eagerly(self, values: Any, weights: Any, gradients: Any) -> Any:
         if not self._inside:

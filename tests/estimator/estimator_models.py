@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from estimator.oracle import Run
+from interop.spec_cases import SGD, embedding
 
-from tpu_embedding import estimator
+from tpu_embedding import estimator, interop
 
 v1 = tf.compat.v1
 
@@ -163,3 +164,18 @@ def variables(trained: Any) -> dict[str, np.ndarray]:
     return {
         name: trained.get_variable_value(name) for name in trained.get_variable_names()
     }
+
+
+# What the tests of refusals are made of: one column, and a model that is linear in it.
+SPEC = interop.EmbeddingConfigSpec([embedding("a", 1)], SGD)
+MOD = SPEC._replace(partition_strategy="mod")
+
+
+def model_fn(features: Any, labels: Any, mode: str) -> Any:
+    return linear_model(SPEC.feature_columns)(features, labels, mode)
+
+
+def make(
+    folder: Any = "unused", spec: Any = SPEC, model: Any = model_fn, **options: Any
+) -> Any:
+    return make_estimator(model, folder, spec, **options)

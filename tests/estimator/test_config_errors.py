@@ -9,27 +9,16 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from estimator.estimator_models import (
-    linear_model,
-    make_estimator,
+    MOD,
+    SPEC,
+    make,
+    model_fn,
 )
-from interop.spec_cases import SGD, embedding, ids
+from interop.spec_cases import ids
 
 from tpu_embedding import estimator, interop
 
 I = interop  # noqa: E741 - short, for the tables.
-SPEC = I.EmbeddingConfigSpec([embedding("a", 1)], SGD)
-MOD = SPEC._replace(partition_strategy="mod")
-RUN = estimator.RunConfig()
-
-
-def model_fn(features: Any, labels: Any, mode: str) -> Any:
-    return linear_model(SPEC.feature_columns)(features, labels, mode)
-
-
-def make(
-    folder: Any = "unused", spec: Any = SPEC, model: Any = model_fn, **options: Any
-):
-    return make_estimator(model, folder, spec, **options)
 
 
 def tpu(**options: Any) -> Any:

@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 from absl import logging
 from estimator.estimator_models import (
+    SPEC,
     batches,
     dense,
-    linear_model,
-    make_estimator,
+    make,
+    model_fn,
     sparse,
     v1,
 )
@@ -25,19 +26,6 @@ from tpu_embedding import estimator, interop
 from tpu_embedding.estimator import private_tensorflow
 
 I = interop  # noqa: E741 - short, for the tables.
-SPEC = I.EmbeddingConfigSpec([embedding("a", 1)], SGD)
-MOD = SPEC._replace(partition_strategy="mod")
-RUN = estimator.RunConfig()
-
-
-def model_fn(features: Any, labels: Any, mode: str) -> Any:
-    return linear_model(SPEC.feature_columns)(features, labels, mode)
-
-
-def make(
-    folder: Any = "unused", spec: Any = SPEC, model: Any = model_fn, **options: Any
-):
-    return make_estimator(model, folder, spec, **options)
 
 
 def input_fn() -> Any:

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from conformance.cases import Input
 from conformance.twin import Feature, Table, Twin
+from replica_values import of_replicas
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -79,9 +80,7 @@ class EverywhereTwin(Twin):
     """A twin whose values are distributed also where there is one replica."""
 
     def distribute(self, parts: Sequence[Any]) -> Any:
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
-        )
+        return of_replicas(self.strategy, parts)
 
 
 def make_twin(name: str, engine: str, devices: int, **arguments: Any) -> Twin:

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 import keras
 import pytest
-from cpu_engines import EACH_ENGINE
-
-from tpu_embedding import distribution
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +15,3 @@ def fresh_keras(seed: int) -> Iterator[None]:
     keras.utils.set_random_seed(seed)
     yield
     keras.config.set_dtype_policy("float32")
-
-
-@pytest.fixture(params=EACH_ENGINE)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """For the tests of what the layer asks of an engine."""
-    monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
-    return request.param

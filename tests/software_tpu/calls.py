@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from replica_values import of_replicas
 
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -39,11 +40,7 @@ def call(
         attributes.setdefault("max_ids_per_sparse_core", MANY)
         attributes.setdefault("max_unique_ids_per_sparse_core", MANY)
     distributed = {
-        name: strategy.experimental_distribute_values_from_function(
-            lambda context, name=name: tf.constant(
-                inputs[context.replica_id_in_sync_group][name]
-            )
-        )
+        name: of_replicas(strategy, [tf.constant(own[name]) for own in inputs])
         for name in inputs[0]
     }
     program = _program(strategy, op, tuple({"table_name": "t", **attributes}.items()))

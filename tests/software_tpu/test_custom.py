@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import of_replicas
 from software_tpu import calls, partitioned
 
 D = 8
@@ -51,24 +52,12 @@ def update(
             table_name="t",
         )
 
-    distribute = strategy.experimental_distribute_values_from_function
-    outputs = strategy.run(
-        program,
-        (
-            {
-                name: distribute(
-                    lambda c, n=name: tf.constant(inputs[c.replica_id_in_sync_group][n])
-                )
-                for name in inputs[0]
-            },
-            [
-                distribute(
-                    lambda c, k=k: tf.constant(tables[c.replica_id_in_sync_group][k])
-                )
-                for k in range(len(tables[0]))
-            ],
-        ),
-    )
+    def distributed(values: list[Any], key: Any) -> Any:
+        return of_replicas(strategy, [tf.constant(own[key]) for own in values])
+
+    given = {name: distributed(inputs, name) for name in inputs[0]}
+    of_tables = [distributed(tables, k) for k in range(len(tables[0]))]
+    outputs = strategy.run(program, (given, of_tables))
     by_table = [strategy.experimental_local_results(output) for output in outputs]
     return [[value.numpy() for value in own] for own in zip(*by_table, strict=True)]
 

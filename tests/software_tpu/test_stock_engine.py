@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from reference import embedding as reference
 from reference import lookup as reference_lookup
+from replica_values import of_replicas
 from tensorflow.python.tpu import tpu_embedding_v2 as stock_module
 
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -206,11 +207,10 @@ class Twin:
 
     def distributed(self, values: list) -> list:
         """Values by replica and feature as distributed ones by feature."""
-        distribute = self.strategy.experimental_distribute_values_from_function
         return [
             None
             if values[0][f] is None
-            else distribute(lambda c, f=f: values[c.replica_id_in_sync_group][f])
+            else of_replicas(self.strategy, [own[f] for own in values])
             for f in range(len(FEATURES))
         ]
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 from sparse_core import custom_models as models
 from sparse_core.custom_models import feature
@@ -45,10 +46,9 @@ class Trainer:
 
     def __call__(self, gradients: list[dict[str, np.ndarray]]) -> list[Any]:
         """One step; the activations of each replica."""
-        distribute = self._strategy.experimental_distribute_values_from_function
         given = {
-            name: distribute(
-                lambda c, n=name: tf.constant(gradients[c.replica_id_in_sync_group][n])
+            name: of_replicas(
+                self._strategy, [tf.constant(own[name]) for own in gradients]
             )
             for name in gradients[0]
         }

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
 from sparse_core.twins import run
@@ -150,10 +151,8 @@ def failing(embedding: te.TPUEmbeddingV2, batch: Any, gradient: Any = None) -> N
         embedding.apply_gradients(own_gradients, preserved)
 
     good = (tf.constant([5, 0]), tf.constant([1.0, 1.0]))
-    distribute = STRATEGY.experimental_distribute_values_from_function
     given = [
-        distribute(lambda context, x=x: x[context.replica_id_in_sync_group])
-        for x in ((good, batch), (tf.ones([2, 2]), gradients))
+        of_replicas(STRATEGY, x) for x in ((good, batch), (tf.ones([2, 2]), gradients))
     ]
     try:
         STRATEGY.run(step, given)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from conformance.cases import Input
 from conformance.test_embedding_v2 import Stepwise
 from conformance.twin import Feature, Table, Twin
+from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
@@ -60,9 +61,7 @@ class SparseCoreTwin(Twin):
 
     def distribute(self, parts: Sequence[Any]) -> Any:
         """One value per replica, also where there is one."""
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
-        )
+        return of_replicas(self.strategy, parts)
 
 
 def parts(inputs: Sequence[Input]) -> tuple[dict[str, Table], dict[str, Feature]]:

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from conformance.twin import Feature, Table, Twin
+from everywhere.twins import Queue
 
 import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -41,18 +42,6 @@ RULES = {
 }
 
 
-class Readable(te.TPUEmbedding):
-    """Its tables can be read, if by way of what a checkpoint would hold."""
-
-    @property
-    def variables(self) -> dict[Any, dict[str, Any]]:
-        rows = self.core.checkpoint_rows()
-        return {
-            spec.key: {name: r.numpy() for name, r in rows[spec.name].items()}
-            for spec in self.core.plan.tables
-        }
-
-
 def make_strategy(devices: int, cores: int | None = None) -> SoftwareTPUStrategy:
     return SoftwareTPUStrategy(
         "v4", devices, cores_per_replica=cores, meeting_timeout=20
@@ -74,7 +63,7 @@ def make_twin(kinds: Any, strategy: SoftwareTPUStrategy, **arguments: Any) -> Tw
         table = list(RULES)[number % len(RULES)]
         weighted = bool((number + number // len(RULES)) % 2)
         features[kind] = Feature(table, cases.INPUT_BY_NAME[kind], weighted)
-    arguments = {"make": Readable, **arguments}
+    arguments = {"make": Queue, **arguments}
     return Twin(tables, features, strategy=strategy, **arguments)
 
 
@@ -138,7 +127,7 @@ def test_dynamic_rates(rng: np.random.Generator) -> None:
             "b": Feature("two", cases.INPUT_BY_NAME["dense2"]),
         },
         strategy=strategy,
-        make=Readable,
+        make=Queue,
         function=tf.function,
     )
     twin.step(rng, twin.draw(rng))
@@ -157,7 +146,7 @@ def test_invalid_ids(rule: str, rng: np.random.Generator) -> None:
         {"a": Feature("table", cases.INPUT_BY_NAME["ragged"], weighted=True)},
         te.Adagrad(RATE),
         strategy=make_strategy(2),
-        make=Readable,
+        make=Queue,
     )
     batch = twin.draw(rng)
     for replica, bad in zip(batch.values, (-3, 2**40), strict=True):
@@ -174,7 +163,7 @@ def test_quantization(rng: np.random.Generator) -> None:
         {"a": Feature("table", cases.INPUT_BY_NAME["sparse2"], weighted=True)},
         te.SGD(RATE),
         strategy=make_strategy(2),
-        make=Readable,
+        make=Queue,
     )
     twin.run(rng, 2)
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from described_tpu import Described
+from everywhere.twins import Queue
 from tensorflow.python.distribute import distribute_utils
-from tpu_v2_v4.test_conformance import KINDS, Readable, make_strategy, make_twin
+from tpu_v2_v4.test_conformance import KINDS, make_strategy, make_twin
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -75,7 +76,7 @@ def test_the_dynamic_form_is_not() -> None:
     assert "_xla_replica_id" not in made
 
 
-class CoreByCore(Readable):
+class CoreByCore(Queue):
     """Enqueues for one core after the other, by its number, the last one first."""
 
     def enqueue(

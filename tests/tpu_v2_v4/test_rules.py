@@ -15,8 +15,8 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from conformance.twin import Feature, Table, Twin
+from everywhere.twins import Queue
 from tpu_v2_v4.test_checkpoints import assert_same_bits
-from tpu_v2_v4.test_conformance import Readable
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -45,7 +45,7 @@ def make_twin(strategy: tf.distribute.Strategy, seed: int) -> tuple[Twin, Any]:
         tables[name] = Table(dim=dim, combiner=combiner, optimizer=optimizer)
         kind = cases.INPUT_BY_NAME[KINDS[number % 3]]
         features[name] = Feature(name, kind, weighted=bool(number % 2))
-    twin = Twin(tables, features, strategy=strategy, make=Readable)
+    twin = Twin(tables, features, strategy=strategy, make=Queue)
     return twin, np.random.default_rng(seed)
 
 
